@@ -1,0 +1,7 @@
+"""`python -m jaxshard` is `jaxshard`."""
+
+import sys
+
+from jaxshard.cli import main
+
+sys.exit(main())

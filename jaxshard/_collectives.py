@@ -1,0 +1,54 @@
+"""Collectives over the named axes of a `PartitionSpec`, inside `shard_map`.
+
+Several axes are taken one after the other, never as one: one mesh axis per torus dimension then gives native
+reduce-scatters on TPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxshard._placement import split_dims
+
+
+def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
+    """The whole array of which `x` is this device's shard under `spec`; axes in `keep` go on splitting it.
+
+    One all-gather per axis, minor axes first; the result's bytes are moved once for the last of them.
+    """
+    for dim, axis in reversed(split_dims(spec)):
+        if axis not in keep:
+            x = lax.all_gather(x, axis, axis=dim, tiled=True)
+    return x
+
+
+def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
+    """This device's shard under `spec` of the sum of `x` over `axes`, of which `x` is one device's share.
+
+    Axes of the spec that are in `axes` are reduce-scattered, major axes first; axes of the spec that are not are
+    sliced (every device there holds the same share); axes that the spec lacks are all-reduced last, when the array is
+    smallest.
+    """
+    split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
+    for dim, axis in split:
+        if axis in axes:
+            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        else:
+            size = x.shape[dim] // lax.axis_size(axis)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+    rest = tuple(axis for axis in axes if axis not in [name for _, name in split])
+    return all_sum(x, rest)
+
+
+def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum over the axes, on every device; `x` itself without axes."""
+    return lax.psum(x, tuple(axes)) if axes else x
+
+
+def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The maximum over the axes, on every device; `x` itself without axes."""
+    return lax.pmax(x, tuple(axes)) if axes else x

@@ -1,0 +1,53 @@
+"""The only place with version checks and private JAX names (JAX 0.10 to 0.12)."""
+
+from typing import Any
+
+import jax
+from jax._src import xla_bridge
+
+
+def backend_is_initialized() -> bool:
+    """Whether JAX has touched a device, after which the number of simulated devices is fixed."""
+    return xla_bridge.backends_are_initialized()
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which the type of `x` varies inside shard_map; always empty under check_vma=False."""
+    kind = jax.typeof(x)
+    return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+
+
+def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(jaxpr, constants) of a jaxpr, closed or not (0.12 has one class for both)."""
+    return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) from the parameters of a scan equation; the rest is scanned over."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
+    """(file, line, qualified function name) of the Python frames that made an equation, innermost first."""
+    traceback = equation.source_info.traceback
+    return [] if traceback is None else [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
+
+
+def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
+    """The devices of a compiled program by position; None for a program without arguments and results, or its text."""
+    shardings = getattr(compiled, "input_shardings", ()), getattr(compiled, "output_shardings", ())
+    return next((tuple(sharding._device_assignment) for sharding in jax.tree.leaves(shardings)), None)
+
+
+def default_devices() -> list[jax.Device] | None:
+    """The devices of the default backend, or None where none of the platforms in JAX_PLATFORMS is there.
+
+    Up to 0.12 an assertion fails inside JAX for a platform without a plugin.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError):
+        return None

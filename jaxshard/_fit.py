@@ -1,0 +1,198 @@
+"""`fit`: a training loop that reads top to bottom; what writes, draws or saves comes in as callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxshard._state import TrainState
+from jaxshard._typing import PyTree
+from jaxshard.plan.hardware import mfu
+
+Metrics = dict[str, jax.Array]
+
+_TRACED = (3, 5)
+"""The steps, counted from the start of `fit`, that a profile shows: the first ones are not typical."""
+
+
+class Record(NamedTuple):
+    """One optimizer step in numbers that lie on the host.
+
+    Attributes:
+      step: how many optimizer steps the run has taken.
+      metrics: "loss", "grad_norm" and what else the step returned.
+      seconds: wall time since the step before, evaluation excluded; the first one of a `fit` may have compiled.
+      speed: "tokens_per_second" or "rows_per_second"; "flops_per_second" and "mfu" (model FLOPs utilisation, 1 is all
+        that the chips can do) where they are known.
+      evaluation: what `evaluate` returned after this step; None after most.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    seconds: float
+    speed: dict[str, float]
+    evaluation: dict[str, float] | None = None
+
+
+def fit(
+    run: TrainState,
+    step: Callable[[TrainState, PyTree], tuple[TrainState, Metrics]],
+    batches: Iterable[PyTree],
+    *,
+    steps: int,
+    evaluate: Callable[[TrainState], dict[str, float]] | None = None,
+    eval_every: int | None = None,
+    patience: int | None = None,
+    callbacks: Iterable[Callable[[Record], Any]] = (),
+    on_run: Iterable[Callable[[int, TrainState], Any]] = (),
+    tokens: int | None = None,
+    flops: float | None = None,
+    profile: str | Path | None = None,
+) -> TrainState:
+    """The run after `steps` optimizer steps in total (fewer where it stopped early); the run that goes in is donated.
+
+    Every batch is a step. On a CPU the numbers of a step are read at once, on accelerators one step late, so that the
+    device never waits for Python. A list's `append` is a callback that keeps the history:
+
+        history = []
+        run = js.fit(run, step, batches, steps=1000, callbacks=[history.append],
+                     evaluate=lambda run: js.evaluate(eval_step, run, held_out), eval_every=100, patience=3)
+
+    Args:
+      step: what `js.make_step` returned, or any function `(run, batch) -> (run, metrics)` with scalar metrics.
+      steps: the total, counted by `run.step`: a run that has taken them already comes back as it is.
+      evaluate: `evaluate(run) -> {name: number}`, called every `eval_every` steps and after the last one.
+      patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them.
+      callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host.
+      on_run: each is called with the number of the step and the run after it, right after the step was started, so that
+        it can save the run or sample from it; the next step takes the run's arrays away.
+      tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
+      flops: model FLOPs of a step over all devices (`jaxshard.plan.flops.train_flops`), for "flops_per_second", "mfu".
+      profile: a folder for a `jax.profiler` trace of the third to the fifth step.
+
+    Raises:
+      ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
+        `patience` with an evaluation that has no "loss".
+    """
+    _check_evaluation(evaluate, eval_every, patience)
+    callbacks, on_run = tuple(callbacks), tuple(on_run)
+    start = done = int(run.step)
+    devices = run.step.sharding.device_set
+    reader = _Reader(devices, tokens=tokens, flops=flops)
+    losses: list[float] = []
+
+    with contextlib.ExitStack() as trace:
+        for done, batch in zip(range(start + 1, steps + 1), batches):
+            if profile is not None and done - start == min(_TRACED[0], steps - start):
+                trace.enter_context(jax.profiler.trace(str(profile)))
+            with jax.profiler.StepTraceAnnotation("train", step_num=done):
+                run, metrics = step(run, batch)
+            reader.add(done, metrics, _row_count(batch))
+            for function in on_run:
+                function(done, run)
+            if profile is not None and done - start == _TRACED[1]:
+                jax.block_until_ready(run)
+                trace.close()
+
+            evaluates = evaluate is not None and (done == steps or done % (eval_every or steps) == 0)
+            records = reader.read(all=evaluates)
+            if evaluate is not None and evaluates:
+                evaluation = evaluate(run)
+                losses.append(_loss_of(evaluation, patience))
+                records[-1] = records[-1]._replace(evaluation=evaluation)
+                reader.restart()
+            _call(callbacks, records)
+            if patience is not None and evaluates and _is_stuck(losses, patience):
+                break
+        else:
+            _call(callbacks, reader.read(all=True))
+            _check_end(start, done, steps)
+    return run
+
+
+class _Reader:
+    """The numbers of steps under way: read as soon as they are there on a CPU, one step late elsewhere."""
+
+    def __init__(self, devices: Collection[jax.Device], *, tokens: int | None, flops: float | None):
+        self._device, self._devices = next(iter(devices)), len(devices)
+        self._late = self._device.platform != "cpu"
+        self._tokens, self._flops = tokens, flops
+        self._unread: deque[tuple[int, Metrics, int]] = deque()
+        self._mark = time.perf_counter()
+
+    def add(self, step: int, metrics: Metrics, rows: int) -> None:
+        self._unread.append((step, metrics, rows))
+
+    def read(self, *, all: bool) -> list[Record]:
+        """The records that are due, or all of them, which waits for the device."""
+        records = []
+        while len(self._unread) > (self._late and not all):
+            step, metrics, rows = self._unread.popleft()
+            numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
+            seconds = time.perf_counter() - self._mark
+            self._mark += seconds
+            records.append(Record(step, numbers, seconds, self._speed(seconds, rows)))
+        return records
+
+    def restart(self) -> None:
+        """Lets the time since the last reading not count."""
+        self._mark = time.perf_counter()
+
+    def _speed(self, seconds: float, rows: int) -> dict[str, float]:
+        unit, count = ("rows", rows) if self._tokens is None else ("tokens", self._tokens)
+        speed = {f"{unit}_per_second": count / seconds}
+        if self._flops is not None:
+            rate = speed["flops_per_second"] = self._flops / seconds
+            cores = getattr(self._device, "num_cores", None)
+            share = mfu(rate, self._device.device_kind, self._devices, num_cores=cores)
+            speed |= {} if share is None else {"mfu": share}
+        return speed
+
+
+def _call(callbacks: Sequence[Callable[[Record], Any]], records: Sequence[Record]) -> None:
+    for record in records:
+        for callback in callbacks:
+            callback(record)
+
+
+def _is_stuck(losses: Sequence[float], patience: int) -> bool:
+    """Whether none of the last `patience` losses was below the lowest before them; NaN is below nothing."""
+    before, last = losses[:-patience], losses[-patience:]
+    lowest = min((loss for loss in before if not math.isnan(loss)), default=math.inf)
+    return bool(before) and not any(loss < lowest for loss in last)
+
+
+def _loss_of(evaluation: dict[str, float], patience: int | None) -> float:
+    if patience is not None and "loss" not in evaluation:
+        raise ValueError(f'fit: patience needs an evaluation with a "loss", got {sorted(evaluation)}')
+    return evaluation.get("loss", math.nan)
+
+
+def _row_count(batch: PyTree) -> int:
+    return max((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), default=0)
+
+
+def _check_evaluation(evaluate: Any, eval_every: int | None, patience: int | None) -> None:
+    for name, value in (("eval_every", eval_every), ("patience", patience)):
+        if value is not None and value < 1:
+            raise ValueError(f"fit: {name} must be at least 1, got {value}")
+        if value is not None and evaluate is None:
+            raise ValueError(f"fit: {name}={value} needs evaluate=, a function run -> {{name: number}}")
+    if patience is not None and eval_every is None:
+        raise ValueError(f"fit: patience={patience} counts evaluations, so it needs eval_every=")
+
+
+def _check_end(start: int, done: int, steps: int) -> None:
+    if start == done < steps:
+        raise ValueError(f"fit: no batch for step {start + 1} of {steps}; the data is empty or its iterator used up")
+    if done < steps:
+        warnings.warn(f"fit: the batches ended after step {done} of {steps}; repeat them to go on", stacklevel=3)

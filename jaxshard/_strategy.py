@@ -1,0 +1,161 @@
+"""Strategies: pure functions that say where each array lives. They compose because functions compose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from jax.sharding import Mesh
+
+from jaxshard._mesh import axis_names, axis_size, check_axis
+from jaxshard._placement import Placement, axes_of
+from jaxshard._tree import BLOCKS, Leaf
+from jaxshard._typing import ROLES, AxisName, Role
+
+Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
+
+MIN_SIZE = 2**14
+"""Arrays with fewer elements stay whole: splitting them costs a collective and saves next to nothing."""
+
+MIN_PART = 8
+"""Parts of a dimension should have at least so many elements, the rows of a TPU tile: thinner ones rest padded."""
+
+
+def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_SIZE) -> Strategy:
+    """A fill: splits every array of the given roles over `axis`, along a free dimension that divides.
+
+    That is the first one whose parts have at least `MIN_PART` elements, because gathering along a leading dimension
+    puts parts after one another where another one must interleave them; without such a dimension, the largest that
+    divides. An array with no such dimension is padded along the dimension where that costs least; scalars, and arrays
+    of fewer than `min_size` elements, stay whole. The dimension of stacked blocks is never split by a fill. An axis
+    may be a tuple of mesh axes, which split one dimension together.
+
+    Raises (when applied):
+      ValueError: the mesh has no such axis, or the axis already splits the array.
+    """
+    chosen: tuple[Any, ...] = (roles,) if isinstance(roles, str) else tuple(roles)
+    unknown = [role for role in chosen if role not in ROLES or role == "batch"]
+    if unknown:
+        raise ValueError(f"shard: unknown roles {unknown}; use some of 'param', 'grad', 'opt', 'state'")
+    return Shard(axis, chosen, min_size)
+
+
+def batch(*axes: AxisName) -> Strategy:
+    """Splits the rows (dimension 0) of every batch array over the axes, the first one major; scalars stay whole."""
+    return Batch(tuple(name for axis in axes for name in axis_names(axis)))
+
+
+def compose(*strategies: Strategy) -> Strategy:
+    """All strategies in one: placements by name first, fills after them, whatever the order they are written in."""
+    for strategy in strategies:
+        if not callable(strategy):
+            raise TypeError(f"compose: expected strategies, got {type(strategy).__name__} ({strategy!r})")
+    flat = [part for s in strategies for part in (s.parts if isinstance(s, Composed) else (s,))]
+    return Composed(tuple(sorted(flat, key=lambda part: isinstance(part, Shard))))
+
+
+def ddp(axis: AxisName = "data") -> Strategy:
+    """Data parallelism: rows split, everything else whole on every device."""
+    return compose(batch(axis))
+
+
+def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
+    """ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1): optimizer state split, parameters and gradients whole."""
+    return compose(batch(axis), shard(axis, ["opt"], min_size=min_size))
+
+
+def zero2(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
+    """ZeRO stage 2 (Rajbhandari et al. 2020, section 5.2): optimizer state and gradients split, parameters whole."""
+    return compose(batch(axis), shard(axis, ["opt", "grad"], min_size=min_size))
+
+
+def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
+    """Fully sharded data parallelism (ZeRO stage 3, section 5.3): parameters, gradients and optimizer state split."""
+    return compose(batch(axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
+
+
+def hsdp(replica: AxisName = "replica", axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
+    """Hybrid sharding: rows split over both axes, everything else split over `axis` and copied over `replica`."""
+    return compose(batch(replica, axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Strategies applied one after the other."""
+
+    parts: tuple[Strategy, ...]
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        for part in self.parts:
+            placement = part(role, leaf, placement, mesh)
+        return placement
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows split over the axes."""
+
+    axes: tuple[str, ...]
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axes, "batch")
+        if role != "batch":
+            return placement
+        if not leaf.shape:
+            return replace(placement, why="scalar")
+        _check_unused(names, leaf, placement, "batch")
+        rows = leaf.shape[0]
+        split = placement.split(0, names)
+        parts = axis_size(mesh, split.store[0])
+        if rows % parts:
+            raise ValueError(
+                f"batch: {leaf.path} has {rows} rows, which the {parts} devices of axis {_joined(split.store[0])} do "
+                f"not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}"
+            )
+        return replace(split, use=split.store)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A fill over one axis or a tuple of axes."""
+
+    axis: AxisName
+    roles: tuple[Role, ...]
+    min_size: int
+    keep: ClassVar[frozenset[str]] = frozenset({BLOCKS})
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axis, "shard")
+        if role not in self.roles:
+            return placement
+        _check_unused(names, leaf, placement, "shard")
+        if leaf.size < 2:
+            return replace(placement, why="one element" if leaf.size else "no elements")
+        if leaf.size < self.min_size:
+            return replace(placement, why=f"small: {leaf.size} elements, under {self.min_size}")
+        sizes = placement.view.stored
+        free = [dim for dim, entry in enumerate(placement.store) if entry is None and leaf.names[dim] not in self.keep]
+        parts = axis_size(mesh, self.axis)
+        dividing = [dim for dim in free if sizes[dim] % parts == 0]
+        if dividing:
+            long = [dim for dim in dividing if sizes[dim] >= MIN_PART * parts]
+            return placement.split(long[0] if long else max(dividing, key=lambda dim: sizes[dim]), names)
+        if not free:
+            return replace(placement, why="no free dimension")
+        dim = min(free, key=lambda dim: (-sizes[dim] % parts) / sizes[dim])
+        return placement.pad(dim, sizes[dim] + -sizes[dim] % parts).split(dim, names)
+
+
+def _check_unused(names: tuple[str, ...], leaf: Leaf, placement: Placement, who: str) -> None:
+    repeated = [name for name in names if name in axes_of(placement.store)]
+    if repeated:
+        dims = [dim for dim, entry in enumerate(placement.store) if set(repeated) & set(axis_names(entry))]
+        raise ValueError(
+            f"{who}: axis {', '.join(map(repr, repeated))} already splits dim {dims[0]} of {leaf.path} "
+            f"{list(leaf.shape)}; apply each strategy once per axis"
+        )
+
+
+def _joined(entry: AxisName | None) -> str:
+    return " x ".join(map(repr, axis_names(entry)))

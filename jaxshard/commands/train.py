@@ -1,0 +1,197 @@
+"""`jaxshard train`: a GPT on text or tokens, sharded over a mesh."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+import tyro
+from jax.sharding import Mesh
+
+from jaxshard import metrics
+from jaxshard._eval import evaluate, make_eval_step
+from jaxshard._fit import Record, fit
+from jaxshard._layout import human_bytes
+from jaxshard._layout import layout as make_layout
+from jaxshard._state import init
+from jaxshard._train import check_batch, make_step
+from jaxshard.commands.devices import describe
+from jaxshard.commands.doctor import versions
+from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.flags import check_files, check_positive, corpus_of, mesh_and_strategy, size_of
+from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, predicted_bytes, sampled, write_json
+from jaxshard.commands.terminal import facts, make_console, progress, tables
+from jaxshard.data import Corpus, batches, eval_batches, windows
+from jaxshard.engines import auto, explicit
+from jaxshard.models.gpt import gpt
+from jaxshard.plan.audit import collectives, summary
+from jaxshard.plan.flops import train_flops
+
+EVAL_TOKENS = 2**16
+"""How many held-out tokens an evaluation sees, evenly spaced over them."""
+
+_ENGINES = {"explicit": explicit, "auto": auto}
+
+Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+
+
+def train(
+    *,
+    model: Annotated[str, tyro.conf.arg(metavar="NAME")] = "gpt-1m",
+    data: File = None,
+    dtype: Words = None,
+    vocab: Count = None,
+    mesh: Words = None,
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = "fsdp",
+    engine: Literal["explicit", "auto"] = "explicit",
+    devices: Count = None,
+    steps: Count = None,
+    batch: Count = None,
+    seq: Count = None,
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
+    microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    remat: Literal["everything", "dots", "nothing"] = "everything",
+    lr: Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")] = None,
+    eval_every: Count = None,
+    patience: Count = None,
+    sample: Annotated[int, tyro.conf.arg(metavar="N")] = 160,
+    json: File = None,
+    log: File = None,
+    tensorboard: File = None,
+    profile: File = None,
+) -> None:
+    """Train a GPT, sharded over all accelerators, or over 8 simulated CPU devices.
+
+    Without any flag: a million parameters, the source of Python's standard library, two minutes on two cores.
+
+    Args:
+      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large or gpt2-xl.
+      data: a text file, a folder of text, or token ids as .npy or .bin; without it Python's own library.
+      dtype: of the token ids in a .bin file, such as uint16.
+      vocab: how many token ids there are, for .npy and .bin.
+      mesh: axes and sizes, such as data=8 or replica=2,data=4; one size may be -1.
+      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
+        parameters too; hsdp is fsdp within each group of an axis replica.
+      engine: explicit issues the collectives itself, auto leaves them to the compiler.
+      devices: use so many devices; simulated ones where there is no accelerator.
+      steps: optimizer steps in all; by default what suits the model.
+      batch: rows of a step over all devices; by default what suits the model.
+      seq: tokens in a row; by default what suits the model.
+      seed: of the parameters and the order of the data.
+      microbatches: compute a batch in so many turns and add their gradients.
+      remat: what the forward pass saves for the backward pass.
+      lr: the highest learning rate of AdamW; by default what suits the model.
+      eval_every: steps between evaluations; by default four in all.
+      patience: stop after so many evaluations without a lower held-out loss.
+      sample: how many tokens to draw from the model at the end; 0 for none.
+      json: write the results as one JSON object; - is standard output, and then nothing else goes there.
+      log: append the numbers of every step to this file, one JSON object a line.
+      tensorboard: write them for TensorBoard into this folder; needs tensorboardX.
+      profile: write a profile of three steps into this folder.
+    """
+    console = make_console(stderr=str(json) == "-")
+    with usage_errors():
+        check_positive(eval_every=eval_every, patience=patience, microbatches=microbatches, sample=sample or None)
+        check_files(json=json, log=log)
+        the_mesh, split = mesh_and_strategy(mesh, strategy, devices)
+        size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=the_mesh.size * microbatches)
+        recipe = size.recipe
+        facts(console, _chosen(the_mesh, strategy, engine))
+        corpus = corpus_of(console, data, dtype, vocab)
+        shape: dict[str, Any] = size.shape | {"vocab": corpus.vocab}
+        network = gpt(**shape)
+        tx = recipe.optimizer()
+        layout = make_layout(split, the_mesh, network.init, tx)
+        source = windows(corpus.train, batch=recipe.batch, seq=shape["seq"], seed=seed, vocab=corpus.vocab)
+        held_out = _held_out(corpus, 4 * recipe.batch // microbatches, shape["seq"])
+        rows = jax.eval_shape(lambda: source.rows(0, np.arange(recipe.batch)))
+        check_batch(layout, rows, microbatches)
+        writers = _writers(log, tensorboard)
+    about = {
+        "model": model,
+        "params": sum(x.size for x in jax.tree.leaves(layout.shapes.params)),
+        "devices": the_mesh.size,
+        "device_kind": the_mesh.devices.flat[0].device_kind,
+        "mesh": dict(the_mesh.shape),
+        "strategy": strategy,
+        "engine": engine,
+        "microbatches": microbatches,
+        "remat": remat,
+        "seed": seed,
+        "size": shape,
+        "recipe": recipe._asdict(),
+        "corpus": corpus_facts(corpus),
+        "versions": versions(),
+    }
+    predicted = predicted_bytes(layout, rows)
+    facts(console, _planned(about, predicted))
+
+    started = time.perf_counter()
+    step = make_step(network.loss, tx, layout, engine=_ENGINES[engine](microbatches=microbatches, remat=remat))
+    with console.status("compiling"):
+        compiled = step.compile(rows)
+        run = jax.block_until_ready(init(network.init, tx, layout, seed))
+    compile_seconds = time.perf_counter() - started
+    records: list[Record] = []
+    eval_step = make_eval_step(network.evaluate, layout)
+    with progress(console, recipe.steps) as show:
+        run = fit(
+            run,
+            step,
+            batches(source, layout),
+            steps=recipe.steps,
+            evaluate=lambda run: evaluate(eval_step, run, held_out),
+            eval_every=eval_every or max(1, recipe.steps // 4),
+            patience=patience,
+            callbacks=[records.append, *writers, show],
+            tokens=recipe.batch * shape["seq"],
+            flops=train_flops(network.loss, layout.shapes.params, rows, layout.shapes.key),
+            profile=profile,
+        )
+    result = (
+        about
+        | numbers(records)
+        | {
+            "compile_seconds": compile_seconds,
+            "bytes_per_device": {"predicted": predicted, "compiled": compiled_bytes(compiled)},
+            "collectives": [row.as_dict() for row in summary(collectives(compiled, the_mesh))],
+            "sample": sampled(network, run, layout, corpus, length=sample, seed=seed),
+        }
+    )
+    tables(console, result)
+    write_json(json, result)
+
+
+def _held_out(corpus: Corpus, batch: int, seq: int) -> list[dict[str, np.ndarray]]:
+    """About `EVAL_TOKENS` held-out tokens in batches, whole ones where there are enough."""
+    count = EVAL_TOKENS // seq
+    limit = max(batch, count - count % batch)
+    return list(eval_batches(corpus.held_out, batch=batch, seq=seq, limit=limit, vocab=corpus.vocab))
+
+
+def _writers(log: Path | None, tensorboard: Path | None) -> list[metrics.Writer]:
+    writers = [] if log is None else [metrics.json_lines(log)]
+    return writers if tensorboard is None else [*writers, metrics.tensorboard(tensorboard)]
+
+
+def _chosen(mesh: Mesh, strategy: str, engine: str) -> dict[str, str]:
+    axes = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
+    return {"devices": describe(list(mesh.devices.flat)), "mesh": axes, "strategy": strategy, "engine": engine}
+
+
+def _planned(about: dict[str, Any], predicted: dict[str, int]) -> dict[str, str]:
+    size, recipe, corpus = about["size"], about["recipe"], about["corpus"]
+    unit = f"{corpus['unit']}s"
+    parts = {"param": "params", "grad": "grads", "opt": "optimizer"}
+    return {
+        "model": f"{about['model']}: {about['params']:,} parameters (width {size['width']}, {size['depth']} blocks)",
+        "data": f"{corpus['name']}: {corpus['train_tokens']:,} {unit}, {corpus['held_out_tokens']:,} held out",
+        "steps": f"{recipe['steps']:,} of {recipe['batch']} x {size['seq']} {unit}",
+        "per device": ", ".join(f"{name} {human_bytes(predicted[role])}" for role, name in parts.items())
+        + " (predicted)",
+    }

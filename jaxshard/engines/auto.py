@@ -1,0 +1,116 @@
+"""The automatic engine: global-view code in which the compiler inserts the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxshard._layout import Layout
+from jaxshard._placement import Placement, spec_entry
+from jaxshard._typing import LossFn, PyTree
+from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.engines.accumulate import Engine, Outcome, Scatter, value_and_grad
+from jaxshard.engines.weights import MakeMove, Move, cast, make_call
+
+
+@dataclass(frozen=True)
+class Auto(Engine):
+    """Global-view semantics: the loss sees the whole batch, whatever it does with it."""
+
+    def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
+        """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
+        move = make_move(layout, self)
+        call = make_call(loss_fn, layout, move, self.remat)
+
+        def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            turns, first_rows = _turns(layout, batch, self.microbatches)
+            sinks = _sinks(layout, self.scatter)
+            outcome, grads = value_and_grad(
+                lambda sinks, state, rows, row: call(params, sinks, state, rows, key, row),
+                sinks, state, turns, first_rows, total=lambda x: x,
+            )  # fmt: skip
+            if self.scatter == "end":
+
+                def finish(grad: Placement, x: jax.Array) -> jax.Array:
+                    stored = grad.view.apply(cast(x, self.reduce_dtype))
+                    return constrain(layout, stored, grad.store).astype(x.dtype)
+
+                grads = jax.tree.map(finish, layout.grads, grads)
+            return outcome, grads
+
+        return loss_and_grads
+
+
+def auto(
+    *,
+    microbatches: int = 1,
+    scatter: Scatter = "each",
+    compute_dtype: Any = None,
+    reduce_dtype: Any = None,
+    remat: RematPolicy = "everything",
+) -> Auto:
+    """The engine whose collectives the compiler chooses; exactly the semantics of one device, whatever the loss does.
+
+    Every weight is constrained to its `use` placement where it is used and every gradient to its `store`. A loss may
+    be a scalar, `js.Mean` or `js.Loss`; micro-batches (every `microbatches`-th row, on any mesh) need a `js.Mean`.
+    See `js.explicit` for the arguments.
+    """
+    return Auto(microbatches, scatter, compute_dtype, reduce_dtype, remat)
+
+
+def make_move(layout: Layout, engine: Engine) -> MakeMove:
+    """Weights constrained to where they are used, gradients to where they rest."""
+
+    def make(param: Placement, grad: Placement | None) -> Move:
+        def gather(stored: jax.Array) -> jax.Array:
+            # Held as stored once more after the cast, so that what is gathered is what was cast.
+            stored = constrain(layout, cast(stored, engine.compute_dtype), param.store)
+            return constrain(layout, param.view.invert(stored), param.use)
+
+        def reduce(cotangent: jax.Array) -> jax.Array:
+            assert grad is not None
+            if engine.scatter == "end":
+                return cotangent
+            return constrain(layout, grad.view.apply(cast(cotangent, engine.reduce_dtype)), grad.store)
+
+        return Move(gather, reduce)
+
+    return make
+
+
+def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`x` spread as the spec says. The dimensions must divide: a view has seen to that."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+
+
+def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
+    def sink(x: Any, grad: Placement | None) -> jax.Array | None:
+        if grad is None:
+            return None
+        if scatter == "end":
+            return jnp.zeros(grad.view.logical, x.dtype)
+        return constrain(layout, jnp.zeros(grad.view.stored, x.dtype), grad.store)
+
+    return jax.tree.map(sink, layout.shapes.params, layout.grads)
+
+
+def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
+    """The batch as [turns, rows, ...], turn j the rows j, j + count, ...: the same on every mesh, and local on each."""
+    parts = 1
+
+    def split(x: jax.Array) -> jax.Array:
+        nonlocal parts
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (count,))
+        parts = x.shape[0] // count
+        turns = x.reshape(parts, count, *x.shape[1:]).swapaxes(0, 1)
+        spec = PartitionSpec(None, spec_entry(layout.batch_axes), *(None,) * (x.ndim - 1))
+        return constrain(layout, turns, spec)
+
+    turns = jax.tree.map(split, batch)
+    return turns, jnp.arange(count) * parts

@@ -1,0 +1,162 @@
+"""The explicit engine: `shard_map` over the batch and shard axes, with exactly the collectives of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxshard._collectives import all_max, all_sum, gather, scatter_sum
+from jaxshard._layout import Layout, only
+from jaxshard._loss import Loss, Max, Mean, Sum
+from jaxshard._placement import Placement, axes_of
+from jaxshard._typing import LossFn, PyTree
+from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.engines.accumulate import Engine, Outcome, Scatter, value_and_grad
+from jaxshard.engines.weights import MakeMove, Move, cast, make_call
+
+
+@dataclass(frozen=True)
+class Explicit(Engine):
+    """Manual collectives: all-gather just before use, reduce-scatter of each gradient where it is born."""
+
+    def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
+        """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
+        axes = layout.batch_axes
+        call = make_call(loss_fn, layout, make_move(axes, self), self.remat)
+
+        def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            turns, first_rows = _turns(batch, self.microbatches, axes)
+            outcome, grads = value_and_grad(
+                lambda sinks, state, rows, row: _needs_mean(call(params, sinks, state, rows, key, row)),
+                _sinks(layout, self.scatter), state, turns, first_rows, total=lambda x: all_sum(x, axes),
+            )  # fmt: skip
+            if self.scatter == "end":
+                reduce = partial(_reduce, axes=axes, dtype=self.reduce_dtype)
+                grads = jax.tree.map(reduce, layout.grads, grads, only(layout.trainable, layout.params))
+            metrics = {name: _combine(metric, axes) for name, metric in outcome.metrics.items()}
+            return Outcome(all_sum(outcome.value, axes), metrics, _agree(outcome.state, axes)), grads
+
+        def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            def specs(placements: PyTree) -> PyTree:
+                return jax.tree.map(lambda placement: placement.store, placements)
+
+            rows = jax.tree.map(lambda x: layout.batch_placement(x).store, batch)
+            return jax.shard_map(
+                on_device,
+                mesh=layout.mesh,
+                in_specs=(specs(layout.params), PartitionSpec(), rows, PartitionSpec()),
+                out_specs=(PartitionSpec(), specs(layout.grads)),
+                axis_names=manual_axes(layout),
+                check_vma=False,
+            )(params, state, batch, key)
+
+        return loss_and_grads
+
+
+def explicit(
+    *,
+    microbatches: int = 1,
+    scatter: Scatter = "each",
+    compute_dtype: Any = None,
+    reduce_dtype: Any = None,
+    remat: RematPolicy = "everything",
+) -> Explicit:
+    """The engine that issues exactly the collectives of the layout.
+
+    Each weight is all-gathered just before use (over the axes of the parameter's `store` that its `use` lacks) and
+    each gradient reduce-scattered over the batch axes in its `store` and all-reduced over the others. Choosing it
+    asserts that the rows of a batch are independent and that the loss is a `js.Mean`; each device computes its own
+    rows.
+
+    Args:
+      microbatches: the rows of a batch are computed in that many turns and their gradients added.
+      scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
+      compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
+      reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
+      remat: what the forward pass of a `Stacked` model saves: "nothing", "dots", "everything" or a function of
+        `jax.checkpoint_policies`. Gathered weights are never saved.
+    """
+    return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat)
+
+
+def manual_axes(layout: Layout) -> set[str]:
+    """The mesh axes that `shard_map` handles: those of the batch, and those that split what is stored but not used."""
+    axes = set(layout.batch_axes)
+    for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
+        axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
+    return axes or set(layout.mesh.axis_names)
+
+
+def make_move(axes: tuple[str, ...], engine: Engine) -> MakeMove:
+    """Weights all-gathered, gradients scattered over the batch axes that their weight's use does not own."""
+
+    def make(param: Placement, grad: Placement | None) -> Move:
+        def fetch(stored: jax.Array) -> jax.Array:
+            return param.view.invert(gather(cast(stored, engine.compute_dtype), param.store, keep=axes_of(param.use)))
+
+        def reduce(cotangent: jax.Array) -> jax.Array:
+            assert grad is not None, "a frozen parameter has no cotangent"
+            if engine.scatter == "end":
+                return cotangent
+            return _reduce(grad, cotangent, param, axes=axes, dtype=engine.reduce_dtype)
+
+        return Move(fetch, reduce)
+
+    return make
+
+
+def _reduce(
+    grad: Placement, x: jax.Array, param: Placement, *, axes: tuple[str, ...], dtype: jax.typing.DTypeLike | None
+) -> jax.Array:
+    owned = axes_of(param.use)
+    free = [axis for axis in axes if axis not in owned]
+    return scatter_sum(grad.view.apply(cast(x, dtype)), grad.store, free, keep=owned).astype(x.dtype)
+
+
+def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
+    def sink(x: Any, grad: Placement | None) -> jax.Array | None:
+        if grad is None:
+            return None
+        return jnp.zeros(grad.view.logical if scatter == "end" else grad.shard_shape(layout.mesh), x.dtype)
+
+    return jax.tree.map(sink, layout.shapes.params, layout.grads)
+
+
+def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
+    """This device's rows as [turns, rows, ...], and the global number of each turn's first row."""
+    rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=count)
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (count,))
+
+    first = lax.axis_index(axes) * rows if axes else 0
+    return jax.tree.map(split, batch), first + jnp.arange(count) * (rows // count)
+
+
+def _needs_mean(loss: Loss) -> Loss:
+    if not isinstance(loss.value, Mean):
+        raise TypeError(
+            "js.explicit needs a loss that says its weight; return js.Mean(total, weight), summed over devices and "
+            "divided once; a scalar is opaque and runs under js.auto()"
+        )
+    return loss
+
+
+def _combine(metric: Mean | Sum | Max, axes: tuple[str, ...]) -> Mean | Sum | Max:
+    if isinstance(metric, Max):
+        return Max(all_max(metric.value, axes))
+    return jax.tree.map(lambda x: all_sum(x, axes), metric)
+
+
+def _agree(state: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """The model's state: the same on every device where rows are independent; floats are averaged all the same."""
+    if not axes:
+        return state
+    return jax.tree.map(lambda x: lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)

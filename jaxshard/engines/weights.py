@@ -1,0 +1,135 @@
+"""Weights just in time: a stored parameter becomes a weight where it is used, its gradient is reduced where it is born.
+
+An engine says how one weight is gathered and how one gradient is reduced; this file puts both around the user's
+function. A gradient rests in another place than its parameter (whole parameters with split gradients are ZeRO-2),
+which the cotangent of a parameter cannot do. So every weight is `use(stored, sink)`: its cotangent, reduced, is that
+of the `sink`, an array of zeros with the gradient's stored shape, and engines differentiate with respect to the
+sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard._keys import advance
+from jaxshard._layout import Layout, join_model
+from jaxshard._loss import Loss, as_loss
+from jaxshard._placement import Placement
+from jaxshard._tree import BLOCKS, map_with_path, path_str, raise_all
+from jaxshard._typing import LossFn, PyTree
+from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, stacked_of
+
+Scatter = Literal["each", "end"]
+
+
+class Move(NamedTuple):
+    """How an engine moves one weight: `gather(stored) -> weight` and `reduce(cotangent of the weight) -> gradient`."""
+
+    gather: Callable[[jax.Array], jax.Array]
+    reduce: Callable[[jax.Array], jax.Array]
+
+
+MakeMove = Callable[[Placement, Placement | None], Move]
+"""Makes the move of one weight from the placements of the parameter and of its gradient (None: frozen)."""
+
+
+def use(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """The weight of a stored parameter; its reduced cotangent flows to the sink (none: the parameter is frozen)."""
+    if sink is None:
+        return jax.lax.stop_gradient(move.gather(stored))
+    zeros = partial(jnp.zeros, stored.shape, stored.dtype)
+
+    @jax.custom_vjp
+    def weight(stored: jax.Array, sink: jax.Array) -> jax.Array:
+        return move.gather(stored)
+
+    def forward(stored: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
+        return move.gather(stored), None
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Back in the parameter's dtype first: a weight computed in bf16 is not thereby reduced in bf16.
+        return zeros(), move.reduce(cotangent.astype(sink.dtype)).astype(sink.dtype)
+
+    weight.defvjp(forward, backward)
+    return weight(stored, sink)
+
+
+def use_tree(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
+    """The weights of a tree; `params` and `grads` are its placements, None in `grads` and `sinks` where frozen."""
+    return jax.tree.map(lambda p, g, x, sink: use(make_move(p, g), x, sink), params, grads, stored, sinks)
+
+
+Call = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Loss]
+
+
+def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Call:
+    """`call(stored, sinks, state, batch, key, row) -> Loss`: the user's loss on just-in-time weights.
+
+    `row` is the global number of the batch's first row. The loss of a `Stacked` model is looked into: each block's
+    weights are gathered inside the scan body, and again in the backward pass. All others have their weights gathered
+    at once.
+    """
+    stacked = stacked_of(loss_fn)
+    if stacked is not None:
+        return _make_stacked_call(stacked, layout, make_move, remat)
+
+    def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
+        weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
+        return as_loss(loss_fn(join_model(weights, state), batch, advance(key, row)))
+
+    return call
+
+
+def _make_stacked_call(stacked: Stacked, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Call:
+    check_stacked(layout)
+    params_tail, grads_tail = (_tails(tree[BLOCKS]) for tree in (layout.params, layout.grads))
+
+    def fetch(pair: tuple[PyTree, PyTree]) -> PyTree:
+        return use_tree(make_move, params_tail, grads_tail, *pair)
+
+    def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None, row: Any) -> Loss:
+        del state  # a Stacked model has none
+        rest = use_tree(make_move, *map(_without_blocks, (layout.params, layout.grads, stored, sinks)))
+        params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
+        wrap = partial(checkpoint_body, remat)
+        return as_loss(stacked.run(params, batch, key, fetch=fetch, remat=wrap, row=row))
+
+    return call
+
+
+def check_stacked(layout: Layout) -> None:
+    """Raises if a layout moves or splits the stacked dimension, which the scan over blocks needs whole."""
+    problems: list[str] = []
+
+    def check(path: Any, placement: Placement) -> None:
+        if placement.store[0] is not None or placement.view.stored[0] != placement.view.logical[0]:
+            problems.append(f"{BLOCKS}/{path_str(path)}: dim 0 of {list(placement.view.logical)} is split or padded")
+
+    if BLOCKS not in layout.params:
+        raise ValueError(f'the layout has no "{BLOCKS}": make it with the init method of the same js.Stacked model')
+    map_with_path(check, layout.params[BLOCKS])
+    map_with_path(check, layout.grads[BLOCKS])
+    raise_all(
+        problems,
+        ValueError,
+        "the layout does not know which dimension stacks the blocks; pass the method model.init itself to js.layout, "
+        "not a function that calls it",
+    )
+
+
+def _tails(placements: PyTree) -> PyTree:
+    return jax.tree.map(lambda placement: placement.tail(), placements)
+
+
+def _without_blocks(tree: PyTree) -> PyTree:
+    return {name: part for name, part in tree.items() if name != BLOCKS}
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Floating arrays in the given dtype; others, and everything where it is None, as they are."""
+    return x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -1,0 +1,62 @@
+"""Clipping by the global norm, also where every device holds a part of the arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxshard._mesh import axis_names
+from jaxshard._typing import AxisName, PyTree
+
+
+def clip_by_global_norm(
+    max_norm: float | jax.Array, axis_name: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Updates scaled so that their global norm is at most `max_norm`, like `optax.clip_by_global_norm`.
+
+    With `axis_name` it runs inside `shard_map` on this device's shards, as inside `js.optim.zero2` and
+    `js.optim.fsdp`, and uses the norm of the whole arrays: one all-reduce of one f32 number. Arrays count as split
+    over the axis (or tuple of axes), scalars as whole on every device, so they are counted once. Where updates arrive
+    whole, leave `axis_name` out.
+    """
+
+    def init_fn(params: PyTree) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        del params, extra_args
+        norm = global_norm(updates, axis_name)
+
+        def clip(u: jax.Array) -> jax.Array:
+            return jnp.where(norm < max_norm, u, (u / norm.astype(u.dtype) * max_norm).astype(u.dtype))
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def global_norm(tree: PyTree, axis_name: AxisName | None = None) -> jax.Array:
+    """The Euclidean norm of all numbers of a tree: a scalar, accumulated in at least f32.
+
+    With `axis_name` the arrays are this device's shards over the axis (or tuple of axes) and scalars are whole: one
+    all-reduce of one number makes the result the same on every device.
+    """
+    leaves = jax.tree.leaves(tree)
+    split = _sum_of_squares([x for x in leaves if x.ndim or axis_name is None])
+    if axis_name is None:
+        return jnp.sqrt(split)
+    whole = _sum_of_squares([x for x in leaves if not x.ndim])
+    return jnp.sqrt(lax.psum(split, axis_names(axis_name)) + whole)
+
+
+def _sum_of_squares(leaves: list[jax.Array]) -> jax.Array:
+    def one(x: jax.Array) -> jax.Array:
+        size = jnp.abs(x)
+        return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+
+    return sum(map(one, leaves), start=jnp.zeros((), jnp.float32))

@@ -1,0 +1,126 @@
+"""A transform mapped over the blocks of a model whose parameters are stacked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.extend.core import jaxprs_in_params
+
+from jaxshard._compat import open_jaxpr
+from jaxshard._tree import BLOCKS, abstract, path_str, raise_all
+from jaxshard._typing import PyTree
+from jaxshard.optim.elementwise import coupled_leaves, describe
+
+
+class PerBlockState(NamedTuple):
+    """The states of `tx` for the stacked parameters and for the others.
+
+    In `blocks` every array has a leading dimension of blocks. Both have the whole tree of the parameters, with
+    `optax.MaskedNode` where the other one has a parameter, so that the path of a state array still ends with the path
+    of its parameter.
+    """
+
+    blocks: Any
+    others: Any
+
+
+def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.GradientTransformationExtraArgs:
+    """`tx` applied to every block of a stacked model by itself, as if the model were not stacked.
+
+    Parameters under the top-level key `stacked` have shape [blocks, ...]; `tx` is mapped over that dimension. All
+    other parameters are updated by `tx` as they are. For transforms that look at whole arrays (LAMB, Muon, Adafactor,
+    block-wise clipping) this gives the updates of the model with its blocks in a list; for elementwise ones it
+    changes nothing. Masks and labels of `tx` see the shapes of one block. Extra arguments go to every block as they
+    are. No collectives of its own.
+
+    Raises (from init):
+      ValueError: nothing under `stacked`; leading dimensions that differ; a transform that couples parameters, such
+        as clipping by the global norm (put it before: `optax.chain(clip, per_block(tx))`), or that draws random
+        numbers, which would be the same in every block.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def part(tree: PyTree, of_blocks: bool) -> PyTree:
+        def choose(path: tuple[Any, ...], x: Any) -> Any:
+            return x if (_key(path) == stacked) == of_blocks else optax.MaskedNode()
+
+        return jax.tree_util.tree_map_with_path(choose, tree)
+
+    def init_fn(params: PyTree) -> PerBlockState:
+        _check(tx, params, stacked)
+        return PerBlockState(jax.vmap(tx.init)(part(params, True)), tx.init(part(params, False)))
+
+    def update_fn(
+        updates: PyTree, state: PerBlockState, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PerBlockState]:
+        def one_block(grads: PyTree, inner: Any, params: PyTree | None) -> tuple[PyTree, Any]:
+            return tx.update(grads, inner, params, **extra_args)
+
+        masked = [None, None] if params is None else [part(params, True), part(params, False)]
+        blocks, blocks_state = jax.vmap(one_block)(part(updates, True), state.blocks, masked[0])
+        others, others_state = tx.update(part(updates, False), state.others, masked[1], **extra_args)
+
+        def choose(path: tuple[Any, ...], _: Any, block: Any, other: Any) -> Any:
+            return block if _key(path) == stacked else other
+
+        merged = jax.tree_util.tree_map_with_path(choose, updates, blocks, others)
+        return merged, PerBlockState(blocks_state, others_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _key(path: tuple[Any, ...]) -> str:
+    return path_str(path[:1])
+
+
+def _check(tx: optax.GradientTransformationExtraArgs, params: PyTree, stacked: str) -> None:
+    named = jax.tree_util.tree_leaves_with_path(params)
+    leaves = [(path_str(path), x) for path, x in named if _key(path) == stacked]
+    if not leaves:
+        keys = sorted({_key(path) for path, _ in named})
+        raise ValueError(
+            f"per_block: no parameter under the key {stacked!r}, only {keys}; name the key of the stacked parameters, "
+            f"as in per_block(tx, {keys[0]!r}), or use tx as it is"
+            if keys
+            else "per_block: there are no parameters"
+        )
+    count = next((x.shape[0] for _, x in leaves if x.ndim), 0)
+    raise_all(
+        (f"{path}: {list(x.shape)}" for path, x in leaves if x.shape[:1] != (count,)),
+        ValueError,
+        f"per_block: under {stacked!r} arrays must be stacked, {count} along dim 0 as {leaves[0][0]}; unlike these",
+    )
+
+    def one_block(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[1:] if _key(path) == stacked else x.shape, x.dtype)
+
+    # A lone array cannot show whether its transform looks at others; two blocks can.
+    probe = jax.tree_util.tree_map_with_path(one_block, params)
+    probe = [probe, probe] if len(jax.tree.leaves(probe)) == 1 else probe
+    coupled = coupled_leaves(tx, probe)
+    if coupled:
+        raise ValueError(
+            "per_block: tx couples parameters, so a block by itself would not get its update of the whole model: "
+            f"{describe(coupled)}. Put that part in front: "
+            "optax.chain(optax.clip_by_global_norm(1.0), js.optim.per_block(tx))"
+        )
+    if draws_random_bits(tx, probe):
+        raise ValueError(
+            "per_block: tx draws random numbers, which would be the same in every block; put it before per_block"
+        )
+
+
+def draws_random_bits(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> bool:
+    """Whether the program of the update draws random numbers."""
+    params = abstract(params)
+    return _draws(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params))
+
+
+def _draws(program: Any) -> bool:
+    generators = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+    return any(
+        equation.primitive.name in generators or any(map(_draws, jaxprs_in_params(equation.params)))
+        for equation in open_jaxpr(program)[0].eqns
+    )

@@ -1,0 +1,58 @@
+"""What is known of JAX's primitives: which are elementwise, which only move elements, what some give for numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+CALLS = {
+    name: key
+    for key, names in {
+        "jaxpr": ("jit", "pjit", "remat2", "checkpoint", "remat"),
+        "call_jaxpr": ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
+    }.items()
+    for name in names
+}
+"""Primitives that run the program in one of their parameters."""
+
+SAME = {"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "sharding_constraint", "device_put"}
+"""Primitives each of whose outputs is the input at the same place."""
+
+RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
+"""Primitives that only move elements: harmless where all are equal or nothing moves."""
+
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "abs": np.abs, "add": np.add, "add_any": np.add, "cbrt": np.cbrt, "ceil": np.ceil, "cos": np.cos, "div": np.divide,
+    "eq": np.equal, "exp": np.exp, "expm1": np.expm1, "floor": np.floor, "ge": np.greater_equal, "gt": np.greater,
+    "is_finite": np.isfinite, "le": np.less_equal, "log": np.log, "log1p": np.log1p, "lt": np.less, "max": np.maximum,
+    "min": np.minimum, "mul": np.multiply, "ne": np.not_equal, "neg": np.negative, "pow": np.power, "sign": np.sign,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "sqrt": np.sqrt, "square": np.square, "sub": np.subtract,
+    "tanh": np.tanh, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "convert_element_type": lambda x: x, "integer_pow": lambda x, y: np.float64(x) ** y,
+    "select_n": lambda which, *cases: cases[int(which)],
+}  # fmt: skip
+"""Elementwise primitives whose value in padding is worth knowing."""
+
+ELEMENTWISE = frozenset(ARITHMETIC) | {
+    "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "bitcast_convert_type", "clz", "complex", "conj", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp2", "igamma",
+    "igammac", "imag", "lgamma", "logistic", "nextafter", "not", "or", "polygamma", "population_count", "real",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sinh", "tan", "xor", "zeta",
+}  # fmt: skip
+"""Primitives whose element i depends on element i of each argument, or on scalars."""
+
+
+def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None], dtype: Any) -> float | None:
+    """The finite result of an elementwise primitive for these numbers, in its dtype; None where it is not known."""
+    if name not in ARITHMETIC or jax.dtypes.issubdtype(dtype, np.complexfloating):
+        return None
+    extra = {"y": params["y"]} if name == "integer_pow" else {}
+    with np.errstate(all="ignore"):
+        result = ARITHMETIC[name](*(np.float64(number or 0) for number in numbers), **extra)
+        result = float(np.asarray(result).astype(dtype))
+    return result if math.isfinite(result) else None

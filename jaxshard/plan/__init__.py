@@ -1,0 +1,1 @@
+"""What a layout will cost and what a compiled step really does: memory, collectives, topologies."""

@@ -1,0 +1,255 @@
+"""What a compiled step communicates, against numbers written out: every array as often as the strategy promises.
+
+Bytes, or elements on TPU, are of whole, unscattered arrays times trip counts, as one device sees them. On CPU all
+collectives are f32: its compiler promotes the others.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard._eval import _make_weights
+from jaxshard._state import run_shapes
+from jaxshard.models.gpt import gpt
+from jaxshard.plan.topology import topology_mesh
+from tests.engines.programs import (
+    Program,
+    elements,
+    gpt_program,
+    scalar_traffic,
+    setups,
+    torus_setups,
+    tpu,
+    traffic,
+)
+from tests.toys import linen_toy, quick_compile
+
+SIZES = {"vocab": 256, "width": 64, "depth": 3, "heads": 4, "seq": 16}
+
+# A block has 12 x 64 x 64 weights and 13 x 64 biases and scales, 49,984 in all; three of them 149,952, the embeddings
+# (256 + 16) x 64 = 17,408, the last layer norm 128: 167,488 parameters, 4 bytes each.
+P = 669_952
+# Backward gathers what backward needs: no added bias, 64 + 64 + 192 + 256 + 64 + 64 = 704 of a block, 8,448 bytes of
+# three. All blocks twice without those, embeddings and head once: 2 x 599,808 - 8,448 + 70,144.
+FSDP_GATHERS = 1_261_312
+
+EXPECTED = {
+    "ddp": {("all-reduce", "data"): 669_952},
+    "zero1": {("all-reduce", "data"): 669_952, ("all-gather", "data"): 669_952},
+    "zero2": {("reduce-scatter", "data"): 669_952, ("all-gather", "data"): 669_952},
+    "fsdp": {("reduce-scatter", "data"): 669_952, ("all-gather", "data"): FSDP_GATHERS},
+    # Shards of 4 devices are all-reduced over the copies: 669,952 / 4.
+    "hsdp": {
+        ("reduce-scatter", "data"): 669_952,
+        ("all-reduce", "replica"): 167_488,
+        ("all-gather", "data"): FSDP_GATHERS,
+    },
+}
+# Loss and weight, 8 bytes, and one sum of squares for each of 16 split gradients.
+SCALARS = {
+    "ddp": {("all-reduce", "data"): 8},
+    "zero1": {("all-reduce", "data"): 8},
+    "zero2": {("all-reduce", "data"): 72},
+    "fsdp": {("all-reduce", "data"): 72},
+    "hsdp": {("all-reduce", "replica+data"): 8, ("all-reduce", "data"): 64},
+}
+
+
+def program(strategy: str, engine: js.Explicit | None = None, *, min_size: int = 0, **options) -> Program:
+    """The small GPT on 8 simulated devices, under the explicit engine unless another one is given."""
+    axes, made = setups(min_size)[strategy]
+    return gpt_program(js.make_mesh(**axes), made, engine or js.explicit(), **options, **SIZES)
+
+
+def quick(*args, **options) -> Program:
+    """The same, compiled in half the time: what the code generator leaves out makes no difference to collectives."""
+    with quick_compile():
+        return program(*args, **options)
+
+
+@pytest.mark.parametrize("make", [quick, pytest.param(program, marks=pytest.mark.slow)], ids=["quick", "as users do"])
+@pytest.mark.parametrize("strategy", EXPECTED)
+def test_every_strategy_moves_what_it_promises(strategy, make):
+    """With Adam, which is elementwise and adds nothing."""
+    compiled = make(strategy)
+    assert traffic(compiled) == EXPECTED[strategy]
+    assert scalar_traffic(compiled) == SCALARS[strategy]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_only_leaves_reported_as_whole_are_all_reduced(strategy):
+    """Arrays under 1,000 elements stay whole: 6 x 192 + 576 + 768 + 2 x 64 = 2,624 elements, or 10,496 bytes."""
+    compiled = quick(strategy, min_size=1000)
+    whole = [p for p in compiled.layout.placed() if p.role == "grad" and p.placement.why]
+    assert sum(4 * p.leaf.size for p in whole) == 10_496
+    gathers = {
+        "zero2": 659_456,  # 669,952 - 10,496
+        "fsdp": 1_249_280,  # 2 x 3 x 49,152 weights of blocks and 17,408 embeddings, 4 bytes each
+    }
+    assert traffic(compiled) == {
+        ("reduce-scatter", "data"): 659_456,
+        ("all-reduce", "data"): 10_496,
+        ("all-gather", "data"): gathers[strategy],
+    }
+
+
+# Twice the blocks, forward and backward, in two turns: 2 x (2 x 599,808 - 8,448). What does not depend on the turn,
+# embeddings and head, is gathered once: 70,144. The pass that sums the weights first gathers nothing.
+TURNS_GATHERS = 2_452_480
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scatter", "expected"),
+    [
+        ("fsdp", "each", {("reduce-scatter", "data"): 2 * P, ("all-gather", "data"): TURNS_GATHERS}),
+        ("fsdp", "end", {("reduce-scatter", "data"): P, ("all-gather", "data"): TURNS_GATHERS}),
+        ("zero2", "each", {("reduce-scatter", "data"): 2 * P, ("all-gather", "data"): P}),
+        pytest.param(
+            "zero2", "end", {("reduce-scatter", "data"): P, ("all-gather", "data"): P}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "zero1", "each", {("all-reduce", "data"): 2 * P, ("all-gather", "data"): P}, marks=pytest.mark.slow
+        ),
+        pytest.param("zero1", "end", {("all-reduce", "data"): P, ("all-gather", "data"): P}, marks=pytest.mark.slow),
+    ],
+)
+def test_micro_batches(strategy, scatter, expected):
+    compiled = quick(strategy, js.explicit(microbatches=2, scatter=scatter))
+    assert traffic(compiled) == expected
+    assert scalar_traffic(compiled) == SCALARS[strategy]
+
+
+@pytest.mark.parametrize("turns", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_opaque_loss_gathers_everything_once(turns):
+    compiled = quick("fsdp", js.explicit(microbatches=turns), opaque=True)
+    assert traffic(compiled) == {("all-gather", "data"): P, ("reduce-scatter", "data"): turns * P}
+
+
+@pytest.mark.parametrize("remat", ["nothing", pytest.param("dots", marks=pytest.mark.slow)])
+def test_recomputing_a_block_gathers_its_added_biases_again(remat):
+    """All but the MLP's last one, 64 of a block: what it is added to is the next block's input, which is saved.
+
+    Twice 599,808 bytes of blocks without 768, and 70,144 of embeddings and head.
+    """
+    compiled = quick("fsdp", js.explicit(remat=remat))
+    assert traffic(compiled) == {("reduce-scatter", "data"): P, ("all-gather", "data"): 1_268_992}
+
+
+@pytest.mark.parametrize(
+    ("tx", "scalars"),
+    [
+        (optax.sgd(0.1), 72),
+        # Clipping adds the sums of squares that it takes itself, one per gradient.
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 136),
+    ],
+    ids=["sgd", "clipped adam"],
+)
+def test_other_optimizers_add_at_most_scalars(tx, scalars):
+    compiled = quick("fsdp", tx=tx)
+    assert traffic(compiled) == EXPECTED["fsdp"]
+    assert scalar_traffic(compiled) == {("all-reduce", "data"): scalars}
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_padded_leaves_are_moved_padded(strategy):
+    """13 -> 27 -> 1001 -> 7, padded to 8: 13 x 32 + 32 + 27 x 1008 + 1008 + 1008 x 7 + 8 = 35,736 elements."""
+    toy, tx = linen_toy(), optax.adam(1e-3)
+    axes, strategy = setups(0)[strategy]
+    layout = js.layout(strategy, js.make_mesh(**axes), toy.init_fn, tx)
+    with quick_compile():
+        compiled = js.make_step(toy.loss_fn, tx, layout, engine=js.explicit()).compile(toy.batch)
+    assert traffic(Program(layout, compiled)) == {("reduce-scatter", "data"): 142_944, ("all-gather", "data"): 142_944}
+
+
+def test_evaluation_gathers_everything_once():
+    model = gpt(**SIZES)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, optax.sgd(0.1))
+    tokens = np.zeros((16, 17), np.int32)
+    batch = {"tokens": jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=layout.batch_sharding(tokens))}
+    with quick_compile():
+        compiled = jax.jit(_make_weights(model.evaluate, layout)).lower(run_shapes(layout), batch).compile()
+    found = Program(layout, compiled)
+    assert traffic(found) == {("all-gather", "data"): P}
+    assert sum(scalar_traffic(found).values()) <= 16
+
+
+# On a torus the scatter along x sees whole gradients, the one along y the halves that it left; gathers the other way
+# round. The sizes are such that every shard is made of whole tiles of 8 x 128, and leaves under 16,384 elements stay
+# whole. Two blocks of 12 x 1024 x 1024 weights and 13 x 1024 others, embeddings of (1024 + 64) x 1024, 2 x 1024 at the
+# end: 26,308,608 elements, of which 2 x 13 x 1024 + 2 x 1024 = 28,672 stay whole and 26,279,936 are split.
+TORUS_SIZES = {"vocab": 1024, "width": 1024, "depth": 2, "heads": 8, "seq": 64}
+SCATTERED = {("reduce-scatter", "x"): 26_279_936, ("reduce-scatter", "y"): 13_139_968, ("all-reduce", "x+y"): 28_672}
+# Weights of blocks twice, embeddings once: 2 x 25,165,824 + 1,114,112; all split parameters are weights.
+FORWARD_AND_BACKWARD = 51_445_760
+TORUS = {
+    "ddp": {("all-reduce", "x+y"): 26_308_608},
+    "zero1": {("all-reduce", "x+y"): 26_308_608, ("all-gather", "x+y"): 26_279_936},
+    "zero2": {**SCATTERED, ("all-gather", "x+y"): 26_279_936},
+    "fsdp": {**SCATTERED, ("all-gather", "x"): FORWARD_AND_BACKWARD, ("all-gather", "y"): FORWARD_AND_BACKWARD // 2},
+    "hsdp": {
+        ("reduce-scatter", "y"): 26_279_936,
+        ("all-reduce", "x"): 6_569_984,  # 26,279,936 / 4
+        ("all-reduce", "x+y"): 28_672,
+        ("all-gather", "y"): FORWARD_AND_BACKWARD,
+    },
+}
+
+
+def torus_program(strategy: str, engine: js.Explicit | None = None, *, min_size: int = 2**14, **sizes) -> Program:
+    mesh = topology_mesh("v5e:2x4", x=2, y=4)
+    sizes = TORUS_SIZES | sizes
+    return gpt_program(mesh, torus_setups(min_size)[strategy], engine or js.explicit(), rows=8, **sizes)
+
+
+@tpu
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in TORUS]
+)
+def test_every_strategy_on_a_torus(strategy):
+    compiled = torus_program(strategy)
+    found = elements(compiled)
+    # Fusions of all-reduce and slice are padded, and permutes move what lies across a border: at most 98,304 elements.
+    permuted = sum(found.pop(key) for key in list(found) if key[0] == "collective-permute")
+    assert found == TORUS[strategy]
+    assert permuted <= 100_000
+    assert all(size <= 32 for size in scalar_traffic(compiled).values())
+
+
+@tpu
+@pytest.mark.slow
+def test_weights_are_cast_before_they_are_gathered():
+    """In bf16 everything is gathered in it, embeddings too; gradients are reduced in the parameters' f32."""
+    compiled = torus_program("fsdp", js.explicit(compute_dtype=jnp.bfloat16))
+    assert elements(compiled) == TORUS["fsdp"]
+    assert elements(compiled, "bf16") == {key: n for key, n in TORUS["fsdp"].items() if key[0] == "all-gather"}
+
+
+@tpu
+@pytest.mark.slow
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for():
+    """A few second stages in bf16 become all-reduces and slices; every gradient is still reduced once in each stage."""
+    compiled = torus_program("fsdp", js.explicit(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16))
+    found = elements(compiled, "bf16")
+    assert found == elements(compiled)
+    assert found["reduce-scatter", "x"] == 26_279_936
+    assert found["reduce-scatter", "y"] + found.get(("all-reduce", "y"), 0) == 13_139_968
+    assert found["all-reduce", "x+y"] == 28_672
+
+
+@tpu
+@pytest.mark.slow
+def test_small_arrays_on_a_torus_are_moved_once_by_one_kind_or_another():
+    """Width 512, nothing left whole: what has shards of less than a tile is all-reduced instead, then sliced.
+
+    Three blocks of 12 x 512 x 512 + 13 x 512, embeddings of (256 + 64) x 512, 2 x 512: 9,622,016 elements.
+    """
+    found = elements(torus_program("zero2", min_size=0, vocab=256, width=512, depth=3))
+    assert found["reduce-scatter", "x"] >= 9_000_000
+    assert found["reduce-scatter", "x"] + found["all-reduce", "x"] == 9_622_016
+    assert found["reduce-scatter", "y"] + found["all-reduce", "y"] == 4_811_008
+    assert found["all-gather", "x+y"] + found["all-reduce", "x+y"] == 9_622_016

@@ -1,0 +1,456 @@
+"""A sharded run equals the run on one device: f32 losses within 1e-6 relative, gradients within 1e-5 (`tree_error`)."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import jaxshard as js
+from tests.toys import (
+    CLASSES,
+    FEATURES,
+    TOYS,
+    Toy,
+    Trace,
+    assert_equal_runs,
+    classes,
+    cross_entropy,
+    gpt_toy,
+    grad_error,
+    loss_error,
+    nnx_toy,
+    one_device,
+    one_device_key,
+    one_device_toy,
+    quick_compile,
+    sharded,
+    start_of,
+    tree_error,
+)
+
+STRATEGIES = {
+    "ddp": ({"data": 8}, js.ddp()),
+    "zero1": ({"data": 8}, js.zero1(min_size=0)),
+    "zero2": ({"data": 8}, js.zero2(min_size=0)),
+    "fsdp": ({"data": 8}, js.fsdp(min_size=0)),
+    "hsdp": ({"replica": 2, "data": 4}, js.hsdp(min_size=0)),
+    "fsdp over two axes": ({"x": 4, "y": 2}, js.fsdp(("x", "y"), min_size=0)),
+}
+SPLIT = {"ddp": (), "zero1": ("opt",), "zero2": ("opt", "grad")}
+ENGINES = {"auto": js.auto, "explicit": js.explicit}
+FAST = {(s, "nnx") for s in STRATEGIES} | {("fsdp", "gpt"), ("zero1", "gpt"), ("hsdp", "linen"), ("zero2", "linen")}
+
+
+@pytest.fixture(autouse=True)
+def _compile(request):
+    """Slow tests compile as users do."""
+    if request.node.get_closest_marker("slow"):
+        yield
+    else:
+        with quick_compile():
+            yield
+
+
+def mesh_of(name: str) -> jax.sharding.Mesh:
+    return js.make_mesh(**STRATEGIES[name][0])
+
+
+def unless(fast: bool) -> tuple:
+    return () if fast else (pytest.mark.slow,)
+
+
+PRODUCT = [
+    pytest.param(strategy, engine, toy, marks=unless((strategy, toy) in FAST))
+    for strategy, engine, toy in itertools.product(STRATEGIES, ENGINES, TOYS)
+]
+
+
+@pytest.mark.parametrize(("strategy", "engine", "toy"), PRODUCT)
+def test_strategy_equals_one_device(strategy, engine, toy):
+    trace, layout = sharded(TOYS[toy](), STRATEGIES[strategy][1], mesh_of(strategy), ENGINES[engine]())
+    assert_equal_runs(trace, one_device_toy(toy))
+    # Everything is split that can be: all but arrays of one element.
+    sizes = [p.leaf.size for p in layout.placed() if p.role == "param"]
+    splittable = sum(size for size in sizes if size > 1) / sum(sizes)
+    for role in ("param", "grad", "opt"):
+        wanted = splittable if role in SPLIT.get(strategy, ("param", "grad", "opt")) else 0
+        assert layout.sharded_fraction(role) == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scatter", ["each", "end"])
+@pytest.mark.parametrize("toy", ["nnx", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_micro_batches_equal_one_device(strategy, engine, scatter, toy):
+    engine = ENGINES[engine](microbatches=2, scatter=scatter)
+    trace, _ = sharded(TOYS[toy](), STRATEGIES[strategy][1], mesh_of(strategy), engine)
+    assert_equal_runs(trace, one_device_toy(toy))
+
+
+POLICIES = {
+    "nothing": "nothing",
+    "dots": "dots",
+    "a function": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+FAST_POLICIES = {("explicit", "dots")}
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    [pytest.param(*pair, marks=unless(pair in FAST_POLICIES)) for pair in itertools.product(ENGINES, POLICIES)],
+)
+def test_remat_policies_equal_one_device(engine, policy):
+    trace, _ = sharded(gpt_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), ENGINES[engine](remat=POLICIES[policy]))
+    assert_equal_runs(trace, one_device_toy("gpt"))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, pytest.param({"data": 3}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_numbers_of_devices(mesh, engine):
+    toy = nnx_toy()
+    toy = toy._replace(batch=jax.tree.map(lambda x: x[:15], toy.batch))
+    mesh = js.make_mesh(jax.devices()[: mesh["data"]], **mesh)
+    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh, ENGINES[engine]())
+    assert_equal_runs(trace, one_device(toy))
+
+
+ROLES = ["param", "grad", "opt"]
+UNUSUAL = {
+    "an axis that splits no rows": js.compose(js.batch("x"), js.shard("y", ROLES, min_size=0)),
+    "no rows split at all": js.shard("x", ROLES, min_size=0),
+    "every role over other axes": js.compose(
+        js.batch("x", "y"),
+        js.shard("x", ["param"], min_size=0),
+        js.shard("y", ["grad"], min_size=0),
+        js.shard(("y", "x"), ["opt"], min_size=0),
+    ),
+    "two fills": js.compose(js.batch("x"), js.shard("x", ROLES, min_size=0), js.shard("y", ["opt"], min_size=0)),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("strategy", UNUSUAL)
+def test_strategies_without_a_name(strategy, engine):
+    trace, _ = sharded(nnx_toy(), UNUSUAL[strategy], js.make_mesh(x=4, y=2), ENGINES[engine]())
+    assert_equal_runs(trace, one_device_toy("nnx"))
+
+
+def scalar(toy: Toy) -> Toy:
+    return toy._replace(loss_fn=lambda params, batch, key: toy.loss_fn(params, batch, key).value)
+
+
+def test_an_opaque_scalar_loss_equals_one_device_under_auto():
+    trace, _ = sharded(scalar(nnx_toy()), js.fsdp(min_size=0), js.make_mesh(data=8), js.auto())
+    assert_equal_runs(trace, one_device_toy("nnx"))
+
+
+# Losses with several parts, and metrics.
+
+
+@cache
+def two_part_toy() -> Toy:
+    """A weighted loss plus an unweighted auxiliary one, and a metric of every kind."""
+    toy = nnx_toy()
+
+    def loss_fn(params, batch, key):
+        loss = toy.loss_fn(params, batch, key)
+        penalty = jnp.square(batch["x"] @ params["first"]["kernel"])
+        metrics = {
+            "penalty": js.Mean(penalty.sum(), penalty.size),
+            "rows": js.Sum((batch["weights"] > 0).sum()),
+            "largest": js.Max(penalty.max()),
+        }
+        return js.Loss(loss + 0.1 * metrics["penalty"], metrics=metrics)
+
+    return toy._replace(loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
+    toy, engine = two_part_toy(), ENGINES[engine](microbatches=microbatches)
+    trace, _ = sharded(toy, js.zero2(min_size=0), js.make_mesh(data=8), engine)
+    assert_equal_runs(trace, one_device(toy))
+
+    metrics, expected = trace.metrics[0], toy.loss_fn(start_of(toy.init_fn), toy.batch, None).metrics
+    assert set(metrics) == {"loss", "grad_norm", *expected}
+    assert float(metrics["penalty"]) == pytest.approx(float(expected["penalty"].value), rel=1e-6)
+    assert float(metrics["largest"]) == pytest.approx(float(expected["largest"].value), rel=1e-6)
+    assert int(metrics["rows"]) == (toy.batch["weights"] > 0).sum()
+    norm = np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in jax.tree.leaves(trace.grads[0])))
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_batch_without_any_weight_has_loss_and_gradient_zero(engine):
+    toy = nnx_toy()
+    toy = toy._replace(batch=toy.batch | {"weights": np.zeros_like(toy.batch["weights"])})
+    trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), ENGINES[engine](), steps=1)
+    assert trace.losses == [0]
+    assert all((x == 0).all() for x in jax.tree.leaves(trace.grads))
+
+
+# Mutable state.
+
+
+@cache
+def norm_toy(axis_name: str | None) -> Toy:
+    """A Linen model with batch normalisation, its statistics over the global batch: the axis is for manual engines."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(33, use_bias=False)(x)  # the gradient of a bias would be zero, its rounding all there is
+            x = nn.BatchNorm(use_running_average=False, axis_name=None if self.is_initializing() else axis_name)(x)
+            return nn.Dense(CLASSES)(jnp.tanh(x))
+
+    net = Net()
+
+    def init_fn(key):
+        variables = net.init(key, jnp.zeros((1, FEATURES)))
+        return js.Model(variables["params"], variables["batch_stats"])
+
+    def loss_fn(model, batch, key):
+        variables = {"params": model.params, "batch_stats": model.state}
+        logits, new = net.apply(variables, batch["x"], mutable="batch_stats")
+        return js.Loss(cross_entropy(logits, batch), state=new["batch_stats"])
+
+    return Toy(init_fn, loss_fn, classes())
+
+
+@pytest.mark.parametrize(
+    ("engine", "axis_name", "roles"),
+    [
+        pytest.param("auto", None, ["param", "grad", "opt"], id="auto-fsdp"),
+        pytest.param("explicit", "data", ["state"], id="explicit-state"),
+        pytest.param("auto", None, ["state"], id="auto-state", marks=pytest.mark.slow),
+        pytest.param("explicit", "data", ["param", "grad", "opt"], id="explicit-fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_batch_norm_equals_one_device(engine, axis_name, roles):
+    strategy = js.compose(js.ddp(), js.shard("data", roles, min_size=0))
+    trace, _ = sharded(norm_toy(axis_name), strategy, js.make_mesh(data=8), ENGINES[engine]())
+    reference = one_device(norm_toy(None))
+    assert np.abs(reference.state["BatchNorm_0"]["mean"]).max() > 1e-3
+    assert_equal_runs(trace, reference)
+
+
+# Lower precision.
+
+
+def cast_weights(toy: Toy) -> Toy:
+    """What `compute_dtype` does, by hand: the control on one device."""
+
+    def loss_fn(params, batch, key):
+        return toy.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, key)
+
+    return toy._replace(loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("toy", ["nnx", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_bf16_compute_equals_bf16_on_one_device(engine, toy):
+    """The first loss within 1e-6, all within 1e-3; the first gradient's error at most 1.5 times that of one device.
+
+    Sums over 8 shards round otherwise than sums over all rows, so the two gradients are not equal to each other.
+    """
+    engine = ENGINES[engine](compute_dtype=jnp.bfloat16)
+    trace, _ = sharded(TOYS[toy](), js.fsdp(min_size=0), js.make_mesh(data=8), engine)
+    control, full = one_device(cast_weights(TOYS[toy]())), one_device_toy(toy)
+    assert trace.losses[0] == pytest.approx(control.losses[0], rel=1e-6)
+    assert loss_error(trace, control) < 1e-3
+    assert tree_error(trace.grads[0], full.grads[0]) <= 1.5 * tree_error(control.grads[0], full.grads[0])
+    assert abs(trace.losses[0] - full.losses[0]) > 1e-5
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves((trace.params, trace.grads)))
+
+
+def lowered(engine, scatter="each"):
+    toy = nnx_toy()
+    tx = optax.sgd(0.1)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), toy.init_fn, tx)
+    return js.make_step(toy.loss_fn, tx, layout, engine=engine).lower(toy.batch).as_text()
+
+
+def dtypes_of(text: str, operation: str) -> set[str]:
+    """The element types that an operation of a StableHLO module returns."""
+    types = set()
+    for start in text.split(f"stablehlo.{operation}")[1:]:
+        result = start.split("->", 1)[1].split("\n", 1)[0]
+        types.add(result.split("tensor<")[1].split(">")[0].split("x")[-1])
+    return types
+
+
+@pytest.mark.parametrize("scatter", ["each", "end"])
+@pytest.mark.parametrize(
+    ("compute", "reduce", "gathered", "scattered"),
+    [
+        (None, None, "f32", "f32"),
+        (jnp.bfloat16, None, "bf16", "f32"),
+        (jnp.bfloat16, jnp.bfloat16, "bf16", "bf16"),
+        (None, jnp.bfloat16, "f32", "bf16"),
+    ],
+)
+def test_dtypes_of_gathers_and_scatters(compute, reduce, gathered, scattered, scatter):
+    text = lowered(js.explicit(compute_dtype=compute, reduce_dtype=reduce, scatter=scatter))
+    assert dtypes_of(text, "all_gather") == {gathered}
+    assert dtypes_of(text, "reduce_scatter") == {scattered}
+
+
+@pytest.mark.parametrize("scatter", ["each", "end"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_reduced_in_bf16(engine, scatter):
+    """Gradients within 2**-7 of f32, and not equal to it."""
+    engine = ENGINES[engine](reduce_dtype=jnp.bfloat16, scatter=scatter, microbatches=2)
+    trace, _ = sharded(nnx_toy(), js.zero2(min_size=0), js.make_mesh(data=8), engine)
+    assert trace.losses[0] == pytest.approx(one_device_toy("nnx").losses[0], rel=1e-6)
+    assert 1e-5 < grad_error(trace, one_device_toy("nnx")) < 2**-7
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_parameters_with_an_f32_master(engine):
+    """Losses within 1e-3 and gradients within 2**-6 of the same on one device: bf16 sums round by shard."""
+    full = nnx_toy()
+
+    def low(key):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), full.init_fn(key))
+
+    toy = full._replace(init_fn=low)
+    tx = js.optim.master(optax.sgd(toy.rate, momentum=0.9))
+    trace, layout = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), ENGINES[engine](), tx)
+    reference = one_device(toy, tx)
+    assert loss_error(trace, reference) < 1e-3
+    assert grad_error(trace, reference) < 2**-6
+    assert tree_error(trace.params, reference.params) < 2**-7
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((trace.params, trace.grads)))
+    masters = [p for p in layout.placed() if "/master/" in p.leaf.path]
+    assert len(masters) == 5 and all(p.leaf.dtype == jnp.float32 for p in masters)
+    assert all(p.placement.why or "data" in p.placement.store for p in masters)
+
+
+# Frozen parameters.
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "explicit at the end"])
+@pytest.mark.parametrize("toy", ["linen", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_frozen_parameters_stay_and_the_others_equal_one_device(engine, toy):
+    toy = TOYS[toy]()
+    shapes = jax.eval_shape(toy.init_fn, jax.random.key(0))
+    kept = {"Dense_1"} if "Dense_1" in shapes else {"embed"}
+
+    def trainable(path: str) -> bool:
+        return path.split("/")[0] not in kept
+
+    def frozen(params, batch, key):
+        params = {name: jax.lax.stop_gradient(x) if name in kept else x for name, x in params.items()}
+        return toy.loss_fn(params, batch, key)
+
+    tx = optax.sgd(toy.rate, momentum=0.9)
+    engine = ENGINES[engine]() if engine in ENGINES else js.explicit(microbatches=2, scatter="end")
+    trace, layout = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), engine, tx, trainable=trainable)
+    reference = one_device(toy._replace(loss_fn=frozen), tx)
+    assert loss_error(trace, reference) <= 1e-6
+    assert tree_error(trace.params, reference.params) <= 1e-5
+    start = start_of(toy.init_fn)
+    for name in kept:
+        assert jax.tree.all(jax.tree.map(np.array_equal, trace.params[name], start[name]))
+        assert not jax.tree.leaves(trace.grads[0][name])
+        assert not any(f"/{name}/" in f"/{p.leaf.path}/" for p in layout.placed() if p.role in ("opt", "grad"))
+
+
+# Random keys.
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(js.auto(), id="auto"),
+        pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow),
+        pytest.param(js.explicit(microbatches=2), id="explicit in micro-batches"),
+    ],
+)
+def test_dropout_by_row_keys_equals_one_device(engine):
+    toy = gpt_toy(dropout=0.2)
+    trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), engine)
+    assert_equal_runs(trace, _one_device_dropout())
+    assert loss_error(trace, one_device_toy("gpt")) > 1e-3
+
+
+@cache
+def _one_device_dropout() -> Trace:
+    return one_device(gpt_toy(dropout=0.2))
+
+
+@cache
+def stock_dropout_toy() -> Toy:
+    """A stock `nn.Dropout` on identical rows, and as a metric which entries of which row were kept."""
+    drop, width = nn.Dropout(0.5, deterministic=False), 40
+
+    def loss_fn(params, batch, key):
+        x = drop.apply({}, jnp.ones((len(batch["row"]), width)), rngs={"dropout": key})
+        kept = js.Sum(batch["row"].T @ (x > 0).astype(jnp.float32))
+        value = jnp.square(x @ params["w"] - 1)
+        return js.Loss(js.Mean(value.sum(), value.size), metrics={"kept": kept})
+
+    def init_fn(key):
+        return {"w": jax.random.normal(key, (width, 3)) * 0.1}
+
+    return Toy(init_fn, loss_fn, {"row": np.eye(16, dtype=np.float32)})
+
+
+def test_stock_dropout_equals_one_device_bit_for_bit_under_auto():
+    toy = stock_dropout_toy()
+    trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), js.auto())
+    assert_equal_runs(trace, one_device(toy))
+    for step in range(5):
+        key = jax.random.fold_in(one_device_key(), step)
+        alone = toy.loss_fn(start_of(toy.init_fn), toy.batch, key).metrics["kept"].value
+        np.testing.assert_array_equal(trace.metrics[step]["kept"], alone)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_stock_dropout_does_not_repeat_across_shards_and_micro_batches_under_explicit(microbatches):
+    engine = js.explicit(microbatches=microbatches)
+    trace, _ = sharded(stock_dropout_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), engine)
+    kept = np.concatenate([metrics["kept"] for metrics in trace.metrics])
+    assert len(np.unique(kept, axis=0)) == 5 * 16
+    assert 0.45 < kept.mean() < 0.55
+
+
+# Shapes that nobody chose.
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@example(shapes=[[], [0, 3], [1, 1], [16]], engine="explicit")
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 19), max_size=3), min_size=1, max_size=4),
+    engine=st.sampled_from(sorted(ENGINES)),
+)
+def test_one_step_of_trees_of_any_shapes(shapes, engine):
+    """Gradients, known in closed form, within 1e-5; the padding stays zero."""
+    rng = np.random.default_rng(3)
+    params = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    batch = {"x": rng.normal(size=(16,)).astype(np.float32), "w": np.arange(16, dtype=np.float32)}
+
+    def loss_fn(params, batch, key):
+        square = sum(jnp.sum(jnp.square(p)) for p in params)
+        return js.Mean((batch["w"] * batch["x"]).sum() * square, batch["w"].sum())
+
+    tx = optax.sgd(0.5, momentum=0.9)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), lambda key: params, tx)
+    run = js.init(lambda key: params, tx, layout, 0, init_from=params)
+    run, metrics = js.make_step(loss_fn, tx, layout, engine=ENGINES[engine]())(run, batch)
+    mean = float((batch["w"] * batch["x"]).sum() / batch["w"].sum())
+    expected = [p - 0.5 * 2 * mean * p for p in params]
+    assert tree_error(js.logical(run, layout).params, expected) <= 1e-5
+    assert float(metrics["loss"]) == pytest.approx(mean * sum((p**2).sum() for p in params), rel=1e-5)
+    for stored, placement in zip(run.params, layout.params):
+        np.testing.assert_array_equal(placement.view.clear_padding(stored), stored)

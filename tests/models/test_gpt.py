@@ -1,0 +1,372 @@
+"""The GPT against its published sizes, a plain reference and itself."""
+
+import math
+from functools import cache, partial
+from operator import itemgetter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard._keys import row_keys
+from jaxshard.models.gpt import SIZES, Recipe, gpt, logits, sample
+
+SMALL = {"vocab": 65, "width": 32, "depth": 2, "heads": 4, "seq": 12}
+KEY = jax.random.key(0)
+
+
+def count(model):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(model.init, KEY)))
+
+
+def batch_of(rows=4, positions=12, vocab=65, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, vocab, (rows, positions + 1), dtype=np.int32)
+    return {"tokens": jnp.asarray(tokens)}
+
+
+@cache
+def compiled(fn, *static):
+    """`fn` bound to its first arguments and compiled: operation by operation these tests would take minutes."""
+    return jax.jit(partial(fn, *static))
+
+
+@cache
+def small(**changes):
+    return gpt(**SMALL | changes)
+
+
+@cache
+def born(model):
+    return compiled(model.init)(KEY)
+
+
+@cache
+def noisy(model):
+    """Parameters far from their initial values, biases included, so that every one of them matters."""
+    rng = np.random.default_rng(9)
+    shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, KEY))
+    leaves = [
+        jnp.asarray(rng.normal("scale" in jax.tree_util.keystr(path), 0.2, leaf.shape), jnp.float32)
+        for path, leaf in shapes
+    ]
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(model.init, KEY)), leaves)
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+)
+def test_published_parameter_counts(name, params):
+    shape = SIZES[name].shape
+    assert count(gpt(**shape)) == params
+    assert count(gpt(**shape, tied=False)) == params + shape["vocab"] * shape["width"]
+    assert count(gpt(**shape | {"vocab": 256})) == params - (50257 - 256) * shape["width"]
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt-1m", 1), ("gpt-10m", 10)])
+def test_small_sizes(name, millions):
+    shape = SIZES[name].shape
+    assert 0.9 < count(gpt(**shape)) / (millions * 1e6) < 1.1
+    assert shape["width"] % 8 == shape["heads"] % 8 == 0
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_recipes(name):
+    recipe = SIZES[name].recipe
+    params = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
+    for steps in (None, 1, 7):
+        tx = recipe.optimizer(steps)
+        assert js.optim.check_elementwise(tx, params)
+        updates, _ = tx.update(params, tx.init(params), params)
+        assert all(bool((jnp.abs(leaf) > 0).all()) for leaf in jax.tree.leaves(updates))
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    tx = Recipe(batch=8, steps=100, learning_rate=1e-2, warmup=10, weight_decay=0.0).optimizer()
+    params = jnp.zeros(())
+    state, sizes = tx.init(params), []
+    for _ in range(100):
+        updates, state = tx.update(jnp.ones(()), state, params)
+        sizes.append(-float(updates))
+    assert sizes[0] == pytest.approx(1e-2 / 11, rel=1e-3)
+    assert max(sizes) == pytest.approx(1e-2, rel=1e-3) and sizes.index(max(sizes)) == 10
+    assert sizes[-1] == pytest.approx(1e-2 / 20, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 5}, "width 32 is not divisible by heads 5"),
+        ({"depth": 0}, r"at least 1, got \{'depth': 0\}"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_wrong_sizes(change, message):
+    with pytest.raises(ValueError, match=message):
+        gpt(**SMALL | change)
+
+
+# The function.
+
+
+def reference_logits(params, tokens, heads):
+    """GPT-2 in loops of NumPy, f64."""
+    params = jax.tree.map(partial(np.asarray, dtype=np.float64), params)
+
+    def norm(x, p):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * p["scale"] + p["bias"]
+
+    def dense(x, p):
+        return x @ p["kernel"] + p["bias"]
+
+    def gelu(x):
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    rows = []
+    for row in np.asarray(tokens):
+        x = params["embed"]["wte"]["embedding"][row] + params["embed"]["wpe"][: len(row)]
+        width = x.shape[-1]
+        for layer in range(params["blocks"]["qkv"]["kernel"].shape[0]):
+            p = jax.tree.map(itemgetter(layer), params["blocks"])
+            qkv = dense(norm(x, p["ln_1"]), p["qkv"]).reshape(len(row), heads, 3, width // heads)
+            out = np.zeros((len(row), heads, width // heads))
+            for head in range(heads):
+                for t in range(len(row)):
+                    scores = qkv[: t + 1, head, 1] @ qkv[t, head, 0] / np.sqrt(width // heads)
+                    shares = np.exp(scores - scores.max())
+                    out[t, head] = shares @ qkv[: t + 1, head, 2] / shares.sum()
+            x = x + dense(out.reshape(len(row), width), p["attn_out"])
+            x = x + dense(gelu(dense(norm(x, p["ln_2"]), p["mlp_in"])), p["mlp_out"])
+        x = norm(x, params["head"]["ln_f"])
+        tied = "lm_head" not in params["head"]
+        rows.append(x @ (params["embed"]["wte"]["embedding"].T if tied else params["head"]["lm_head"]["kernel"]))
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_and_loss_equal_a_plain_reference(tied):
+    """f32 against f64: 2e-5 of the largest logit, loss 1e-6 relative."""
+    model = small(tied=tied)
+    params = noisy(model)
+    batch = batch_of(positions=9)
+    expected = reference_logits(params, batch["tokens"][:, :-1], heads=4)
+    got = compiled(logits, model)(params, batch["tokens"][:, :-1])
+    assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
+
+    shares = np.exp(expected - expected.max(-1, keepdims=True))
+    picked = np.take_along_axis(shares / shares.sum(-1, keepdims=True), np.asarray(batch["tokens"])[:, 1:, None], -1)
+    loss = compiled(model.evaluate)(params, batch)
+    assert float(loss["loss"].value) == pytest.approx(-np.log(picked).mean(), rel=1e-6)
+    hits = expected.argmax(-1) == np.asarray(batch["tokens"])[:, 1:]
+    assert float(loss["accuracy"].value) == pytest.approx(hits.mean())
+
+
+def test_tied_heads_have_no_matrix_of_their_own():
+    tied, untied = (jax.eval_shape(small(tied=tied).init, KEY)["head"] for tied in (True, False))
+    assert set(tied) == {"ln_f"} and set(untied) == {"ln_f", "lm_head"}
+    assert untied["lm_head"]["kernel"].shape == (32, 65)
+
+
+def test_the_scan_equals_a_loop_over_blocks():
+    """Loss to 1e-6, gradients to 1e-5 of each leaf's largest."""
+    model, batch = small(), batch_of()
+    params = noisy(model)
+
+    def looped(params):
+        rest = {"embed": params["embed"], "head": params["head"]}
+        x = model.embed(rest, batch, None)
+        for layer in range(SMALL["depth"]):
+            x = model.block(jax.tree.map(itemgetter(layer), params["blocks"]), x, None)
+        return model.head(rest, x, batch, KEY).value
+
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, KEY).value))(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(looped))(params)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected_grads))
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert float(jnp.abs(got - want).max()) <= 1e-5 * max(float(jnp.abs(want).max()), 1e-3 * largest)
+
+
+@pytest.mark.parametrize("position", [1, 5, 11])
+def test_no_position_sees_a_later_one(position):
+    model = small()
+    params, tokens = noisy(model), batch_of()["tokens"][:, :12]
+    before, after = (compiled(logits, model)(params, t) for t in (tokens, tokens.at[:, position:].set(0)))
+    np.testing.assert_array_equal(before[:, :position], after[:, :position])
+    assert (before[:, position:] != after[:, position:]).any()
+
+
+@pytest.mark.parametrize("vocab", [65, 5000])
+def test_an_untrained_model_knows_nothing(vocab):
+    model = small(vocab=vocab)
+    loss = compiled(model.loss)(born(model), batch_of(rows=16, vocab=vocab), KEY)
+    assert float(loss.value) == pytest.approx(math.log(vocab), abs=0.05)
+
+
+def test_weighted_losses():
+    """To 1e-6: a weighted mean of the losses of single tokens; weights per row are weights of all its tokens."""
+    model, batch = small(), batch_of()
+    params, loss_of = noisy(model), compiled(model.loss)
+    tokens = batch["tokens"]
+    chances = jax.nn.log_softmax(compiled(logits, model)(params, tokens[:, :-1]))
+    nats = -jnp.take_along_axis(chances, tokens[:, 1:, None], -1)[..., 0]
+    weights = jnp.asarray(np.random.default_rng(1).random(nats.shape) * (np.arange(4)[:, None] > 0), jnp.float32)
+    for given in (weights, weights[:, 0]):
+        each = jnp.broadcast_to(given.reshape(4, -1), nats.shape)
+        loss = loss_of(params, batch | {"weights": given}, KEY)
+        assert float(loss.value) == pytest.approx(float((nats * each).sum() / each.sum()), rel=1e-6)
+        assert float(loss.weights[0]) == pytest.approx(float(each.sum()), rel=1e-6)
+    ones = loss_of(params, batch | {"weights": jnp.ones(nats.shape)}, KEY)
+    assert float(ones.value) == pytest.approx(float(loss_of(params, batch, KEY).value), rel=1e-6)
+    nothing = jax.jit(jax.grad(lambda p: model.loss(p, batch | {"weights": jnp.zeros(4)}, KEY).value))(params)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(nothing))
+
+
+def test_low_precision_parameters_give_a_loss_in_f32():
+    """bf16 has 8 bits: 1 % of the loss."""
+    model, batch = small(), batch_of()
+    params = born(model)
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    x = jax.eval_shape(model.embed, low, batch, KEY)
+    assert x.dtype == jnp.bfloat16
+    loss = compiled(model.loss)(low, batch, KEY)
+    assert loss.totals[0].dtype == jnp.float32
+    assert float(loss.value) == pytest.approx(float(compiled(model.loss)(params, batch, KEY).value), rel=1e-2)
+
+
+def test_it_learns():
+    model = small()
+    batch = {"tokens": (jnp.arange(13) * 5 + jnp.arange(8)[:, None]) % 65}
+    params, tx = born(model), optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(lambda p: model.loss(p, batch, KEY).value)(params)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(60):
+        params, state = step(params, state)
+    results = compiled(model.evaluate)(params, batch)
+    assert float(results["loss"].value) < 0.1 and float(results["accuracy"].value) > 0.98
+    # Once learnt, the likeliest continuation is the sequence itself.
+    drawn = jax.jit(partial(sample, model, length=2, temperature=0))(params, batch["tokens"][:2, :6], KEY)
+    np.testing.assert_array_equal(drawn, batch["tokens"][:2, :8])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"inputs": jnp.zeros((2, 3), int)}, r"must be a dict with \"tokens\".*got \['inputs'\]"),
+        ([1, 2], "must be a dict.*got list"),
+        ({"tokens": jnp.zeros((2, 14), int)}, r"14 columns, but must have 2 to 13 .*build the model with seq=13"),
+        ({"tokens": jnp.zeros((2, 1), int)}, "1 columns, but must have 2 to 13"),
+        ({"tokens": jnp.zeros((2, 3))}, r"must be integers \[rows, positions \+ 1\], got float32\(2, 3\)"),
+        ({"tokens": jnp.zeros(3, int)}, r"must be integers .* got int32\(3,\)"),
+        ({"tokens": jnp.zeros((2, 4), int), "weights": jnp.zeros((2, 4))}, r"shape \(2, 3\) or \(2,\), got \(2, 4\)"),
+    ],
+)
+def test_wrong_batches(batch, message):
+    model = small()
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: model.loss(model.init(KEY), batch, KEY))
+
+
+# Dropout.
+
+
+def test_dropout_is_the_same_for_a_row_wherever_it_is():
+    """Rows 2 and 3 computed apart, with their number in the batch, weigh in exactly as in the whole batch (1e-6)."""
+    model, batch = small(dropout=0.4), batch_of()
+    params = noisy(model)
+    apart = jax.jit(partial(model.run, row=2))(params, {"tokens": batch["tokens"][2:]}, jax.random.key(3))
+    loss_of, last = compiled(model.loss), batch | {"weights": jnp.array([0.0, 0.0, 1.0, 1.0])}
+    whole = loss_of(params, last, jax.random.key(3))
+    assert float(apart.value) == pytest.approx(float(whole.value), rel=1e-6)
+    assert float(loss_of(params, last, jax.random.key(4)).value) != float(whole.value)
+    evaluated, plain = (compiled(m.evaluate)(params, batch)["loss"].value for m in (model, small()))
+    assert float(evaluated) == pytest.approx(float(plain), rel=1e-6)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    """0.25 of 64 x 12 x 32 entries within 5 sigma; the others a third larger."""
+    params = noisy(small())
+    batch = batch_of(rows=64)
+    plain = compiled(small().embed)(params, batch, KEY)
+    dropped = compiled(small(dropout=0.25).embed)(params, batch, KEY)
+    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=5 * math.sqrt(0.25 * 0.75 / plain.size))
+    np.testing.assert_allclose(dropped[dropped != 0], plain[dropped != 0] / 0.75, rtol=1e-6)
+    assert len({tuple(row) for row in np.asarray(dropped[:, 0] == 0)}) == 64
+
+
+# Sampling.
+
+
+def test_greedy_samples_follow_the_logits_beyond_the_window():
+    model = small()
+    params = noisy(model)
+    drawn = jax.jit(partial(sample, model, length=20, temperature=0))(params, batch_of()["tokens"][:, :3], KEY)
+    assert drawn.shape == (4, 23) and drawn.dtype == jnp.int32
+    np.testing.assert_array_equal(drawn[:, :3], batch_of()["tokens"][:, :3])
+    for end in range(3, 23):
+        seen = drawn[:, max(0, end - SMALL["seq"]) : end]
+        padded = jnp.pad(seen, ((0, 0), (0, SMALL["seq"] - seen.shape[1])))
+        likeliest = compiled(logits, model)(params, padded)[:, seen.shape[1] - 1].argmax(-1)
+        np.testing.assert_array_equal(drawn[:, end], likeliest)
+
+
+def test_a_long_prompt():
+    model = small()
+    params, prompt = noisy(model), batch_of(positions=29)["tokens"]
+    drawn = jax.jit(partial(sample, model, length=1, temperature=0))(params, prompt, KEY)
+    expected = compiled(logits, model)(params, prompt[:, -12:])[:, -1].argmax(-1)
+    np.testing.assert_array_equal(drawn[:, -1], expected)
+
+
+def test_samples_are_drawn_from_the_models_distribution():
+    """2000 rows: every token's share within 5 sigma, at two temperatures; every row has a key of its own."""
+    model = small(vocab=5)
+    params = noisy(model)
+    prompt = jnp.broadcast_to(jnp.array([1, 4, 2]), (2000, 3))
+    last = compiled(logits, model)(params, prompt[:1])[0, -1]
+    for temperature in (1.0, 0.5):
+        chances = jax.nn.softmax(last / temperature)
+        draw = jax.jit(partial(sample, model, length=1, temperature=temperature))
+        drawn = draw(params, prompt, jax.random.key(2))[:, -1]
+        shares = np.bincount(drawn, minlength=5) / 2000
+        assert (np.abs(shares - chances) < 5 * np.sqrt(chances * (1 - chances) / 2000) + 1e-9).all()
+    # Row 1999 draws with its own key for the position drawn, whatever the other rows are.
+    key = jax.random.fold_in(row_keys(jax.random.key(2), 2000)[-1], 3)
+    assert int(drawn[-1]) == int(jax.random.categorical(key, last / 0.5))
+
+
+def test_sampling_from_a_sharded_state():
+    model, tx = small(), optax.sgd(0.1)
+    layout = js.layout(js.fsdp("data"), js.make_mesh(data=8), model.init, tx)
+    run = js.init(model.init, tx, layout, KEY)
+    prompt = batch_of()["tokens"][:2, :3]
+    generate = js.make_apply(partial(sample, model, length=5, temperature=0), layout)
+    drawn = generate(run, prompt, KEY)
+    whole = jax.device_get(js.logical(run, layout).params)
+    expected = jax.jit(partial(sample, model, length=5, temperature=0))(whole, prompt, KEY)
+    np.testing.assert_array_equal(drawn, expected)
+
+
+def test_what_sampling_needs():
+    model = small()
+    params = jax.eval_shape(model.init, KEY)
+    for prompt, options, message in [
+        (jnp.zeros((2, 0), int), {"length": 3}, "at least 1, got 0, 3"),
+        (jnp.zeros((2, 3), int), {"length": 0}, "at least 1, got 3, 0"),
+        (jnp.zeros((2, 3), int), {"length": 1, "temperature": -1.0}, "must not be negative, got -1.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sample(model, params, prompt, KEY, **options)

@@ -1,0 +1,202 @@
+"""Programs compiled for TPU topologies: real reduce-scatters, loops without notes, asynchronous fusions."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.plan import topology
+from jaxshard.plan.audit import Row, collectives, split_scalars, summary
+from jaxshard.plan.topology import topology_devices, topology_mesh
+
+without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+def tpu(test):
+    return pytest.mark.tpu(without_libtpu(test))
+
+
+def struct(mesh, shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def manual(mesh, function, in_specs, out_specs, *args):
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return collectives(jax.jit(mapped).lower(*args).compile(), mesh)
+
+
+def gather(w, axes):
+    for axis in reversed(axes):
+        w = lax.all_gather(w, axis, tiled=True)
+    return w
+
+
+def scatter(w, axes):
+    for axis in axes:
+        w = lax.psum_scatter(w, axis, tiled=True)
+    return w
+
+
+MB = 2**20
+
+
+def test_a_missing_libtpu_names_the_extra(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "jaxshard\[tpu\]"'):
+        topology_mesh("v5e:2x4", data=8)
+
+
+@tpu
+@pytest.mark.parametrize("name", ["nonsense", "v5e:3x5", "v5litepod-8"])
+def test_an_unknown_topology_is_an_error_with_examples(name):
+    with pytest.raises(ValueError, match=f"no TPU topology '{name}'.*such as v5e:2x4"):
+        topology_devices(name)
+
+
+@tpu
+def test_sizes_that_do_not_fit_the_topology():
+    with pytest.raises(ValueError, match="data=4, tensor=4 needs 16 devices, but there are 8"):
+        topology_mesh("v5e:2x4", data=4, tensor=4)
+
+
+@tpu
+@pytest.mark.parametrize(
+    ("name", "axes", "dims"),
+    [
+        ("v5e:2x4", {"x": 2, "y": 4}, (0, 1)),
+        ("v5e:2x4", {"x": 4, "y": 2}, (1, 0)),
+        ("v5e:2x4", {"x": 2, "one": 1, "y": -1}, (0, None, 1)),
+        ("v5p:2x2x4", {"x": 4, "y": 2, "z": 2}, (2, 0, 1)),
+    ],
+)
+def test_axes_run_along_the_dimensions_of_the_torus(name, axes, dims):
+    mesh = topology_mesh(name, **axes)
+    assert mesh.axis_names == tuple(axes)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    for axis, dim in enumerate(dims):
+        along = mesh.devices.take(range(mesh.devices.shape[axis]), axis)
+        first = [device.coords for device in along.swapaxes(0, axis).reshape(along.shape[axis], -1)[:, 0]]
+        assert {i for i in range(3) if len({coords[i] for coords in first}) > 1} == ({dim} - {None})
+
+
+@tpu
+def test_other_sizes_take_every_device_once():
+    assert len({device.id for device in topology_mesh("v5e:4x4", data=2, tensor=8).devices.flat}) == 16
+    sliced = topology_mesh("v5e:2x2", num_slices=2, replica=2, data=4)
+    assert [{device.slice_index for device in row} for row in sliced.devices] == [{0}, {1}]
+
+
+@tpu
+def test_nested_scatters_along_the_torus_are_reduce_scatters():
+    mesh = topology_mesh("v5e:2x4", x=2, y=4)
+    axes = ("x", "y")
+    found = manual(mesh, lambda x: scatter(x, axes), P(), P(axes), struct(mesh, (1024, 512)))
+    assert summary(found) == (Row("reduce-scatter", ("x",), 1, 2 * MB), Row("reduce-scatter", ("y",), 1, MB))
+
+
+@tpu
+def test_an_axis_over_a_torus_of_two_dimensions_stays_an_all_reduce():
+    mesh = topology_mesh("v6e:4x4", data=16)
+    found = manual(mesh, lambda x: scatter(x, ("data",)), P(), P("data"), struct(mesh, (1024, 512)))
+    assert summary(found) == (Row("all-reduce", ("data",), 1, 2 * MB),)
+
+
+@tpu
+def test_combined_reduce_scatters_are_fusions_of_tuples():
+    mesh = topology_mesh("v5e:2x4", x=2, y=4)
+    axes = ("x", "y")
+
+    def step(x, y):
+        split = NamedSharding(mesh, P(axes))
+        return lax.with_sharding_constraint((x.T @ y, y.T @ x), (split, split))
+
+    rows = struct(mesh, (4096, 512), axes)
+    compiled = jax.jit(step).lower(rows, rows).compile()
+    (found,) = collectives(compiled, mesh)
+    assert (found.kind, found.axes, found.shapes) == ("reduce-scatter", axes, ((512, 512), (512, 512)))
+
+
+@tpu
+def test_padded_reduce_scatters_count_whole_arrays():
+    """Large ones become fusions padded to whole tiles; permutes then move what lies across a border."""
+    mesh = topology_mesh("v5e:2x4", x=2, y=4)
+    axes = ("x", "y")
+    rows = struct(mesh, (2048, 4096), axes, dtype=jnp.bfloat16)
+    found = manual(mesh, lambda a, b: scatter(a.T @ b, axes), (P(axes), P(axes)), P(axes), rows, rows)
+    *scatters, beside, along = summary(found)
+    assert scatters == [Row("reduce-scatter", ("x",), 1, 32 * MB), Row("reduce-scatter", ("y",), 1, 16 * MB)]
+    assert (beside.kind, beside.axes, along.axes) == ("collective-permute", ("x",), ("y",))
+    assert beside.bytes + along.bytes < MB
+    assert all(one.source.removeprefix("near ").startswith(__file__) for one in found)
+
+
+@tpu
+def test_loops_without_a_noted_trip_count():
+    """FSDP over 6 layers: every weight is gathered forward and backward, every gradient scattered, on each axis."""
+    mesh = topology_mesh("v5p:2x2x2", x=2, y=2, z=2)
+    axes = mesh.axis_names
+
+    def step(w, x):
+        @jax.checkpoint
+        def block(x, w):
+            return jnp.tanh(x @ gather(w, axes)), None
+
+        def loss(w):
+            return lax.scan(block, x, w)[0].sum()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return lax.psum(value, axes), w - gradient
+
+    w, x = struct(mesh, (6, 256, 256), None, axes), struct(mesh, (512, 256), axes)
+    arrays, scalars = split_scalars(manual(mesh, step, (P(None, axes), P(axes)), (P(), P(None, axes)), w, x))
+    sizes = {"x": 256 * 256, "y": 128 * 256, "z": 64 * 256}
+    assert {(one.kind, one.axes, one.count) for one in arrays} == {
+        (kind, (axis,), 6) for kind in ("all-gather", "reduce-scatter") for axis in axes
+    }
+    elements = {
+        (kind, axis): sum(one.count * one.elements for one in arrays if (one.kind, one.axes) == (kind, (axis,)))
+        for kind in ("all-gather", "reduce-scatter")
+        for axis in axes
+    }
+    assert elements == {("all-gather", axis): 12 * size for axis, size in sizes.items()} | {
+        ("reduce-scatter", axis): 6 * size for axis, size in sizes.items()
+    }
+    assert [(one.kind, one.axes, one.bytes) for one in scalars] == [("all-reduce", axes, 4)]
+
+
+@tpu
+def test_a_sharded_optimizer_state_makes_the_compiler_reduce_scatter():
+    """Three weights with a sharded momentum, where all-gathers overlap with the backward pass of earlier layers."""
+    mesh = topology_mesh("v5e:2x4", x=2, y=4)
+    axes = ("x", "y")
+    width = 2048
+
+    def step(weights, momenta, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h.astype(jnp.float32) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, gradients)
+        momenta = lax.with_sharding_constraint(momenta, NamedSharding(mesh, P(axes)))
+        weights = jax.tree.map(lambda w, m: w - 0.1 * m, weights, momenta)
+        return value, lax.with_sharding_constraint(weights, NamedSharding(mesh, P())), momenta
+
+    weights = [struct(mesh, (width, width), dtype=jnp.bfloat16)] * 3
+    momenta = [struct(mesh, (width, width), axes, dtype=jnp.bfloat16)] * 3
+    compiled = jax.jit(step).lower(weights, momenta, struct(mesh, (4096, width), axes, dtype=jnp.bfloat16)).compile()
+    text = compiled.as_text()
+    assert "AsyncCollectiveStart" in text
+    assert "AsyncCollectiveDone" in text
+    size = 3 * width * width * 2
+    assert summary(collectives(compiled, mesh)) == (
+        Row("all-reduce", ("x", "y"), 1, 4),
+        Row("reduce-scatter", ("x", "y"), 3, size),
+        Row("all-gather", ("x", "y"), 3, size),
+    )

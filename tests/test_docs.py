@@ -1,0 +1,111 @@
+"""The documentation is true: the quick start runs, and docs/api.md lists what the package exports.
+
+`JAXSHARD_WRITE_DOCS=1 pytest tests/test_docs.py` writes docs/api.md anew.
+"""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jaxshard
+import jaxshard.optim
+from jaxshard import data, metrics
+from jaxshard.models import gpt
+from jaxshard.plan import audit, flops, hardware, memory, topology
+
+MODULES = (data, metrics, gpt, audit, memory, topology, flops, hardware)
+ROOT = Path(__file__).parent.parent
+API = ROOT / "docs" / "api.md"
+
+
+def test_the_quick_start_of_at_most_15_lines_runs():
+    code = quick_start()
+    assert len(code.strip().splitlines()) <= 15
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "over data" in result.stdout
+
+
+def test_the_newcomer_blocks_are_there():
+    text = (ROOT / "README.md").read_text()
+    for part in ("run", "test"):
+        assert re.search(rf"<!-- newcomer: {part} -->\n+```\w*\n(.+?)```", text, re.DOTALL), part
+
+
+def test_api_page_lists_every_public_name():
+    written = api_page()
+    if os.environ.get("JAXSHARD_WRITE_DOCS"):
+        API.write_text(written)
+    assert API.read_text() == written, "docs/api.md is out of date; write it with JAXSHARD_WRITE_DOCS=1"
+
+
+def quick_start() -> str:
+    """The first fenced Python block of the README after the heading "Quick start"."""
+    match = re.search(r"## Quick start\n.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    return match.group(1)
+
+
+def api_page() -> str:
+    """Every public name with its signature and the first line of its docstring."""
+    lines = ["# Public names", "", "Written from the package by `tests/test_docs.py`; later versions add to this list."]
+    for module, prefix in ((jaxshard, "js"), (jaxshard.optim, "js.optim")):
+        lines += ["", f"## {prefix}", ""]
+        for name, value in sorted(vars(module).items()):
+            if not name.startswith("_") and not inspect.ismodule(value):
+                lines += _entry(f"{prefix}.{name}", value)
+    for module in MODULES:
+        lines += ["", f"## {module.__name__}", "", (inspect.getdoc(module) or "").split("\n")[0], ""]
+        for name, value in sorted(vars(module).items()):
+            if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__:
+                lines += _entry(name, value)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(name: str, value: object) -> list[str]:
+    signature = _signature(value)
+    first = (inspect.getdoc(value) or "").split("\n")[0]
+    documented = first and not first.startswith(name.split(".")[-1] + "(")
+    return [f"- `{name}{signature}`" + (f": {first}" if documented else "")]
+
+
+def _signature(value: object) -> str:
+    if not (inspect.isclass(value) or inspect.isfunction(value)) or getattr(value, "_is_protocol", False):
+        return ""
+    signature = inspect.signature(value)
+    words: list[str] = []
+    previous = None
+    for parameter in signature.parameters.values():
+        kind = parameter.kind
+        if previous is parameter.POSITIONAL_ONLY and kind is not previous:
+            words.append("/")
+        if kind is parameter.KEYWORD_ONLY and previous not in (kind, parameter.VAR_POSITIONAL):
+            words.append("*")
+        if not (issubclass(type(value), type) and parameter.name in ("parent", "name") and hasattr(value, "clone")):
+            words.append(_parameter(parameter))  # every Flax module has a parent and a name
+        previous = kind
+    result = "" if inspect.isclass(value) else f" -> {_annotation(signature.return_annotation)}"
+    return f"({', '.join(words)}){result}"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    text = f"{stars}{parameter.name}: {_annotation(parameter.annotation)}"
+    if parameter.default is parameter.empty:
+        return text
+    default = parameter.default
+    shown = "..." if callable(default) or repr(default).startswith("<") else repr(default)
+    return f"{text} = {shown}"
+
+
+def _annotation(annotation: object) -> str:
+    """As written in the source, whatever this Python makes of it."""
+    if isinstance(annotation, str):
+        return annotation
+    return getattr(annotation, "__forward_arg__", None) or getattr(annotation, "__name__", str(annotation))

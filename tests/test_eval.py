@@ -1,0 +1,214 @@
+"""Evaluation is exact for any number of rows, and predictions come from a run as it is stored."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.models.gpt import gpt, logits, sample
+from tests.toys import linen_toy, mask, quick_compile
+
+TX = optax.sgd(0.1)
+
+
+@pytest.fixture(autouse=True)
+def _compile():
+    with quick_compile():
+        yield
+
+
+def init_fn(key):
+    return js.Model({"w": jax.random.normal(key, (13, 3))}, {"shift": jnp.arange(3.0)})
+
+
+def eval_fn(model, batch):
+    out = batch["x"] @ model.params["w"] + model.state["shift"]
+    error = jnp.square(out).sum(-1)
+    return {
+        "loss": js.Mean((error * batch["weights"]).sum(), batch["weights"].sum()) + 0.5 * js.Mean(out.sum(), out.size),
+        "rows": js.Sum(jnp.ones_like(error).sum()),
+        "largest": js.Max(error.max()),
+        "smallest": js.Max(-error.min()),
+    }
+
+
+def rows(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(count, 13)).astype(np.float32), "weights": mask((max(count, 4),))[:count]}
+
+
+def cut(batch, size):
+    starts = range(0, len(batch["x"]), size)
+    return [{name: x[start : start + size] for name, x in batch.items()} for start in starts]
+
+
+@pytest.fixture(params=["fsdp", "ddp", "hsdp"])
+def layout(request):
+    mesh = {"replica": 2, "data": 4} if request.param == "hsdp" else {"data": 8}
+    strategy = {"fsdp": js.fsdp, "ddp": lambda min_size: js.ddp(), "hsdp": js.hsdp}[request.param](min_size=0)
+    return js.layout(strategy, js.make_mesh(**mesh), init_fn, TX)
+
+
+def exact(batch):
+    return {name: float(x.value) for name, x in eval_fn(init_fn(jax.random.key(0)), batch).items()}
+
+
+@pytest.mark.parametrize("count", [16, 21, 35, 5])
+def test_batches_with_a_short_last_one_equal_exact_evaluation(layout, count):
+    """Within 1e-6: 16 rows at a time, the last batch of 16, 5, 3 or the only one of 5."""
+    run = js.init(init_fn, TX, layout, 0)
+    result = js.evaluate(js.make_eval_step(eval_fn, layout), run, cut(rows(count), 16))
+    assert result == pytest.approx(exact(rows(count)), rel=1e-6)
+
+
+def test_one_batch_gives_open_means():
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
+    run, step = js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout)
+    whole = {name: float(metric.value) for name, metric in step(run, rows(16)).items()}
+    assert whole == pytest.approx(exact(rows(16)), rel=1e-6)
+    first, last = (step(run, part) for part in cut(rows(16), 9))
+    both = {name: float(js.combine(first[name], last[name]).value) for name in first}
+    assert both == pytest.approx(whole, rel=1e-6)
+
+
+def test_what_is_infinite_in_the_padding_does_not_leak():
+    def log_fn(model, batch):
+        return {"loss": js.Mean(jnp.log(batch["x"][:, 0]).sum() + 0 * model.params["w"].sum(), len(batch["x"]))}
+
+    layout = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, TX)
+    run, step = js.init(init_fn, TX, layout, 0), js.make_eval_step(log_fn, layout)
+    ones = {"x": np.ones((3, 13), np.float32)}
+    assert float(step(run, ones)["loss"].value) == 0
+
+
+def test_the_run_is_not_donated():
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
+    run, step = js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout)
+    step(run, rows(16))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((run.params, run.state)))
+
+
+def test_scalars_of_a_batch_count_for_every_row():
+    def scaled(model, batch):
+        return {"loss": batch["scale"] * eval_fn(model, batch)["loss"]}
+
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
+    run, step = js.init(init_fn, TX, layout, 0), js.make_eval_step(scaled, layout)
+    for count in (16, 11):
+        value = float(step(run, rows(count) | {"scale": np.float32(2)})["loss"].value)
+        assert value == pytest.approx(2 * exact(rows(count))["loss"], rel=1e-6)
+
+
+# Models.
+
+
+def test_a_linen_model_with_sizes_that_do_not_divide():
+    """1e-6 against the loss on one device, 11 of 16 rows."""
+    toy = linen_toy()
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), toy.init_fn, TX)
+    run = js.init(toy.init_fn, TX, layout, 0)
+    step = js.make_eval_step(lambda model, batch: {"loss": toy.loss_fn(model, batch, None)}, layout)
+    step(run, toy.batch)
+    part = jax.tree.map(lambda x: x[:11], toy.batch)
+    expected = toy.loss_fn(jax.jit(toy.init_fn)(jax.random.key(0)), part, None).value
+    assert float(step(run, part)["loss"].value) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    model = gpt(vocab=33, width=16, depth=3, heads=2, seq=8, dropout=0.5)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
+    with quick_compile():
+        return model, layout, js.init(model.init, TX, layout, 0), jax.jit(model.init)(jax.random.key(0))
+
+
+def tokens(count):
+    rng = np.random.default_rng(4)
+    return {"tokens": rng.integers(0, 33, (count, 9), dtype=np.int32), "weights": mask((16, 8))[:count]}
+
+
+def test_a_stacked_model_is_evaluated_block_by_block(stacked):
+    """1e-6 against one device; nothing is dropped without keys."""
+    model, layout, run, params = stacked
+    step = js.make_eval_step(model.evaluate, layout)
+    for count in (16, 13):
+        result = {name: float(x.value) for name, x in step(run, tokens(count)).items()}
+        expected = {name: float(x.value) for name, x in model.evaluate(params, tokens(count)).items()}
+        assert result == pytest.approx(expected, rel=1e-6)
+        assert set(result) == {"loss", "accuracy"}
+
+
+def test_predictions_from_a_sharded_run(stacked):
+    model, layout, run, params = stacked
+    apply = js.make_apply(lambda params, tokens: logits(model, params, tokens), layout)
+    prompt = tokens(3)["tokens"][:, :5]
+    np.testing.assert_allclose(apply(run, prompt), logits(model, params, prompt), atol=1e-5)
+
+
+def test_samples_from_a_sharded_run_are_those_of_one_device(stacked):
+    model, layout, run, params = stacked
+    draw = partial(sample, model, length=5)
+    prompt, key = tokens(2)["tokens"][:, :3], jax.random.key(1)
+    np.testing.assert_array_equal(js.make_apply(draw, layout)(run, prompt, key), jax.jit(draw)(params, prompt, key))
+
+
+def test_predictions_see_the_state():
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
+    run = js.init(init_fn, TX, layout, 0)
+    np.testing.assert_array_equal(js.make_apply(lambda model: model.state["shift"], layout)(run), [0, 1, 2])
+
+
+# Bad input.
+
+
+@pytest.fixture
+def split():
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
+    return js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout), layout
+
+
+def test_a_batch_larger_than_the_first(split):
+    run, step, _ = split
+    step(run, rows(9))  # padded to 16
+    with pytest.raises(ValueError, match="an evaluation batch has 17 rows, more than the 16 of the first one"):
+        step(run, rows(17))
+
+
+def test_no_batches_and_no_rows(split):
+    run, step, _ = split
+    with pytest.raises(ValueError, match="there are no batches to evaluate: the held-out data is empty"):
+        js.evaluate(step, run, [])
+    with pytest.raises(ValueError, match="a batch of 0 rows"):
+        step(run, rows(0))
+    step(run, rows(16))
+    with pytest.raises(ValueError, match="0 rows"):
+        step(run, rows(0))
+
+
+def test_arrays_of_unequal_rows(split):
+    run, step, _ = split
+    with pytest.raises(ValueError, match="same number of rows"):
+        step(run, rows(16) | {"weights": np.ones(8, np.float32)})
+
+
+@pytest.mark.parametrize("output", [jnp.float32(1), {"loss": jnp.float32(1)}, {"loss": 1.0}, js.Mean(1.0, 1.0), None])
+def test_results_that_do_not_say_how_they_combine(split, output):
+    run, _, layout = split
+    with pytest.raises(TypeError, match=r"eval_fn must return a dict of js.Mean, js.Sum or js.Max, got"):
+        js.make_eval_step(lambda model, batch: output, layout)(run, rows(16))
+
+
+def test_a_run_of_another_layout(split):
+    run, _, _ = split
+    other = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, TX)
+    message = r"(?s)the run does not fit the layout.*params/w: expected float32\[13, 3\], got float32\[16, 3\]"
+    with pytest.raises(ValueError, match=message):
+        js.make_eval_step(eval_fn, other)(run, rows(16))
+    with pytest.raises(ValueError, match=message):
+        js.make_apply(lambda model: model.params, other)(run)

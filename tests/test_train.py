@@ -1,0 +1,347 @@
+"""The training step as users meet it: what it returns, what it takes away, and what it refuses by name."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from tests.toys import quick_compile
+
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def _compile():
+    with quick_compile():
+        yield
+
+
+def init_fn(key):
+    return {"w": jax.random.normal(key, (13, 3)), "b": jnp.zeros((3,))}
+
+
+def loss_fn(params, batch, key):
+    error = jnp.square(batch["x"] @ params["w"] + params["b"])
+    return js.Mean(error.sum(), error.size)
+
+
+def batch_of(rows=16, features=13):
+    return {"x": np.random.default_rng(0).normal(size=(rows, features)).astype(np.float32)}
+
+
+def layout_of(strategy=None, tx=TX, init_fn=init_fn, mesh=None):
+    return js.layout(strategy or js.zero2(min_size=0), mesh or js.make_mesh(data=8), init_fn, tx)
+
+
+def start(layout=None, loss_fn=loss_fn, tx=TX, init_fn=init_fn, **options):
+    layout = layout or layout_of(tx=tx, init_fn=init_fn)
+    return js.init(init_fn, tx, layout, 0), js.make_step(loss_fn, tx, layout, **options)
+
+
+# What a step does.
+
+
+def test_a_step_counts_and_returns_global_scalars():
+    run, step = start()
+    for number in range(3):
+        assert int(run.step) == number
+        run, metrics = step(run, batch_of())
+    assert set(metrics) == {"loss", "grad_norm"}
+    assert all(x.shape == () and x.sharding.is_fully_replicated for x in metrics.values())
+    assert jax.tree.map(lambda x: x.sharding, run) == jax.tree.map(lambda x: x.sharding, start()[0])
+
+
+def test_the_run_that_goes_in_is_donated():
+    run, step = start(js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX))
+    step(run, batch_of())
+    assert all(x.is_deleted() for x in jax.tree.leaves((run.params, run.opt_state)))
+
+
+def test_the_same_seed_gives_the_same_steps_and_another_seed_others():
+    def noisy(params, batch, key):
+        return loss_fn(params, batch, key) + js.Mean(jax.random.normal(key) * params["b"].sum(), 1.0)
+
+    layout = layout_of()
+    step = js.make_step(noisy, TX, layout)
+    norms = [float(step(js.init(init_fn, TX, layout, seed), batch_of())[1]["grad_norm"]) for seed in (0, 0, 1)]
+    assert norms[0] == norms[1] != norms[2]
+    run, first = step(js.init(init_fn, TX, layout, 0), batch_of())
+    _, second = step(js.init(init_fn, TX, layout, 0)._replace(step=run.step), batch_of())
+    assert float(first["grad_norm"]) != float(second["grad_norm"])
+
+
+def test_a_step_is_lowered_and_compiled_without_a_run():
+    _, step = start()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of())
+    assert "all_reduce" in js.make_step(loss_fn, TX, layout_of(), engine=js.explicit()).lower(shapes).as_text()
+    compiled = step.compile(shapes)
+    assert compiled is step.compile(batch_of())
+    # On the CPU the compiler counts pages of pointers as well: the layout's figure is compared to the byte elsewhere.
+    assert compiled.memory_analysis().argument_size_in_bytes >= step.layout.argument_bytes(shapes)
+
+
+def test_batches_may_lie_anywhere():
+    layout = layout_of()
+    places = [lambda x: x, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[5]), lambda x: x.astype(np.float64)]
+    places.append(lambda x: jax.device_put(x, layout.batch_sharding(x)))
+    _, step = start(layout)
+    losses = []
+    for place in places:
+        _, metrics = step(js.init(init_fn, TX, layout, 0), jax.tree.map(place, batch_of()))
+        losses.append(float(metrics["loss"]))
+    assert len(set(losses)) == 1
+
+
+def test_scalars_in_a_batch_are_the_same_for_every_row_and_micro_batch():
+    def scaled(params, batch, key):
+        return batch["scale"] * loss_fn(params, batch, key)
+
+    for engine in (js.auto(microbatches=2), js.explicit(microbatches=2)):
+        run, step = start(loss_fn=scaled, engine=engine)
+        expected = 3 * float(loss_fn(init_fn(jax.random.key(0)), batch_of(), None).value)
+        assert float(step(run, batch_of() | {"scale": np.float32(3)})[1]["loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_on_which_view_the_optimizer_runs():
+    _, step = start()
+    assert step.update_view == "stored view: the optimizer is elementwise and moves nothing"
+    tx = optax.lamb(1e-3)
+    _, step = start(tx=tx)
+    # w and b, padded to 16 x 3 and 8 over 8 devices: 6 and 1 numbers of f32, for each of two moments.
+    assert "logical view: the optimizer is not elementwise" in step.update_view
+    assert "4 padded arrays of its state, 56 bytes per device" in step.update_view
+
+
+def test_a_layout_that_only_splits_rows_of_one_array():
+    """A batch whose only split array is nested, beside a scalar."""
+    run, step = start(loss_fn=lambda params, batch, key: loss_fn(params, batch[0]["in"], key))
+    assert np.isfinite(step(run, [{"in": batch_of()}, np.float32(1)])[1]["loss"])
+
+
+# Losses.
+
+
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit()])
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda e: e, r"array of shape \(2|16, 3\); return js.Mean"),
+        (lambda e: 3, "real floating scalar, got dtype int32"),
+        (lambda e: None, "got NoneType"),
+        (lambda e: (e.sum(), {}), r"got tuple; return js.Loss\(value, state=..., metrics=...\)"),
+        (lambda e: js.Loss(js.Mean(e.sum(), 1.0), metrics={"x": e.sum()}), "metric 'x' must be a js.Mean"),
+    ],
+    ids=["array", "int", "None", "tuple", "metric"],
+)
+def test_losses_that_are_none(engine, output, message):
+    run, step = start(loss_fn=lambda params, batch, key: output(batch["x"] @ params["w"]), engine=engine)
+    with pytest.raises(TypeError, match=message):
+        step(run, batch_of())
+
+
+def test_a_scalar_loss_says_no_weight_to_the_explicit_engine():
+    run, step = start(loss_fn=lambda p, b, k: loss_fn(p, b, k).value, engine=js.explicit())
+    message = r"js.explicit needs a loss that says its weight; return js.Mean\(total, weight\).*runs under js.auto"
+    with pytest.raises(TypeError, match=message):
+        step(run, batch_of())
+
+
+def test_a_scalar_loss_says_no_weight_to_micro_batches():
+    run, step = start(loss_fn=lambda p, b, k: loss_fn(p, b, k).value, engine=js.auto(microbatches=2))
+    with pytest.raises(TypeError, match=r"2 micro-batches need a loss that says its weight: return js.Mean"):
+        step(run, batch_of())
+
+
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit(), js.explicit(microbatches=2)])
+def test_a_loss_that_returns_another_state(engine):
+    def with_state(key):
+        return js.Model(init_fn(key), {"mean": jnp.zeros(3), "count": jnp.zeros((), jnp.int32)})
+
+    def other_state(model, batch, key):
+        return js.Loss(loss_fn(model.params, batch, key), state={"mean": jnp.zeros(4)})
+
+    run, step = start(loss_fn=other_state, init_fn=with_state, engine=engine)
+    message = r"(?s)the loss returned another state.*count: missing.*mean: expected float32\[3\], got float32\[4\]"
+    with pytest.raises(ValueError, match=message):
+        step(run, batch_of())
+
+
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit()])
+def test_counters_and_random_streams_in_the_state(engine):
+    """Integers and keys, which no strategy splits: after two steps as after two steps on one device."""
+
+    def with_streams(key):
+        return js.Model(init_fn(key), {"count": jnp.zeros((), jnp.int32), "key": jax.random.key(5)})
+
+    def counting(model, batch, key):
+        state = {"count": model.state["count"] + 1, "key": jax.random.split(model.state["key"])[0]}
+        return js.Loss(loss_fn(model.params, batch, key), state=state)
+
+    layout = layout_of(js.compose(js.fsdp(min_size=0), js.shard("data", ["state"], min_size=0)), init_fn=with_streams)
+    run, step = start(layout, counting, init_fn=with_streams, engine=engine)
+    for _ in range(2):
+        run, _ = step(run, batch_of())
+    expected = jax.random.split(jax.random.split(jax.random.key(5))[0])[0]
+    assert int(run.state["count"]) == 2
+    np.testing.assert_array_equal(jax.random.key_data(run.state["key"]), jax.random.key_data(expected))
+
+
+# Batches.
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (batch_of(12), "x has 12 rows, which the 8 devices of axis 'data' do not divide; use a multiple of 8.*as 16"),
+        (batch_of(0), "a batch of 0 rows"),
+        ({}, "the batch has no array with rows"),
+        ({"x": np.float32(1)}, "the batch has no array with rows"),
+        (batch_of() | {"y": np.zeros(8)}, "the same number of rows .dim 0., got .*x.*: 16, .*y.*: 8"),
+    ],
+    ids=["indivisible", "no rows", "empty", "scalar", "unequal"],
+)
+def test_batches_that_do_not_divide(batch, message):
+    run, step = start()
+    with pytest.raises(ValueError, match=message):
+        step(run, batch)
+
+
+def test_micro_batches_that_do_not_divide():
+    run, step = start(engine=js.explicit(microbatches=4))
+    message = (
+        "a batch of 16 rows does not divide into 4 micro-batches over 8 devices; use a multiple of 32 rows, such as 32"
+    )
+    with pytest.raises(ValueError, match=message):
+        step(run, batch_of())
+
+
+def test_a_batch_of_another_shape_than_the_first():
+    run, step = start()
+    run, _ = step(run, batch_of())
+    message = (
+        r"(?s)the batch has other shapes or dtypes than the first.*x: expected float32\[16, 13\], got float32\[8, 13\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        step(run, batch_of(8))
+    with pytest.raises(ValueError, match=r"(?s)other shapes or dtypes.*y: unexpected, float32\[16\]"):
+        step(run, batch_of() | {"y": np.zeros(16, np.float32)})
+    run, _ = step(run, batch_of())  # and the run is still there
+    assert int(run.step) == 2
+
+
+def test_a_first_batch_that_failed_does_not_count_as_the_first():
+    run, step = start()
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        step(run, batch_of(16, 12))
+    step(run, batch_of())
+
+
+# Runs, optimizers and engines.
+
+
+def test_a_run_of_another_model():
+    def other(key):
+        return init_fn(key) | {"b": jnp.zeros((4,)), "extra": jnp.zeros(2)}
+
+    strange, _ = start(init_fn=other)
+    run, step = start()
+    message = r"(?s)the run does not fit the layout; make it with js.init.*params/extra: unexpected, float32\[2\]"
+    with pytest.raises(ValueError, match=message):
+        step(strange, batch_of())
+    step(run, batch_of())
+    with pytest.raises(ValueError, match=message):  # also after the step was compiled
+        step(strange, batch_of())
+
+
+def test_a_run_of_another_layout():
+    def even(key):
+        return {"w": jax.random.normal(key, (16, 8))}
+
+    def even_loss(params, batch, key):
+        return js.Mean((batch["x"] @ params["w"]).sum(), 1.0)
+
+    split, _ = start(layout_of(js.fsdp(min_size=0), init_fn=even), init_fn=even)
+    run, step = start(layout_of(js.ddp(), init_fn=even), even_loss, init_fn=even)
+    message = r"(?s)arrays of the run do not lie where the layout stores them; make it with js.init.*params/w: .*data"
+    with pytest.raises(ValueError, match=message):
+        step(split, batch_of(16, 16))
+    step(run, batch_of(16, 16))
+    with pytest.raises(ValueError, match=message):
+        step(split, batch_of(16, 16))
+
+
+def test_a_run_in_model_order_is_not_the_run():
+    layout = layout_of(js.fsdp(min_size=0))
+    run, step = start(layout)
+    with pytest.raises(ValueError, match=r"(?s)the run does not fit.*params/w: expected float32\[16, 3\], got .*13, 3"):
+        step(js.logical(run, layout), batch_of())
+
+
+def test_another_optimizer_than_the_layouts():
+    with pytest.raises(ValueError, match=r"(?s)tx is not the one that the layout was made for.*trace/w: missing"):
+        js.make_step(loss_fn, optax.sgd(0.1), layout_of())
+
+
+@pytest.mark.parametrize("tx", [None, 0.1, optax.sgd])
+def test_no_optimizer(tx):
+    with pytest.raises(TypeError, match=r"tx must be an optax GradientTransformation such as optax.adam"):
+        js.make_step(loss_fn, tx, layout_of())
+    with pytest.raises(TypeError, match=r"tx must be an optax GradientTransformation such as optax.adam"):
+        js.init(init_fn, tx, layout_of(), 0)
+
+
+def test_no_engine_no_loss():
+    with pytest.raises(TypeError, match=r"engine must be js.auto\(...\) or js.explicit\(...\), got str"):
+        js.make_step(loss_fn, TX, layout_of(), engine="explicit")
+    with pytest.raises(TypeError, match=r"engine must be .*got function"):
+        js.make_step(loss_fn, TX, layout_of(), engine=js.auto)
+    with pytest.raises(TypeError, match=r"loss_fn must be a function loss_fn\(model, batch, key\), got NoneType"):
+        js.make_step(None, TX, layout_of())
+
+
+@pytest.mark.parametrize("engine", [js.auto, js.explicit])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"microbatches": 0}, ValueError, "microbatches must be a whole number from 1 on, got 0"),
+        ({"microbatches": 2.0}, ValueError, "microbatches must be a whole number from 1 on, got 2.0"),
+        ({"scatter": "last"}, ValueError, "scatter must be 'each' or 'end', got 'last'"),
+        (
+            {"remat": "some"},
+            ValueError,
+            "remat must be one of 'nothing', 'dots', 'everything' or a function.*got 'some'",
+        ),
+        ({"remat": None}, ValueError, "remat must be one of .*got None"),
+        ({"compute_dtype": "bf8"}, TypeError, "compute_dtype must be a floating dtype such as jnp.bfloat16, got 'bf8'"),
+        (
+            {"reduce_dtype": jnp.int8},
+            TypeError,
+            "reduce_dtype must be a floating dtype such as jnp.bfloat16, got .*int8",
+        ),
+    ],
+)
+def test_engines_that_cannot_be(engine, options, error, message):
+    with pytest.raises(error, match=message):
+        engine(**options)
+
+
+def test_dtypes_by_name():
+    assert js.explicit(compute_dtype="bfloat16").compute_dtype == "bfloat16"
+
+
+# Errors of the optimizer's own making.
+
+
+def test_an_optimizer_that_reads_the_loss_of_other_rows_is_given_global_arrays():
+    """Clipping by the global norm, 1e-6: the norm is that of all shards."""
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
+    layout = layout_of(js.fsdp(min_size=0), tx)
+    run, step = start(layout, tx=tx)
+    before = js.logical(run, layout).params
+    run, _ = step(run, batch_of())
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), js.logical(run, layout).params, before)
+    assert np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved))) == pytest.approx(1e-3, rel=1e-3)
