@@ -31,9 +31,9 @@ def make_eval_step(
 
     `eval_fn(model, batch)` receives what `init_fn` returned and a global batch. All batches have the rows of the
     first one; a shorter one (the last, of any size from one row on) is padded to it and the padding counts with
-    weight zero: there `eval_fn` is mapped over single rows, so it must treat rows independently to be evaluated on a
-    short batch. The method `evaluate` of a `Stacked` model gathers one block at a time; other functions have all
-    weights gathered first.
+    weight zero: there `eval_fn` is mapped over single rows, so it must treat rows independently, and every `Sum` and
+    `Mean` must be a sum over rows, to be evaluated on a short batch. The method `evaluate` of a `Stacked` model gathers
+    one block at a time; other functions have all weights gathered first.
     """
     weigh = _make_weights(eval_fn, layout)
 
@@ -98,8 +98,9 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
     split but which itself is not.
 
     Raises:
-      ValueError: the optimizer keeps no average, or several.
+      ValueError: the optimizer keeps no average, or several; a run that does not fit the layout.
     """
+    check_run(layout, run)
 
     @partial(jax.jit, out_shardings=layout.shardings(layout.params))
     def place(params: PyTree, opt_state: PyTree) -> PyTree:

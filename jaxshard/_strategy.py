@@ -38,6 +38,8 @@ def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_S
     unknown = [role for role in chosen if role not in ROLES or role == "batch"]
     if unknown:
         raise ValueError(f"shard: unknown roles {unknown}; use some of 'param', 'grad', 'opt', 'state'")
+    if min_size < 0:
+        raise ValueError(f"shard: min_size must be at least 0 elements, got {min_size}")
     return Shard(axis, chosen, min_size)
 
 

@@ -38,6 +38,14 @@ def test_the_newcomer_blocks_are_there():
         assert re.search(rf"<!-- newcomer: {part} -->\n+```\w*\n(.+?)```", text, re.DOTALL), part
 
 
+def test_relative_links_of_the_readme_and_the_docs_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#]+)", page.read_text())]
+    relative = [(page, link) for page, link in links if "://" not in link]
+    assert relative
+    assert not [f"{page.name}: {link}" for page, link in relative if not (page.parent / link).exists()]
+
+
 def test_api_page_lists_every_public_name():
     written = api_page()
     if os.environ.get("JAXSHARD_WRITE_DOCS"):

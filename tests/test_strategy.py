@@ -152,6 +152,11 @@ def test_roles_that_do_not_exist():
         js.shard("data", ["batch"])
 
 
+def test_a_threshold_below_zero():
+    with pytest.raises(ValueError, match="shard: min_size must be at least 0 elements, got -1"):
+        js.fsdp(min_size=-1)
+
+
 def test_composing_what_is_no_strategy():
     with pytest.raises(TypeError, match=r"compose: expected strategies, got str \('data'\)"):
         js.compose(js.ddp(), "data")
