@@ -1,6 +1,7 @@
 """Train a Flax model and an optax optimizer on any mesh, with the same result as on one device."""
 
 from jaxshard import optim as optim
+from jaxshard._constrain import constrain as constrain
 from jaxshard._eval import averaged as averaged
 from jaxshard._eval import evaluate as evaluate
 from jaxshard._eval import make_apply as make_apply
@@ -20,6 +21,7 @@ from jaxshard._mesh import make_mesh as make_mesh
 from jaxshard._mesh import simulate_devices as simulate_devices
 from jaxshard._placement import Placement as Placement
 from jaxshard._placement import View as View
+from jaxshard._rules import RULES as RULES
 from jaxshard._state import TrainState as TrainState
 from jaxshard._state import init as init
 from jaxshard._state import logical as logical
@@ -30,6 +32,7 @@ from jaxshard._strategy import ddp as ddp
 from jaxshard._strategy import fsdp as fsdp
 from jaxshard._strategy import hsdp as hsdp
 from jaxshard._strategy import shard as shard
+from jaxshard._strategy import tensor as tensor
 from jaxshard._strategy import zero1 as zero1
 from jaxshard._strategy import zero2 as zero2
 from jaxshard._train import Step as Step

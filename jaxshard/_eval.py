@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard._constrain import constraining
 from jaxshard._layout import Layout, join_model, merge, only
 from jaxshard._loss import Max, Mean, Sum, combine
 from jaxshard._state import TrainState, check_run
@@ -81,7 +82,8 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     @jax.jit
     def jitted(run: TrainState, *args: Any) -> Any:
         model = join_model(used(layout, layout.params, run.params), used(layout, layout.state, run.state))
-        return fn(model, *args)
+        with constraining(layout):
+            return fn(model, *args)
 
     def apply(run: TrainState, *args: Any) -> Any:
         check_run(layout, run)
@@ -133,7 +135,8 @@ def _make_weights(eval_fn: Callable, layout: Layout) -> Callable[[TrainState, Py
 
     def weigh(run: TrainState, batch: PyTree) -> Results:
         model = join_model(used(layout, layout.params, run.params), used(layout, layout.state, run.state))
-        return _results(eval_fn(model, batch))
+        with constraining(layout):
+            return _results(eval_fn(model, batch))
 
     return weigh
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,9 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxshard._loss import Model
 from jaxshard._mesh import axis_names
 from jaxshard._placement import Placement, axes_of, whole
-from jaxshard._strategy import Strategy, ddp, fsdp, hsdp, zero1, zero2
+from jaxshard._strategy import MIN_SIZE, Strategy, Tensor, ddp, fsdp, hsdp, parts_of, tensor, zero1, zero2
 from jaxshard._tree import Leaf, bytes_of, leaf_of, map_with_path, path_str, raise_all, same_structure
-from jaxshard._typing import InitFn, PyTree, Role
+from jaxshard._typing import ROLES, InitFn, PyTree, Role
 
 
 class Placed(NamedTuple):
@@ -141,7 +142,7 @@ def layout(
     check_transform(tx)
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
-    if strategy in (ddp, zero1, zero2, fsdp, hsdp):
+    if strategy in (ddp, zero1, zero2, fsdp, hsdp, tensor):
         name = strategy.__name__
         raise TypeError(
             f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"
@@ -159,16 +160,12 @@ def layout(
         )
     mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
     _check_trainable(params, mask)
-    names = _dim_names(init_fn, params)
+    leaves = _named(strategy, map_with_path(leaf_of, params, _dim_names(init_fn, params)))
 
-    def place(role: Role, tree: PyTree) -> PyTree:
-        def one(path: Any, x: Any, dims: Any) -> Placement:
-            leaf = leaf_of(path, x, dims)
-            return strategy(role, leaf, whole(leaf), mesh)
+    def place(role: Role) -> PyTree:
+        return jax.tree.map(lambda leaf: strategy(role, leaf, whole(leaf), mesh), leaves, is_leaf=_is_leaf)
 
-        return map_with_path(one, tree, names)
-
-    placed = {role: place(role, params) for role in ("param", "grad", "opt")}
+    placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
     opt_params = only(mask, placed["opt"])
     opt_state = jax.eval_shape(tx.init, only(mask, params))
 
@@ -256,6 +253,36 @@ def _dim_names(init_fn: InitFn, params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: (None,) * x.ndim, params)
 
 
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Leaf)
+
+
+def _named(strategy: Strategy, leaves: PyTree) -> PyTree:
+    """The parameters with the names that the rules of `tensor` give their dimensions; warns of what no rule split."""
+    records, tree = jax.tree.flatten(leaves, is_leaf=_is_leaf)
+    for part in parts_of(strategy):
+        if isinstance(part, Tensor):
+            records = part.rules.resolve(records)
+            _report(part, records)
+    return jax.tree.unflatten(tree, records)
+
+
+def _report(part: Tensor, leaves: list[Leaf]) -> None:
+    missed = [f"{leaf.path} {list(leaf.shape)}" for leaf in leaves if leaf.size >= MIN_SIZE and not leaf.named_by]
+    if missed:
+        warnings.warn(
+            f"tensor: no rule took {', '.join(missed)}: copied whole over {part.axis!r}; name the dimensions with a "
+            f"rule such as ('{missed[0].split()[0]}', ('embed', 'mlp')), or say ('*/{missed[0].split()[0]}', 'whole')",
+            stacklevel=4,
+        )
+    if unused := part.rules.unused(leaves):
+        warnings.warn(
+            f"tensor: the rules {', '.join(map(repr, unused))} match no parameter; take them out or correct them "
+            "(print(layout) shows every path)",
+            stacklevel=4,
+        )
+
+
 def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement]) -> PyTree:
     """Placements of optimizer state, never by the class of the state.
 
@@ -300,9 +327,9 @@ def spec_str(placement: Placement) -> str:
 
 
 def _note(placement: Placement) -> str:
-    if placement.view.is_padded:
-        return f"padded to {list(placement.view.padded)}"
-    return placement.why or "the strategy keeps it whole" if spec_str(placement) == "whole" else ""
+    padded = f"padded to {list(placement.view.padded)}" if placement.view.is_padded else ""
+    why = placement.why or ("the strategy keeps it whole" if spec_str(placement) == "whole" else "")
+    return "; ".join(filter(None, (placement.rule, why, padded)))
 
 
 def _explain(layout: Layout) -> str:

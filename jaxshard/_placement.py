@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import jax
@@ -59,19 +60,27 @@ class Placement:
     """Where one array lives in one role.
 
     `use` is what computation sees (over the logical dimensions), `store` how the array rests between steps (over the
-    stored dimensions); both have one entry per dimension. `why` says why a fill left the array whole.
+    stored dimensions); both have one entry per dimension. `why` says why a fill left the array whole, `rule` which
+    rule of `js.tensor` took it, and to what effect.
     """
 
     view: View
     use: PartitionSpec
     store: PartitionSpec
     why: str = ""
+    rule: str = ""
 
     def split(self, dim: int, names: tuple[str, ...]) -> Placement:
         """The same placement with the mesh axes `names` splitting the stored dimension `dim` further."""
         entries = list(self.store)
         entries[dim] = spec_entry(axis_names(entries[dim]) + names)
         return replace(self, store=PartitionSpec(*entries), why="")
+
+    def use_split(self, dim: int, names: tuple[str, ...]) -> Placement:
+        """The same placement with the logical dimension `dim` also used split over the mesh axes `names`."""
+        entries = list(self.use)
+        entries[dim] = spec_entry(axis_names(entries[dim]) + names)
+        return replace(self, use=PartitionSpec(*entries))
 
     def pad(self, dim: int, size: int) -> Placement:
         """The same placement with the stored dimension `dim` padded to `size`."""
@@ -81,7 +90,9 @@ class Placement:
 
     def tail(self) -> Placement:
         """The placement of one slice along the first dimension."""
-        return Placement(self.view.tail(), PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1:]), self.why)
+        return Placement(
+            self.view.tail(), PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1:]), self.why, self.rule
+        )
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         """How the stored array is spread."""
@@ -110,6 +121,11 @@ def spec_entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     """All mesh axes of a spec, in the order of its dimensions."""
     return tuple(name for entry in spec for name in axis_names(entry))
+
+
+def only_axes(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+    """The spec without the mesh axes that are not among `axes`."""
+    return PartitionSpec(*(spec_entry(tuple(name for name in axis_names(e) if name in axes)) for e in spec))
 
 
 def split_dims(spec: PartitionSpec) -> list[tuple[int, str]]:

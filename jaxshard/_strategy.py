@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxshard._mesh import axis_names, axis_size, check_axis
 from jaxshard._placement import Placement, axes_of
+from jaxshard._rules import RULES, Rule, Rules
 from jaxshard._tree import BLOCKS, Leaf
 from jaxshard._typing import ROLES, AxisName, Role
 
@@ -46,6 +47,28 @@ def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_S
 def batch(*axes: AxisName) -> Strategy:
     """Splits the rows (dimension 0) of every batch array over the axes, the first one major; scalars stay whole."""
     return Batch(tuple(name for axis in axes for name in axis_names(axis)))
+
+
+def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy:
+    """Tensor parallelism: parameters, gradients and optimizer state split over `axis` by the names of their dimensions.
+
+    Computation uses them split, and the compiler derives the collectives: column-parallel layers then row-parallel
+    ones cost one all-reduce of the activations forward and one backward (Shoeybi et al. 2019, "Megatron-LM", section
+    3). Weights are never gathered over the axis. Of an array whose rules split several dimensions the first is split.
+
+    `rules` are pairs, the first that fits decides: `("mlp", "split")` says what happens to the dimensions of a name,
+    `"split"`, `"whole"` or `"split or whole"` (where it does not divide: fewer key and value heads than devices);
+    `("fuse/kernel", ("embed", "mlp"))` names the dimensions of the parameters whose path ends so. Names come from
+    the model's annotations where it has them. `js.RULES` knows Flax's layers and the usual names. With
+    `("sequence", "split")` in front, activations that the model constrains by that name (`js.constrain`) are split
+    between blocks: sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+
+    Raises (when applied):
+      ValueError: the mesh has no such axis, or it does not divide a dimension that it is to split; a name that no
+        rule knows.
+      TypeError: rules that are no pairs.
+    """
+    return Tensor(Rules(tuple(rules)), axis)
 
 
 def compose(*strategies: Strategy) -> Strategy:
@@ -147,6 +170,60 @@ class Shard:
             return replace(placement, why="no free dimension")
         dim = min(free, key=lambda dim: (-sizes[dim] % parts) / sizes[dim])
         return placement.pad(dim, sizes[dim] + -sizes[dim] % parts).split(dim, names)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Dimensions split by name."""
+
+    rules: Rules
+    axis: AxisName
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axis, "tensor")
+        if role == "batch":
+            return placement
+        parts = axis_size(mesh, self.axis)
+        for dim, name in enumerate(leaf.names):
+            fate = self.rules.fate(name)
+            if fate not in ("split", "split or whole"):
+                continue
+            if leaf.shape[dim] % parts == 0:
+                _check_unused(names, leaf, placement, "tensor")
+                return replace(placement.split(dim, names).use_split(dim, names), rule=f"{name}: {leaf.named_by}")
+            if fate == "split":
+                raise ValueError(_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
+            return replace(placement, rule=f"{leaf.shape[dim]} {name} on each of {parts} devices: {leaf.named_by}")
+        return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
+
+    def entry(self, name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes that split a dimension of an activation; an error where they do not divide it."""
+        fate = self.rules.fate(name)
+        if fate is None:
+            raise ValueError(
+                f"constrain: no rule knows the name {name!r}; add ({name!r}, 'split') or ({name!r}, 'whole')"
+            )
+        parts = axis_size(mesh, self.axis)
+        if fate == "whole" or (fate == "split or whole" and size % parts):
+            return ()
+        if size % parts:
+            raise ValueError(_indivisible("constrain", None, str(name), size, parts, self.axis))
+        return axis_names(self.axis)
+
+
+def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
+    """The strategies that one is composed of; itself where it is not composed."""
+    return strategy.parts if isinstance(strategy, Composed) else (strategy,)
+
+
+def _indivisible(who: str, dim: int | None, name: str, size: int, parts: int, axis: AxisName) -> str:
+    where = who if dim is None else f"tensor: dim {dim} of {who}"
+    near = " or ".join(str(s) for s in (size - size % parts, size + -size % parts) if s)
+    return (
+        f"{where} ({name}) has {size} elements, which the {parts} devices of axis {_joined(axis)} do not divide; sizes "
+        f"that would work: {near}. Or choose an axis whose size divides {size}, or keep it whole with the rule "
+        f"({name!r}, 'whole')"
+    )
 
 
 def _check_unused(names: tuple[str, ...], leaf: Leaf, placement: Placement, who: str) -> None:

@@ -16,12 +16,16 @@ BLOCKS = "blocks"
 
 
 class Leaf(NamedTuple):
-    """One array of a tree without its values. `names` holds a logical name per dimension, or None."""
+    """One array of a tree without its values.
+
+    `names` holds a logical name per dimension, or None; `named_by` says which rule gave a parameter its names.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     names: tuple[str | None, ...]
+    named_by: str = ""
 
     @property
     def size(self) -> int:

@@ -129,7 +129,7 @@ def checkpoint_body(policy: RematPolicy, body: Callable) -> Callable:
 
 
 _MOVES = frozenset(
-    {"all_gather", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad"}
+    {"all_gather", "shard_map", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad"}
 )
 
 _POLICIES = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxshard._collectives import all_max, all_sum, gather, scatter_sum
 from jaxshard._layout import Layout, only
 from jaxshard._loss import Loss, Max, Mean, Sum
-from jaxshard._placement import Placement, axes_of
+from jaxshard._placement import Placement, axes_of, only_axes
 from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy
 from jaxshard.engines.accumulate import Engine, Outcome, Scatter, value_and_grad
@@ -29,7 +29,7 @@ class Explicit(Engine):
     def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
         """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
         axes = layout.batch_axes
-        call = make_call(loss_fn, layout, make_move(axes, self), self.remat)
+        call = make_call(loss_fn, layout, make_move(layout, self), self.remat)
 
         def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             turns, first_rows = _turns(batch, self.microbatches, axes)
@@ -38,14 +38,18 @@ class Explicit(Engine):
                 _sinks(layout, self.scatter), state, turns, first_rows, total=lambda x: all_sum(x, axes),
             )  # fmt: skip
             if self.scatter == "end":
-                reduce = partial(_reduce, axes=axes, dtype=self.reduce_dtype)
+                reduce = partial(reduced, layout, self)
                 grads = jax.tree.map(reduce, layout.grads, grads, only(layout.trainable, layout.params))
             metrics = {name: _combine(metric, axes) for name, metric in outcome.metrics.items()}
             return Outcome(all_sum(outcome.value, axes), metrics, _agree(outcome.state, axes)), grads
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            manual = manual_axes(layout)
+            if not manual:
+                return on_device(params, state, batch, key)
+
             def specs(placements: PyTree) -> PyTree:
-                return jax.tree.map(lambda placement: placement.store, placements)
+                return jax.tree.map(lambda placement: only_axes(placement.store, manual), placements)
 
             rows = jax.tree.map(lambda x: layout.batch_placement(x).store, batch)
             return jax.shard_map(
@@ -53,7 +57,7 @@ class Explicit(Engine):
                 mesh=layout.mesh,
                 in_specs=(specs(layout.params), PartitionSpec(), rows, PartitionSpec()),
                 out_specs=(PartitionSpec(), specs(layout.grads)),
-                axis_names=manual_axes(layout),
+                axis_names=manual,
                 check_vma=False,
             )(params, state, batch, key)
 
@@ -87,44 +91,71 @@ def explicit(
 
 
 def manual_axes(layout: Layout) -> set[str]:
-    """The mesh axes that `shard_map` handles: those of the batch, and those that split what is stored but not used."""
+    """The mesh axes that `shard_map` handles: those of the batch, and those that split what is stored but not used.
+
+    None under tensor parallelism alone, whose collectives the compiler derives.
+    """
     axes = set(layout.batch_axes)
     for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
         axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
-    return axes or set(layout.mesh.axis_names)
+    return axes
 
 
-def make_move(axes: tuple[str, ...], engine: Engine) -> MakeMove:
+def make_move(layout: Layout, engine: Engine) -> MakeMove:
     """Weights all-gathered, gradients scattered over the batch axes that their weight's use does not own."""
+    manual = manual_axes(layout)
 
     def make(param: Placement, grad: Placement | None) -> Move:
         def fetch(stored: jax.Array) -> jax.Array:
-            return param.view.invert(gather(cast(stored, engine.compute_dtype), param.store, keep=axes_of(param.use)))
+            owned = axes_of(param.use)
+            parts = cast(stored, engine.compute_dtype)
+            whole = _nested(lambda x: gather(x, param.store, keep=owned), param.store, owned, manual)(parts)
+            return param.view.invert(whole)
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None, "a frozen parameter has no cotangent"
-            if engine.scatter == "end":
-                return cotangent
-            return _reduce(grad, cotangent, param, axes=axes, dtype=engine.reduce_dtype)
+            return cotangent if engine.scatter == "end" else reduced(layout, engine, grad, cotangent, param)
 
         return Move(fetch, reduce)
 
     return make
 
 
-def _reduce(
-    grad: Placement, x: jax.Array, param: Placement, *, axes: tuple[str, ...], dtype: jax.typing.DTypeLike | None
-) -> jax.Array:
+def reduced(layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param: Placement) -> jax.Array:
+    """A device's share of a gradient, as the model knows it, summed and as it rests."""
     owned = axes_of(param.use)
-    free = [axis for axis in axes if axis not in owned]
-    return scatter_sum(grad.view.apply(cast(x, dtype)), grad.store, free, keep=owned).astype(x.dtype)
+    free = [axis for axis in layout.batch_axes if axis not in owned]
+
+    def scatter(x: jax.Array) -> jax.Array:
+        return scatter_sum(x, grad.store, free, keep=owned)
+
+    share = grad.view.apply(cast(x, engine.reduce_dtype))
+    return _nested(scatter, grad.store, owned, manual_axes(layout))(share).astype(x.dtype)
+
+
+def _nested(fn: Callable, spec: PartitionSpec, owned: Iterable[str], manual: set[str]) -> Callable:
+    """`fn` in a `shard_map` over the axes by which computation uses an array, where the compiler handles those.
+
+    A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to
+    0.12), and in bf16 aborts the CPU compiler.
+    """
+    automatic = set(owned) - manual
+    if not automatic or not manual:
+        return fn
+    own = only_axes(spec, automatic)
+    return jax.shard_map(fn, in_specs=own, out_specs=own, axis_names=automatic, check_vma=False)
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
+    manual = manual_axes(layout)
+
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
         if grad is None:
             return None
-        return jnp.zeros(grad.view.logical if scatter == "end" else grad.shard_shape(layout.mesh), x.dtype)
+        if scatter == "end":
+            return jnp.zeros(grad.view.logical, x.dtype)
+        mine = replace(grad, store=only_axes(grad.store, manual))
+        return jnp.zeros(mine.shard_shape(layout.mesh), x.dtype)
 
     return jax.tree.map(sink, layout.shapes.params, layout.grads)
 

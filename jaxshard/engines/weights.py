@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxshard._constrain import constraining
 from jaxshard._keys import advance
 from jaxshard._layout import Layout, join_model
 from jaxshard._loss import Loss, as_loss
@@ -80,7 +81,8 @@ def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: Remat
 
     def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
         weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
-        return as_loss(loss_fn(join_model(weights, state), batch, advance(key, row)))
+        with constraining(layout):
+            return as_loss(loss_fn(join_model(weights, state), batch, advance(key, row)))
 
     return call
 
@@ -97,7 +99,8 @@ def _make_stacked_call(stacked: Stacked, layout: Layout, make_move: MakeMove, re
         rest = use_tree(make_move, *map(_without_blocks, (layout.params, layout.grads, stored, sinks)))
         params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
         wrap = partial(checkpoint_body, remat)
-        return as_loss(stacked.run(params, batch, key, fetch=fetch, remat=wrap, row=row))
+        with constraining(layout):
+            return as_loss(stacked.run(params, batch, key, fetch=fetch, remat=wrap, row=row))
 
     return call
 

@@ -16,12 +16,19 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
+from jaxshard._constrain import constrain
 from jaxshard._keys import row_keys
 from jaxshard._loss import Loss, Mean
 from jaxshard._typing import PyTree
 from jaxshard.adapt.stacked import BLOCKS, Stacked
 
 _STDDEV = 0.02
+
+_RESIDUAL = ("batch", "sequence", None)
+"""Activations between blocks: split along the sequence where a rule says so."""
+
+_WHOLE = ("batch", None, None)
+"""What enters a column-parallel layer: whole rows."""
 
 
 class Recipe(NamedTuple):
@@ -125,7 +132,7 @@ def gpt(
 
     def embed(params: PyTree, batch: PyTree, key: jax.Array | None) -> jax.Array:
         tokens = _tokens(batch, seq)[:, :-1]
-        x_BTC = _apply(embedding, params["embed"], tokens)
+        x_BTC = constrain(_apply(embedding, params["embed"], tokens), _RESIDUAL)
         return _drop(x_BTC, dropout, _row_keys(key, dropout, len(tokens)), 0)
 
     def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -177,16 +184,20 @@ class Block(nn.Module):
         B, T, C = x_BTC.shape
         init, residual_init = nn.initializers.normal(_STDDEV), nn.initializers.normal(self.residual_stddev)
 
-        h_NC = nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC).reshape(B * T, C)
+        h_BTC = constrain(nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC), _WHOLE)
+        h_NC = h_BTC.reshape(B * T, C)
         qkv_NX = nn.Dense(3 * C, kernel_init=init, name="qkv")(h_NC)
         h_NC = _attend(qkv_NX.reshape(B, T, 3 * C), self.heads).reshape(B * T, C)
         h_NC = nn.Dense(C, kernel_init=residual_init, name="attn_out")(h_NC)
-        x_BTC = x_BTC + _drop(h_NC.reshape(B, T, C), self.dropout, keys_B, 0)
+        h_BTC = constrain(h_NC.reshape(B, T, C), _RESIDUAL)
+        x_BTC = x_BTC + _drop(h_BTC, self.dropout, keys_B, 0)
 
-        h_NC = nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC).reshape(B * T, C)
+        h_BTC = constrain(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC), _WHOLE)
+        h_NC = h_BTC.reshape(B * T, C)
         h_NF = nn.gelu(nn.Dense(self.expansion * C, kernel_init=init, name="mlp_in")(h_NC))
         h_NC = nn.Dense(C, kernel_init=residual_init, name="mlp_out")(h_NF)
-        return x_BTC + _drop(h_NC.reshape(B, T, C), self.dropout, keys_B, 1)
+        h_BTC = constrain(h_NC.reshape(B, T, C), _RESIDUAL)
+        return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
 
 
 class Output(nn.Module):
@@ -269,7 +280,7 @@ def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:
     whole heads (Megatron-LM, GPT-NeoX); GPT-2's published weights are ordered (q, k, v) first.
     """
     B, T, X = qkv_BTX.shape
-    qkv_BTHX = qkv_BTX.reshape(B, T, heads, 3, X // (3 * heads))
+    qkv_BTHX = constrain(qkv_BTX.reshape(B, T, heads, 3, X // (3 * heads)), ("batch", None, "heads", None, None))
     q_BTHD, k_BTHD, v_BTHD = (qkv_BTHX[:, :, :, i] for i in range(3))
     return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=True).reshape(B, T, X // 3)
 

@@ -1,0 +1,85 @@
+"""Constraints on activations by the names of their dimensions: a no-op in a program that has no mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxshard._layout import Layout
+from jaxshard._placement import spec_entry
+from jaxshard._strategy import Tensor, parts_of
+
+# JAX compiles a function again where this differs, so that one traced on a single device is never reused on a mesh.
+_current = jax.make_user_context(default_value=None)
+
+
+def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    """`x` with its dimensions split as the strategy of the step that is being compiled splits these names.
+
+    One name per dimension: "batch" is split over the batch axes, any other name as the rules of `js.tensor` say, and
+    None is whole. In a program that is not one of jaxshard's steps, or has no tensor axis and no batch axes, `x` comes
+    back as it is. Under `js.explicit` each device has its own rows, so that "batch" says nothing there.
+
+    Collectives: those that bring `x` there from where it was.
+
+    Raises:
+      ValueError: another number of names than dimensions; a name that no rule knows; a dimension that the axis does
+        not divide.
+    """
+    if len(names) != x.ndim:
+        raise ValueError(f"constrain: {len(names)} names {tuple(names)} for an array of shape {list(x.shape)}")
+    activations: Activations | None = _current.value
+    return x if activations is None else activations.constrain(x, names)
+
+
+def constraining(layout: Layout) -> AbstractContextManager[None]:
+    """A context in which `constrain` follows the layout."""
+    context: AbstractContextManager[None] = _current(Activations(layout))
+    return context
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Where activations live under a layout; two of the same layout are equal."""
+
+    layout: Layout
+
+    def __hash__(self) -> int:
+        return id(self.layout)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Activations) and other.layout is self.layout
+
+    def constrain(self, x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+        mesh, manual = self._mesh()
+        entries = [self._axes(name, size) for name, size in zip(names, x.shape, strict=True)]
+        free = [
+            axes if axes is PartitionSpec.UNCONSTRAINED else spec_entry(tuple(a for a in axes if a not in manual))
+            for axes in entries
+        ]
+        if set(mesh.axis_names) <= manual:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*free)))
+
+    def _mesh(self) -> tuple[Mesh, frozenset[str]]:
+        """The mesh, and the axes that an enclosing `shard_map` handles."""
+        inside = jax.sharding.get_abstract_mesh()
+        manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]
+        return (inside if manual else self.layout.mesh), frozenset(manual)  # type: ignore[return-value]
+
+    def _axes(self, name: str | None, size: int) -> Any:
+        if name is None:
+            return ()
+        if name == "batch":
+            axes = self.layout.batch_axes
+            parts = 1
+            for axis in axes:
+                parts *= self.layout.mesh.shape[axis]
+            return axes if size % parts == 0 else PartitionSpec.UNCONSTRAINED
+        tensors = [part for part in parts_of(self.layout.strategy) if isinstance(part, Tensor)]
+        return tuple(axis for part in tensors for axis in part.entry(name, size, self.layout.mesh))

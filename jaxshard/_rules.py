@@ -1,0 +1,172 @@
+"""Rules: what the dimensions of a parameter are called, and which of those names a tensor axis splits.
+
+A rule is a pair. `(name, fate)` says what happens to the dimensions of that name; `(pattern, names)` names the
+dimensions of the parameters whose path ends with the pattern, for models that don't name them themselves. The first
+rule that fits decides.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from jaxshard._tree import BLOCKS, Leaf, raise_all
+
+Fate = Literal["split", "split or whole", "whole"]
+Names = tuple[str | None, ...]
+NamesOf = Callable[[Leaf], Names | None]
+Rule = tuple[str, Fate | Names | NamesOf]
+
+_FATES = ("split", "split or whole", "whole")
+
+
+def dense_names(leaf: Leaf) -> Names | None:
+    """A matrix that nobody named: one that narrows is row-parallel, any other column-parallel.
+
+    A layer that widens and the one that narrows again then make a pair with one all-reduce (Shoeybi et al. 2019,
+    "Megatron-LM", section 3).
+    """
+    rows, columns = leaf.shape[-2:]
+    return ("features", "embed") if columns < rows else ("embed", "features")
+
+
+RULES: tuple[Rule, ...] = (
+    # Names, as Flax, T5X, MaxText and their descendants use them.
+    *((name, "split") for name in ("vocab", "heads", "q_heads", "qkv", "joined_kv", "mlp", "expert", "experts")),
+    ("kv_heads", "split or whole"),
+    ("features", "split or whole"),
+    *((name, "whole") for name in ("batch", "sequence", "length", "positions", "embed", "head_dim", "kv", "norm")),
+    *((name, "whole") for name in ("layers", BLOCKS, "stack", "in", "spatial", "embed_out")),
+    # Attention: a dimension per head (DenseGeneral, MultiHeadAttention), then flat projections, then fused ones.
+    *((f"{q}/kernel", ("embed", "heads", "head_dim")) for q in ("query", "q", "q_proj", "wq")),
+    *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("key", "value", "k", "v", "k_proj", "v_proj")),
+    *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("wk", "wv")),
+    *((f"{o}/kernel", ("heads", "head_dim", "embed")) for o in ("out", "o", "o_proj", "wo", "out_proj")),
+    *((f"{q}/kernel", ("embed", "heads")) for q in ("query", "q", "q_proj", "wq")),
+    *((f"{k}/kernel", ("embed", "kv_heads")) for k in ("key", "value", "k", "v", "k_proj", "v_proj", "wk", "wv")),
+    *((f"{o}/kernel", ("heads", "embed")) for o in ("o", "o_proj", "out_proj", "attn_out", "attn/c_proj")),
+    *((f"{f}/kernel", ("embed", "qkv")) for f in ("qkv", "qkv_proj", "c_attn", "in_proj", "Wqkv")),
+    # MLPs, plain and gated.
+    *((f"{up}/kernel", ("embed", "mlp")) for up in ("up", "gate", "up_proj", "gate_proj", "fc1", "c_fc", "mlp_in")),
+    *((f"{up}/kernel", ("embed", "mlp")) for up in ("wi", "wi_0", "wi_1", "w1", "w3", "gate_up_proj")),
+    *((f"{down}/kernel", ("mlp", "embed")) for down in ("down", "down_proj", "fc2", "wo", "w2", "mlp_out")),
+    ("mlp/c_proj/kernel", ("mlp", "embed")),
+    # Experts stacked in front: each device holds some of them whole.
+    *((f"*{name}", ("experts", "embed", "mlp")) for name in ("/wi", "/wi_0", "/wi_1", "/w1", "/w3", "/up", "/gate")),
+    *((f"*{name}", ("experts", "mlp", "embed")) for name in ("/wo", "/w2", "/down")),
+    *((f"{router}/kernel", ("embed", None)) for router in ("router", "gating", "gate_router")),
+    # Tables: of tokens and of positions.
+    *((f"*{table}*", "whole") for table in ("pos_embed", "position", "wpe", "posemb")),
+    ("embedding", ("vocab", "embed")),
+    *((f"{head}/kernel", ("embed", "vocab")) for head in ("lm_head", "logits", "unembed", "logits_dense")),
+    # Recurrent cells: the four gates of one hidden state.
+    *((f"{gate}/kernel", ("embed", "features")) for gate in ("[ih][ifgorzn]", "dense_[ih]")),
+    # Whatever else is called a kernel: matrices, then convolutions over one to three dimensions.
+    ("kernel", dense_names),
+    *(("kernel", (*("spatial",) * dims, "in", "features")) for dims in (1, 2, 3)),
+)
+"""The built-in rules; your own go in front: `js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES])`."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules in order."""
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self) -> None:
+        raise_all(
+            (f"{rule!r}" for rule in self.rules if not _is_rule(rule)),
+            TypeError,
+            "tensor: every rule must be a pair (name, fate) with a fate of 'split', 'split or whole' or 'whole', or "
+            "(pattern, names) with a name or None for every dimension of the parameters whose path ends so",
+        )
+
+    def fate(self, name: str | None) -> Fate | None:
+        """What happens to the dimensions of this name; None for a name that no rule knows."""
+        if name is None:
+            return "whole"
+        return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
+
+    def resolve(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """The parameters with names for their dimensions, from the model or from the first pattern that fits.
+
+        A bias has the names of the last dimensions of the kernel beside it.
+
+        Raises:
+          ValueError: a name that no rule knows; a pattern's names that a parameter's dimensions contradict.
+        """
+        named = {leaf.path: self._named(leaf) for leaf in leaves}
+        for leaf in leaves:
+            kernel = named.get(leaf.path.rpartition("bias")[0] + "kernel") if leaf.path.endswith("bias") else None
+            if kernel is not None and not named[leaf.path].named_by and kernel.named_by:
+                own = len(leaf.shape) - _stacked(leaf)
+                if leaf.shape[_stacked(leaf) :] == kernel.shape[len(kernel.shape) - own :]:
+                    names = leaf.names[: _stacked(leaf)] + kernel.names[len(kernel.names) - own :]
+                    named[leaf.path] = leaf._replace(names=names, named_by="as its kernel")
+        self._check_known(named.values())
+        return [named[leaf.path] for leaf in leaves]
+
+    def unused(self, leaves: Iterable[Leaf]) -> list[str]:
+        """The user's own rules that touched no parameter."""
+        taken = {leaf.named_by for leaf in leaves} | {name for leaf in leaves for name in leaf.names}
+        return [str(key) for key, value in self.rules if key not in taken and (key, value) not in RULES]
+
+    def _named(self, leaf: Leaf) -> Leaf:
+        if any(name not in (None, BLOCKS) for name in leaf.names):
+            return leaf._replace(named_by="named by the model")
+        front = _stacked(leaf)
+        for key, value in self.rules:
+            if _is_pattern(key, value) and fnmatchcase("/" + leaf.path, "*/" + key.removeprefix("*/")):
+                names = _names_of(value, leaf, len(leaf.shape) - front)
+                if names is not None:
+                    return leaf._replace(names=leaf.names[:front] + names, named_by=key)
+        return leaf
+
+    def _check_known(self, leaves: Iterable[Leaf]) -> None:
+        known = [key for key, value in self.rules if isinstance(value, str)]
+        problems = []
+        for leaf in leaves:
+            for name in leaf.names:
+                if name is not None and self.fate(name) is None:
+                    near = difflib.get_close_matches(name, known, n=3)
+                    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+                    problems.append(f"{leaf.path} {list(leaf.shape)}: {name!r}{hint}")
+        raise_all(
+            problems,
+            ValueError,
+            "tensor: no rule knows these names of dimensions; add a rule such as ('name', 'split') or "
+            "('name', 'whole')",
+        )
+
+
+def _is_rule(rule: object) -> bool:
+    if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
+        return False
+    value = rule[1]
+    if isinstance(value, str):
+        return value in _FATES
+    return callable(value) or (
+        isinstance(value, tuple) and all(name is None or isinstance(name, str) for name in value)
+    )
+
+
+def _is_pattern(key: str, value: object) -> bool:
+    return not isinstance(value, str) or "/" in key or "*" in key
+
+
+def _names_of(value: Fate | Names | NamesOf, leaf: Leaf, rank: int) -> Names | None:
+    """The names that a pattern gives to the `rank` dimensions behind the stacked one; None where it does not fit."""
+    if isinstance(value, str):  # a pattern with a fate: only "whole" makes sense without names
+        return (None,) * rank if value == "whole" else None
+    if callable(value):
+        return value(leaf) if rank == 2 else None
+    return value if len(value) == rank else None
+
+
+def _stacked(leaf: Leaf) -> int:
+    """How many leading dimensions stack blocks."""
+    return int(bool(leaf.names) and leaf.names[0] == BLOCKS)
