@@ -1,0 +1,146 @@
+"""The program that a command looks at: a ready-made size, or what a function of the user's own file returns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxshard._layout import check_transform
+from jaxshard._typing import InitFn, LossFn, PyTree
+from jaxshard.commands.errors import UsageError, usage_errors
+from jaxshard.commands.flags import size_of
+from jaxshard.models.gpt import SIZES, gpt
+
+_ORDER = "(init_fn, loss_fn, tx, batch)"
+_RETURNS = f"a function without arguments that returns {_ORDER}"
+
+
+class Program(NamedTuple):
+    """Everything that a step is made of, and the name under which it was asked for; `batch` is a global one."""
+
+    init_fn: InitFn
+    loss_fn: LossFn
+    tx: optax.GradientTransformation
+    batch: PyTree
+    name: str
+
+
+def program_of(
+    target: str, *, rows: int | None = None, seq: int | None = None, seed: int = 0, parts: int = 1
+) -> Program:
+    """The program that `target` names.
+
+    A ready-made size ("gpt-1m") has its recipe's optimizer, no dropout, and a batch {"tokens": int32[rows, seq + 1]}
+    drawn from `seed`; without `rows` the recipe's number, rounded up to a multiple of `parts`. `path/to/file.py:make`
+    and `package.module:make` name a function without arguments that returns (init_fn, loss_fn, tx, batch); it makes its
+    own batch, so `rows` and `seq` are refused there.
+
+    It runs the user's code, which may touch devices: choose them first. Not to be called inside `usage_errors`, so that
+    what goes wrong in the user's code keeps its traceback.
+
+    Raises:
+      UsageError: there is no such size, file, module or function, or the function returns something else.
+    """
+    if ":" not in target:
+        return _ready_made(target, rows, seq, seed, parts)
+    if rows is not None or seq is not None:
+        raise UsageError(
+            f"--batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own batch: change "
+            "it there"
+        )
+    where, _, name = target.rpartition(":")
+    make = _function(_module(where, target), name, target)
+    return _checked(make(), target)
+
+
+def _ready_made(name: str, rows: int | None, seq: int | None, seed: int, parts: int) -> Program:
+    if name not in SIZES:
+        raise UsageError(
+            f"{name}: there is no such size; give one of {', '.join(SIZES)}, or path/to/file.py:function or "
+            f"package.module:function, {_RETURNS}"
+        )
+    with usage_errors():
+        shape, recipe = size_of(name, seq=seq, batch=rows, steps=None, lr=None, parts=parts)
+    sizes: dict[str, Any] = dict(shape)
+    model = gpt(**sizes)
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, shape["vocab"], (recipe.batch, shape["seq"] + 1), dtype=np.int32)
+    return Program(model.init, model.loss, recipe.optimizer(), {"tokens": tokens}, name)
+
+
+def _module(where: str, target: str) -> ModuleType:
+    """The imported file or module. A file's folder, or the current one, goes onto the path, as Python does it."""
+    file = Path(where)
+    if file.suffix != ".py":
+        _put_on_path(Path.cwd())
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            # A module that the user's own module lacks is a fault of theirs and keeps its traceback.
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+                raise
+            raise UsageError(
+                f"{target}: there is no module {where!r}; give package.module:function or path/to/file.py:function"
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{target}: {where!r} is no module's name; give package.module:function") from error
+    if not file.is_file():
+        raise UsageError(f"{target}: the file {file} does not exist; give path/to/file.py:function, {_RETURNS}")
+    _put_on_path(file.resolve().parent)
+    name = file.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file.resolve()):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles look their module up by name; another module of that name is left where it is.
+    sys.modules.setdefault(name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _put_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _function(module: ModuleType, name: str, target: str) -> Callable[[], Any]:
+    make = getattr(module, name, None)
+    if not callable(make):
+        own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+        has = f"its functions are {', '.join(own)}" if own else "it has no function of its own"
+        raise UsageError(f"{target}: {module.__name__} has no function {name!r}, {has}; give {_RETURNS}")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise UsageError(f"{target}: {name} can't be called without arguments ({error}); give {_RETURNS}") from error
+    return make
+
+
+def _checked(made: Any, target: str) -> Program:
+    """The four things that a function returned; a `UsageError` that says what was received where they are others."""
+    if not isinstance(made, tuple) or len(made) not in (4, len(Program._fields)):
+        what = f"{len(made)} things" if isinstance(made, tuple) else type(made).__name__
+        raise UsageError(f"{target} returned {what}, expected (init_fn, loss_fn, tx, batch)")
+    init_fn, loss_fn, tx, batch = made[:4]
+    for name, fn in (("init_fn", init_fn), ("loss_fn", loss_fn)):
+        if not callable(fn):
+            raise UsageError(f"{target}: {name} must be a function, got {type(fn).__name__}; return {_ORDER}")
+    try:
+        check_transform(tx)
+    except TypeError as error:
+        raise UsageError(f"{target}: {error}; return {_ORDER}") from error
+    leaves = jax.tree.leaves(batch)
+    if not leaves or any(not hasattr(x, "shape") or not hasattr(x, "dtype") for x in leaves):
+        raise UsageError(f"{target}: batch must be a tree of arrays [rows, ...], got {type(batch).__name__}")
+    return Program(init_fn, loss_fn, tx, batch, target)

@@ -1,0 +1,95 @@
+"""What commands take as their target: ready-made sizes and functions of a file or module."""
+
+import sys
+
+import numpy as np
+import optax
+import pytest
+
+from jaxshard.commands.errors import UsageError
+from jaxshard.commands.program import program_of
+
+FILE = """
+import numpy as np
+import optax
+from neighbour import SIZE
+
+def make():
+    return lambda key: {"w": SIZE}, lambda model, batch, key: 0.0, optax.sgd(0.1), {"x": np.zeros(8)}
+
+def needs(one): ...
+def three(): return 1, 2, 3
+def list_(): return [1, 2, 3, 4]
+def no_loss(): return make, 3, optax.sgd(0.1), {}
+def no_tx(): return make, make, 3, {}
+def no_batch(): return make, make, optax.sgd(0.1), {"x": "text"}
+def fault(): raise ValueError("mine")
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "users_program.py").write_text(FILE)
+    (tmp_path / "neighbour.py").write_text("SIZE = 3")
+    (tmp_path / "lacking.py").write_text("import a_module_that_is_absent")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("users_program", "neighbour", "lacking"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("users_program", "neighbour", "lacking"):
+        sys.modules.pop(name, None)
+
+
+def test_a_ready_made_size_has_random_tokens_of_the_asked_number():
+    program = program_of("gpt-1m", rows=4, seq=8)
+    assert program.name == "gpt-1m" and program.init_fn.__self__ is program.loss_fn.__self__
+    assert program.batch["tokens"].shape == (4, 9) and program.batch["tokens"].dtype == np.int32
+    again, other = (program_of("gpt-1m", rows=4, seq=8, seed=seed).batch["tokens"] for seed in (0, 1))
+    assert (again == program.batch["tokens"]).all() and (other != again).any()
+    assert program_of("gpt-1m", parts=24).batch["tokens"].shape == (72, 33)
+
+
+@pytest.mark.parametrize("where", ["users_program.py", "users_program", "./users_program.py"])
+def test_a_function_of_a_file_or_module(folder, where):
+    program = program_of(f"{where}:make")
+    assert program.init_fn(0) == {"w": 3} and program.loss_fn(0, 0, 0) == 0.0 and program.batch["x"].shape == (8,)
+    assert isinstance(program.tx, optax.GradientTransformation) and program.name == f"{where}:make"
+
+
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("gpt5", "gpt5: there is no such size; give one of gpt-1m, gpt-10m, gpt2"),
+        ("absent.py:make", "the file absent.py does not exist; give path/to/file.py:function, a function without arg"),
+        ("absent.module:make", "there is no module 'absent.module'; give package.module:function"),
+        (":make", "'' is no module's name"),
+        ("users_program.py:absent", "has no function 'absent', its functions are make, needs, three"),
+        ("users_program.py:number", "has no function 'number'"),
+        ("users_program.py:needs", "needs can't be called without arguments (missing a required argument: 'one')"),
+        ("users_program.py:three", "returned 3 things, expected (init_fn, loss_fn, tx, batch)"),
+        ("users_program.py:list_", "returned list, expected (init_fn"),
+        ("users_program.py:no_loss", "loss_fn must be a function, got int; return (init_fn, loss_fn, tx, batch)"),
+        ("users_program.py:no_tx", "tx must be an optax GradientTransformation such as optax.adam(1e-3), got int"),
+        ("users_program.py:no_batch", "batch must be a tree of arrays [rows, ...], got dict"),
+    ],
+)
+def test_what_is_expected_is_said_in_one_line(folder, target, message):
+    with pytest.raises(UsageError) as error:
+        program_of(target)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_numbers_are_for_ready_made_sizes(folder):
+    with pytest.raises(UsageError, match=r"users_program\.py:make makes its own batch"):
+        program_of("users_program.py:make", rows=8)
+    with pytest.raises(UsageError, match="--batch 0: give a number above 0"):
+        program_of("gpt-1m", rows=0)
+
+
+def test_faults_of_the_user_keep_their_kind(folder):
+    with pytest.raises(ValueError, match="mine"):
+        program_of("users_program.py:fault")
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_absent"):
+        program_of("lacking:make")
