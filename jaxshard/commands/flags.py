@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxshard import data
 from jaxshard._mesh import make_mesh
-from jaxshard._strategy import Strategy, ddp, fsdp, hsdp, zero1, zero2
+from jaxshard._strategy import Strategy, compose, ddp, fsdp, hsdp, tensor, zero1, zero2
 from jaxshard.commands.devices import choose_devices
 from jaxshard.models.gpt import SIZES, Size
 
@@ -58,15 +58,24 @@ def check_files(**files: Path | None) -> None:
 
 
 def mesh_and_strategy(mesh: str | None, strategy: str, devices: int | None) -> tuple[Mesh, Strategy]:
-    """The mesh over the chosen devices, by default all on the axis data, and the strategy over its axes."""
+    """The mesh over the chosen devices, by default all on the axis data, and the strategy over its axes.
+
+    `strategy` names the data strategy; an axis tensor in the mesh adds tensor parallelism.
+    """
     usual = {"replica": 2, "data": -1} if strategy == "hsdp" else {"data": -1}
     axes = usual if mesh is None else parse_axes(mesh)
-    if set(axes) != set(usual):
+    data = {name: size for name, size in axes.items() if name != "tensor"}
+    if "tensor" in axes and not data:
+        # All devices on the tensor axis: the data strategy has nothing to split.
+        axes, data = {name: 1 for name in usual} | axes, usual
+    if set(data) != set(usual):
+        example = ",".join(f"{name}={count}" for name, count in usual.items())
         raise ValueError(
-            f"--mesh {mesh}: the strategy {strategy} needs the axes {' and '.join(usual)} and no others; write "
-            f"--mesh {','.join(f'{name}={count}' for name, count in usual.items())}, or choose another strategy"
+            f"--mesh {mesh}: the strategy {strategy} needs the axes {' and '.join(usual)}, and tensor if you like; write "
+            f"--mesh {example} or --mesh {example},tensor=2, or choose another strategy"
         )
-    return make_mesh(choose_devices(devices), **axes), _STRATEGIES[strategy](*usual)
+    split = _STRATEGIES[strategy](*usual)
+    return make_mesh(choose_devices(devices), **axes), compose(split, tensor()) if "tensor" in axes else split
 
 
 def parse_axes(text: str) -> dict[str, int]:

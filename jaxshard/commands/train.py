@@ -74,7 +74,8 @@ def train(
       data: a text file, a folder of text, or token ids as .npy or .bin; without it Python's own library.
       dtype: of the token ids in a .bin file, such as uint16.
       vocab: how many token ids there are, for .npy and .bin.
-      mesh: axes and sizes, such as data=8 or replica=2,data=4; one size may be -1.
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=4; one size may be -1. An axis tensor
+        splits the layers themselves.
       strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
         parameters too; hsdp is fsdp within each group of an axis replica.
       engine: explicit issues the collectives itself, auto leaves them to the compiler.
@@ -99,7 +100,8 @@ def train(
         check_positive(eval_every=eval_every, patience=patience, microbatches=microbatches, sample=sample or None)
         check_files(json=json, log=log)
         the_mesh, split = mesh_and_strategy(mesh, strategy, devices)
-        size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=the_mesh.size * microbatches)
+        parts = the_mesh.size // the_mesh.shape.get("tensor", 1) * microbatches
+        size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=parts)
         recipe = size.recipe
         facts(console, _chosen(the_mesh, strategy, engine))
         corpus = corpus_of(console, data, dtype, vocab)
