@@ -38,6 +38,7 @@ from jaxshard._strategy import zero2 as zero2
 from jaxshard._train import Step as Step
 from jaxshard._train import make_step as make_step
 from jaxshard._tree import Leaf as Leaf
+from jaxshard.adapt.linen import linen as linen
 from jaxshard.adapt.stacked import Stacked as Stacked
 from jaxshard.data import batches as batches
 from jaxshard.data import local_batches as local_batches

@@ -1,0 +1,133 @@
+"""What the adapters of modules share: the pair of the contract, and weights that wait until their module runs.
+
+An engine knows no module library. It hands `run` a model in which the parameters of units are `Pending`, and the
+adapter turns them into weights (`gathered`) inside a `jax.checkpoint` around each unit, whose policy the engine gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard._loss import Max, Mean, Model, Sum, as_loss
+from jaxshard._typing import InitFn, LossFn, PyTree
+from jaxshard.adapt.stacked import evaluation
+
+Units = tuple[type, ...]
+Save = Callable[..., Any]
+
+
+class Adapted:
+    """A module with its loss: unpacks as the pair `init_fn, loss_fn`; `run` is what an engine looks into."""
+
+    loss_fn: Callable[..., Any]
+
+    def __iter__(self) -> Iterator[InitFn | LossFn]:
+        yield self.init
+        yield self.loss
+
+    def init(self, key: jax.Array) -> PyTree:
+        """The parameters, or js.Model(params, state) where the module has variables that are no parameters."""
+        raise NotImplementedError
+
+    def loss(self, model: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        """The loss of a training batch, with the module's new state."""
+        return self.run(model, batch, key)
+
+    def evaluate(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
+        """{"loss": js.Mean} and the loss's metrics, without keys and state: the `eval_fn` of `js.make_eval_step`."""
+        return evaluation(self.run(model, batch, None))
+
+    def run(self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None):
+        """The loss; the parameters of `units` are gathered while each runs. Without a key: evaluation."""
+        raise NotImplementedError
+
+    def unit_params(self, units: Units, params: PyTree) -> PyTree:
+        """For every parameter whether a unit owns it; an error by name for units that can't be."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Pending:
+    """A parameter of a unit as it is stored, the sink of its gradient, and `use(stored, sink) -> weight`."""
+
+    stored: jax.Array
+    sink: jax.Array | None
+    use: Callable[[jax.Array, jax.Array | None], jax.Array]
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+        return (self.stored, self.sink), self.use
+
+    @classmethod
+    def tree_unflatten(cls, use: Any, children: tuple[Any, Any]) -> Pending:
+        return cls(*children, use)
+
+
+def is_pending(x: Any) -> bool:
+    return isinstance(x, Pending)
+
+
+def gathered(tree: PyTree) -> PyTree:
+    """The tree with weights instead of what is pending."""
+    return jax.tree.map(lambda x: x.use(x.stored, x.sink) if is_pending(x) else x, tree, is_leaf=is_pending)
+
+
+def adapted_of(fn: Callable) -> Adapted | None:
+    """The adapter whose method `fn` is, or None."""
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, Adapted) else None
+
+
+def joined(params: PyTree, state: dict[str, Any]) -> PyTree:
+    """What an adapter's `init` returns."""
+    return Model(params, state) if state else params
+
+
+def parted(model: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    """(params, state), the state {} where there is none."""
+    return (model.params, model.state) if isinstance(model, Model) else (model, {})
+
+
+def call_loss(loss_fn: Callable[..., Any], model: Any, batch: PyTree, *, train: bool) -> Any:
+    """The user's loss, told whether this is training if it has a parameter `train`."""
+    parameter = inspect.signature(loss_fn).parameters.get("train")
+    told = parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    return loss_fn(model, batch, train=train) if told else loss_fn(model, batch)
+
+
+def check_loss(who: str, loss_fn: Any) -> None:
+    """Raises unless this is a function `loss(model, batch)`, with `train` or without."""
+    if not callable(loss_fn):
+        raise TypeError(f"{who}: loss must be a function loss(model, batch), got {type(loss_fn).__name__}")
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError as error:
+        try:
+            inspect.signature(loss_fn).bind(None, None, train=True)
+        except TypeError:
+            raise TypeError(
+                f"{who}: loss must be a function loss(model, batch) or loss(model, batch, train), got "
+                f"{getattr(loss_fn, '__name__', 'one')}{inspect.signature(loss_fn)}: {error}; random keys are handled "
+                "behind the model"
+            ) from None
+
+
+def with_state(output: Any, state: dict[str, Any]) -> Any:
+    """What the user's loss returned, with the module's new state."""
+    loss = as_loss(output)
+    if loss.state is not None:
+        raise ValueError(
+            "the loss returned js.Loss(state=...), but the adapter carries the module's state itself; leave state out"
+        )
+    return replace(loss, state=state) if state else output
+
+
+def zeros_of(batch: PyTree) -> PyTree:
+    """A batch of the same shapes and dtypes without values."""
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), batch)

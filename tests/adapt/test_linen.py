@@ -1,0 +1,314 @@
+"""`js.linen`: a Linen module on 8 devices equals what its author writes for one, collections and keys included."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxshard as js
+from tests.toys import (
+    FEATURES,
+    ROWS,
+    Toy,
+    assert_equal_runs,
+    classes,
+    cross_entropy,
+    one_device,
+    one_device_key,
+    quick_compile,
+    sharded,
+    start_of,
+)
+
+TX = optax.sgd(0.1)
+ENGINES = {"auto": js.auto, "explicit": js.explicit}
+
+
+@pytest.fixture(autouse=True)
+def _compile():
+    with quick_compile():
+        yield
+
+
+def mesh():
+    return js.make_mesh(data=8)
+
+
+class MLP(nn.Module):
+    """BatchNorm between two dense layers, 13 -> 27 -> 7; a bias before it would have a gradient of zero."""
+
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(27, use_bias=False)(x))
+        x = nn.Dropout(self.rate, deterministic=not train)(jnp.tanh(x))
+        return nn.Dense(7)(x)
+
+
+def loss_of(model, batch, train):
+    return cross_entropy(model(batch["x"], train=train), batch)
+
+
+def shapes(batch):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def plain(module) -> Toy:
+    """What a Flax user writes for one device."""
+
+    def init_fn(key):
+        variables = module.init(key, jnp.zeros((ROWS, FEATURES)))
+        return js.Model(variables.pop("params"), variables)
+
+    def loss_fn(model, batch, key):
+        variables = {"params": model.params, **model.state}
+        logits, state = module.apply(variables, batch["x"], rngs={"dropout": key}, mutable=list(model.state))
+        return js.Loss(cross_entropy(logits, batch), state=state)
+
+    return Toy(init_fn, loss_fn, classes())
+
+
+def adapted(module, loss=loss_of) -> Toy:
+    return Toy(*js.linen(module, loss, shapes(classes())), classes())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_batch_norm_and_dropout_under_auto_equal_one_device(rate):
+    """Losses within 1e-6, gradients and batch statistics within 1e-5."""
+    toy = adapted(MLP(rate))
+    jax.tree.map(np.testing.assert_array_equal, start_of(toy.init_fn), start_of(plain(MLP(rate)).init_fn))
+    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto())
+    reference = one_device(plain(MLP(rate)))
+    assert_equal_runs(trace, reference)
+    assert np.abs(reference.state["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-3
+
+
+def test_batch_statistics_go_on_from_one_micro_batch_to_the_next():
+    trace, _ = sharded(adapted(MLP()), js.zero2(min_size=0), mesh(), js.auto(microbatches=2), steps=1)
+    toy = plain(MLP())
+    model, key = start_of(toy.init_fn), jax.random.key(0)
+    for turn in range(2):
+        model = model._replace(state=toy.loss_fn(model, jax.tree.map(lambda a, t=turn: a[t::2], toy.batch), key).state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), trace.state, model.state)
+
+
+class Noise(nn.Module):
+    """A stock dropout on ones, which entries of which row were kept, and a weight."""
+
+    @nn.compact
+    def __call__(self, x):
+        kept = nn.Dropout(0.5, deterministic=False)(jnp.ones((len(x), 40)))
+        return nn.Dense(3)(kept), kept > 0
+
+
+@cache
+def noise_toy() -> Toy:
+    def loss(model, batch):
+        y, kept = model(batch["row"])
+        kept = js.Sum(batch["row"].T @ kept.astype(jnp.float32))
+        return js.Loss(js.Mean(jnp.square(y - 1).sum(), y.size), metrics={"kept": kept})
+
+    batch = {"row": np.eye(16, dtype=np.float32)}
+    return Toy(*js.linen(Noise(), loss, batch), batch)
+
+
+def test_dropout_under_auto_is_that_of_flax_bit_for_bit():
+    toy = noise_toy()
+    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto(), steps=2)
+    for step in range(2):
+        key = jax.random.fold_in(one_device_key(), step)
+        _, kept = Noise().apply({"params": start_of(toy.init_fn)}, toy.batch["row"], rngs={"dropout": key})
+        np.testing.assert_array_equal(trace.metrics[step]["kept"], kept)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(microbatches):
+    trace, _ = sharded(noise_toy(), js.fsdp(min_size=0), mesh(), js.explicit(microbatches=microbatches), steps=2)
+    kept = np.concatenate([metrics["kept"] for metrics in trace.metrics])
+    assert len(np.unique(kept, axis=0)) == 2 * 16
+    assert 0.45 < kept.mean() < 0.55
+
+
+class Memory(nn.Module):
+    """A recurrent cell whose carry, one row per row of the batch, lasts from step to step; and a count of calls."""
+
+    @nn.compact
+    def __call__(self, x):
+        cell = nn.SimpleCell(12)
+        carry = self.variable("carry", "h", jnp.zeros, (len(x), 12))
+        calls = self.variable("seen", "calls", jnp.zeros, (), jnp.int32)
+        carry.value, y = cell(jax.lax.stop_gradient(carry.value), x)
+        calls.value += 1
+        return nn.Dense(7)(y)
+
+
+def test_a_carry_lasts_from_step_to_step():
+    """Losses within 1e-6, gradients and the carry within 1e-5; the count is exact."""
+    toy = adapted(Memory(), lambda model, batch: cross_entropy(model(batch["x"]), batch))
+    reference = one_device(plain(Memory()))
+    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto())
+    assert_equal_runs(trace, reference)
+    assert trace.state["seen"]["calls"] == 1 + 5  # as in Flax, init counts
+
+
+def test_state_goes_from_one_call_to_the_next_and_keys_differ():
+    def loss(model, batch):
+        first, second = model(batch["x"])[1], model(batch["x"])[1]
+        return js.Loss(
+            model(batch["x"])[0].sum(), metrics={"same": js.Sum((first == second).all().astype(jnp.float32))}
+        )
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            count = self.variable("seen", "calls", jnp.zeros, (), jnp.int32)
+            if not self.is_initializing():
+                count.value += 1
+            return Noise()(x)
+
+    init_fn, loss_fn = js.linen(Counted(), loss, {"x": np.ones((4, 3), np.float32)})
+    result = loss_fn(init_fn(jax.random.key(0)), {"x": jnp.ones((4, 3))}, jax.random.key(1))
+    assert result.state == {"seen": {"calls": 3}} and result.metrics["same"].value == 0
+
+
+class Coder(nn.Module):
+    """Two methods, each with its own parameters."""
+
+    def setup(self):
+        self.down, self.up = nn.Dense(3), nn.Dense(5)
+
+    def encode(self, x):
+        return self.down(x)
+
+    def decode(self, z):
+        self.sow("losses", "norm", jnp.square(z).sum())
+        self.sow("intermediates", "z", z)
+        return self.up(z)
+
+
+def test_methods_are_initialised_by_the_loss_that_calls_them():
+    def loss(model, batch):
+        y, sown = model(model(batch, method="encode"), method=Coder.decode, mutable=["losses"])
+        (norm,) = sown["losses"]["norm"]
+        return jnp.square(y - batch).sum() + 0.1 * norm
+
+    pair = js.linen(Coder(), loss, jax.ShapeDtypeStruct((2, 5), jnp.float32))
+    params = pair.init(jax.random.key(0))
+    both = Coder().init(jax.random.key(0), jnp.zeros((2, 5)), method=lambda m, x: m.decode(m.encode(x)))
+    jax.tree.map(np.testing.assert_array_equal, params, both["params"])  # what is sown is no state
+    x = jax.random.normal(jax.random.key(1), (2, 5))
+    z = pair.apply(params, x, method="encode")
+    expected = jnp.square(pair.apply(params, z, method="decode") - x).sum() + 0.1 * jnp.square(z).sum()
+    assert float(pair.loss(params, x, jax.random.key(2))) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_evaluation_is_told_and_leaves_the_state():
+    toy = adapted(MLP(0.5))
+    model = start_of(toy.init_fn)
+    pair = toy.loss_fn.__self__
+    result = pair.evaluate(model, toy.batch)["loss"]
+    logits = MLP(0.5).apply({"params": model.params, **model.state}, toy.batch["x"], train=False)
+    assert float(result.value) == pytest.approx(float(cross_entropy(logits, toy.batch).value), rel=1e-6)
+
+    layout = js.layout(js.fsdp(min_size=0), mesh(), pair.init, TX)
+    run = js.init(pair.init, TX, layout, 0, init_from=model)
+    found = js.make_eval_step(pair.evaluate, layout)(run, toy.batch)
+    assert float(found["loss"].value) == pytest.approx(float(result.value), rel=1e-6)
+    predicted = js.make_apply(lambda m, x: pair.apply(m, x, train=False), layout)(run, toy.batch["x"])
+    assert predicted.shape == (ROWS, 7)
+
+
+def test_names_in_boxes_split_a_model_over_tensor():
+    """Losses within 1e-6 and gradients within 1e-5 of the same model without boxes."""
+
+    class Named(nn.Module):
+        boxed: bool
+
+        @nn.compact
+        def __call__(self, x):
+            def names(*names):
+                init = nn.initializers.lecun_normal()
+                return nn.with_logical_partitioning(init, names) if self.boxed else init
+
+            x = jnp.tanh(nn.Dense(32, use_bias=False, kernel_init=names("embed", "mlp"), name="first")(x))
+            return nn.Dense(7, kernel_init=names("mlp", None), name="second")(x)
+
+    def loss(model, batch):
+        return cross_entropy(model(batch["x"]), batch)
+
+    toy = adapted(Named(True), loss)
+    pair = toy.init_fn.__self__
+    assert pair.dim_names(start_of(toy.init_fn)) == {
+        "first": {"kernel": ("embed", "mlp")},
+        "second": {"kernel": ("mlp", None), "bias": (None,)},
+    }
+    strategy = js.compose(js.fsdp(min_size=0), js.tensor())
+    trace, layout = sharded(toy, strategy, js.make_mesh(data=4, tensor=2), js.explicit())
+    assert layout.params["first"]["kernel"].use == jax.sharding.PartitionSpec(None, "tensor")
+    assert_equal_runs(trace, one_device(adapted(Named(False), loss)))
+
+
+# Bad input.
+
+
+def test_wrong_types():
+    with pytest.raises(TypeError, match=r"must be an instance of a flax.linen Module.*got the class MLP"):
+        js.linen(MLP, loss_of, classes())
+    with pytest.raises(TypeError, match=r"got Linear; an NNX module is for js.nnx"):
+        js.linen(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), loss_of, classes())
+    with pytest.raises(TypeError, match="loss must be a function loss\\(model, batch\\), got int"):
+        js.linen(MLP(), 3, classes())
+    with pytest.raises(TypeError, match=r"or loss\(model, batch, train\), got one_too_many\(model, batch, key\)"):
+
+        def one_too_many(model, batch, key): ...
+
+        js.linen(MLP(), one_too_many, classes())
+    with pytest.raises(TypeError, match="mutable must be names of collections"):
+        adapted(MLP(), lambda model, batch: model(batch["x"], mutable=True)).init_fn(jax.random.key(0))
+
+
+def test_a_module_that_the_loss_never_calls():
+    init_fn, _ = js.linen(MLP(), lambda model, batch: jnp.square(batch["x"]).sum(), classes())
+    with pytest.raises(ValueError, match=r"js.linen: MLP has no parameters: nothing that the loss called"):
+        js.layout(js.ddp(), mesh(), init_fn, TX)
+
+
+def test_a_module_that_only_evaluation_calls():
+    pair = js.linen(Coder(), lambda model, batch: model(batch, method="encode").sum(), np.ones((2, 5), np.float32))
+    params = pair.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"(?s)a module was never initialised:.*/up.*must call, in training too"):
+        pair.apply(params, jnp.ones((2, 3)), method="decode")
+
+
+def test_evaluation_without_train_asks_for_a_key():
+    toy = noise_toy()
+    with pytest.raises(ValueError, match=r"evaluation has no random key:.*give the loss a parameter `train`"):
+        toy.loss_fn.__self__.evaluate(start_of(toy.init_fn), toy.batch)
+
+
+def test_a_loss_with_a_state_of_its_own():
+    def loss(model, batch):
+        return js.Loss(cross_entropy(model(batch["x"]), batch), state={"mine": 1})
+
+    toy = adapted(MLP(), loss)
+    with pytest.raises(ValueError, match="the adapter carries the module's state itself; leave state out"):
+        toy.loss_fn(start_of(toy.init_fn), toy.batch, jax.random.key(0))
+
+
+def test_names_that_are_no_names():
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, kernel_init=nn.with_partitioning(nn.initializers.ones, (("x", "y"), None)))(x)
+
+    init_fn, _ = js.linen(Odd(), lambda model, batch: model(batch).sum(), np.ones((2, 3), np.float32))
+    with pytest.raises(ValueError, match=r"(?s)one name or None, but not.*Dense_0/kernel \[3, 2\]: \(\('x', 'y'\)"):
+        js.layout(js.ddp(), mesh(), init_fn, TX)
