@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from jax._src import xla_bridge
+from jax.interpreters import partial_eval
 
 
 def backend_is_initialized() -> bool:
@@ -51,3 +52,9 @@ def default_devices() -> list[jax.Device] | None:
         return jax.devices()
     except (RuntimeError, AssertionError):
         return None
+
+
+def without_dead_code(program: Any) -> tuple[Any, list[bool]]:
+    """(jaxpr without what its results don't need, which of its inputs are left)."""
+    jaxpr, _ = open_jaxpr(program)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

@@ -48,7 +48,7 @@ class Step:
             raise TypeError(f"engine must be js.auto(...) or js.explicit(...), got {type(engine).__name__}")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function loss_fn(model, batch, key), got {type(loss_fn).__name__}")
-        self.layout, self.engine = layout, engine
+        self.loss_fn, self.layout, self.engine = loss_fn, layout, engine
         check_transform(tx)
         params = only(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))

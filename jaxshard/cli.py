@@ -7,20 +7,23 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
+from jaxshard.commands.audit import audit
 from jaxshard.commands.doctor import doctor
 from jaxshard.commands.errors import UsageError
 from jaxshard.commands.train import train
 
-COMMANDS: dict[str, Callable[..., None]] = {"train": train, "doctor": doctor}
+COMMANDS: dict[str, Callable[..., int | None]] = {"train": train, "audit": audit, "doctor": doctor}
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0, or 2 with a line on standard error for wrong flags or data.
+    """The exit status of a command line: 0, what the command returned (1 where a check found something), or 2.
+
+    2 is for wrong flags or data, with a line on standard error.
 
     A flag that does not exist, or a value that can't be read, leaves through SystemExit(2), as in argparse.
     """
     try:
-        tyro.extras.subcommand_cli_from_dict(
+        status: int | None = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="jaxshard",
             description="Train on any mesh, with the same result as on one device.",
@@ -32,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxshard: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

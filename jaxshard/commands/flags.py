@@ -15,6 +15,7 @@ from jaxshard._mesh import make_mesh
 from jaxshard._strategy import Strategy, compose, ddp, fsdp, hsdp, tensor, zero1, zero2
 from jaxshard.commands.devices import choose_devices
 from jaxshard.models.gpt import SIZES, Size
+from jaxshard.plan.topology import topology_mesh
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": ddp,
@@ -57,25 +58,30 @@ def check_files(**files: Path | None) -> None:
             raise ValueError(f"--{name} {file}: the folder {file.parent} does not exist; make it, or give another file")
 
 
-def mesh_and_strategy(mesh: str | None, strategy: str, devices: int | None) -> tuple[Mesh, Strategy]:
+def mesh_and_strategy(
+    mesh: str | None, strategy: str, devices: int | None, topology: str | None = None
+) -> tuple[Mesh, Strategy]:
     """The mesh over the chosen devices, by default all on the axis data, and the strategy over its axes.
 
-    `strategy` names the data strategy; an axis tensor in the mesh adds tensor parallelism.
+    `strategy` names the data strategy; an axis tensor in the mesh adds tensor parallelism. With a `topology` the mesh
+    is over chips that are not here: it compiles, and holds no arrays.
     """
     usual = {"replica": 2, "data": -1} if strategy == "hsdp" else {"data": -1}
     axes = usual if mesh is None else parse_axes(mesh)
     data = {name: size for name, size in axes.items() if name != "tensor"}
     if "tensor" in axes and not data:
         # All devices on the tensor axis: the data strategy has nothing to split.
-        axes, data = {name: 1 for name in usual} | axes, usual
+        axes, data = dict.fromkeys(usual, 1) | axes, usual
     if set(data) != set(usual):
         example = ",".join(f"{name}={count}" for name, count in usual.items())
         raise ValueError(
-            f"--mesh {mesh}: the strategy {strategy} needs the axes {' and '.join(usual)}, and tensor if you like; write "
-            f"--mesh {example} or --mesh {example},tensor=2, or choose another strategy"
+            f"--mesh {mesh}: the strategy {strategy} needs the axes {' and '.join(usual)}, and tensor if you like; "
+            f"write --mesh {example} or --mesh {example},tensor=2, or choose another strategy"
         )
     split = _STRATEGIES[strategy](*usual)
-    return make_mesh(choose_devices(devices), **axes), compose(split, tensor()) if "tensor" in axes else split
+    chosen = choose_devices(devices)
+    made = make_mesh(chosen, **axes) if topology is None else topology_mesh(topology, **axes)
+    return made, compose(split, tensor()) if "tensor" in axes else split
 
 
 def parse_axes(text: str) -> dict[str, int]:

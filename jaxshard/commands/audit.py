@@ -1,0 +1,107 @@
+"""`jaxshard audit`: what a compiled step communicates, against what the strategy promises."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from jax.sharding import Mesh
+
+from jaxshard._layout import layout as make_layout
+from jaxshard._train import check_batch, make_step
+from jaxshard._tree import abstract
+from jaxshard.commands.devices import describe
+from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.flags import check_files, check_positive, mesh_and_strategy
+from jaxshard.commands.program import program_of
+from jaxshard.commands.result import write_json
+from jaxshard.commands.terminal import facts, make_console
+from jaxshard.engines import auto, explicit
+from jaxshard.plan.compare import Comparison
+from jaxshard.plan.compare import audit as audit_step
+
+_ENGINES = {"explicit": explicit, "auto": auto}
+
+Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+
+
+def audit(
+    target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]],
+    /,
+    *,
+    mesh: Words = None,
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = "fsdp",
+    engine: Literal["explicit", "auto"] = "explicit",
+    devices: Count = None,
+    batch: Count = None,
+    seq: Count = None,
+    microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    remat: Literal["everything", "dots", "nothing"] = "everything",
+    topology: Words = None,
+    json: File = None,
+) -> int:
+    """Compile a training step and name every collective that the strategy does not promise; status 1 if there is one.
+
+    Nothing is trained, and no array is made.
+
+    Args:
+      target: a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function
+        without arguments that returns (init_fn, loss_fn, tx, batch).
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=4; one size may be -1. An axis tensor
+        splits the layers themselves.
+      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
+        parameters too; hsdp is fsdp within each group of an axis replica.
+      engine: explicit issues the collectives itself, auto leaves them to the compiler.
+      devices: use so many devices; simulated ones where there is no accelerator.
+      batch: rows of a step over all devices, for a ready-made size; by default what suits it.
+      seq: tokens in a row, for a ready-made size; by default what suits it.
+      microbatches: compute a batch in so many turns and add their gradients.
+      remat: what the forward pass saves for the backward pass.
+      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
+      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
+    """
+    console = make_console(stderr=str(json) == "-")
+    with usage_errors():
+        check_positive(microbatches=microbatches)
+        check_files(json=json)
+        the_mesh, split = mesh_and_strategy(mesh, strategy, devices, topology)
+    parts = the_mesh.size // the_mesh.shape.get("tensor", 1) * microbatches
+    program = program_of(target, rows=batch, seq=seq, parts=parts)
+    rows = abstract(program.batch)
+    with usage_errors():
+        layout = make_layout(split, the_mesh, program.init_fn, program.tx)
+        check_batch(layout, rows, microbatches)
+        made = _ENGINES[engine](microbatches=microbatches, remat=remat)
+        step = make_step(program.loss_fn, program.tx, layout, engine=made)
+    about = {"model": program.name, "mesh": _axes(the_mesh), "strategy": strategy, "engine": engine}
+    facts(console, {"devices": topology or describe(list(the_mesh.devices.flat))} | about)
+    started = time.perf_counter()
+    with console.status("compiling"):
+        comparison = audit_step(step, rows)
+    seconds = time.perf_counter() - started
+    console.print(f"\n{comparison}\n\n{_verdict(comparison)}")
+    result = about | {"mesh": dict(the_mesh.shape), "devices": the_mesh.size, "topology": topology}
+    write_json(json, result | _numbers(comparison) | {"compile_seconds": seconds})
+    return 0 if comparison.ok else 1
+
+
+def _axes(mesh: Mesh) -> str:
+    return ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
+
+
+def _verdict(comparison: Comparison) -> str:
+    count = len(comparison.surprises)
+    return f"{count} surprise{'s' * (count > 1)}" if count else "as promised"
+
+
+def _numbers(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "ok": comparison.ok,
+        "collectives": comparison.rows(),
+        "surprises": [surprise.as_dict() for surprise in comparison.surprises],
+        "missing": list(comparison.missing),
+    }

@@ -1,0 +1,305 @@
+"""What a strategy promised against what a program communicates: every collective that nothing promised, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from jaxshard._layout import Layout, human_bytes
+from jaxshard._typing import LossFn, PyTree
+from jaxshard.engines.accumulate import Engine
+from jaxshard.plan.audit import KINDS, Collective, HasText, arrays_only, collectives, summary
+from jaxshard.plan.promise import Expected, Never, Promise, form, promise
+
+_PACKAGE = Path(__file__).parents[1]
+
+_STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
+"""A compiler may reduce everywhere and slice, or add up arrays that are zero elsewhere."""
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """A collective that nothing promised.
+
+    `found` holds the unexpected ones of its arrays; `why` says what was promised instead, or what must never travel.
+    """
+
+    found: Collective
+    why: str
+
+    @property
+    def place(self) -> str:
+        """The line in the user's model, else the operation's name and what it is called in the program."""
+        if _is_users(self.found):
+            return self.found.source
+        name = self.found.op_name or self.found.op
+        return name if self.found.source in (name, self.found.op) else f"{self.found.source} ({name})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The surprise for JSON."""
+        one = self.found
+        return {
+            "kind": one.kind,
+            "axis": "+".join(one.axes),
+            "count": one.count,
+            "bytes": one.bytes,
+            "dtype": one.dtype,
+            "shapes": [list(shape) for shape in one.shapes],
+            "place": self.place,
+            "op": one.op,
+            "op_name": one.op_name,
+            "why": self.why,
+        }
+
+    def __str__(self) -> str:
+        one = self.found
+        times = "? times" if one.count is None else "once" if one.count == 1 else f"{one.count:,} times"
+        size = "? bytes" if one.bytes is None else human_bytes(one.bytes)
+        shapes = ", ".join(f"{one.dtype}{list(shape)}" for shape in one.shapes)
+        return f"{one.kind} over {'+'.join(one.axes)}, {times}, {size}: {shapes}\n    at {self.place}\n    {self.why}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A promise and a program side by side.
+
+    Attributes:
+      promised: what was expected.
+      found: every collective of the program.
+      surprises: what nothing promised, in the order of the program. None of them: the promise was kept.
+      missing: what was promised to happen and did not, or more seldom; a compiler drops what nothing needs.
+    """
+
+    promised: tuple[Expected, ...]
+    found: tuple[Collective, ...]
+    surprises: tuple[Surprise, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no surprise."""
+        return not self.surprises
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per kind and axes, scalars left out: bytes promised at most, bytes and executions found.
+
+        "promised" is None where the loss decides, as it does over tensor axes.
+        """
+        rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+
+        def row(kind: str, axes: tuple[str, ...]) -> dict[str, Any]:
+            empty = {"kind": kind, "axis": "+".join(axes), "promised": 0, "bytes": 0, "count": 0}
+            return rows.setdefault((kind, axes), empty)
+
+        for one in self.promised:
+            if one.bytes is not None and one.elements[1] > 1:
+                row(one.kind, one.axes)["promised"] += one.bytes
+        for known in summary(arrays_only(self.found)):
+            row(known.kind, known.axes).update(count=known.count, bytes=known.bytes)
+        for key, cells in rows.items():
+            if any(one.shape is None and one.kind == key[0] and set(key[1]) <= set(one.axes) for one in self.promised):
+                cells["promised"] = cells["promised"] or None
+        return [rows[key] for key in sorted(rows, key=lambda key: (KINDS.index(key[0]), key[1]))]
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            filter(
+                None,
+                (_table(self), _listed("surprises", self.surprises), _listed("promised, but not found", self.missing)),
+            )
+        )
+
+
+class HasStep(Protocol):
+    """What the audit needs of a `js.Step`."""
+
+    layout: Layout
+    engine: Engine
+    loss_fn: LossFn
+
+    def compile(self, batch: PyTree) -> HasText: ...
+
+
+def audit(step: HasStep, batch: PyTree) -> Comparison:
+    """The compiled step for a batch of arrays or ShapeDtypeStructs against the promise of its layout and engine.
+
+    Compiles, and moves nothing: works for the mesh of a TPU topology too (`plan.topology.topology_mesh`).
+    """
+    promised = promise(step.layout, step.engine, step.loss_fn, batch)
+    return compare(promised, collectives(step.compile(batch), step.layout.mesh))
+
+
+def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
+    """Every collective that is found matched with one that was promised, by kind, axes and number of elements.
+
+    An all-reduce may stand for a reduce-scatter or an all-gather of the same array. What is left over is a surprise,
+    but for what the promise leaves to the compiler: up to `promised.slack` bytes, the smallest first. An array that
+    must never travel is always one.
+    """
+    found = tuple(found)
+    rooms = _Rooms(promised.expected)
+    problems: dict[tuple[int, int], str] = {}
+    items = [_Item(number, i, one) for number, one in enumerate(found) for i in range(len(one.shapes))]
+    left: list[_Item] = []
+    # What an engine issues comes first: of equal arrays the user's own collective is to be the one left over.
+    for item in sorted(items, key=lambda item: _is_users(item.found)):
+        if never := next((one for one in promised.never if _forbidden(one, item)), None):
+            problems[item.number, item.part] = f"{never.what} must never move over {'+'.join(never.axes)}"
+        elif not rooms.take(item, item.found.kind):
+            left.append(item)
+    left = [item for item in left if not any(rooms.take(item, kind) for kind in _STANDS_FOR.get(item.found.kind, ()))]
+    slack = promised.slack
+    for item in sorted(left, key=lambda item: math.inf if item.bytes is None else item.bytes):
+        if item.bytes is not None and item.bytes <= slack:
+            slack -= item.bytes
+        else:
+            problems[item.number, item.part] = rooms.why(item)
+    return Comparison(promised.expected, found, tuple(_surprises(found, problems)), tuple(rooms.missing()))
+
+
+class _Item(NamedTuple):
+    """One array of a collective, which may move several."""
+
+    number: int
+    part: int
+    found: Collective
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.found.shapes[self.part]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.found.count is None else self.found.count * self.found.sizes[self.part]
+
+
+class _Rooms:
+    """How often each promised array may still be moved."""
+
+    def __init__(self, expected: Iterable[Expected]) -> None:
+        self.any = [one for one in expected if one.shape is None or not one.axes]
+        self.exact: dict[tuple[str, tuple[str, ...], tuple[int, int]], _Room] = {}
+        for one in expected:
+            if one.shape is not None and one.axes and one.most is not None:
+                room = self.exact.setdefault((one.kind, one.axes, one.elements), _Room())
+                room.least, room.most = room.least + one.least, room.most + one.most
+                room.what.append(one.what)
+
+    def take(self, item: _Item, kind: str) -> bool:
+        """Whether a collective of that kind was promised for the array, as often as it is found."""
+        fits = [
+            room for key, room in self._of(kind, item) if item.found.count is not None and room.free(item.found.count)
+        ]
+        if not fits:
+            return kind == item.found.kind and any(_covers(one, item) for one in self.any)
+        fits[0].used += item.found.count or 0
+        return True
+
+    def _of(self, kind: str, item: _Item) -> list[tuple[tuple[int, int], _Room]]:
+        rooms = [(key[2], room) for key, room in self.exact.items() if key[:2] == (kind, item.found.axes)]
+        fits = [(size, room) for size, room in rooms if size[0] <= item.elements <= size[1]]
+        return sorted(fits, key=lambda one: one[0][1])
+
+    def why(self, item: _Item) -> str:
+        """What was promised of an array of this size over these axes, if anything."""
+        one = item.found
+        known = [room for kind in (one.kind, *_STANDS_FOR.get(one.kind, ())) for _, room in self._of(kind, item)]
+        if known:
+            names = [name for room in known for name in room.what]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            times = sum(room.most for room in known)
+            return f"more often than promised: {times} times for {', '.join(names[:3])}{more}"
+        return f"nothing of {item.elements:,} elements is promised there"
+
+    def missing(self) -> Iterator[str]:
+        for (kind, axes, (_, size)), room in self.exact.items():
+            # An all-reduce in place of another kind is as good, and counts there.
+            if room.used < room.least:
+                yield (
+                    f"{kind} over {'+'.join(axes)} of {size:,} elements, {room.used} times instead of {room.least}: "
+                    f"{', '.join(room.what[:3])}"
+                )
+
+
+class _Room:
+    def __init__(self) -> None:
+        self.least = self.most = self.used = 0
+        self.what: list[str] = []
+
+    def free(self, count: int) -> bool:
+        return self.used + count <= self.most
+
+
+def _covers(one: Expected, item: _Item) -> bool:
+    """Whether a promise without a number of executions covers the array."""
+    if one.kind != item.found.kind or (one.axes and not set(item.found.axes) <= set(one.axes)):
+        return False
+    if one.shape is not None:
+        return item.elements <= math.prod(one.shape)
+    return one.limit is None or item.elements <= one.limit
+
+
+def _forbidden(never: Never, item: _Item) -> bool:
+    """Whether an array has the form of one that must not travel over these axes.
+
+    A sum of a weight's size may be one of activations, so only what is gathered, exchanged or permuted is judged by a
+    weight's form.
+    """
+    one = item.found
+    if not set(one.axes) & set(never.axes):
+        return False
+    if never.vocab:
+        return item.shape[-1:] == (never.vocab,) and item.elements > never.vocab and len(form(item.shape)) > 1
+    if one.kind == "all-gather":
+        return form(item.shape) in never.shapes
+    moved = one.kind not in ("all-reduce", "reduce-scatter")
+    return moved and item.elements in never.shards and one.dtype.startswith(("f", "bf"))
+
+
+def _surprises(found: tuple[Collective, ...], problems: dict[tuple[int, int], str]) -> Iterator[Surprise]:
+    """One surprise per collective and reason, with the arrays that it is about."""
+    for number, one in enumerate(found):
+        mine = {part: why for (n, part), why in problems.items() if n == number}
+        for why in dict.fromkeys(mine[part] for part in sorted(mine)):
+            parts = [part for part in sorted(mine) if mine[part] == why]
+            shapes = tuple(one.shapes[part] for part in parts)
+            yield Surprise(replace(one, shapes=shapes, sizes=tuple(one.sizes[part] for part in parts)), why)
+
+
+def _is_users(one: Collective) -> bool:
+    """Whether the source is a line of a model: the user's own, or one of the ready-made ones."""
+    file = Path(one.source.removeprefix("near ").rpartition(":")[0])
+    if not one.frames:
+        return False
+    return not file.is_relative_to(_PACKAGE) or file.is_relative_to(_PACKAGE / "models")
+
+
+def _table(comparison: Comparison) -> str:
+    cells = [("collective", "axis", "promised", "found", "times")]
+    for row in comparison.rows():
+        promised = "as needed" if row["promised"] is None else human_bytes(row["promised"])
+        size = "?" if row["bytes"] is None else human_bytes(row["bytes"])
+        count = "?" if row["count"] is None else f"{row['count']:,}"
+        cells.append((row["kind"], row["axis"], promised, size, count))
+    if len(cells) == 1:
+        return "no collectives, and none promised"
+    widths = [max(len(line[column]) for line in cells) for column in range(5)]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if column < 2 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths))
+        )
+        for line in cells
+    )
+
+
+def _listed(title: str, entries: Iterable[object]) -> str:
+    lines = [f"- {entry}" for entry in entries]
+    return "\n".join([f"{title}:", *lines]) if lines else ""

@@ -1,0 +1,358 @@
+"""What a strategy promises to communicate: the collectives of a step, from the placements of every array.
+
+Nothing here knows a strategy's name. A weight is gathered over what its `store` has and its `use` lacks, a gradient is
+reduced over the batch axes that the weight's `use` does not own, a new parameter is gathered over what the optimizer
+splits and the parameter does not; over the axes of `use` itself the compiler moves activations, never weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxshard._compat import without_dead_code
+from jaxshard._layout import Layout
+from jaxshard._mesh import axis_names
+from jaxshard._placement import Placement, axes_of, only_axes, split_dims, splits_per_dim
+from jaxshard._strategy import Tensor, parts_of
+from jaxshard._tree import BLOCKS, bytes_of, path_str
+from jaxshard._typing import LossFn, PyTree
+from jaxshard.adapt.stacked import checkpoint_body, stacked_of
+from jaxshard.engines.accumulate import Engine
+from jaxshard.engines.auto import Auto
+
+Shape = tuple[int, ...]
+
+SLACK = 0.01
+"""The share of the parameters' bytes that a compiler may move of its own accord: borders of padded arrays, indices."""
+
+_SEQUENCE = ("sequence", "length", "positions")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A collective that is promised, as one device sees it.
+
+    Attributes:
+      kind: one of `audit.KINDS`.
+      axes: the mesh axes, in mesh order; () for any.
+      shape: the whole, unscattered array; None for activations, whatever their shape.
+      dtype: of the array; the CPU compiler promotes narrower ones to f32. None where the loss decides.
+      least: executions per step that there will be (0 where the compiler has a choice).
+      most: executions per step that there may be; None where the loss decides.
+      what: the array in words, with its path.
+      unpadded: the fewest elements, where the compiler may move the array before it is padded.
+      limit: the most elements of an array whose shape the loss decides; None for any.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shape: Shape | None
+    dtype: Any
+    least: int
+    most: int | None
+    what: str
+    unpadded: int | None = None
+    limit: int | None = None
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The fewest and the most elements that the array may have."""
+        assert self.shape is not None, self
+        size = math.prod(self.shape)
+        return min(size, self.unpadded or size), size
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of the whole array times `most`; None where the loss decides."""
+        if self.shape is None or self.most is None:
+            return None
+        return self.most * bytes_of(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Never:
+    """An array that must not travel over the axes: a weight that they split, or one with a whole vocabulary (logits).
+
+    `shapes` are the weight's, in every form in which a compiler moves it whole, without dimensions of one element and
+    sorted; `shards` its numbers of elements on one device; `vocab` is the size of a dimension.
+    """
+
+    axes: tuple[str, ...]
+    what: str
+    shapes: frozenset[Shape] = frozenset()
+    shards: frozenset[int] = frozenset()
+    vocab: int = 0
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a step may communicate.
+
+    Attributes:
+      expected: the collectives, one per array and stage.
+      never: what nothing in `expected` covers, however small it is.
+      slack: bytes that the compiler may move in all beyond what is expected.
+    """
+
+    expected: tuple[Expected, ...]
+    never: tuple[Never, ...]
+    slack: int
+
+
+def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Promise:
+    """The collectives of the step that `make_step(loss_fn, tx, layout, engine=engine)` makes for a batch.
+
+    `batch` holds global arrays or their shapes: it is traced, to know which weights of a `Stacked` model's block the
+    backward pass gathers again. Under `js.explicit` every collective is promised exactly, but for arrays over tensor
+    axes; under `js.auto`, whose collectives the compiler chooses, nothing else than these and nothing more often,
+    and an all-reduce may stand for a reduce-scatter:
+
+    - every weight gathered over the axes that its `store` has and its `use` lacks, once; those of a `Stacked` model
+      once per block and once more where the backward pass needs them;
+    - every gradient reduced, scattered over the batch axes in its `store`, summed over the others; under auto once per
+      use of a weight, which may be tied;
+    - every parameter gathered over what splits its optimizer state alone;
+    - scalars; under explicit the model's floating state; under auto sums over rows of no more numbers than the
+      longest dimension of a parameter (statistics of a batch);
+    - over axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
+      sequence their gathers and scatters too. Never a weight that is split there, nor an array with a dimension of a
+      vocabulary that is.
+    """
+    leaves = list(_leaves(layout))
+    loops = _loops(layout, engine, loss_fn, batch)
+    auto = isinstance(engine, Auto)
+    expected = [
+        *itertools.chain.from_iterable(_weight(layout, engine, leaf, loops, auto) for leaf in leaves),
+        *itertools.chain.from_iterable(_gradient(layout, engine, leaf, loops, auto) for leaf in leaves),
+        *itertools.chain.from_iterable(_update(layout, leaf) for leaf in leaves),
+        *_state(layout, auto),
+        *_activations(layout, auto),
+        Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms"),
+    ]
+    total = sum(bytes_of(leaf.shape, leaf.dtype) for leaf in leaves)
+    return Promise(tuple(expected), tuple(_never(layout, leaves)), int(SLACK * total))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    path: str
+    shape: Shape
+    dtype: Any
+    param: Placement
+    grad: Placement | None
+    opt: Placement | None
+
+
+def _leaves(layout: Layout) -> Iterator[_Leaf]:
+    def flat(tree: PyTree) -> list[Any]:
+        return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+
+    arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.params)
+    trees = jax.tree.leaves(layout.params), flat(layout.grads), flat(layout.opt_params)
+    for (path, x), param, grad, opt in zip(arrays, *trees, strict=True):
+        yield _Leaf(path_str(path), tuple(x.shape), x.dtype, param, grad, opt)
+
+
+@dataclass(frozen=True)
+class _Loops:
+    """How often the loss uses a weight: the number of blocks of a `Stacked` model, else 0, and of micro-batches."""
+
+    blocks: int
+    turns: int
+    again: frozenset[str]
+
+    def inside(self, path: str) -> bool:
+        return self.blocks > 0 and path.startswith(f"{BLOCKS}/")
+
+
+def _loops(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> _Loops:
+    stacked = stacked_of(loss_fn)
+    if stacked is None:
+        return _Loops(0, engine.microbatches, frozenset())
+    params = layout.shapes.params
+    rest = {name: part for name, part in params.items() if name != BLOCKS}
+    x = jax.eval_shape(stacked.embed, rest, batch, layout.shapes.key)
+    block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[BLOCKS])
+
+    def gathered(x: jax.Array) -> jax.Array:
+        # Casts, like gathers, are never saved by `checkpoint_body`.
+        other = jnp.bfloat16 if x.dtype != jnp.bfloat16 else jnp.float32
+        return x.astype(other).astype(x.dtype)
+
+    def backward(block: PyTree, x: PyTree, key: jax.Array, cotangent: PyTree) -> PyTree:
+        body = checkpoint_body(engine.remat, lambda block, x: stacked.block(jax.tree.map(gathered, block), x, key))
+        return jax.vjp(body, block, x)[1](cotangent)
+
+    jaxpr, used = without_dead_code(jax.make_jaxpr(backward)(block, x, layout.shapes.key, x))
+    inputs = iter(jaxpr.invars)
+    left = [next(inputs) if one else None for one in used]
+    recomputed = [eqn for eqn in jaxpr.eqns if "prevent_cse" in eqn.params]
+    needed = {id(var) for eqn in recomputed for var in eqn.invars}
+    paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(block)]
+    again = frozenset(f"{BLOCKS}/{path}" for path, var in zip(paths, left) if id(var) in needed)
+    return _Loops(stacked.num_blocks, engine.microbatches, again)
+
+
+def _weight(layout: Layout, engine: Engine, leaf: _Leaf, loops: _Loops, auto: bool) -> Iterator[Expected]:
+    """The gathers of one weight, from `store` to `use`, minor axes first."""
+    inside = loops.inside(leaf.path)
+    param = leaf.param.tail() if inside else leaf.param
+    dtype = leaf.dtype
+    if engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.dtype(engine.compute_dtype)
+    # What does not depend on the turn the compiler may gather once.
+    least = loops.blocks * (1 + (leaf.path in loops.again)) if inside else 1
+    most = least * loops.turns
+    least = 0 if auto else most if inside else least
+    one = Expected("all-gather", (), (), dtype, least, most, f"weight {leaf.path}")
+    yield from _gathers(layout.mesh, param, axes_of(param.use), one, at_once=auto)
+
+
+def _gathers(mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, *, at_once: bool) -> Iterator[Expected]:
+    """`one` for every stage of a gather that leaves the axes in `keep`; all axes of a dimension `at_once` or singly."""
+    shape = list(old.shard_shape(mesh))
+    gone = [(dim, axis) for dim, axis in split_dims(old.store) if axis not in keep]
+    stages: list[tuple[int, tuple[str, ...]]] = [(dim, (axis,)) for dim, axis in reversed(gone)]
+    if at_once:
+        dims = dict.fromkeys(dim for dim, _ in reversed(gone))
+        stages = [(dim, tuple(axis for d, axis in gone if d == dim)) for dim in dims]
+    for dim, axes in stages:
+        shape[dim] *= math.prod(mesh.shape[axis] for axis in axes)
+        yield from _over(mesh, replace(one, shape=tuple(shape)), axes)
+
+
+def _over(mesh: Mesh, one: Expected, axes: Iterable[str]) -> Iterator[Expected]:
+    """`one` over those of the axes that have several devices; nothing where there are none."""
+    axes = tuple(axes)
+    if several := tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1):
+        yield replace(one, axes=several)
+
+
+def _gradient(layout: Layout, engine: Engine, leaf: _Leaf, loops: _Loops, auto: bool) -> Iterator[Expected]:
+    """The stages in which one gradient is reduced, in the order of `_collectives.scatter_sum`."""
+    if leaf.grad is None:
+        return
+    mesh, owned = layout.mesh, axes_of(leaf.param.use)
+    each = engine.scatter == "each"
+    inside = each and loops.inside(leaf.path)
+    grad = leaf.grad.tail() if inside else leaf.grad
+    count = (loops.blocks if inside else 1) * (loops.turns if each else 1)
+    if auto and not loops.inside(leaf.path):
+        count *= 2  # a tied weight: the compiler sums each use over devices, then both
+    free = [axis for axis in layout.batch_axes if axis not in owned]
+    shape = [size // parts for size, parts in zip(grad.view.stored, splits_per_dim(mesh, only_axes(grad.store, owned)))]
+    logical = math.prod(grad.view.logical) // math.prod(splits_per_dim(mesh, only_axes(grad.store, owned)))
+    one = Expected(
+        "reduce-scatter", (), tuple(shape), engine.reduce_dtype or leaf.dtype, 0 if auto else count, count,
+        f"gradient of {leaf.path}", unpadded=logical if auto else None,
+    )  # fmt: skip
+    split = [(dim, axis) for dim, axis in split_dims(grad.store) if axis not in owned]
+    for dim, axis in split:
+        if axis in free:
+            yield from _over(mesh, replace(one, shape=tuple(shape)), [axis])
+        shape[dim] //= mesh.shape[axis]
+    rest = [axis for axis in free if axis not in [name for _, name in split]]
+    yield from _over(mesh, replace(one, kind="all-reduce", shape=tuple(shape)), rest)
+    if auto and split and len(free) > 1:
+        yield from _over(mesh, replace(one, kind="all-reduce"), free)
+    if auto and _splits_sequence(layout):
+        yield from _over(mesh, replace(one, kind="all-reduce"), [*free, *_tensor_axes(layout)])
+
+
+def _update(layout: Layout, leaf: _Leaf) -> Iterator[Expected]:
+    """What brings a parameter and its gradient to where its optimizer state is, and the new parameter back."""
+    if leaf.grad is None or leaf.opt is None:
+        return
+    yield from _move(layout, leaf, leaf.param, leaf.opt, f"parameter {leaf.path} for the optimizer")
+    yield from _move(layout, leaf, leaf.grad, leaf.opt, f"gradient of {leaf.path} for the optimizer")
+    yield from _move(layout, leaf, leaf.opt, leaf.param, f"new parameter {leaf.path}")
+
+
+def _move(layout: Layout, leaf: _Leaf, old: Placement, new: Placement, what: str) -> Iterator[Expected]:
+    one = Expected("all-gather", (), (), leaf.dtype, 1, 1, what)
+    kept = [pair for pair in split_dims(old.store) if pair in split_dims(new.store)]
+    yield from _gathers(layout.mesh, old, [axis for _, axis in kept], one, at_once=True)
+
+
+def _state(layout: Layout, auto: bool) -> Iterator[Expected]:
+    """The model's state: gathered for use, and under explicit averaged over the batch axes."""
+    arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.state)
+    for (path, x), placement in zip(arrays, jax.tree.leaves(layout.state), strict=True):
+        one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
+        yield from _gathers(layout.mesh, placement, axes_of(placement.use), one, at_once=True)
+        if not auto and jnp.issubdtype(x.dtype, jnp.floating):
+            yield from _over(layout.mesh, replace(one, kind="all-reduce"), layout.batch_axes)
+
+
+def _activations(layout: Layout, auto: bool) -> Iterator[Expected]:
+    """What the compiler derives: over tensor axes, and under auto over batch axes."""
+    mesh, tensor = layout.mesh, _tensor_axes(layout)
+    one = Expected("all-reduce", (), None, None, 0, None, "activations")
+    yield from _over(mesh, one, tensor)
+    if _splits_sequence(layout):
+        for kind in ("all-gather", "reduce-scatter"):
+            yield from _over(mesh, replace(one, kind=kind, what="activations split along the sequence"), tensor)
+    if auto:
+        longest = max(max(x.shape, default=1) for x in jax.tree.leaves(layout.shapes.params))
+        yield from _over(mesh, replace(one, limit=longest, what="sums over rows"), layout.batch_axes)
+
+
+def _tensor_axes(layout: Layout) -> tuple[str, ...]:
+    used = {axis for placement in jax.tree.leaves(layout.params) for axis in axes_of(placement.use)}
+    return tuple(axis for axis in layout.mesh.axis_names if axis in used)
+
+
+def _splits_sequence(layout: Layout) -> bool:
+    rules = [part.rules for part in parts_of(layout.strategy) if isinstance(part, Tensor)]
+    return any(rule.fate(name) in ("split", "split or whole") for rule in rules for name in _SEQUENCE)
+
+
+def _never(layout: Layout, leaves: Sequence[_Leaf]) -> Iterator[Never]:
+    for leaf in leaves:
+        if axes := tuple(axis for axis in axes_of(leaf.param.use) if layout.mesh.shape[axis] > 1):
+            yield Never(axes, f"the weight {leaf.path}", *_forms(layout.mesh, leaf, axes))
+    vocab = {pair for leaf in leaves for pair in _vocab(leaf)}
+    others = {size for leaf in leaves for size in leaf.shape if size not in [size for _, size in _vocab(leaf)]}
+    for axes, size in sorted(vocab):
+        if size not in others:  # else the last dimension does not tell logits from other activations
+            yield Never(axes, f"logits, {size} of a vocabulary in one place,", vocab=size)
+
+
+def _vocab(leaf: _Leaf) -> list[tuple[tuple[str, ...], int]]:
+    """The axes and size of a dimension that `js.tensor` split because it is called vocab."""
+    if not leaf.param.rule.startswith("vocab:"):
+        return []
+    return [(axis_names(entry), size) for size, entry in zip(leaf.shape, leaf.param.use) if axis_names(entry)]
+
+
+def _forms(mesh: Mesh, leaf: _Leaf, axes: tuple[str, ...]) -> tuple[frozenset[Shape], frozenset[int]]:
+    """A weight's shapes when it is whole over the axes, and its numbers of elements when it is not.
+
+    Whole or one block of it, over the other axes as used or as stored, flat, or with neighbouring dimensions joined.
+    """
+    shapes: set[Shape] = set()
+    for placement in filter(None, (leaf.param, leaf.grad, leaf.opt)):
+        others = [axis for axis in axes_of(placement.store) if axis not in axes]
+        for spec in (PartitionSpec(*(None,) * len(placement.store)), only_axes(placement.store, others)):
+            shape = tuple(size // parts for size, parts in zip(placement.view.stored, splits_per_dim(mesh, spec)))
+            shapes |= {shape, shape[1:]} if leaf.path.startswith(f"{BLOCKS}/") else {shape}
+    joined = {
+        (*s[:i], math.prod(s[i:j]), *s[j:]) for s in shapes for i in range(len(s)) for j in range(i + 1, len(s) + 1)
+    }
+    split = math.prod(splits_per_dim(mesh, leaf.param.use))
+    ways = [leaf.shape, leaf.shape[1:]] if leaf.path.startswith(f"{BLOCKS}/") else [leaf.shape]
+    shards = {math.prod(shape) // split for shape in ways if len(shape) > 1}
+    return frozenset(form(shape) for shape in joined | shapes), frozenset(shards)
+
+
+def form(shape: Shape) -> Shape:
+    """The shape up to the order of its dimensions and dimensions of size one."""
+    return tuple(sorted(size for size in shape if size != 1))
