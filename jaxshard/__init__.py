@@ -44,3 +44,5 @@ from jaxshard.data import batches as batches
 from jaxshard.data import local_batches as local_batches
 from jaxshard.engines import auto as auto
 from jaxshard.engines import explicit as explicit
+from jaxshard.parity import Parity as Parity
+from jaxshard.parity import parity as parity
