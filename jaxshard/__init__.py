@@ -39,6 +39,7 @@ from jaxshard._train import Step as Step
 from jaxshard._train import make_step as make_step
 from jaxshard._tree import Leaf as Leaf
 from jaxshard.adapt.linen import linen as linen
+from jaxshard.adapt.nnx import nnx as nnx
 from jaxshard.adapt.stacked import Stacked as Stacked
 from jaxshard.data import batches as batches
 from jaxshard.data import local_batches as local_batches

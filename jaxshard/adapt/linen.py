@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import errors
 from flax import linen as nn
 
-from jaxshard._tree import path_str, raise_all
+from jaxshard._tree import raise_all
 from jaxshard._typing import PyTree
 from jaxshard.adapt.units import (
     Adapted,
@@ -20,6 +20,7 @@ from jaxshard.adapt.units import (
     Units,
     call_loss,
     check_loss,
+    dim_names_of,
     gathered,
     is_pending,
     joined,
@@ -91,17 +92,11 @@ class Linen(Adapted):
     def dim_names(self, params: PyTree) -> PyTree:
         """For every parameter the names in its metadata (`nn.with_logical_partitioning`, `nn.with_partitioning`)."""
         boxed = jax.eval_shape(self._boxed, jax.random.key(0))["params"]
-        problems: list[str] = []
-
-        def names(path: Any, x: Any, box: Any) -> tuple[str | None, ...]:
-            found = tuple(box.names) if isinstance(box, nn.Partitioned) else ()
-            if len(found) > x.ndim or not all(name is None or isinstance(name, str) for name in found):
-                problems.append(f"{path_str(path)} {list(x.shape)}: {found}")
-            return found + (None,) * (x.ndim - len(found))
-
-        named = jax.tree_util.tree_map_with_path(names, params, boxed)
-        raise_all(problems, ValueError, "js.linen: every dimension takes one name or None, but not")
-        return named
+        boxes = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+        names = {
+            tuple(part.key for part in path): tuple(box.names) for path, box in boxes if isinstance(box, nn.Partitioned)
+        }
+        return dim_names_of("js.linen", params, names)
 
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard._loss import Max, Mean, Model, Sum, as_loss
+from jaxshard._tree import map_with_path, path_str, raise_all
 from jaxshard._typing import InitFn, LossFn, PyTree
 from jaxshard.adapt.stacked import evaluation
 
@@ -60,6 +61,14 @@ class Pending:
     stored: jax.Array
     sink: jax.Array | None
     use: Callable[[jax.Array, jax.Array | None], jax.Array]
+
+    def __getitem__(self, _: Any) -> Any:
+        raise ValueError(
+            "units: a parameter of a unit was used while that unit does not run (it is shared with another module, or "
+            "used by another method than __call__ of an NNX module); leave its class out of units"
+        )
+
+    __jax_array__ = property(lambda self: self[()])
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
         return (self.stored, self.sink), self.use
@@ -126,6 +135,21 @@ def with_state(output: Any, state: dict[str, Any]) -> Any:
             "the loss returned js.Loss(state=...), but the adapter carries the module's state itself; leave state out"
         )
     return replace(loss, state=state) if state else output
+
+
+def dim_names_of(who: str, params: PyTree, found: dict[tuple[Any, ...], tuple[Any, ...]]) -> PyTree:
+    """For every parameter a name or None per dimension, from the metadata found under its path (none: no names)."""
+    problems: list[str] = []
+
+    def names(path: Any, x: Any) -> tuple[str | None, ...]:
+        mine = found.get(tuple(part.key for part in path), ())
+        if len(mine) > x.ndim or not all(name is None or isinstance(name, str) for name in mine):
+            problems.append(f"{path_str(path)} {list(x.shape)}: {mine}")
+        return mine + (None,) * (x.ndim - len(mine))
+
+    named = map_with_path(names, params)
+    raise_all(problems, ValueError, f"{who}: every dimension of a parameter takes one name or None, but not")
+    return named
 
 
 def zeros_of(batch: PyTree) -> PyTree:
