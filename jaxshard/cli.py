@@ -10,9 +10,10 @@ import tyro
 from jaxshard.commands.audit import audit
 from jaxshard.commands.doctor import doctor
 from jaxshard.commands.errors import UsageError
+from jaxshard.commands.parity import parity
 from jaxshard.commands.train import train
 
-COMMANDS: dict[str, Callable[..., int | None]] = {"train": train, "audit": audit, "doctor": doctor}
+COMMANDS: dict[str, Callable[..., int | None]] = {"train": train, "audit": audit, "parity": parity, "doctor": doctor}
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +16,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxshard._causes import Ratio, Suspect, causes
 from jaxshard._difference import Difference, differences, loss_difference, numbers
 from jaxshard._keys import typed_key
-from jaxshard._layout import Layout, join_model, layout, merge, only, split_model
+from jaxshard._layout import Layout, check_transform, join_model, layout, merge, only, split_model
 from jaxshard._loss import Loss, Mean, as_loss
+from jaxshard._placement import Placement
 from jaxshard._state import init, run_key
 from jaxshard._strategy import Strategy
-from jaxshard._train import make_step
-from jaxshard._tree import paths
+from jaxshard._train import check_batch, make_step
+from jaxshard._tree import abstract, paths
 from jaxshard._typing import InitFn, LossFn, PyTree
 from jaxshard.engines import auto
 from jaxshard.engines.accumulate import Engine, next_state
@@ -126,9 +128,9 @@ def parity(
     engine = auto() if engine is None else engine
     if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
-    first, notes = mesh.devices.flat[0], _Notes()
-    seed = typed_key(key)
-    precise = notes.engine(engine)
+    check_transform(tx)
+    first, notes, seed = mesh.devices.flat[0], _Notes(), typed_key(key)
+    engine = notes.engine(engine)
     with jax.default_device(first):
         batch = notes.f32("batch", jax.tree.map(np.asarray, batch))
         model = jax.jit(init_fn)(jax.device_put(seed, first))
@@ -136,22 +138,18 @@ def parity(
         make = init_fn if start is model else _returning(start, init_fn)
         both = _recorded(tx)
         plan = layout(strategy, mesh, make, both, trainable=trainable)
+        step = make_step(loss_fn, both, plan, engine=engine)
+        check_batch(plan, abstract(batch), engine.microbatches)
         step_key = jax.random.fold_in(run_key(seed), 0)
         alone = _alone(loss_fn, tx, plan, start, batch, step_key, notes)
-    step = make_step(loss_fn, both, plan, engine=precise)
     run = init(make, both, plan, seed, init_from=start)
-    given = jax.tree.map(
-        lambda x, p: jax.device_put(p.view.apply(np.asarray(x)), p.sharding(mesh)),
-        alone.grads,
-        plan.opt_state["given"],
-    )
+    given = jax.tree.map(partial(_put, mesh), alone.grads, plan.opt_state["given"])
     run, metrics = step(run._replace(opt_state=run.opt_state | {"given": given}), batch)
-    seen = run.opt_state
     loss, expected = float(metrics["loss"]), float(alone.loss)
-    grads = _in_model_order(plan.opt_state["grads"], seen["grads"])
+    grads = _in_model_order(plan.opt_state["grads"], run.opt_state["grads"])
     pairs = [
         ("gradient", grads, alone.grads),
-        ("update", _in_model_order(plan.opt_state["updates"], seen["updates"]), alone.updates),
+        ("update", _in_model_order(plan.opt_state["updates"], run.opt_state["updates"]), alone.updates),
         ("state", _in_model_order(plan.state, run.state), alone.state),
     ]
     found = [loss_difference(loss, expected, _LOSS * tolerance)]
@@ -162,7 +160,7 @@ def parity(
         return report
     params, state = split_model(start)
     ratios = _ratios(report, loss, expected, grads, alone.grads)
-    suspect = Suspect(loss_fn, join_model(params, state), batch, step_key, plan, precise, alone.bind)
+    suspect = Suspect(loss_fn, join_model(params, state), batch, step_key, plan, engine, alone.bind)
     return replace(report, why=causes({one.what for one in report.failures}, ratios, suspect))
 
 
@@ -245,8 +243,8 @@ class _Notes:
         self.lines: list[str] = []
 
     def engine(self, engine: Engine) -> Engine:
-        if engine.compute_dtype is None and engine.reduce_dtype is None:
-            return engine
+        if not isinstance(engine, Engine) or (engine.compute_dtype is None and engine.reduce_dtype is None):
+            return engine  # make_step refuses what is none
         self.lines.append("compute_dtype and reduce_dtype of the engine were left out: all is computed in f32")
         return replace(engine, compute_dtype=None, reduce_dtype=None)
 
@@ -276,6 +274,11 @@ def _returning(model: PyTree, init_fn: InitFn) -> InitFn:
 
     init_f32.__self__ = getattr(init_fn, "__self__", None)  # type: ignore[attr-defined]
     return init_f32
+
+
+def _put(mesh: Mesh, x: jax.Array, placement: Placement) -> jax.Array:
+    """One device's array as the layout stores it."""
+    return jax.device_put(placement.view.apply(np.asarray(x)), placement.sharding(mesh))  # type: ignore[arg-type]
 
 
 def _in_model_order(placements: PyTree, stored: PyTree) -> PyTree:

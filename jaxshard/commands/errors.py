@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class UsageError(Exception):
@@ -20,4 +24,16 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
+        raise UsageError(" ".join(str(error).split())) from error
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """The same where the user's own functions run: what the library raises is told in one line, all else is a fault."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if not raised_in.is_relative_to(_PACKAGE):
+            raise
         raise UsageError(" ".join(str(error).split())) from error

@@ -1,0 +1,144 @@
+"""`jaxshard parity`: a sharded training step against the same step on one device."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.table import Table
+from rich.text import Text
+
+from jaxshard._difference import Difference
+from jaxshard.commands.devices import describe
+from jaxshard.commands.doctor import versions
+from jaxshard.commands.errors import refusals, usage_errors
+from jaxshard.commands.flags import check_files, check_positive, mesh_and_strategy
+from jaxshard.commands.program import Program, program_of
+from jaxshard.commands.result import write_json
+from jaxshard.commands.terminal import facts, make_console
+from jaxshard.engines import auto, explicit
+from jaxshard.metrics import finite
+from jaxshard.models.gpt import SIZES
+from jaxshard.parity import Parity
+from jaxshard.parity import parity as compare
+
+_ENGINES = {"explicit": explicit, "auto": auto}
+_ROWS, _SEQ = 16, 32
+"""Of the batch of a ready-made size: at most 512 tokens, since long sums lose digits."""
+
+Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+
+
+def parity(
+    target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]],
+    /,
+    *,
+    mesh: Words = None,
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = "fsdp",
+    engine: Literal["explicit", "auto"] = "explicit",
+    devices: Count = None,
+    batch: Count = None,
+    microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
+    json: File = None,
+) -> int:
+    """Run one training step sharded and on one device, and compare all arrays; status 1 if one differs.
+
+    Everything is computed in f32. Without an accelerator, 8 devices are simulated.
+
+    Args:
+      target: a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function
+        without arguments that returns (init_fn, loss_fn, tx, batch).
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=4; one size may be -1. An axis tensor
+        splits the layers themselves.
+      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
+        parameters too; hsdp is fsdp within each group of an axis replica.
+      engine: explicit issues the collectives itself, auto leaves them to the compiler.
+      devices: use so many devices; simulated ones where there is no accelerator.
+      batch: rows of a step over all devices, for a ready-made size; by default about 16.
+      microbatches: compute a batch in so many turns and add their gradients.
+      seed: of the parameters, the tokens of a ready-made size, and what the loss draws.
+      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
+    """
+    console = make_console(stderr=str(json) == "-")
+    with usage_errors():
+        check_positive(microbatches=microbatches, batch=batch)
+        check_files(json=json)
+        the_mesh, split = mesh_and_strategy(mesh, strategy, devices)
+    parts = the_mesh.size // the_mesh.shape.get("tensor", 1) * microbatches
+    program = _program(target, batch, seed, parts)
+    axes = ", ".join(f"{name}={size}" for name, size in the_mesh.shape.items())
+    about = {"model": program.name, "mesh": axes, "strategy": strategy, "engine": engine}
+    facts(console, {"devices": describe(list(the_mesh.devices.flat))} | about)
+    started = time.perf_counter()
+    with console.status("running both"), refusals():
+        made = _ENGINES[engine](microbatches=microbatches)
+        report = compare(
+            program.init_fn, program.loss_fn, program.tx, split, the_mesh, program.batch, engine=made, key=seed
+        )
+    seconds = time.perf_counter() - started
+    console.print()
+    console.print(_table(report))
+    console.print()
+    for line in (*report.remarks, _verdict(report)):
+        console.print(line)
+    result = about | {
+        "mesh": dict(the_mesh.shape),
+        "devices": the_mesh.size,
+        "microbatches": microbatches,
+        "seed": seed,
+    }
+    write_json(json, result | _numbers(report) | {"seconds": seconds, "versions": versions()})
+    return 0 if report.ok else 1
+
+
+def _program(target: str, batch: int | None, seed: int, parts: int) -> Program:
+    """The program; a small batch for a ready-made size."""
+    if target not in SIZES:
+        return program_of(target, rows=batch)
+    shape = SIZES[target].shape
+    return program_of(target, rows=batch or _ROWS + -_ROWS % parts, seq=min(_SEQ, shape["seq"]), seed=seed, parts=parts)
+
+
+def _table(report: Parity) -> Table:
+    header, *rows = report.rows()
+    table = Table(header[0], box=None, padding=(0, 2), header_style="dim")
+    for name in header[1:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row, style=None if row[-1] == "ok" else "bold red")
+    return table
+
+
+def _verdict(report: Parity) -> Text:
+    """The last line: what was compared and the outcome."""
+    if report.ok:
+        return Text(report.headline)
+    names = ", ".join(one.name for one in report.failures)
+    return Text(f"{report.headline}: {names}", "bold red")
+
+
+def _numbers(report: Parity) -> dict[str, Any]:
+    losses = [finite(loss) for loss in report.losses]
+    return {
+        "ok": report.ok,
+        "loss": {"sharded": losses[0], "one_device": losses[1]},
+        "arrays": [_array(one) for one in report.differences],
+        "failures": [one.name for one in report.failures],
+        "why": list(report.why),
+        "notes": list(report.notes),
+    }
+
+
+def _array(one: Difference) -> dict[str, Any]:
+    return {
+        "what": one.what,
+        "leaf": one.leaf,
+        "difference": finite(one.error),
+        "allowed": one.allowed,
+        "ok": one.ok,
+    }
