@@ -146,8 +146,8 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     left: list[_Item] = []
     # What an engine issues comes first: of equal arrays the user's own collective is to be the one left over.
     for item in sorted(items, key=lambda item: _is_users(item.found)):
-        if never := next((one for one in promised.never if _forbidden(one, item)), None):
-            problems[item.number, item.part] = f"{never.what} must never move over {'+'.join(never.axes)}"
+        if banned := [one for one in promised.never if _forbidden(one, item)]:
+            problems[item.number, item.part] = _why_never(banned, item.found)
         elif not rooms.take(item, item.found.kind):
             left.append(item)
     left = [item for item in left if not any(rooms.take(item, kind) for kind in _STANDS_FOR.get(item.found.kind, ()))]
@@ -180,32 +180,49 @@ class _Item(NamedTuple):
         return None if self.found.count is None else self.found.count * self.found.sizes[self.part]
 
 
+class _Key(NamedTuple):
+    """What makes two promised arrays the same to a program: elements, not shapes, which compilers change."""
+
+    kind: str
+    axes: tuple[str, ...]
+    elements: tuple[int, int]
+    stack: int
+
+
 class _Rooms:
     """How often each promised array may still be moved."""
 
     def __init__(self, expected: Iterable[Expected]) -> None:
         self.any = [one for one in expected if one.shape is None or not one.axes]
-        self.exact: dict[tuple[str, tuple[str, ...], tuple[int, int]], _Room] = {}
+        self.exact: dict[_Key, _Room] = {}
         for one in expected:
-            if one.shape is not None and one.axes and one.most is not None:
-                room = self.exact.setdefault((one.kind, one.axes, one.elements), _Room())
+            if one.shape is not None and one.axes and one.most:
+                room = self.exact.setdefault(_Key(one.kind, one.axes, one.elements, one.stack), _Room())
                 room.least, room.most = room.least + one.least, room.most + one.most
                 room.what.append(one.what)
+                room.forms |= {(1, form(one.shape)), (one.stack, form((one.stack, *one.shape)))}
 
     def take(self, item: _Item, kind: str) -> bool:
         """Whether a collective of that kind was promised for the array, as often as it is found."""
-        fits = [
-            room for key, room in self._of(kind, item) if item.found.count is not None and room.free(item.found.count)
-        ]
-        if not fits:
-            return kind == item.found.kind and any(_covers(one, item) for one in self.any)
-        fits[0].used += item.found.count or 0
-        return True
+        count = item.found.count
+        for times, room in self._of(kind, item):
+            if count is not None and room.used + times * count <= room.most:
+                room.used += times * count
+                return True
+        return kind == item.found.kind and any(_covers(one, item) for one in self.any)
 
-    def _of(self, kind: str, item: _Item) -> list[tuple[tuple[int, int], _Room]]:
-        rooms = [(key[2], room) for key, room in self.exact.items() if key[:2] == (kind, item.found.axes)]
-        fits = [(size, room) for size, room in rooms if size[0] <= item.elements <= size[1]]
-        return sorted(fits, key=lambda one: one[0][1])
+    def _of(self, kind: str, item: _Item) -> list[tuple[int, _Room]]:
+        """The promises that an array may be, those of its form and size first, and how many executions each time is."""
+        fits: list[tuple[bool, int, int, _Room]] = []
+        for key, room in self.exact.items():
+            if (key.kind, key.axes) == (kind, item.found.axes):
+                least, most = key.elements
+                fits += [
+                    ((times, form(item.shape)) not in room.forms, times * most, times, room)
+                    for times in dict.fromkeys((1, key.stack))
+                    if times * least <= item.elements <= times * most
+                ]
+        return [(times, room) for *_, times, room in sorted(fits, key=lambda fit: fit[:2])]
 
     def why(self, item: _Item) -> str:
         """What was promised of an array of this size over these axes, if anything."""
@@ -219,7 +236,7 @@ class _Rooms:
         return f"nothing of {item.elements:,} elements is promised there"
 
     def missing(self) -> Iterator[str]:
-        for (kind, axes, (_, size)), room in self.exact.items():
+        for (kind, axes, (_, size), _), room in self.exact.items():
             # An all-reduce in place of another kind is as good, and counts there.
             if room.used < room.least:
                 yield (
@@ -232,9 +249,7 @@ class _Room:
     def __init__(self) -> None:
         self.least = self.most = self.used = 0
         self.what: list[str] = []
-
-    def free(self, count: int) -> bool:
-        return self.used + count <= self.most
+        self.forms: set[tuple[int, tuple[int, ...]]] = set()
 
 
 def _covers(one: Expected, item: _Item) -> bool:
@@ -263,6 +278,13 @@ def _forbidden(never: Never, item: _Item) -> bool:
     return moved and item.elements in never.shards and one.dtype.startswith(("f", "bf"))
 
 
+def _why_never(banned: list[Never], one: Collective) -> str:
+    weights = [never.what for never in banned if not never.vocab] or [never.what for never in banned]
+    what = " or ".join(weights[:3]) + (f" or one of {len(weights) - 3} more" if len(weights) > 3 else "")
+    size = "" if one.kind == "all-gather" or banned[0].vocab else "by its size part of "
+    return f"{size}{what}: must never move over {'+'.join(banned[0].axes)}"
+
+
 def _surprises(found: tuple[Collective, ...], problems: dict[tuple[int, int], str]) -> Iterator[Surprise]:
     """One surprise per collective and reason, with the arrays that it is about."""
     for number, one in enumerate(found):
@@ -282,7 +304,7 @@ def _is_users(one: Collective) -> bool:
 
 
 def _table(comparison: Comparison) -> str:
-    cells = [("collective", "axis", "promised", "found", "times")]
+    cells = [("collective", "axis", "promised at most", "found", "times")]
     for row in comparison.rows():
         promised = "as needed" if row["promised"] is None else human_bytes(row["promised"])
         size = "?" if row["bytes"] is None else human_bytes(row["bytes"])

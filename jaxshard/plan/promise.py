@@ -50,6 +50,7 @@ class Expected:
       what: the array in words, with its path.
       unpadded: the fewest elements, where the compiler may move the array before it is padded.
       limit: the most elements of an array whose shape the loss decides; None for any.
+      stack: how many executions the compiler may join into one of a stacked array: the blocks of a loop.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Expected:
     what: str
     unpadded: int | None = None
     limit: int | None = None
+    stack: int = 1
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -253,18 +255,30 @@ def _gradient(layout: Layout, engine: Engine, leaf: _Leaf, loops: _Loops, auto: 
     one = Expected(
         "reduce-scatter", (), tuple(shape), engine.reduce_dtype or leaf.dtype, 0 if auto else count, count,
         f"gradient of {leaf.path}", unpadded=logical if auto else None,
+        stack=loops.blocks if inside else 1,
     )  # fmt: skip
     split = [(dim, axis) for dim, axis in split_dims(grad.store) if axis not in owned]
     for dim, axis in split:
         if axis in free:
             yield from _over(mesh, replace(one, shape=tuple(shape)), [axis])
         shape[dim] //= mesh.shape[axis]
+        if axis in free and mesh.devices.flat[0].platform == "tpu":
+            yield from _over(mesh, _borders(one, tuple(shape)), [axis])
     rest = [axis for axis in free if axis not in [name for _, name in split]]
     yield from _over(mesh, replace(one, kind="all-reduce", shape=tuple(shape)), rest)
     if auto and split and len(free) > 1:
         yield from _over(mesh, replace(one, kind="all-reduce"), free)
     if auto and _splits_sequence(layout):
         yield from _over(mesh, replace(one, kind="all-reduce"), [*free, *_tensor_axes(layout)])
+
+
+def _borders(one: Expected, shard: Shape) -> Expected:
+    """What crosses the borders of shards that are no whole tiles: TPU scatters padded ones and permutes what is off."""
+    tiles = [1] * len(shard[:-2]) + [8, 128][-len(shard) :]
+    padded = tuple(size + -size % tile for size, tile in zip(shard, tiles, strict=True))
+    most = None if one.most is None or padded == shard else 2 * one.most
+    what = f"borders of the {one.what}"
+    return replace(one, kind="collective-permute", shape=padded, least=0, most=most or 0, what=what, unpadded=1)
 
 
 def _update(layout: Layout, leaf: _Leaf) -> Iterator[Expected]:
@@ -323,7 +337,7 @@ def _never(layout: Layout, leaves: Sequence[_Leaf]) -> Iterator[Never]:
     others = {size for leaf in leaves for size in leaf.shape if size not in [size for _, size in _vocab(leaf)]}
     for axes, size in sorted(vocab):
         if size not in others:  # else the last dimension does not tell logits from other activations
-            yield Never(axes, f"logits, {size} of a vocabulary in one place,", vocab=size)
+            yield Never(axes, f"logits, all {size} of a vocabulary", vocab=size)
 
 
 def _vocab(leaf: _Leaf) -> list[tuple[tuple[str, ...], int]]:
