@@ -2,6 +2,7 @@
 
 from jaxshard import optim as optim
 from jaxshard._constrain import constrain as constrain
+from jaxshard._cross_entropy import cross_entropy as cross_entropy
 from jaxshard._eval import averaged as averaged
 from jaxshard._eval import evaluate as evaluate
 from jaxshard._eval import make_apply as make_apply

@@ -5,25 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxshard._layout import Layout
 from jaxshard._placement import spec_entry
 from jaxshard._strategy import Tensor, parts_of
 
+_FREE = PartitionSpec.UNCONSTRAINED
+
 # JAX compiles a function again where this differs, so that one traced on a single device is never reused on a mesh.
 _current = jax.make_user_context(default_value=None)
 
 
-def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+def constrain(x: jax.Array, names: Sequence[str | None], *, grad: Sequence[str | None] | None = None) -> jax.Array:
     """`x` with its dimensions split as the strategy of the step that is being compiled splits these names.
 
     One name per dimension: "batch" is split over the batch axes, any other name as the rules of `js.tensor` say, and
     None is whole. In a program that is not one of jaxshard's steps, or has no tensor axis and no batch axes, `x` comes
     back as it is. Under `js.explicit` each device has its own rows, so that "batch" says nothing there.
+
+    The cotangent of `x` is constrained as `grad` says, or alike. With sequence parallelism, what enters a
+    column-parallel layer is whole forward and split backward, so that its partial sums are scattered:
+
+        h = js.constrain(h, ("batch", None, None), grad=("batch", "sequence", None))
 
     Collectives: those that bring `x` there from where it was.
 
@@ -31,16 +40,40 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
       ValueError: another number of names than dimensions; a name that no rule knows; a dimension that the axis does
         not divide.
     """
-    if len(names) != x.ndim:
-        raise ValueError(f"constrain: {len(names)} names {tuple(names)} for an array of shape {list(x.shape)}")
+    grad = names if grad is None else grad
+    for given in (names, grad):
+        if len(given) != x.ndim:
+            raise ValueError(f"constrain: {len(given)} names {tuple(given)} for an array of shape {list(x.shape)}")
     activations: Activations | None = _current.value
-    return x if activations is None else activations.constrain(x, names)
+    return x if activations is None else activations.constrain(x, names, grad)
+
+
+def splits(name: str) -> bool:
+    """Whether the strategy of the step that is being compiled splits dimensions of this name."""
+    activations: Activations | None = _current.value
+    return activations is not None and any(t.rules.fate(name) == "split" for t in activations.tensors())
 
 
 def constraining(layout: Layout) -> AbstractContextManager[None]:
     """A context in which `constrain` follows the layout."""
     context: AbstractContextManager[None] = _current(Activations(layout))
     return context
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _constrained(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, forward)
+
+
+def _forward(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> tuple[jax.Array, None]:
+    return jax.lax.with_sharding_constraint(x, forward), None
+
+
+def _backward(forward: NamedSharding, backward: NamedSharding, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(cotangent, backward),)
+
+
+_constrained.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)
@@ -55,16 +88,18 @@ class Activations:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Activations) and other.layout is self.layout
 
-    def constrain(self, x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    def constrain(self, x: jax.Array, names: Sequence[str | None], grad: Sequence[str | None]) -> jax.Array:
         mesh, manual = self._mesh()
-        entries = [self._axes(name, size) for name, size in zip(names, x.shape, strict=True)]
-        free = [
-            axes if axes is PartitionSpec.UNCONSTRAINED else spec_entry(tuple(a for a in axes if a not in manual))
-            for axes in entries
-        ]
         if set(mesh.axis_names) <= manual:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*free)))
+
+        def sharding(names: Sequence[str | None]) -> NamedSharding:
+            axes = [self._axes(name, size) for name, size in zip(names, x.shape, strict=True)]
+            entries = [e if e is _FREE else spec_entry(tuple(a for a in e if a not in manual)) for e in axes]
+            return NamedSharding(mesh, PartitionSpec(*entries))
+
+        # A name of its own: the constraints that bring weights are never saved for the backward pass, these may be.
+        return checkpoint_name(_constrained(sharding(names), sharding(grad), x), "constrained")
 
     def _mesh(self) -> tuple[Mesh, frozenset[str]]:
         """The mesh, and the axes that an enclosing `shard_map` handles."""
@@ -80,6 +115,8 @@ class Activations:
             parts = 1
             for axis in axes:
                 parts *= self.layout.mesh.shape[axis]
-            return axes if size % parts == 0 else PartitionSpec.UNCONSTRAINED
-        tensors = [part for part in parts_of(self.layout.strategy) if isinstance(part, Tensor)]
-        return tuple(axis for part in tensors for axis in part.entry(name, size, self.layout.mesh))
+            return axes if size % parts == 0 else _FREE
+        return tuple(axis for part in self.tensors() for axis in part.entry(name, size, self.layout.mesh))
+
+    def tensors(self) -> list[Tensor]:
+        return [part for part in parts_of(self.layout.strategy) if isinstance(part, Tensor)]

@@ -111,9 +111,10 @@ class Rules:
         return [named[leaf.path] for leaf in leaves]
 
     def unused(self, leaves: Iterable[Leaf]) -> list[str]:
-        """The user's own rules that touched no parameter."""
-        taken = {leaf.named_by for leaf in leaves} | {name for leaf in leaves for name in leaf.names}
-        return [str(key) for key, value in self.rules if key not in taken and (key, value) not in RULES]
+        """The user's own patterns that name no parameter; a name may be that of activations alone."""
+        taken = {leaf.named_by for leaf in leaves}
+        own = [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
+        return [key for key, _ in own if key not in taken]
 
     def _named(self, leaf: Leaf) -> Leaf:
         if any(name not in (None, BLOCKS) for name in leaf.names):

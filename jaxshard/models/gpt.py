@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from jaxshard._constrain import constrain
+from jaxshard._constrain import constrain, splits
+from jaxshard._cross_entropy import cross_entropy
 from jaxshard._keys import row_keys
 from jaxshard._loss import Loss, Mean
 from jaxshard._typing import PyTree
@@ -27,8 +28,14 @@ _STDDEV = 0.02
 _RESIDUAL = ("batch", "sequence", None)
 """Activations between blocks: split along the sequence where a rule says so."""
 
+_HEADS = ("batch", None, "heads", None)
+
 _WHOLE = ("batch", None, None)
-"""What enters a column-parallel layer: whole rows."""
+
+
+def _enter(x_BTC: jax.Array) -> jax.Array:
+    """What enters column-parallel layers: whole rows; the gradient is scattered again."""
+    return constrain(x_BTC, _WHOLE, grad=_RESIDUAL)
 
 
 class Recipe(NamedTuple):
@@ -132,7 +139,7 @@ def gpt(
 
     def embed(params: PyTree, batch: PyTree, key: jax.Array | None) -> jax.Array:
         tokens = _tokens(batch, seq)[:, :-1]
-        x_BTC = constrain(_apply(embedding, params["embed"], tokens), _RESIDUAL)
+        x_BTC = constrain(_apply(embedding, params["embed"], tokens), _RESIDUAL, grad=_WHOLE)
         return _drop(x_BTC, dropout, _row_keys(key, dropout, len(tokens)), 0)
 
     def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -142,13 +149,12 @@ def gpt(
         logits_BTV = readout(params, x_BTC).astype(jnp.float32)
         targets_BT = batch["tokens"][:, 1:]
         weights_BT = _weights(batch, targets_BT.shape)
-        target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-        nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
+        nats_BT = cross_entropy(logits_BTV, targets_BT)
         weight = weights_BT.sum()
         loss = Mean((nats_BT * weights_BT).sum(), weight)
         if key is not None:
             return loss
-        hits_BT = target_BT >= logits_BTV.max(axis=-1)
+        hits_BT = targets_BT == logits_BTV.argmax(axis=-1)
         return Loss(loss, metrics={"accuracy": Mean((hits_BT * weights_BT).sum(), weight)})
 
     return Stacked(embed, block, head, num_blocks=depth, init=init)
@@ -165,6 +171,7 @@ class Embedding(nn.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         init = nn.initializers.normal(_STDDEV)
         tokens_BTC = nn.Embed(self.vocab, self.width, embedding_init=init, name="wte")(tokens_BT)
+        tokens_BTC = constrain(tokens_BTC, _WHOLE)
         positions_TC = self.param("wpe", init, (self.seq, self.width))
         return tokens_BTC + positions_TC[: tokens_BT.shape[1]]
 
@@ -179,24 +186,24 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTC: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        # Products see two dimensions, N = B T: where rows and positions are contracted at once, as in the gradient of a
-        # kernel, XLA on CPU transposes both operands first, at several times the cost.
+        # Products see rows and positions as one dimension: where both are contracted at once, as in the gradient of
+        # a kernel, XLA on CPU transposes both operands first, at several times the cost.
         B, T, C = x_BTC.shape
         init, residual_init = nn.initializers.normal(_STDDEV), nn.initializers.normal(self.residual_stddev)
 
-        h_BTC = constrain(nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC), _WHOLE)
-        h_NC = h_BTC.reshape(B * T, C)
-        qkv_NX = nn.Dense(3 * C, kernel_init=init, name="qkv")(h_NC)
-        h_NC = _attend(qkv_NX.reshape(B, T, 3 * C), self.heads).reshape(B * T, C)
-        h_NC = nn.Dense(C, kernel_init=residual_init, name="attn_out")(h_NC)
-        h_BTC = constrain(h_NC.reshape(B, T, C), _RESIDUAL)
+        def dense(name: str, x: jax.Array, features: int, init: Any) -> jax.Array:
+            layer = nn.Dense(features, kernel_init=init, name=name)
+            # Positions that are split can't be scattered once they are merged with rows.
+            return layer(x) if splits("sequence") else layer(x.reshape(B * T, -1)).reshape(B, T, features)
+
+        h_BTC = _enter(nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC))
+        h_BTC = _attend(dense("qkv", h_BTC, 3 * C, init), self.heads)
+        h_BTC = constrain(dense("attn_out", h_BTC, C, residual_init), _RESIDUAL)
         x_BTC = x_BTC + _drop(h_BTC, self.dropout, keys_B, 0)
 
-        h_BTC = constrain(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC), _WHOLE)
-        h_NC = h_BTC.reshape(B * T, C)
-        h_NF = nn.gelu(nn.Dense(self.expansion * C, kernel_init=init, name="mlp_in")(h_NC))
-        h_NC = nn.Dense(C, kernel_init=residual_init, name="mlp_out")(h_NF)
-        h_BTC = constrain(h_NC.reshape(B, T, C), _RESIDUAL)
+        h_BTC = _enter(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC))
+        h_BTF = nn.gelu(dense("mlp_in", h_BTC, self.expansion * C, init))
+        h_BTC = constrain(dense("mlp_out", h_BTF, C, residual_init), _RESIDUAL)
         return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
 
 
@@ -207,7 +214,7 @@ class Output(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        x_BTC = nn.LayerNorm(epsilon=1e-5, name="ln_f")(x_BTC)
+        x_BTC = _enter(nn.LayerNorm(epsilon=1e-5, name="ln_f")(x_BTC))
         if self.vocab is None:
             return x_BTC
         init = nn.initializers.normal(_STDDEV)
@@ -280,9 +287,10 @@ def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:
     whole heads (Megatron-LM, GPT-NeoX); GPT-2's published weights are ordered (q, k, v) first.
     """
     B, T, X = qkv_BTX.shape
-    qkv_BTHX = constrain(qkv_BTX.reshape(B, T, heads, 3, X // (3 * heads)), ("batch", None, "heads", None, None))
-    q_BTHD, k_BTHD, v_BTHD = (qkv_BTHX[:, :, :, i] for i in range(3))
-    return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=True).reshape(B, T, X // 3)
+    qkv_BTHX = constrain(qkv_BTX.reshape(B, T, heads, 3, X // (3 * heads)), (*_HEADS, None))
+    q_BTHD, k_BTHD, v_BTHD = (constrain(qkv_BTHX[:, :, :, i], _HEADS) for i in range(3))
+    x_BTHD = jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=True)
+    return constrain(x_BTHD, _HEADS).reshape(B, T, X // 3)
 
 
 def _row_keys(key: jax.Array | None, dropout: float, rows: int) -> jax.Array | None:

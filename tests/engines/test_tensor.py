@@ -1,0 +1,183 @@
+"""Tensor axes: equal to one device (f32, loss 1e-6 relative, gradients 1e-5), and what the program communicates."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import pytest
+
+import jaxshard as js
+from jaxshard.plan.audit import Collective, arrays_only, collectives
+from jaxshard.plan.topology import topology_mesh
+from tests.engines.programs import Program, gpt_program, tpu
+from tests.toys import assert_equal_runs, one_device, quick_compile, sharded
+from tests.zoo import GLOBAL_VIEW_ONLY, ZOO
+
+DATA = {"tensor alone": None, "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
+ENGINES = {"auto": js.auto(), "explicit": js.explicit()}
+
+
+@pytest.fixture(autouse=True)
+def _compile(request):
+    """Slow tests compile as users do."""
+    if request.node.get_closest_marker("slow"):
+        yield
+    else:
+        with quick_compile():
+            yield
+
+
+def cells():
+    for model, parts, data, engine in itertools.product(ZOO, (2, 4, 8), DATA, ENGINES):
+        alone = data == "tensor alone"
+        if (engine == "explicit" and (model in GLOBAL_VIEW_ONLY or alone)) or (parts == 8 and not alone):
+            continue
+        fast = (model == "gpt" and engine == "explicit") or (data == "fsdp" and parts == 4)
+        fast &= engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit")
+        marks = () if fast or (model, parts, alone) == ("gpt", 8, True) else (pytest.mark.slow,)
+        yield pytest.param(model, parts, data, engine, marks=marks)
+
+
+def setup(parts: int, data: str, rules=js.RULES) -> tuple[js.Strategy, jax.sharding.Mesh]:
+    """The composed strategy and its mesh of 8 devices; without a data axis, of `parts` devices."""
+    if DATA[data] is None:
+        return js.tensor(rules), js.make_mesh(jax.devices()[:parts], tensor=parts)
+    return js.compose(DATA[data], js.tensor(rules)), js.make_mesh(data=8 // parts, tensor=parts)
+
+
+@pytest.mark.parametrize(("model", "parts", "data", "engine"), list(cells()))
+def test_every_model_equals_one_device(model, parts, data, engine):
+    strategy, mesh = setup(parts, data)
+    trace, layout = sharded(ZOO[model](), strategy, mesh, ENGINES[engine])
+    assert_equal_runs(trace, one_device(ZOO[model]()))
+    split = [p for p in layout.placed() if p.role == "param" and "tensor" in str(p.placement.use)]
+    total = sum(p.leaf.size for p in layout.placed() if p.role == "param")
+    assert sum(p.leaf.size for p in split) >= 0.75 * total
+
+
+SEQUENCE = [("sequence", "split"), *js.RULES]
+SIZES = {"vocab": 96, "width": 64, "depth": 2, "heads": 8, "seq": 16}
+# On each of two devices of the data axis: 8 rows of 16 positions.
+ACTIVATION, PER_LABEL = 8 * 16 * 64, 8 * 16
+# What fsdp(min_size=0) moves over data of a quarter of the arrays that tensor=4 splits and of the others whole, bytes.
+BLOCK = 4 * ((3 * 64 * 64 + 3 * 64 + 64 * 64 + 2 * 4 * 64 * 64 + 4 * 64) // 4 + 6 * 64)
+REST = 4 * (96 * 64 // 4 + 16 * 64 + 2 * 64)
+
+
+def program(rules=js.RULES, engine=None, data=None, mesh=None, rows=16, **sizes) -> Program:
+    mesh = js.make_mesh(data=2, tensor=4) if mesh is None else mesh
+    strategy = js.compose(js.fsdp(min_size=0) if data is None else data, js.tensor(rules))
+    return gpt_program(mesh, strategy, engine or js.explicit(), rows=rows, **(SIZES | sizes))
+
+
+def over(axis: str, compiled: Program) -> list[Collective]:
+    """Collectives of arrays over an axis, alone or with others."""
+    return [one for one in arrays_only(collectives(compiled.compiled, compiled.mesh)) if axis in one.axes]
+
+
+def totals(found: list[Collective]) -> dict[str, int]:
+    """Elements per kind of collective."""
+    sums: dict[str, int] = {}
+    for one in found:
+        assert one.count is not None
+        size = sum(one.sizes) // (4 if one.dtype in ("f32", "s32") else 2)
+        sums[one.kind] = sums.get(one.kind, 0) + one.count * size
+    return sums
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_block_costs_two_all_reduces_forward_and_two_backward(engine):
+    """On CPU. Two more for the embedding's output and its gradient's, and three numbers per label for the loss."""
+    found = over("tensor", program(engine=ENGINES[engine], data=js.ddp()))
+    assert totals(found) == {"all-reduce": (2 * 4 + 2) * ACTIVATION + 3 * PER_LABEL}
+    assert {one.axes for one in found} == {("tensor",)}
+
+
+def test_weights_are_gathered_over_data_alone():
+    """A block's weights twice and the others once, each device its part over tensor; gradients are scattered once."""
+    compiled = program()
+    assert totals(over("tensor", compiled)) == {"all-reduce": (2 * 4 + 2) * ACTIVATION + 3 * PER_LABEL}
+    found = over("data", compiled)
+    assert {one.axes for one in found} == {("data",)}
+    moved = {kind: 4 * size for kind, size in totals(found).items()}
+    whole = [p for p in compiled.layout.placed() if p.role == "grad" and "data" not in str(p.placement.store)]
+    # Biases that the tensor axis splits have no dimension left.
+    assert {p.leaf.path for p in whole} == {"blocks/qkv/bias", "blocks/mlp_in/bias"}
+    kept = sum(p.placement.bytes_per_device(compiled.mesh, p.leaf.dtype) for p in whole)
+    unused = 2 * 4 * 4 * 64  # the backward pass needs no bias of a norm or of a row-parallel layer: four per block
+    assert moved == {
+        "all-gather": 2 * (2 * BLOCK - kept) + REST - unused,
+        "reduce-scatter": 2 * BLOCK - kept + REST,
+        "all-reduce": kept,
+    }
+
+
+def test_padded_leaves_are_gathered_over_data_alone():
+    """Width 36 over 8 devices of data is padded to 40; two heads over two devices of tensor."""
+    sizes = {"width": 36, "heads": 2, "vocab": 34}
+    mesh = js.make_mesh(data=4, tensor=2)
+    compiled = program(mesh=mesh, **sizes)
+    assert set(totals(over("tensor", compiled))) == {"all-reduce"}
+    with quick_compile():
+        toy = ZOO["gpt"]()
+        trace, _ = sharded(toy, js.compose(js.fsdp(min_size=0), js.tensor()), mesh, js.explicit())
+    assert_equal_runs(trace, one_device(toy))
+
+
+TORUS = {"vocab": 2048, "width": 1024, "depth": 2, "heads": 8, "seq": 256}
+ON_TPU = 4 * 256 * 1024  # four rows of 256 positions on each device
+
+
+@tpu
+@pytest.mark.parametrize("engine", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
+def test_a_block_on_a_tpu_costs_two_all_reduces_forward_and_two_backward(engine):
+    """Without remat. Two more for the embedding, and three numbers per label for the loss."""
+    mesh = topology_mesh("v5e:2x4", data=2, tensor=4)
+    found = over("tensor", program(engine=ENGINES[engine], mesh=mesh, rows=8, **TORUS))
+    large = [one for one in found if one.elements >= ON_TPU]
+    assert totals(large) == {"all-reduce": (2 * 4 + 2) * ON_TPU}
+    # The rest: numbers per label, and token ids under auto.
+    assert all(one.elements <= 4 * 256 for one in found if one.elements < ON_TPU)
+
+
+@tpu
+@pytest.mark.parametrize("engine", [pytest.param("explicit", marks=pytest.mark.slow), "auto"])
+def test_sequence_parallelism_on_a_tpu_scatters_and_gathers_instead(engine):
+    """The same volume: an all-reduce is a reduce-scatter and an all-gather.
+
+    Each block two of both forward and two backward. Of the others, the embedding's output is scattered and its gradient
+    gathered; what enters the last layer is gathered and its gradient scattered. Under `explicit` the compiler keeps
+    what enters a layer split and gathers it again in the backward pass: two more per block.
+    """
+    mesh = topology_mesh("v5e:2x4", data=2, tensor=4)
+    found = over("tensor", program(SEQUENCE, ENGINES[engine], mesh=mesh, rows=8, **TORUS))
+    large = [one for one in found if one.elements >= ON_TPU]
+    again = 2 * 2 if engine == "explicit" else 0
+    assert totals(large) == {"all-gather": (2 * 4 + 2 + again) * ON_TPU, "reduce-scatter": (2 * 4 + 2) * ON_TPU}
+    # Gradients of biases and norms are summed; nothing else is as large as a weight.
+    assert all(one.elements <= 256 * 1024 for one in found if one.elements < ON_TPU)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sequence_parallelism_equals_one_device(engine):
+    """f32, loss 1e-6 relative, gradients 1e-5."""
+    toy = ZOO["gpt"]()
+    strategy, mesh = setup(4, "fsdp", SEQUENCE)
+    trace, _ = sharded(toy, strategy, mesh, ENGINES[engine])
+    assert_equal_runs(trace, one_device(toy))
+
+
+@pytest.mark.parametrize("scatter", ["each", "end"])
+def test_micro_batches_equal_one_device(scatter):
+    """f32, loss 1e-6 relative, gradients 1e-5."""
+    toy = ZOO["gpt"]()
+    strategy, mesh = setup(4, "fsdp")
+    trace, _ = sharded(toy, strategy, mesh, js.explicit(microbatches=2, scatter=scatter))
+    assert_equal_runs(trace, one_device(toy))
+
+
+def test_bf16_weights_are_cast_before_they_are_gathered_over_data():
+    """In a nested shard_map: without one the CPU compiler aborts."""
+    compiled = program(engine=js.explicit(compute_dtype=jax.numpy.bfloat16))
+    assert set(totals(over("tensor", compiled))) == {"all-reduce"}
