@@ -27,6 +27,10 @@ from jaxshard.optim.traced import path_ending
 Reduce = Literal["mean", "sum"]
 
 
+class OnParts(optax.GradientTransformationExtraArgs):
+    """A transform for `shard_map` that checks by itself what it runs on this device's parts."""
+
+
 class Split(NamedTuple):
     """The dimension along which an array is split, its size, and its size on one device."""
 
@@ -88,7 +92,7 @@ def state_specs(tx: optax.GradientTransformation, params: PyTree, axis_name: Axi
 def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
     """This device's part of every whole parameter, inside `shard_map`; zeros where it is padded. No collectives."""
     names = axis_names(axis_name)
-    parts = _parts(names, "shard_params")
+    parts = axis_parts(names, "shard_params")
     return jax.tree.map(lambda x: _part(x, names, parts), params)
 
 
@@ -103,7 +107,7 @@ def gather_params(shards: PyTree, like: PyTree, axis_name: AxisName = "data") ->
       ValueError: a shard whose shape is not that of a part of its array.
     """
     names = axis_names(axis_name)
-    parts = _parts(names, "gather_params")
+    parts = axis_parts(names, "gather_params")
     raise_all(
         (
             f"{path_str(path)}: {list(x.shape)}, expected {list(part)} of {list(whole.shape)}"
@@ -208,7 +212,7 @@ def fsdp(
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params: PyTree) -> Any:
-        parts = _parts(names, "fsdp")
+        parts = axis_parts(names, "fsdp")
         # The whole shapes are not known here: they lie between those of the parts and this.
         largest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(d * parts for d in x.shape), x.dtype), params)
         require_elementwise(tx, params, axis_name=names, extra_args=extra_args, views=largest)
@@ -219,8 +223,8 @@ def fsdp(
             raise ValueError(
                 "fsdp: update needs this device's parts of the parameters; call tx.update(grads, state, params)"
             )
-        parts = _parts(names, "fsdp")
-        checked = _is_checked(names)
+        parts = axis_parts(names, "fsdp")
+        checked = is_checked(names)
         _check_shapes("fsdp", updates, params, lambda g, p: g == p or shard_shape(g, parts) == p)
         whole = jax.tree.map(lambda g, p: g if g.shape != p.shape else None, updates, params)
         _check_not_summed("fsdp", whole, names)
@@ -236,7 +240,7 @@ def fsdp(
         shards = jax.tree.map(lambda g, p: scale(to_part(g, p), parts), updates, params)
         return tx.update(shards, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return OnParts(init_fn, update_fn)
 
 
 def _on_parts(
@@ -252,13 +256,13 @@ def _on_parts(
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params: PyTree) -> Any:
-        parts = _parts(names, who)
+        parts = axis_parts(names, who)
         views = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shard_shape(x.shape, parts), x.dtype), params)
         require_elementwise(tx, params, axis_name=names, extra_args=extra_args, views=views)
         return tx.init(jax.tree.map(lambda x: _part(x, names, parts), params))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        parts = _parts(names, who)
+        parts = axis_parts(names, who)
         if params is not None:
             _check_shapes(who, updates, params, lambda g, p: g == p)
         _check_not_summed(who, updates, names)
@@ -267,7 +271,7 @@ def _on_parts(
         steps, state = tx.update(grads, state, own, **extra)
         return jax.tree.map(lambda step, g: _whole(step, g.shape, names, parts), steps, updates), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return OnParts(init_fn, update_fn)
 
 
 def _scale(who: str, reduce: Reduce) -> Callable[[jax.Array, int], jax.Array]:
@@ -276,7 +280,7 @@ def _scale(who: str, reduce: Reduce) -> Callable[[jax.Array, int], jax.Array]:
     return (lambda total, parts: total / parts) if reduce == "mean" else (lambda total, parts: total)
 
 
-def _parts(names: tuple[str, ...], who: str) -> int:
+def axis_parts(names: tuple[str, ...], who: str) -> int:
     """The number of devices along the axes."""
     try:
         return math.prod(lax.axis_size(name) for name in names)
@@ -318,13 +322,13 @@ def _whole(x: jax.Array, shape: tuple[int, ...], names: tuple[str, ...], parts: 
     return lax.slice_in_dim(x, 0, split.size, axis=split.dim)
 
 
-def _is_checked(names: tuple[str, ...]) -> bool:
+def is_checked(names: tuple[str, ...]) -> bool:
     """Whether types say over which axes a value varies; under check_vma=False not even the index of the axis does."""
     return all(name in varying_axes(lax.axis_index(name)) for name in names)
 
 
 def _check_not_summed(who: str, grads: PyTree, names: tuple[str, ...]) -> None:
-    if not _is_checked(names):
+    if not is_checked(names):
         return
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     found = [(path_str(path), sorted(set(names) - varying_axes(g))) for path, g in leaves]
