@@ -118,6 +118,7 @@ class Step:
                 out_shardings=(shardings, NamedSharding(self.layout.mesh, PartitionSpec())),
                 donate_argnums=0,
                 keep_unused=True,
+                compiler_options=self.engine.compiler_options(self.layout.mesh),
             )
         elif shapes != self._batch:
             check_same_tree(

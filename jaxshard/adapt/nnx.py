@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -238,20 +238,18 @@ def _seeded(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
     return values
 
 
-def _values(params: Any) -> dict[str, Any]:
-    return {path_str(path): x for path, x in _leaves(flax_nnx.to_pure_dict(params))}
+def _values(params: Any) -> dict[str, list[Any]]:
+    """The arrays behind every parameter, to tell by identity whether it was set (Flax rebuilds what is pending)."""
+    found = jax.tree_util.tree_leaves_with_path(flax_nnx.to_pure_dict(params), is_leaf=is_pending)
+    return {path_str(path): jax.tree.leaves(x) for path, x in found}
 
 
-def _leaves(tree: PyTree) -> Iterator[tuple[Any, Any]]:
-    yield from jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_pending)
-
-
-def _check_params(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _check_params(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> None:
     raise_all(
         (
             f"{path}: " + ("set" if path in before else "was never initialised: made by a call")
-            for path, x in after.items()
-            if path not in before or before[path] is not x
+            for path, arrays in after.items()
+            if path not in before or any(a is not b for a, b in zip(before[path], arrays, strict=True))
         ),
         ValueError,
         "js.nnx: the loss made or changed parameters, which only the optimizer may; make every nnx.Param in the "

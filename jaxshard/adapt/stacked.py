@@ -120,12 +120,17 @@ def checkpoint_body(policy: RematPolicy, body: Callable) -> Callable:
     `jax.checkpoint_policies`. The outputs of gathers, and of the moves and casts that turn what is stored into a
     weight, are never saved: the backward pass gathers again, so that only one block's weights are whole at a time.
     """
+    return jax.checkpoint(body, policy=saved(policy), prevent_cse=False)
+
+
+def saved(policy: RematPolicy) -> Callable[..., Any]:
+    """What `jax.checkpoint` saves by a policy, gathers never."""
     saveable = saveable_of(policy)
 
-    def save(prim: Any, *args: Any, **params: Any) -> bool:
+    def save(prim: Any, *args: Any, **params: Any) -> Any:
         return prim.name not in _MOVES and saveable(prim, *args, **params)
 
-    return jax.checkpoint(body, policy=save, prevent_cse=False)
+    return save
 
 
 _MOVES = frozenset(

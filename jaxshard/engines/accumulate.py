@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxshard._layout import Layout
 from jaxshard._loss import Loss, Max, Mean, Sum, weighted_sum
 from jaxshard._tree import abstract, check_same_tree
 from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy, saveable_of
+from jaxshard.adapt.units import Units
 from jaxshard.engines.weights import Scatter
 
 
@@ -34,7 +36,8 @@ class Engine:
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
       compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
       reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
-      remat: what the forward pass of a `Stacked` model saves: "nothing", "dots", "everything" or a checkpoint policy.
+      remat: what the forward pass of a block or unit saves: "nothing", "dots", "everything" or a checkpoint policy.
+      units: classes of modules of `js.linen` or `js.nnx` whose parameters are gathered while each of them runs.
     """
 
     microbatches: int = 1
@@ -42,6 +45,7 @@ class Engine:
     compute_dtype: Any = None
     reduce_dtype: Any = None
     remat: RematPolicy = "everything"
+    units: Sequence[type] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -51,10 +55,24 @@ class Engine:
         _check_dtype("compute_dtype", self.compute_dtype)
         _check_dtype("reduce_dtype", self.reduce_dtype)
         saveable_of(self.remat)
+        object.__setattr__(self, "units", _checked_units(self.units))
+
+    def compiler_options(self, mesh: Mesh) -> dict[str, Any] | None:
+        """Options with which a step is compiled."""
+        # The CPU compiler of JAX 0.10 drops the barrier before a unit's second gather and merges it with the first.
+        cpu = mesh.devices.flat[0].platform == "cpu"
+        return {"xla_disable_hlo_passes": "cse_barrier_expander"} if self.units and cpu else None
 
     def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
         """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
         raise NotImplementedError(f"{type(self).__name__} has no value_and_grad")
+
+
+def _checked_units(units: Any) -> Units:
+    if not isinstance(units, (list, tuple)) or not all(isinstance(unit, type) for unit in units):
+        got = f"the class {units.__name__} alone" if isinstance(units, type) else repr(units)
+        raise TypeError(f"units must be a list of classes of modules such as [Block], got {got}")
+    return tuple(units)
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class Auto(Engine):
     def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
         """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
         move = make_move(layout, self)
-        call = make_call(loss_fn, layout, move, self.remat)
+        call = make_call(loss_fn, layout, move, self.remat, tuple(self.units))
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             turns, first_rows = _turns(layout, batch, self.microbatches)
@@ -53,6 +53,7 @@ def auto(
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
     remat: RematPolicy = "everything",
+    units: Sequence[type] = (),
 ) -> Auto:
     """The engine whose collectives the compiler chooses; exactly the semantics of one device, whatever the loss does.
 
@@ -60,7 +61,7 @@ def auto(
     be a scalar, `js.Mean` or `js.Loss`; micro-batches (every `microbatches`-th row, on any mesh) need a `js.Mean`.
     See `js.explicit` for the arguments.
     """
-    return Auto(microbatches, scatter, compute_dtype, reduce_dtype, remat)
+    return Auto(microbatches, scatter, compute_dtype, reduce_dtype, remat, units)
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:

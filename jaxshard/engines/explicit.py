@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class Explicit(Engine):
     def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
         """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
         axes = layout.batch_axes
-        call = make_call(loss_fn, layout, make_move(layout, self), self.remat)
+        call = make_call(loss_fn, layout, make_move(layout, self), self.remat, tuple(self.units))
 
         def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             turns, first_rows = _turns(batch, self.microbatches, axes)
@@ -71,6 +71,7 @@ def explicit(
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
     remat: RematPolicy = "everything",
+    units: Sequence[type] = (),
 ) -> Explicit:
     """The engine that issues exactly the collectives of the layout.
 
@@ -84,10 +85,14 @@ def explicit(
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
       compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
       reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
-      remat: what the forward pass of a `Stacked` model saves: "nothing", "dots", "everything" or a function of
-        `jax.checkpoint_policies`. Gathered weights are never saved.
+      remat: what the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing", "dots",
+        "everything" or a function of `jax.checkpoint_policies`. Gathered weights are never saved.
+      units: classes of modules of a `js.linen` or `js.nnx` model, such as [Block]. While a module of these classes
+        runs its parameters are whole: gathered just before, dropped after, gathered again in the backward pass. All
+        other parameters are gathered at once. A unit inside another runs with the outer one; a class that never runs
+        by itself is refused.
     """
-    return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat)
+    return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat, units)
 
 
 def manual_axes(layout: Layout) -> set[str]:

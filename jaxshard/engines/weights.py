@@ -23,7 +23,8 @@ from jaxshard._loss import Loss, as_loss
 from jaxshard._placement import Placement
 from jaxshard._tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard._typing import LossFn, PyTree
-from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, stacked_of
+from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, saved, stacked_of
+from jaxshard.adapt.units import Pending, Units, adapted_of
 
 Scatter = Literal["each", "end"]
 
@@ -68,14 +69,16 @@ def use_tree(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree,
 Call = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Loss]
 
 
-def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Call:
+def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units = ()) -> Call:
     """`call(stored, sinks, state, batch, key, row) -> Loss`: the user's loss on just-in-time weights.
 
     `row` is the global number of the batch's first row. The loss of a `Stacked` model is looked into: each block's
-    weights are gathered inside the scan body, and again in the backward pass. All others have their weights gathered
-    at once.
+    weights are gathered inside the scan body, and again in the backward pass; so is that of `js.linen` and `js.nnx`
+    where `units` are given. All others have their weights gathered at once.
     """
     stacked = stacked_of(loss_fn)
+    if units:
+        return _make_units_call(loss_fn, layout, make_move, remat, units)
     if stacked is not None:
         return _make_stacked_call(stacked, layout, make_move, remat)
 
@@ -83,6 +86,26 @@ def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: Remat
         weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
         with constraining(layout):
             return as_loss(loss_fn(join_model(weights, state), batch, advance(key, row)))
+
+    return call
+
+
+def _make_units_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Call:
+    adapted = adapted_of(loss_fn)
+    if adapted is None:
+        fix = "it gathers block by block without" if stacked_of(loss_fn) else "make it with js.linen or js.nnx"
+        raise TypeError(f"units: {getattr(loss_fn, '__qualname__', loss_fn)} has no units to look into; {fix}")
+    pending = adapted.unit_params(units, layout.shapes.params)
+
+    def weight(late: bool, param: Placement, grad: Placement | None, stored: jax.Array, sink: Any) -> Any:
+        get = partial(use, make_move(param, grad))
+        return Pending(stored, sink, get) if late else get(stored, sink)
+
+    def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
+        weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
+        with constraining(layout):
+            model = join_model(weights, state)
+            return as_loss(adapted.run(model, batch, advance(key, row), units=units, save=saved(remat)))
 
     return call
 

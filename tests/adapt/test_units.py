@@ -1,0 +1,415 @@
+"""`units=`: modules in a Python loop gather their own weights, forward and again backward, one at a time."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxshard as js
+from jaxshard.plan.topology import topology_mesh
+from tests.engines.programs import Program, tpu, traffic
+from tests.toys import (
+    CLASSES,
+    FEATURES,
+    Toy,
+    assert_equal_runs,
+    classes,
+    cross_entropy,
+    one_device,
+    quick_compile,
+    sharded,
+    start_of,
+)
+
+TX = optax.sgd(0.01)
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _compile(request):
+    if request.node.get_closest_marker("tpu"):
+        yield
+    else:
+        with quick_compile():
+            yield
+
+
+def mesh():
+    return js.make_mesh(data=8)
+
+
+class Up(nn.Module):
+    """A unit inside a unit."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(4 * WIDTH)(x))
+
+
+class Block(nn.Module):
+    """16 -> 64 -> 16 with a residual; batch statistics and dropout where asked for."""
+
+    noisy: bool = False
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        h = nn.LayerNorm()(x) if not self.noisy else nn.BatchNorm(use_running_average=not train)(x)
+        h = nn.Dropout(0.3, deterministic=not (self.noisy and train))(Up()(h))
+        return x + nn.Dense(WIDTH)(h)
+
+
+class Net(nn.Module):
+    noisy: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH)(x)
+        for _ in range(2):
+            x = Block(self.noisy)(x, train=True)
+        return nn.Dense(CLASSES)(x)
+
+
+class NnxUp(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.dense(x))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, noisy, rngs):
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs) if noisy else nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up, self.down = NnxUp(rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.3 if noisy else 0.0, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.drop(self.up(self.norm(x))))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs, noisy=False):
+        self.first, self.last = nnx.Linear(FEATURES, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(noisy, rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def loss_of(model, batch):
+    return cross_entropy(model(batch["x"]), batch)
+
+
+def toy_of(library: str, loss=loss_of, **options) -> Toy:
+    pair = {
+        "linen": lambda: js.linen(Net(**options), loss, classes()),
+        "nnx": lambda: js.nnx(partial(NnxNet, **options), loss),
+    }[library]()
+    return Toy(*pair, classes(), rate=0.01)
+
+
+LIBRARIES = ["linen", "nnx"]
+UNITS = {"linen": [Block], "nnx": [NnxBlock]}
+INNER = {"linen": Up, "nnx": NnxUp}
+
+
+@cache
+def reference(library: str, noisy: bool):
+    return one_device(toy_of(library, noisy=noisy))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        partial(js.explicit, remat="nothing"),
+        partial(js.explicit, microbatches=2, scatter="end"),
+        partial(js.auto, remat="dots"),
+    ],
+    ids=["explicit", "explicit in micro-batches", "auto"],
+)
+def test_units_equal_one_device(library, engine):
+    """Losses within 1e-6, gradients within 1e-5."""
+    trace, _ = sharded(toy_of(library), js.fsdp(min_size=0), mesh(), engine(units=UNITS[library]))
+    assert_equal_runs(trace, reference(library, False))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_batch_norm_and_dropout_inside_units_equal_one_device(library):
+    """Losses within 1e-6, gradients and batch statistics within 1e-5: keys and state pass through a unit."""
+    toy = toy_of(library, noisy=True)
+    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto(units=UNITS[library]))
+    assert_equal_runs(trace, reference(library, True))
+    assert jax.tree.leaves(trace.state)
+
+
+def bytes_moved(toy, engine):
+    layout = js.layout(js.fsdp(min_size=0), mesh(), toy.init_fn, TX)
+    return traffic(Program(layout, js.make_step(toy.loss_fn, TX, layout, engine=engine).compile(toy.batch)))
+
+
+# A block has 32 + 17 x 64 + 65 x 16 = 2,160 elements, 17,280 bytes of two; the others (13 + 1) x 16 and 16 x 7 + 7,
+# padded to 8: 1,376 bytes. Backward needs all of a block but its last bias, 128 bytes of two.
+ONCE = 18_656
+TWICE = 35_808
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_units_are_gathered_forward_and_backward_and_scattered_once(library):
+    toy, units = toy_of(library), UNITS[library]
+    scattered = {("reduce-scatter", "data"): ONCE}
+    assert bytes_moved(toy, js.explicit(remat="nothing")) == {("all-gather", "data"): ONCE, **scattered}
+    assert bytes_moved(toy, js.explicit(remat="nothing", units=units)) == {("all-gather", "data"): TWICE, **scattered}
+    assert bytes_moved(toy, js.auto(remat="nothing", units=units))["all-gather", "data"] == TWICE
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_unit_inside_a_unit(library):
+    """Alone it gathers its own 1,088 elements, 8,704 bytes of two, twice; inside another unit it is refused."""
+    toy, inner = toy_of(library), INNER[library]
+    alone = bytes_moved(toy, js.explicit(remat="nothing", units=[inner]))
+    assert alone["all-gather", "data"] == ONCE + 8_704
+    with pytest.raises(ValueError, match="only inside another unit"):
+        bytes_moved(toy, js.explicit(units=[*UNITS[library], inner]))
+
+
+def test_frozen_units():
+    """Nothing of a frozen block is scattered, and the rest equals one device."""
+    toy = toy_of("nnx")
+    trainable = lambda path: not path.startswith("blocks/0")  # noqa: E731
+    both = [
+        sharded(toy, js.fsdp(min_size=0), mesh(), js.explicit(units=units), trainable=trainable)[0]
+        for units in ([], [NnxBlock])
+    ]
+    assert_equal_runs(*both)
+
+
+def test_a_shared_block_and_a_method():
+    """One Linen block called twice, once through another method: its gradients add up."""
+
+    class Half(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(WIDTH)
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.dense(x))
+
+        def other(self, x, *, scale):
+            return scale * self(x)
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            half = Half()
+            return nn.Dense(CLASSES)(half.other(half(nn.Dense(WIDTH)(x)), scale=0.5))
+
+    toy = Toy(*js.linen(Twice(), loss_of, classes()), classes(), rate=0.01)
+    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.explicit(units=[Half]), steps=2)
+    assert_equal_runs(trace, one_device(toy, steps=2))
+
+
+# Memory on a TPU.
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("btd,bsd->bts", q, k) / q.shape[-1] ** 0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(causal, scores, -1e9)), v)
+
+
+def loop_models(width: int, depth: int, vocab: int):
+    """The same transformer three times: a loop in Linen, a loop in NNX, and `js.Stacked`."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            qkv = nn.Dense(3 * width)(nn.LayerNorm()(x))
+            x = x + nn.Dense(width)(attention(*jnp.split(qkv, 3, -1)))
+            return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(x))))
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(vocab)(nn.LayerNorm()(x))
+
+    class Loop(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(vocab, width)(tokens)
+            for _ in range(depth):
+                x = Layer()(x)
+            return Head()(x)
+
+    class NnxLayer(nnx.Module):
+        def __init__(self, rngs):
+            self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
+            self.qkv, self.out = nnx.Linear(width, 3 * width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
+            self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+
+        def __call__(self, x):
+            x = x + self.out(attention(*jnp.split(self.qkv(self.norms[0](x)), 3, -1)))
+            return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+    class NnxLoop(nnx.Module):
+        def __init__(self, rngs):
+            self.embed, self.norm = nnx.Embed(vocab, width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+            self.layers = nnx.List([NnxLayer(rngs) for _ in range(depth)])
+            self.head = nnx.Linear(width, vocab, rngs=rngs)
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(self.norm(x))
+
+    def nats(logits, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+        return js.Mean(losses.sum(), losses.size)
+
+    def init(key):
+        x = jnp.zeros((1, 8, width))
+        embedding = nn.Embed(vocab, width).init(key, jnp.zeros((1, 8), int))
+        return {"embed": embedding, "block": Layer().init(key, x), "head": Head().init(key, x)}
+
+    def loss(model, batch):
+        return nats(model(batch["tokens"][:, :-1]), batch)
+
+    stacked = js.Stacked(
+        lambda params, batch, key: nn.Embed(vocab, width).apply(params["embed"], batch["tokens"][:, :-1]),
+        lambda params, x, key: Layer().apply(params, x),
+        lambda params, x, batch, key: nats(Head().apply(params["head"], x), batch),
+        depth,
+        init,
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((32, 129), jnp.int32)}
+    linen = js.linen(Loop(), loss, batch)
+    return batch, stacked, {"linen": (linen, [Layer]), "nnx": (js.nnx(NnxLoop, loss), [NnxLayer])}
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [js.explicit, js.auto], ids=["explicit", "auto"])
+def test_a_loop_with_units_needs_at_most_15_percent_more_than_stacked(engine):
+    """Six layers of 512 on 8 chips: peak minus arguments; without units it is twice as much."""
+    batch, stacked, loops = loop_models(width=512, depth=6, vocab=256)
+    mesh = topology_mesh("v5e:2x4", x=2, y=4)
+
+    def peak(model, **units) -> int:
+        layout = js.layout(js.fsdp(("x", "y")), mesh, model.init, TX)
+        step = js.make_step(model.loss, TX, layout, engine=engine(remat="nothing", **units))
+        memory = step.compile(batch).memory_analysis()
+        return memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+
+    limit = 1.15 * peak(stacked)
+    for model, units in loops.values():
+        assert peak(model, units=units) <= limit
+    assert peak(loops["linen"][0]) >= 1.5 * limit
+
+
+# Bad input.
+
+
+class Unused(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(x)
+
+
+class NnxUnused(nnx.Module): ...
+
+
+def step(library, units, loss=loss_of):
+    toy = toy_of(library, loss)
+    layout = js.layout(js.ddp(), mesh(), toy.init_fn, TX)
+    return js.make_step(toy.loss_fn, TX, layout, engine=js.explicit(units=units))
+
+
+def test_units_that_cannot_be():
+    with pytest.raises(TypeError, match=r"units must be a list of classes of modules such as \[Block\], got the class"):
+        js.explicit(units=Block)
+    with pytest.raises(TypeError, match="units must be a list of classes"):
+        js.auto(units=["Block"])
+    with pytest.raises(ValueError, match=r"(?s)units: every one.*Unused: never runs.*Dropout: has no parameters"):
+        step("linen", [Unused, nn.Dropout])
+    with pytest.raises(ValueError, match=r"(?s)units: every one.*NnxUnused: the module has none.*Dropout: has no par"):
+        step("nnx", [NnxUnused, nnx.Dropout])
+    with pytest.raises(TypeError, match=r"(?s)made of flax.linen Modules, which these classes are not.*NnxBlock"):
+        step("linen", [NnxBlock])
+    with pytest.raises(TypeError, match=r"(?s)made of flax.nnx Modules, which these classes are not.*- Block"):
+        step("nnx", [Block])
+
+
+def test_a_loss_without_units_to_look_into():
+    toy = toy_of("nnx")
+    layout = js.layout(js.ddp(), mesh(), toy.init_fn, TX)
+
+    def my_loss(model, batch, key):
+        return toy.loss_fn(model, batch, key)
+
+    with pytest.raises(TypeError, match=r"units: .*my_loss has no units to look into; make it with js.linen or js.nnx"):
+        js.make_step(my_loss, TX, layout, engine=js.explicit(units=[NnxBlock]))
+
+
+def test_an_nnx_unit_that_never_runs():
+    def loss(module, batch):
+        return cross_entropy(module.last(module.first(batch["x"])), batch)
+
+    with pytest.raises(ValueError, match=r"(?s)units: these never ran in the loss.*NnxBlock"):
+        step("nnx", [NnxBlock], loss).compile(classes())
+
+
+def test_a_parameter_used_while_its_unit_does_not_run():
+    def loss(module, batch):
+        kept = jnp.square(module.blocks[0].down.kernel[...]).sum()
+        return cross_entropy(module(batch["x"]), batch) + js.Mean(kept, 1.0)
+
+    with pytest.raises(ValueError, match="a parameter of a unit was used while that unit does not run"):
+        step("nnx", [NnxBlock], loss).compile(classes())
+
+
+def test_stacked_modules_are_no_units():
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(Carried, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return nn.Dense(CLASSES)(scan()(nn.Dense(WIDTH)(x))[0])
+
+    class Carried(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH)(x), None
+
+    init_fn, loss_fn = js.linen(Scanned(), loss_of, classes())
+    layout = js.layout(js.ddp(), mesh(), init_fn, TX)
+    with pytest.raises(ValueError, match=r"(?s)Carried at .*: its parameters are stacked.*js.Stacked"):
+        js.make_step(loss_fn, TX, layout, engine=js.explicit(units=[Carried]))
+
+
+def test_stacked_models_need_no_units():
+    _, stacked, _ = loop_models(width=8, depth=2, vocab=8)
+    layout = js.layout(js.ddp(), mesh(), stacked.init, TX)
+    with pytest.raises(TypeError, match="has no units to look into; it gathers block by block without"):
+        js.make_step(stacked.loss, TX, layout, engine=js.explicit(units=[Block]))
+
+
+def test_what_a_unit_is_in_the_parameters():
+    pair = js.linen(Net(), loss_of, classes())
+    params = start_of(pair.init)
+    mask = pair.unit_params((Block,), params)
+    assert {name: all(jax.tree.leaves(mask[name])) for name in mask} == {
+        "Block_0": True,
+        "Block_1": True,
+        "Dense_0": False,
+        "Dense_1": False,
+    }
+    assert np.sum(jax.tree.leaves(mask)) == 12
