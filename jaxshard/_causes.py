@@ -66,8 +66,8 @@ def causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str
         )
     factors = _factors(ratios, suspect.layout)
     found = _rows(suspect) if failed & {"loss", "gradient"} else ()
-    if not found and "state" in failed and not isinstance(suspect.engine, Auto):
-        found = (f"the model's state is computed by each device from its own rows: {_BATCH_STATISTICS}",)
+    if "state" in failed and not isinstance(suspect.engine, Auto) and not any(_STATISTICS in text for text in found):
+        found = (*found, f"the model's new state is computed by each device from its own rows: {_STATISTICS}")
     if not found and factors:
         found = (
             "the loss does add up over the rows, so something is summed over devices twice, or never: leave "
@@ -76,9 +76,7 @@ def causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str
     return (*factors, *found)
 
 
-_BATCH_STATISTICS = (
-    "under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or use js.auto()"
-)
+_STATISTICS = "under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or use js.auto()"
 
 
 def _factors(ratios: list[Ratio], layout: Layout) -> tuple[str, ...]:
@@ -151,7 +149,7 @@ def _rows(suspect: Suspect) -> tuple[str, ...]:
         )
     return (
         f"{numbers}: the rows are not independent (batch statistics, a limit of capacity over the rows at hand, a mean "
-        f"of local means); js.auto() is right for any loss; {_BATCH_STATISTICS}",
+        f"of local means); js.auto() is right for any loss; {_STATISTICS}",
     )
 
 

@@ -110,12 +110,13 @@ def parity(
 ) -> Parity:
     """The report of one step, sharded over the mesh, against the same step on one device in plain JAX.
 
-    Both sides have the same parameters (those of `init_fn(key)`), global batch and key, all floating arrays in f32 and
-    no lower precision in the engine. The loss must agree to a tenth of `tolerance` relative; gradients, updates and the
-    model's new state to `tolerance`, per leaf: the largest difference over the larger of the leaf's largest magnitude
-    and 1e-3 of the tree's. Keep the batch small (512 tokens): long sums lose digits. `tx` updates twice, given
-    the same gradients on both sides (those of one device), and the second updates are compared, so that neither
-    Adam's amplification of rounding nor a rate that warms up from zero blurs the comparison; integers must be equal.
+    Both sides have the same parameters (those of `init_fn(key)`), global batch and key, all floating arrays in f32,
+    products in full f32 precision (GPUs and TPUs take less by default), and no lower precision in the engine. The loss
+    must agree to a tenth of `tolerance` relative; gradients, updates and the model's new state to `tolerance`, per
+    leaf: the largest difference over the larger of the leaf's largest magnitude and 1e-3 of the tree's. Keep the batch
+    small (512 tokens): long sums lose digits. `tx` updates twice, given the same gradients on both sides (those of one
+    device), and the second updates are compared, so that neither Adam's amplification of rounding nor a rate that warms
+    up from zero blurs the comparison; integers must be equal.
 
     One program is compiled for one device and one for the mesh, whose devices may be simulated. The step on one device
     is that of a loss that sees the whole batch: `js.parity(...).check()` in a test tells whether a loss may run under
@@ -125,11 +126,28 @@ def parity(
       ValueError: the mesh has no devices of this process; all that `js.layout` and `js.make_step` refuse.
       TypeError: a loss that the engine refuses.
     """
-    engine = auto() if engine is None else engine
     if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
     check_transform(tx)
-    first, notes, seed = mesh.devices.flat[0], _Notes(), typed_key(key)
+    with jax.default_matmul_precision("float32"):
+        return _compare(
+            init_fn, loss_fn, tx, strategy, mesh, batch, engine or auto(), typed_key(key), tolerance, trainable
+        )
+
+
+def _compare(
+    init_fn: InitFn,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    strategy: Strategy,
+    mesh: Mesh,
+    batch: PyTree,
+    engine: Engine,
+    seed: jax.Array,
+    tolerance: float,
+    trainable: PyTree | Callable[[str], bool],
+) -> Parity:
+    first, notes = mesh.devices.flat[0], _Notes()
     engine = notes.engine(engine)
     with jax.default_device(first):
         batch = notes.f32("batch", jax.tree.map(np.asarray, batch))

@@ -172,7 +172,11 @@ WEIGHT = r"the weight of js.Mean is no sum over rows: that of the whole batch is
     "loss_fn, why",
     [
         (local_mean, [WEIGHT.format(1, 8)]),
-        (mean_of_means, [NUMBERS + "the rows are not independent .* a mean of local means"]),
+        pytest.param(
+            mean_of_means,
+            [NUMBERS + "the rows are not independent .* a mean of local means"],
+            marks=pytest.mark.slow,
+        ),
         (fixed_weight, [WEIGHT.format(16, 128), "8 times too small, and 8 is the size of axis 'data'"]),
         (summed_twice, ["8 times too large, and 8 is the size of axis 'data'", r"leave collectives .*\(psum, pmean\)"]),
     ],
@@ -220,6 +224,7 @@ def test_random_numbers_of_rows_pass(loss_fn, engine):
     run(loss_fn, engine=engine).check()
 
 
+@pytest.mark.slow
 def test_micro_batches_that_renumber_rows():
     check_fails(run(row_dropout, engine=js.auto(microbatches=2)), ["numbers the rows of a batch turn by turn"])
 
@@ -293,6 +298,33 @@ def test_frozen_parameters_and_updates_of_nothing():
     report.check()
     assert {one.leaf for one in report.differences if one.what == "gradient"} == {"Dense_1/kernel", "Dense_1/bias"}
     assert report.notes == ("all updates are zero on one device, so that nothing is said about the optimizer",)
+
+
+def test_products_are_computed_in_full_precision():
+    """GPUs and TPUs multiply f32 in less by default."""
+    seen = []
+
+    def loss_fn(params, batch, key):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return plain(params, batch, key)
+
+    run(loss_fn).check()
+    assert set(seen) == {"float32"} and len(seen) >= 2 and jax.config.jax_default_matmul_precision is None
+
+
+def test_state_that_each_device_computes_from_its_rows():
+    """The loss and gradients agree to 1e-6 and 1e-5: it is the state alone that is at fault."""
+
+    def loss_fn(model, batch, key):
+        loss = plain(model.params, batch, key)
+        return js.Loss(loss, {"largest": batch["x"].max(), "seen": model.state["seen"] + 1})
+
+    def init(key):
+        return js.Model(init_fn(key), {"largest": jnp.zeros(()), "seen": jnp.zeros((), jnp.int32)})
+
+    report = run(loss_fn, init=init)
+    check_fails(report, ["new state is computed by each device from its own rows: .*js.auto"], kinds=("state",))
+    assert [one.name for one in report.failures] == ["state largest"]
 
 
 def test_what_can_not_be_compared_is_refused():
