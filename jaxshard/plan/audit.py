@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxshard._compat import device_order
 from jaxshard.plan import hlo
 from jaxshard.plan.groups import UNKNOWN, Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
-from jaxshard.plan.source import source_of
+from jaxshard.plan.source import source_of, user_of
 
 KINDS = (
     "all-reduce",
@@ -56,6 +56,7 @@ class Collective:
       op_name: the path of JAX names that led to it.
       groups: groups, or pairs of source and target, of positions in `mesh.devices.flat`.
       conditional: whether it is in a branch of a conditional; `count` is then of a step that always takes that branch.
+      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Collective:
     op_name: str
     groups: Groups
     conditional: bool = False
+    user: str = ""
 
     @property
     def bytes(self) -> int | None:
@@ -229,6 +231,7 @@ def _record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
         op_name=source.op_name,
         groups=groups,
         conditional=found.conditional,
+        user=user_of(module, found.scope, op),
     )
 
 

@@ -32,9 +32,11 @@ class Surprise:
 
     @property
     def place(self) -> str:
-        """The line in the user's model, else the operation's name and what it is called in the program."""
+        """The line in the user's model, or the one that uses the result; else the operation's name in the program."""
         if _is_users(self.found):
             return self.found.source
+        if self.found.user:
+            return self.found.user
         name = self.found.op_name or self.found.op
         return name if self.found.source in (name, self.found.op) else f"{self.found.source} ({name})"
 
@@ -157,7 +159,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
             slack -= item.bytes
         else:
             problems[item.number, item.part] = rooms.why(item)
-    return Comparison(promised.expected, found, tuple(_surprises(found, problems)), tuple(rooms.missing()))
+    return Comparison(promised.expected, found, _surprises(found, problems), tuple(rooms.missing()))
 
 
 class _Item(NamedTuple):
@@ -285,14 +287,20 @@ def _why_never(banned: list[Never], one: Collective) -> str:
     return f"{size}{what}: must never move over {'+'.join(banned[0].axes)}"
 
 
-def _surprises(found: tuple[Collective, ...], problems: dict[tuple[int, int], str]) -> Iterator[Surprise]:
-    """One surprise per collective and reason, with the arrays that it is about."""
+def _surprises(found: tuple[Collective, ...], problems: dict[tuple[int, int], str]) -> tuple[Surprise, ...]:
+    """One surprise per collective and reason, with the arrays that it is about; equal ones of one place added up."""
+    merged: dict[tuple[Any, ...], Surprise] = {}
     for number, one in enumerate(found):
-        mine = {part: why for (n, part), why in problems.items() if n == number}
-        for why in dict.fromkeys(mine[part] for part in sorted(mine)):
-            parts = [part for part in sorted(mine) if mine[part] == why]
+        mine = {part: why for (n, part), why in sorted(problems.items()) if n == number}
+        for why in dict.fromkeys(mine.values()):
+            parts = [part for part in mine if mine[part] == why]
             shapes = tuple(one.shapes[part] for part in parts)
-            yield Surprise(replace(one, shapes=shapes, sizes=tuple(one.sizes[part] for part in parts)), why)
+            mine_only = replace(one, shapes=shapes, sizes=tuple(one.sizes[part] for part in parts))
+            key = (one.kind, one.axes, one.dtype, shapes, one.source, one.op_name, one.count is None, why)
+            before = merged[key].found.count if key in merged else 0
+            count = None if one.count is None or before is None else one.count + before
+            merged[key] = Surprise(replace(mine_only, count=count), why)
+    return tuple(merged.values())
 
 
 def _is_users(one: Collective) -> bool:

@@ -76,6 +76,15 @@ class Computation:
         line = next(line for line in reversed(self._body) if line.lstrip().startswith("ROOT "))
         return line.partition(" = ")[0].split("%")[-1]
 
+    @cached_property
+    def users(self) -> dict[str, list[str]]:
+        """For every value the operations that use it."""
+        found: dict[str, list[str]] = {}
+        for name, line in self.lines.items():
+            for operand in dict.fromkeys(_NAME.findall(_FREE_TEXT.split(line)[0])):
+                found.setdefault(operand, []).append(name)
+        return found
+
     def __getitem__(self, name: str) -> Op:
         if name not in self._parsed:
             self._parsed[name] = _parse_op(name, self.lines[name])

@@ -17,16 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxshard._compat import without_dead_code
 from jaxshard._layout import Layout
 from jaxshard._mesh import axis_names
 from jaxshard._placement import Placement, axes_of, only_axes, split_dims, splits_per_dim
 from jaxshard._strategy import Tensor, parts_of
 from jaxshard._tree import BLOCKS, bytes_of, path_str
 from jaxshard._typing import LossFn, PyTree
-from jaxshard.adapt.stacked import checkpoint_body, stacked_of
 from jaxshard.engines.accumulate import Engine
 from jaxshard.engines.auto import Auto
+from jaxshard.plan.uses import Use, uses
 
 Shape = tuple[int, ...]
 
@@ -112,13 +111,13 @@ class Promise:
 def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Promise:
     """The collectives of the step that `make_step(loss_fn, tx, layout, engine=engine)` makes for a batch.
 
-    `batch` holds global arrays or their shapes: it is traced, to know which weights of a `Stacked` model's block the
-    backward pass gathers again. Under `js.explicit` every collective is promised exactly, but for arrays over tensor
-    axes; under `js.auto`, whose collectives the compiler chooses, nothing else than these and nothing more often,
-    and an all-reduce may stand for a reduce-scatter:
+    `batch` holds global arrays or their shapes: the loss is traced, to know how often it uses each weight. Under
+    `js.explicit` every collective is promised exactly, but for arrays over tensor axes; under `js.auto`, whose
+    collectives the compiler chooses, nothing else than these and nothing more often, and an all-reduce may stand for
+    a reduce-scatter:
 
-    - every weight gathered over the axes that its `store` has and its `use` lacks, once; those of a `Stacked` model
-      once per block and once more where the backward pass needs them;
+    - every weight gathered over the axes that its `store` has and its `use` lacks, as often as the loss uses it: once,
+      or in blocks and units once and once more where the backward pass needs it;
     - every gradient reduced, scattered over the batch axes in its `store`, summed over the others; under auto once per
       use of a weight, which may be tied;
     - every parameter gathered over what splits its optimizer state alone;
@@ -129,11 +128,11 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
       vocabulary that is.
     """
     leaves = list(_leaves(layout))
-    loops = _loops(layout, engine, loss_fn, batch)
+    counts = uses(layout, engine, loss_fn, batch)
     auto = isinstance(engine, Auto)
     expected = [
-        *itertools.chain.from_iterable(_weight(layout, engine, leaf, loops, auto) for leaf in leaves),
-        *itertools.chain.from_iterable(_gradient(layout, engine, leaf, loops, auto) for leaf in leaves),
+        *itertools.chain.from_iterable(_weight(layout, engine, leaf, counts, auto) for leaf in leaves),
+        *itertools.chain.from_iterable(_gradient(layout, engine, leaf, counts, auto) for leaf in leaves),
         *itertools.chain.from_iterable(_update(layout, leaf) for leaf in leaves),
         *_state(layout, auto),
         *_activations(layout, auto),
@@ -163,59 +162,18 @@ def _leaves(layout: Layout) -> Iterator[_Leaf]:
         yield _Leaf(path_str(path), tuple(x.shape), x.dtype, param, grad, opt)
 
 
-@dataclass(frozen=True)
-class _Loops:
-    """How often the loss uses a weight: the number of blocks of a `Stacked` model, else 0, and of micro-batches."""
-
-    blocks: int
-    turns: int
-    again: frozenset[str]
-
-    def inside(self, path: str) -> bool:
-        return self.blocks > 0 and path.startswith(f"{BLOCKS}/")
-
-
-def _loops(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> _Loops:
-    stacked = stacked_of(loss_fn)
-    if stacked is None:
-        return _Loops(0, engine.microbatches, frozenset())
-    params = layout.shapes.params
-    rest = {name: part for name, part in params.items() if name != BLOCKS}
-    x = jax.eval_shape(stacked.embed, rest, batch, layout.shapes.key)
-    block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[BLOCKS])
-
-    def gathered(x: jax.Array) -> jax.Array:
-        # Casts, like gathers, are never saved by `checkpoint_body`.
-        other = jnp.bfloat16 if x.dtype != jnp.bfloat16 else jnp.float32
-        return x.astype(other).astype(x.dtype)
-
-    def backward(block: PyTree, x: PyTree, key: jax.Array, cotangent: PyTree) -> PyTree:
-        body = checkpoint_body(engine.remat, lambda block, x: stacked.block(jax.tree.map(gathered, block), x, key))
-        return jax.vjp(body, block, x)[1](cotangent)
-
-    jaxpr, used = without_dead_code(jax.make_jaxpr(backward)(block, x, layout.shapes.key, x))
-    inputs = iter(jaxpr.invars)
-    left = [next(inputs) if one else None for one in used]
-    recomputed = [eqn for eqn in jaxpr.eqns if "prevent_cse" in eqn.params]
-    needed = {id(var) for eqn in recomputed for var in eqn.invars}
-    paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(block)]
-    again = frozenset(f"{BLOCKS}/{path}" for path, var in zip(paths, left) if id(var) in needed)
-    return _Loops(stacked.num_blocks, engine.microbatches, again)
-
-
-def _weight(layout: Layout, engine: Engine, leaf: _Leaf, loops: _Loops, auto: bool) -> Iterator[Expected]:
+def _weight(layout: Layout, engine: Engine, leaf: _Leaf, counts: dict[Use, int], auto: bool) -> Iterator[Expected]:
     """The gathers of one weight, from `store` to `use`, minor axes first."""
-    inside = loops.inside(leaf.path)
-    param = leaf.param.tail() if inside else leaf.param
     dtype = leaf.dtype
     if engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(engine.compute_dtype)
-    # What does not depend on the turn the compiler may gather once.
-    least = loops.blocks * (1 + (leaf.path in loops.again)) if inside else 1
-    most = least * loops.turns
-    least = 0 if auto else most if inside else least
-    one = Expected("all-gather", (), (), dtype, least, most, f"weight {leaf.path}")
-    yield from _gathers(layout.mesh, param, axes_of(param.use), one, at_once=auto)
+    for sliced in (True, False):
+        if most := counts.get(Use("weight", leaf.path, sliced), 0):
+            param = leaf.param.tail() if sliced else leaf.param
+            # What does not depend on the turn the compiler may gather once.
+            least = 0 if auto else most if sliced or engine.microbatches == 1 else 1
+            one = Expected("all-gather", (), (), dtype, least, most, f"weight {leaf.path}")
+            yield from _gathers(layout.mesh, param, axes_of(param.use), one, at_once=auto)
 
 
 def _gathers(mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, *, at_once: bool) -> Iterator[Expected]:
@@ -238,16 +196,25 @@ def _over(mesh: Mesh, one: Expected, axes: Iterable[str]) -> Iterator[Expected]:
         yield replace(one, axes=several)
 
 
-def _gradient(layout: Layout, engine: Engine, leaf: _Leaf, loops: _Loops, auto: bool) -> Iterator[Expected]:
-    """The stages in which one gradient is reduced, in the order of `_collectives.scatter_sum`."""
+def _gradient(layout: Layout, engine: Engine, leaf: _Leaf, counts: dict[Use, int], auto: bool) -> Iterator[Expected]:
+    """The reductions of one gradient: where it is born, or all turns at the end."""
     if leaf.grad is None:
         return
+    if engine.scatter == "end":
+        yield from _reductions(layout, engine, leaf, leaf.grad, 1, auto)
+        return
+    for sliced in (True, False):
+        if count := counts.get(Use("gradient", leaf.path, sliced), 0):
+            yield from _reductions(layout, engine, leaf, leaf.grad.tail() if sliced else leaf.grad, count, auto)
+
+
+def _reductions(
+    layout: Layout, engine: Engine, leaf: _Leaf, grad: Placement, count: int, auto: bool
+) -> Iterator[Expected]:
+    """The stages in which one gradient is reduced `count` times, in the order of `_collectives.scatter_sum`."""
     mesh, owned = layout.mesh, axes_of(leaf.param.use)
-    each = engine.scatter == "each"
-    inside = each and loops.inside(leaf.path)
-    grad = leaf.grad.tail() if inside else leaf.grad
-    count = (loops.blocks if inside else 1) * (loops.turns if each else 1)
-    if auto and not loops.inside(leaf.path):
+    sliced = len(grad.view.logical) < len(leaf.shape)
+    if auto and not sliced:
         count *= 2  # a tied weight: the compiler sums each use over devices, then both
     free = [axis for axis in layout.batch_axes if axis not in owned]
     shape = [size // parts for size, parts in zip(grad.view.stored, splits_per_dim(mesh, only_axes(grad.store, owned)))]
@@ -255,7 +222,7 @@ def _gradient(layout: Layout, engine: Engine, leaf: _Leaf, loops: _Loops, auto: 
     one = Expected(
         "reduce-scatter", (), tuple(shape), engine.reduce_dtype or leaf.dtype, 0 if auto else count, count,
         f"gradient of {leaf.path}", unpadded=logical if auto else None,
-        stack=loops.blocks if inside else 1,
+        stack=leaf.shape[0] if sliced else 1,
     )  # fmt: skip
     split = [(dim, axis) for dim, axis in split_dims(grad.store) if axis not in owned]
     for dim, axis in split:

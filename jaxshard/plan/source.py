@@ -37,6 +37,27 @@ def source_of(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> Source:
     return Source(name or op.name, (), name)
 
 
+def user_of(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> str:
+    """The nearest line of the user's code that uses a value, else of a library; "" where there is none near.
+
+    A compiler names what it inserts after what it works on: a weight that is moved bears the line of the engine that
+    brought it, and who asked for it is known by who uses it.
+    """
+    computation, outer = list(_fusions(scope, op))[-1]
+    queue = list(computation.users.get(outer.name, ()))
+    other = ""
+    for name in queue:
+        frames = _frames(module, computation[name].notes)
+        if line := _users_frame(frames):
+            return line
+        if frames and not other and not Path(frames[0]).is_relative_to(_PACKAGE):
+            other = frames[0]
+        queue += [user for user in computation.users.get(name, ()) if user not in queue]
+        if len(queue) > 64:
+            break
+    return other
+
+
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
     """The operation and the fusions it is in, each with the computation it stands in."""
     yield scope.computation, op
@@ -76,13 +97,17 @@ def users_line(frames: Sequence[str]) -> str:
     Installed libraries and this package are not the user's code (its ready-made models are), nor is what merely calls
     the step: the search ends at a frame of an engine.
     """
+    return _users_frame(frames) or frames[0]
+
+
+def _users_frame(frames: Sequence[str]) -> str:
     for frame in frames:
         file = Path(frame.rpartition(":")[0])
         if file.is_relative_to(_PACKAGE / "engines") or file in _STEPS:
             break
         if not _is_library(file):
             return frame
-    return frames[0]
+    return ""
 
 
 def _is_library(file: Path) -> bool:

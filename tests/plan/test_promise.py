@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -167,7 +168,7 @@ def assert_exact(comparison):
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=() if name in ("zero2", "hsdp") else pytest.mark.slow) for name in literals.EXPECTED],
+    [pytest.param(name, marks=() if name == "hsdp" else pytest.mark.slow) for name in literals.EXPECTED],
 )
 def test_the_gpt_keeps_the_promise_of_every_strategy(strategy):
     axes, made = setups(0)[strategy]
@@ -199,21 +200,61 @@ def test_a_model_with_a_scalar_keeps_the_promise(strategy):
     assert_exact(audited(nnx_toy(), made, js.make_mesh(**axes)))
 
 
+def test_units_are_gathered_again_where_the_backward_pass_needs_them():
+    """Of two units the second one's kernel: nothing asks for the gradient of the batch, nor for an added bias."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + jnp.tanh(nn.Dense(16)(x))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = Layer()(x)
+            return nn.Dense(8)(x)
+
+    batch = {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    adapted = js.linen(Net(), lambda model, batch: js.Mean(jnp.sum(model(batch["x"]) ** 2), batch["x"].size), batch)
+    toy = Toy(adapted.init, adapted.loss, batch)
+    mesh, engine = js.make_mesh(data=8), js.explicit(units=[Layer])
+    comparison = audited(toy, js.fsdp(min_size=0), mesh, engine)
+    assert_exact(comparison)
+    gathers = {one.what: one.most for one in comparison.promised if one.kind == "all-gather"}
+    assert gathers == {
+        "weight Layer_0/Dense_0/kernel": 1, "weight Layer_0/Dense_0/bias": 1,
+        "weight Layer_1/Dense_0/kernel": 2, "weight Layer_1/Dense_0/bias": 1,
+        "weight Dense_0/kernel": 1, "weight Dense_0/bias": 1,
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_two_data_axes_on_simulated_devices(strategy):
     assert_exact(audited(gpt_toy(vocab=48), torus_setups(0)[strategy], js.make_mesh(x=2, y=4)))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_the_automatic_engine_stays_within_the_promise(strategy):
+    """The CPU compiler reduces everywhere, unpadded, and slices."""
+    axes, made = setups(0)[strategy]
+    comparison = audited(linen_toy(), made, js.make_mesh(**axes), js.auto())
+    assert comparison.ok, str(comparison)
+    rows = {row["kind"]: row["bytes"] for row in comparison.rows() if row["bytes"]}
+    assert rows == {"all-reduce": F32 * (13 * 27 + 27 + 27 * 1001 + 1001 + 1001 * 7 + 7), "all-gather": 142_944}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_the_gpt_under_the_automatic_engine(strategy):
+    """The tied embedding, 48 x 32, is reduced once per use."""
     axes, made = setups(0)[strategy]
     comparison = audited(gpt_toy(vocab=48), made, js.make_mesh(**axes), js.auto())
     assert comparison.ok, str(comparison)
-    # The CPU compiler reduces everywhere and slices; the tied embedding, 48 x 32, once per use.
     reduced = sum(row["bytes"] for row in comparison.rows() if row["kind"] in ("all-reduce", "reduce-scatter"))
-    gradients = sum(one.bytes for one in comparison.promised if one.what.startswith("gradient of blocks/"))
-    assert reduced == gradients + F32 * (2 * 48 * 32 + 16 * 32 + 2 * 32)
+    blocks = 2 * (12 * 32 * 32 + 13 * 32)
+    assert reduced == F32 * (blocks + 2 * 48 * 32 + 16 * 32 + 2 * 32)
 
 
 @tpu
@@ -291,7 +332,8 @@ def test_logits_that_are_gathered_are_named_with_their_line(engine):
     else:
         assert surprise.found.bytes == F32 * (ROWS // 4) * POSITIONS * VOCAB
         assert surprise.why == "logits, all 40 of a vocabulary: must never move over tensor"
-        assert surprise.place == line_of(seen, "# the whole vocabulary")
+        # JAX 0.12 names what is moved after the line that made it.
+        assert surprise.place in (line_of(seen, "# the whole vocabulary"), line_of(language_loss, "logits_BTV = seen("))
 
 
 def test_a_weight_that_is_gathered_over_tensor_is_named_with_its_line():
@@ -303,7 +345,9 @@ def test_a_weight_that_is_gathered_over_tensor_is_named_with_its_line():
     comparison = audited(language_loss(up=up), js.compose(js.ddp(), js.tensor()), mesh, js.auto())
     surprises = [one for one in comparison.surprises if one.found.kind == "all-gather"]
     assert {one.found.shapes for one in surprises} == {((WIDTH, 64),)}
-    assert {one.place for one in surprises} == {line_of(up, "# whole")}
+    # JAX 0.12 names the gradient that is moved after the product that made it.
+    lines = {line_of(up, "# whole"), line_of(language_loss, "@ up(params")}
+    assert line_of(up, "# whole") in {one.place for one in surprises} <= lines
     assert all("the weight up/kernel" in one.why for one in surprises)
     assert "must never move over tensor" in str(comparison)
 
@@ -333,11 +377,28 @@ def test_the_users_own_collective_under_the_explicit_engine_is_named(kind):
     assert not comparison.missing
 
 
-def test_a_gradient_that_nothing_needs_is_missing_and_no_surprise():
+def test_what_an_engine_gathers_says_which_line_uses_it():
+    comparison = audited(language_loss(), js.fsdp(min_size=0), js.make_mesh(data=8))
+    gathers = {one.shapes[0]: one.user for one in comparison.found if one.kind == "all-gather"}
+    assert gathers[WIDTH, 64] == line_of(language_loss, "@ up(params")
+    assert gathers[WIDTH, VOCAB] == line_of(language_loss, "logits_BTV = seen(")
+
+
+def test_nothing_is_promised_of_a_weight_that_the_loss_closes_over_instead():
     copy = language_init(jax.random.key(0))["up"]["kernel"]
     comparison = audited(language_loss(up=lambda kernel: copy), js.fsdp(min_size=0), js.make_mesh(data=8))
-    assert comparison.ok, str(comparison)
-    assert any("weight up/kernel" in one for one in comparison.missing), comparison.missing
+    assert_exact(comparison)
+    assert not [one.what for one in comparison.promised if "up/kernel" in one.what]
+
+
+def test_an_optimizer_that_gathers_whole_trees_is_named():
+    """Prodigy's `vdot` over flattened arrays: every kernel twice more."""
+    axes, made = setups(0)["fsdp"]
+    comparison = audited(linen_toy(), made, js.make_mesh(**axes), tx=optax.contrib.prodigy())
+    assert {one.found.kind for one in comparison.surprises} == {"all-gather"}
+    assert {one.found.shapes for one in comparison.surprises} == {((13, 32),), ((27, 1008),), ((1008, 7),)}
+    assert sum(one.found.bytes for one in comparison.surprises) == 2 * F32 * (13 * 32 + 27 * 1008 + 1008 * 7)
+    assert all("optax" in one.place for one in comparison.surprises)
 
 
 # Records written by hand
@@ -355,6 +416,7 @@ def compared(expected, found, *, never=(), slack=0):
 def test_what_was_promised_is_no_surprise_and_what_is_left_over_is():
     assert compared([WEIGHT], [ONE]).ok
     comparison = compared([WEIGHT], [ONE, ONE])
+    assert len(compared([WEIGHT], [ONE, ONE, ONE]).surprises) == 1  # of one place, added up
     (surprise,) = comparison.surprises
     assert surprise.why == "more often than promised: 2 times for weight w"
     assert surprise.as_dict()["place"] == "user.py:3"
