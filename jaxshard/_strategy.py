@@ -181,7 +181,7 @@ class Tensor:
 
     def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
         names = check_axis(mesh, self.axis, "tensor")
-        if role == "batch":
+        if role in ("batch", "state"):
             return placement
         parts = axis_size(mesh, self.axis)
         for dim, name in enumerate(leaf.names):

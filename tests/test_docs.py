@@ -10,6 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import jaxshard
 import jaxshard.optim
 from jaxshard import data, metrics
@@ -21,15 +24,24 @@ ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"
 
 
-def test_the_quick_start_of_at_most_15_lines_runs():
-    code = quick_start()
-    assert len(code.strip().splitlines()) <= 15
+@pytest.mark.parametrize(
+    ("heading", "number", "lines", "shown"),
+    [
+        ("Quick start", 0, 15, "over data"),
+        ("Your own Flax model", 0, 19, "features: kernel"),
+        ("Your own Flax model", 1, 19, "dim 1 over tensor"),
+    ],
+)
+def test_the_quick_starts_are_short_and_run(heading, number, lines, shown):
+    code = quick_starts(heading)[number]
+    assert len(code.strip().splitlines()) <= lines
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert "over data" in result.stdout
+    assert shown in result.stdout
+    assert np.isfinite(float(result.stdout.split()[-1]))
 
 
 def test_the_newcomer_blocks_are_there():
@@ -53,11 +65,10 @@ def test_api_page_lists_every_public_name():
     assert API.read_text() == written, "docs/api.md is out of date; write it with JAXSHARD_WRITE_DOCS=1"
 
 
-def quick_start() -> str:
-    """The first fenced Python block of the README after the heading "Quick start"."""
-    match = re.search(r"## Quick start\n.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert match is not None
-    return match.group(1)
+def quick_starts(heading: str) -> list[str]:
+    """The fenced Python blocks of the README under a heading."""
+    section = (ROOT / "README.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 def api_page() -> str:
