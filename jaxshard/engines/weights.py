@@ -23,6 +23,7 @@ from jaxshard._loss import Loss, as_loss
 from jaxshard._placement import Placement
 from jaxshard._tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard._typing import LossFn, PyTree
+from jaxshard.adapt.closure import check_closure
 from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, saved, stacked_of
 from jaxshard.adapt.units import Pending, Units, adapted_of
 
@@ -76,7 +77,8 @@ def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: Remat
     weights are gathered inside the scan body, and again in the backward pass; so is that of `js.linen` and `js.nnx`
     where `units` are given. All others have their weights gathered at once.
     """
-    stacked = stacked_of(loss_fn)
+    stacked, adapted = stacked_of(loss_fn), adapted_of(loss_fn)
+    check_closure(loss_fn if adapted is None else adapted.loss_fn, layout.mesh)
     if units:
         return _make_units_call(loss_fn, layout, make_move, remat, units)
     if stacked is not None:
