@@ -104,4 +104,5 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
         "collectives": comparison.rows(),
         "surprises": [surprise.as_dict() for surprise in comparison.surprises],
         "missing": list(comparison.missing),
+        "tolerated_bytes": comparison.tolerated,
     }

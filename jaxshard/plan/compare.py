@@ -73,12 +73,14 @@ class Comparison:
       found: every collective of the program.
       surprises: what nothing promised, in the order of the program. None of them: the promise was kept.
       missing: what was promised to happen and did not, or more seldom; a compiler drops what nothing needs.
+      tolerated: bytes that were not expected, but left to the compiler.
     """
 
     promised: tuple[Expected, ...]
     found: tuple[Collective, ...]
     surprises: tuple[Surprise, ...]
     missing: tuple[str, ...]
+    tolerated: int = 0
 
     @property
     def ok(self) -> bool:
@@ -107,12 +109,10 @@ class Comparison:
         return [rows[key] for key in sorted(rows, key=lambda key: (KINDS.index(key[0]), key[1]))]
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            filter(
-                None,
-                (_table(self), _listed("surprises", self.surprises), _listed("promised, but not found", self.missing)),
-            )
-        )
+        small = f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
+        missing = _listed("promised, but not found", self.missing)
+        parts = (_table(self), _listed("surprises", self.surprises), missing, small)
+        return "\n\n".join(part for part in parts if part)
 
 
 class HasStep(Protocol):
@@ -146,8 +146,9 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     problems: dict[tuple[int, int], str] = {}
     items = [_Item(number, i, one) for number, one in enumerate(found) for i in range(len(one.shapes))]
     left: list[_Item] = []
-    # What an engine issues comes first: of equal arrays the user's own collective is to be the one left over.
-    for item in sorted(items, key=lambda item: _is_users(item.found)):
+    # What an engine issues comes first: of equal arrays the user's own collective is to be the one left over. And what
+    # happens often: it needs a promise with room for all of it.
+    for item in sorted(items, key=lambda item: (_is_users(item.found), -(item.found.count or 0))):
         if banned := [one for one in promised.never if _forbidden(one, item)]:
             problems[item.number, item.part] = _why_never(banned, item.found)
         elif not rooms.take(item, item.found.kind):
@@ -159,7 +160,9 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
             slack -= item.bytes
         else:
             problems[item.number, item.part] = rooms.why(item)
-    return Comparison(promised.expected, found, _surprises(found, problems), tuple(rooms.missing()))
+    return Comparison(
+        promised.expected, found, _surprises(found, problems), tuple(rooms.missing()), promised.slack - slack
+    )
 
 
 class _Item(NamedTuple):
