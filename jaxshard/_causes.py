@@ -76,7 +76,10 @@ def causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str
     return (*factors, *found)
 
 
-_STATISTICS = "under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or use js.auto()"
+_STATISTICS = (
+    "under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or use js.auto(), which is "
+    "right for any loss"
+)
 
 
 def _factors(ratios: list[Ratio], layout: Layout) -> tuple[str, ...]:
@@ -149,7 +152,7 @@ def _rows(suspect: Suspect) -> tuple[str, ...]:
         )
     return (
         f"{numbers}: the rows are not independent (batch statistics, a limit of capacity over the rows at hand, a mean "
-        f"of local means); js.auto() is right for any loss; {_STATISTICS}",
+        f"of local means): {_STATISTICS}",
     )
 
 

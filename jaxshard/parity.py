@@ -27,6 +27,9 @@ from jaxshard._typing import InitFn, LossFn, PyTree
 from jaxshard.engines import auto
 from jaxshard.engines.accumulate import Engine, next_state
 
+DIFFERS = "DIFFERS"
+"""The verdict at the end of a line."""
+
 _LOSS = 0.1
 """How much of the tolerance is the loss's."""
 
@@ -61,7 +64,7 @@ class Parity:
             raise AssertionError(f"the sharded step differs from one device in {names}\n{self}")
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *_table(self.rows()), *self.remarks])
+        return "\n".join([self.headline, *self.table(), *self.remarks])
 
     @property
     def headline(self) -> str:
@@ -79,20 +82,21 @@ class Parity:
         lines = [f"not finite: {', '.join(names)}: {note}" for note, names in odd.items() if note]
         return (*lines, *(f"why: {text}" for text in self.why), *(f"note: {text}" for text in self.notes))
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """The table as words: a header, the loss, and a row per leaf with an error per kind of array."""
+    def table(self) -> list[str]:
+        """The lines between headline and remarks: the loss, then a table with a line per leaf, and each verdict."""
         kinds = [kind for kind in ("gradient", "update", "state") if any(d.what == kind for d in self.differences)]
-        leaves: dict[str, dict[str, Difference]] = {}
+        allowed = {one.what: f"{one.allowed:.0e}" for one in self.differences if one.allowed}
         loss, *arrays = self.differences
+        leaves: dict[str, dict[str, Difference]] = {}
         for one in arrays:
             leaves.setdefault(one.leaf, {})[one.what] = one
-        limits = {one.what: f"{one.what} <= {one.allowed:.0e}" for one in self.differences}
-        rows = [("leaf", *(limits[kind] for kind in kinds), "")]
-        rows.append((f"loss <= {loss.allowed:.0e}", str(loss), *[""] * (len(kinds) - 1), _verdict([loss])))
+        rows = [("", *kinds, ""), ("allowed", *(allowed.get(kind, "0") for kind in kinds), "")]
         for leaf, found in leaves.items():
             cells = (str(found[kind]) if kind in found else "" for kind in kinds)
             rows.append((leaf, *cells, _verdict(list(found.values()))))
-        return rows
+        ours, theirs = self.losses
+        apart = f"{loss} apart, allowed {loss.allowed:.0e}  {_verdict([loss])}"
+        return [f"  loss {ours:.6g}, on one device {theirs:.6g}: {apart}", *_aligned(rows)]
 
 
 def parity(
@@ -320,10 +324,10 @@ def _ratios(report: Parity, loss: float, expected: float, grads: PyTree, others:
 
 
 def _verdict(found: list[Difference]) -> str:
-    return "ok" if all(one.ok for one in found) else "DIFFERS"
+    return "ok" if all(one.ok for one in found) else DIFFERS
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     """The rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.table import Table
 from rich.text import Text
 
 from jaxshard._difference import Difference
@@ -21,7 +20,7 @@ from jaxshard.commands.terminal import facts, make_console
 from jaxshard.engines import auto, explicit
 from jaxshard.metrics import finite
 from jaxshard.models.gpt import SIZES
-from jaxshard.parity import Parity
+from jaxshard.parity import DIFFERS, Parity
 from jaxshard.parity import parity as compare
 
 _ENGINES = {"explicit": explicit, "auto": auto}
@@ -81,10 +80,7 @@ def parity(
             program.init_fn, program.loss_fn, program.tx, split, the_mesh, program.batch, engine=made, key=seed
         )
     seconds = time.perf_counter() - started
-    console.print()
-    console.print(_table(report))
-    console.print()
-    for line in (*report.remarks, _verdict(report)):
+    for line in ("", *map(_styled, report.table()), "", *report.remarks, _verdict(report)):
         console.print(line)
     result = about | {
         "mesh": dict(the_mesh.shape),
@@ -104,14 +100,9 @@ def _program(target: str, batch: int | None, seed: int, parts: int) -> Program:
     return program_of(target, rows=batch or _ROWS + -_ROWS % parts, seq=min(_SEQ, shape["seq"]), seed=seed, parts=parts)
 
 
-def _table(report: Parity) -> Table:
-    header, *rows = report.rows()
-    table = Table(header[0], box=None, padding=(0, 2), header_style="dim")
-    for name in header[1:]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row, style=None if row[-1] == "ok" else "bold red")
-    return table
+def _styled(line: str) -> Text:
+    """A line of the table: what differs stands out. Never cut or wrapped, whatever the width: it names a leaf."""
+    return Text(line, "bold red" if line.endswith(DIFFERS) else "")
 
 
 def _verdict(report: Parity) -> Text:
