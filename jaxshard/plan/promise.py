@@ -121,20 +121,21 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     - every gradient reduced, scattered over the batch axes in its `store`, summed over the others; under auto once per
       use of a weight, which may be tied;
     - every parameter gathered over what splits its optimizer state alone;
-    - scalars; under explicit the model's floating state; under auto sums over rows of no more numbers than the
-      longest dimension of a parameter (statistics of a batch);
+    - scalars and metrics; under explicit the model's floating state; under auto sums over rows of no more numbers than
+      the longest dimension of a parameter (statistics of a batch);
     - over axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
       sequence their gathers and scatters too. Never a weight that is split there, nor an array with a dimension of a
       vocabulary that is.
     """
     leaves = list(_leaves(layout))
-    counts = uses(layout, engine, loss_fn, batch)
+    counts, metrics = uses(layout, engine, loss_fn, batch)
     auto = isinstance(engine, Auto)
     expected = [
         *itertools.chain.from_iterable(_weight(layout, engine, leaf, counts, auto) for leaf in leaves),
         *itertools.chain.from_iterable(_gradient(layout, engine, leaf, counts, auto) for leaf in leaves),
         *itertools.chain.from_iterable(_update(layout, leaf) for leaf in leaves),
         *_state(layout, auto),
+        *_metrics(layout, metrics, auto),
         *_activations(layout, auto),
         Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms"),
     ]
@@ -271,6 +272,16 @@ def _state(layout: Layout, auto: bool) -> Iterator[Expected]:
         yield from _gathers(layout.mesh, placement, axes_of(placement.use), one, at_once=True)
         if not auto and jnp.issubdtype(x.dtype, jnp.floating):
             yield from _over(layout.mesh, replace(one, kind="all-reduce"), layout.batch_axes)
+
+
+def _metrics(layout: Layout, metrics: dict[str, PyTree], auto: bool) -> Iterator[Expected]:
+    """Arrays among the metrics, combined over the batch axes."""
+    for name, metric in metrics.items():
+        for x in jax.tree.leaves(metric):
+            if x.size > 1:
+                least = 0 if auto else 1
+                one = Expected("all-reduce", (), tuple(x.shape), x.dtype, least, 1, f"metric {name}")
+                yield from _over(layout.mesh, one, layout.batch_axes)
 
 
 def _activations(layout: Layout, auto: bool) -> Iterator[Expected]:

@@ -35,8 +35,15 @@ class Use(NamedTuple):
     sliced: bool
 
 
-def uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> dict[Use, int]:
-    """How often each happens in a step, loops counted by their turns; what no result needs is left out.
+class Uses(NamedTuple):
+    """How often each use happens in a step, and the shapes of the metrics that the loss reports, by name."""
+
+    counts: dict[Use, int]
+    metrics: dict[str, PyTree]
+
+
+def uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
+    """What a step does with weights, loops counted by their turns; what no result needs is left out.
 
     `batch` is a tree of global arrays or their shapes. Both branches of a conditional count, and a loop whose number of
     turns is unknown counts once.
@@ -80,11 +87,13 @@ def uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> dict
 
     shapes = layout.shapes
     params, sinks = (jax.tree.map(stored, shapes.params, placements) for placements in (layout.params, layout.grads))
-    traced = jax.make_jaxpr(step)(params, sinks, shapes.state, jax.tree.map(rows, batch), shapes.key)
+    traced, (outcome, _) = jax.make_jaxpr(step, return_shape=True)(
+        params, sinks, shapes.state, jax.tree.map(rows, batch), shapes.key
+    )
     found: dict[Use, int] = {}
     for use, times in _marks(without_dead_code(traced)[0], 1):
         found[use] = found.get(use, 0) + times
-    return found
+    return Uses(found, outcome.metrics)
 
 
 def _marks(jaxpr: Any, times: int) -> Iterator[tuple[Use, int]]:

@@ -384,6 +384,18 @@ def test_what_an_engine_gathers_says_which_line_uses_it():
     assert gathers[WIDTH, VOCAB] == line_of(language_loss, "logits_BTV = seen(")
 
 
+def test_a_metric_that_is_an_array_is_promised():
+    toy = language_loss()
+
+    def loss(params, batch, key):
+        counts = jnp.zeros((8 * VOCAB,)).at[batch["tokens"].ravel()].add(1.0)
+        return js.Loss(toy.loss_fn(params, batch, key), metrics={"tokens": js.Sum(counts)})
+
+    comparison = audited(toy._replace(loss_fn=loss), js.fsdp(min_size=0), js.make_mesh(data=8))
+    assert_exact(comparison)
+    assert ("all-reduce", 4 * 8 * VOCAB) in {(row["kind"], row["bytes"]) for row in comparison.rows()}
+
+
 def test_nothing_is_promised_of_a_weight_that_the_loss_closes_over_instead():
     copy = language_init(jax.random.key(0))["up"]["kernel"]
     comparison = audited(language_loss(up=lambda kernel: copy), js.fsdp(min_size=0), js.make_mesh(data=8))
