@@ -151,6 +151,7 @@ def _compare(
     tolerance: float,
     trainable: PyTree | Callable[[str], bool],
 ) -> Parity:
+    """`parity` with everything checked and filled in."""
     first, notes = mesh.devices.flat[0], _Notes()
     engine = notes.engine(engine)
     with jax.default_device(first):

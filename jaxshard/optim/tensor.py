@@ -46,7 +46,8 @@ def tensor(
     tree of booleans like the parameters; `partial=lambda path: False` for none.
 
     `js.optim.clip_by_global_norm(max_norm, axis_name)` inside `tx` counts split parameters over all shards and whole
-    ones once. Over a data axis as well, put ZeRO inside, and give the clipping inside it the data axis:
+    ones once (wrappers in between must pass extra arguments on, as optax's do). Over a data axis as well, put ZeRO
+    inside, and give the clipping inside it the data axis:
 
         tx = js.optim.tensor(js.optim.zero2(optax.adamw(3e-4), "data"), "tensor", specs)
 
