@@ -90,7 +90,7 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """One row per kind and axes, scalars left out: bytes promised at most, bytes and executions found.
 
-        "promised" is None where the loss decides, as it does over tensor axes.
+        "promised" is None where the loss decides, as it does over tensor axes. What only may be and is not has no row.
         """
         rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
 
@@ -106,6 +106,8 @@ class Comparison:
         for key, cells in rows.items():
             if any(one.shape is None and one.kind == key[0] and set(key[1]) <= set(one.axes) for one in self.promised):
                 cells["promised"] = cells["promised"] or None
+        sure = {(one.kind, one.axes) for one in self.promised if one.least}
+        rows = {key: cells for key, cells in rows.items() if cells["count"] != 0 or key in sure}
         return [rows[key] for key in sorted(rows, key=lambda key: (KINDS.index(key[0]), key[1]))]
 
     def __str__(self) -> str:

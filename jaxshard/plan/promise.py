@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxshard._layout import Layout
-from jaxshard._mesh import axis_names
+from jaxshard._mesh import axis_names, axis_size
 from jaxshard._placement import Placement, axes_of, only_axes, split_dims, splits_per_dim
 from jaxshard._strategy import Tensor, parts_of
 from jaxshard._tree import BLOCKS, bytes_of, path_str
@@ -47,7 +47,7 @@ class Expected:
       least: executions per step that there will be (0 where the compiler has a choice).
       most: executions per step that there may be; None where the loss decides.
       what: the array in words, with its path.
-      unpadded: the fewest elements, where the compiler may move the array before it is padded.
+      unpadded: the fewest elements, where the compiler may move the array before it is padded, or a part of it.
       limit: the most elements of an array whose shape the loss decides; None for any.
       stack: how many executions the compiler may join into one of a stacked array: the blocks of a loop.
     """
@@ -136,6 +136,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *itertools.chain.from_iterable(_update(layout, leaf) for leaf in leaves),
         *_state(layout, auto),
         *_metrics(layout, metrics, auto),
+        *_features(layout, leaves),
         *_activations(layout, auto),
         Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms"),
     ]
@@ -219,10 +220,10 @@ def _reductions(
         count *= 2  # a tied weight: the compiler sums each use over devices, then both
     free = [axis for axis in layout.batch_axes if axis not in owned]
     shape = [size // parts for size, parts in zip(grad.view.stored, splits_per_dim(mesh, only_axes(grad.store, owned)))]
-    logical = math.prod(grad.view.logical) // math.prod(splits_per_dim(mesh, only_axes(grad.store, owned)))
+    fewest = math.prod(grad.view.logical) // math.prod(splits_per_dim(mesh, only_axes(grad.store, owned)))
     one = Expected(
         "reduce-scatter", (), tuple(shape), engine.reduce_dtype or leaf.dtype, 0 if auto else count, count,
-        f"gradient of {leaf.path}", unpadded=logical if auto else None,
+        f"gradient of {leaf.path}", unpadded=fewest if auto else None,
         stack=leaf.shape[0] if sliced else 1,
     )  # fmt: skip
     split = [(dim, axis) for dim, axis in split_dims(grad.store) if axis not in owned]
@@ -233,7 +234,10 @@ def _reductions(
         if axis in free and mesh.devices.flat[0].platform == "tpu":
             yield from _over(mesh, _borders(one, tuple(shape)), [axis])
     rest = [axis for axis in free if axis not in [name for _, name in split]]
-    yield from _over(mesh, replace(one, kind="all-reduce", shape=tuple(shape)), rest)
+    summed = replace(one, kind="all-reduce", shape=tuple(shape))
+    if _rank(leaf.path, leaf.shape) == 1:
+        summed = replace(summed, unpadded=_split_features(layout, math.prod(shape)))
+    yield from _over(mesh, summed, rest)
     if auto and split and len(free) > 1:
         yield from _over(mesh, replace(one, kind="all-reduce"), free)
     if auto and _splits_sequence(layout):
@@ -271,7 +275,8 @@ def _state(layout: Layout, auto: bool) -> Iterator[Expected]:
         one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
         yield from _gathers(layout.mesh, placement, axes_of(placement.use), one, at_once=True)
         if not auto and jnp.issubdtype(x.dtype, jnp.floating):
-            yield from _over(layout.mesh, replace(one, kind="all-reduce"), layout.batch_axes)
+            summed = replace(one, kind="all-reduce", unpadded=_split_features(layout, x.size))
+            yield from _over(layout.mesh, summed, layout.batch_axes)
 
 
 def _metrics(layout: Layout, metrics: dict[str, PyTree], auto: bool) -> Iterator[Expected]:
@@ -284,6 +289,23 @@ def _metrics(layout: Layout, metrics: dict[str, PyTree], auto: bool) -> Iterator
                 yield from _over(layout.mesh, one, layout.batch_axes)
 
 
+def _split_features(layout: Layout, size: int) -> int:
+    """How many elements of a vector one device may have where the compiler splits what is made of features."""
+    return max(1, size // axis_size(layout.mesh, _tensor_axes(layout)))
+
+
+def _features(layout: Layout, leaves: Sequence[_Leaf]) -> Iterator[Expected]:
+    """Vectors that are whole over the tensor axes, but made by features that are split there: as a norm's may be."""
+    tensor = _tensor_axes(layout)
+    vectors = [(leaf.path, leaf.shape, leaf.dtype) for leaf in leaves if not set(axes_of(leaf.param.use)) & set(tensor)]
+    state = jax.tree_util.tree_leaves_with_path(layout.shapes.state)
+    vectors += [(path_str(path), tuple(x.shape), x.dtype) for path, x in state]
+    for path, shape, dtype in vectors:
+        if _rank(path, shape) == 1:
+            one = Expected("all-gather", (), shape[-1:], dtype, 0, 2 * math.prod(shape[:-1]), f"features of {path}")
+            yield from _over(layout.mesh, one, tensor)
+
+
 def _activations(layout: Layout, auto: bool) -> Iterator[Expected]:
     """What the compiler derives: over tensor axes, and under auto over batch axes."""
     mesh, tensor = layout.mesh, _tensor_axes(layout)
@@ -294,7 +316,9 @@ def _activations(layout: Layout, auto: bool) -> Iterator[Expected]:
             yield from _over(mesh, replace(one, kind=kind, what="activations split along the sequence"), tensor)
     if auto:
         longest = max(max(x.shape, default=1) for x in jax.tree.leaves(layout.shapes.params))
-        yield from _over(mesh, replace(one, limit=longest, what="sums over rows"), layout.batch_axes)
+        sums = replace(one, limit=longest, what="sums over rows")
+        yield from _over(mesh, sums, layout.batch_axes)
+        yield from _over(mesh, replace(sums, kind="all-gather"), layout.batch_axes)
 
 
 def _tensor_axes(layout: Layout) -> tuple[str, ...]:
@@ -309,13 +333,19 @@ def _splits_sequence(layout: Layout) -> bool:
 
 def _never(layout: Layout, leaves: Sequence[_Leaf]) -> Iterator[Never]:
     for leaf in leaves:
-        if axes := tuple(axis for axis in axes_of(leaf.param.use) if layout.mesh.shape[axis] > 1):
+        axes = tuple(axis for axis in axes_of(leaf.param.use) if layout.mesh.shape[axis] > 1)
+        if axes and _rank(leaf.path, leaf.shape) > 1:  # a vector is as long as statistics of features are
             yield Never(axes, f"the weight {leaf.path}", *_forms(layout.mesh, leaf, axes))
     vocab = {pair for leaf in leaves for pair in _vocab(leaf)}
     others = {size for leaf in leaves for size in leaf.shape if size not in [size for _, size in _vocab(leaf)]}
     for axes, size in sorted(vocab):
         if size not in others:  # else the last dimension does not tell logits from other activations
             yield Never(axes, f"logits, all {size} of a vocabulary", vocab=size)
+
+
+def _rank(path: str, shape: Shape) -> int:
+    """The number of dimensions, that of stacked blocks left out."""
+    return len(shape) - path.startswith(f"{BLOCKS}/")
 
 
 def _vocab(leaf: _Leaf) -> list[tuple[tuple[str, ...], int]]:

@@ -396,6 +396,25 @@ def test_a_metric_that_is_an_array_is_promised():
     assert ("all-reduce", 4 * 8 * VOCAB) in {(row["kind"], row["bytes"]) for row in comparison.rows()}
 
 
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
+def test_statistics_of_features_that_a_tensor_axis_splits(engine):
+    """Scale, bias and averages of a norm, 64 each and whole on every device, are made of split features."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(64)(x))))
+
+    batch = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
+    adapted = js.linen(Net(), lambda model, batch: js.Mean(jnp.sum(model(batch["x"]) ** 2), 16.0), batch)
+    strategy = js.compose(js.ddp(), js.tensor())
+    mesh = js.make_mesh(**DATA_TENSOR)
+    comparison = audited(Toy(adapted.init, adapted.loss, batch), strategy, mesh, engine)
+    assert comparison.ok and not comparison.missing, str(comparison)
+    (gathered,) = [row["bytes"] for row in comparison.rows() if row["kind"] == "all-gather"]
+    assert gathered == 4 * F32 * 64
+
+
 def test_nothing_is_promised_of_a_weight_that_the_loss_closes_over_instead():
     copy = language_init(jax.random.key(0))["up"]["kernel"]
     comparison = audited(language_loss(up=lambda kernel: copy), js.fsdp(min_size=0), js.make_mesh(data=8))
