@@ -129,11 +129,6 @@ def _rows(suspect: Suspect) -> tuple[str, ...]:
         )
     random = "random_bits" in str(jax.make_jaxpr(bind(_open(loss_fn, suspect.model)))(_cut(batch, 0, size), key, 0))
     if _near(totals, whole_totals):
-        if random and isinstance(engine, Auto):
-            return (
-                "the loss draws random numbers, and js.auto(microbatches=...) numbers the rows of a batch turn by "
-                "turn, so that they draw others than on one device; js.explicit(microbatches=...) keeps their numbers",
-            )
         return ()
     numbers = (
         f"the total of the loss over the whole batch is {_listed(whole_totals)}, those of its {parts} parts add up to "

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# How far apart the rows at hand lie in the global batch: micro-batches may take every n-th row.
+_stride = jax.make_user_context(default_value=1)
+
+
+def row_stride(rows: int) -> AbstractContextManager[None]:
+    """A context in which the rows at hand lie `rows` apart in the global batch."""
+    context: AbstractContextManager[None] = _stride(rows)
+    return context
 
 
 def row_keys(key: jax.Array, rows: int) -> jax.Array:
@@ -20,7 +30,7 @@ def row_keys(key: jax.Array, rows: int) -> jax.Array:
     """
     if rows < 0:
         raise ValueError(f"row_keys: the number of rows must not be negative, got {rows}")
-    numbers = jnp.arange(rows, dtype=jnp.uint32)
+    numbers = _stride.value * jnp.arange(rows, dtype=jnp.uint32)
     return jax.vmap(lambda row: jax.random.fold_in(advance(key, row), 0))(numbers)
 
 

@@ -73,3 +73,15 @@ def test_init_from_casts_nothing():
     layout, _ = made(js.fsdp())
     with pytest.raises(ValueError, match=r"(?s)other dtypes.*w: float64, expected float32"):
         js.init(init_fn, TX, layout, 0, init_from={"w": np.zeros(7)})
+
+
+def test_a_loss_that_names_an_axis_it_does_not_run_over():
+    """A module made for pmap, such as BatchNorm(axis_name="batch")."""
+    layout, run = made(js.fsdp(min_size=0))
+
+    def pmapped(params, batch, key):
+        return js.Mean(jax.lax.pmean((batch["x"] @ params["w"]).sum(), "batch"), batch["x"].shape[0])
+
+    for engine in (js.auto(), js.explicit()):
+        with pytest.raises(ValueError, match=r"names an axis .*batch.* without axis_name.* of the batch: 'data'"):
+            js.make_step(pmapped, TX, layout, engine=engine)(run, BATCH)

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxshard._keys import row_stride
 from jaxshard._layout import Layout
+from jaxshard._loss import Loss
 from jaxshard._placement import Placement, spec_entry
 from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy
@@ -30,10 +32,12 @@ class Auto(Engine):
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             turns, first_rows = _turns(layout, batch, self.microbatches)
             sinks = _sinks(layout, self.scatter)
-            outcome, grads = value_and_grad(
-                lambda sinks, state, rows, row: call(params, sinks, state, rows, key, row),
-                sinks, state, turns, first_rows, total=lambda x: x,
-            )  # fmt: skip
+
+            def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
+                with row_stride(self.microbatches):
+                    return call(params, sinks, state, rows, key, row)
+
+            outcome, grads = value_and_grad(loss_of, sinks, state, turns, first_rows, total=lambda x: x)
             if self.scatter == "end":
 
                 def finish(grad: Placement, x: jax.Array) -> jax.Array:
@@ -102,16 +106,12 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
     """The batch as [turns, rows, ...], turn j the rows j, j + count, ...: the same on every mesh, and local on each."""
-    parts = 1
 
     def split(x: jax.Array) -> jax.Array:
-        nonlocal parts
         if x.ndim == 0:
             return jnp.broadcast_to(x, (count,))
-        parts = x.shape[0] // count
-        turns = x.reshape(parts, count, *x.shape[1:]).swapaxes(0, 1)
+        turns = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
         spec = PartitionSpec(None, spec_entry(layout.batch_axes), *(None,) * (x.ndim - 1))
         return constrain(layout, turns, spec)
 
-    turns = jax.tree.map(split, batch)
-    return turns, jnp.arange(count) * parts
+    return jax.tree.map(split, batch), jnp.arange(count)

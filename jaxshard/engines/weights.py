@@ -9,7 +9,8 @@ sinks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -86,10 +87,26 @@ def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: Remat
 
     def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
         weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
-        with constraining(layout):
+        with _users_code(layout):
             return as_loss(loss_fn(join_model(weights, state), batch, advance(key, row)))
 
     return call
+
+
+@contextmanager
+def _users_code(layout: Layout) -> Iterator[None]:
+    with constraining(layout):
+        try:
+            yield
+        except NameError as error:
+            if "axis name" not in str(error):
+                raise
+            axes = ", ".join(map(repr, layout.batch_axes)) or "of which there are none"
+            raise ValueError(
+                f"the loss names an axis that it does not run over ({error}). Under js.auto() it sees the whole batch: "
+                "make the module without axis_name, and BatchNorm takes the statistics of all rows. Under js.explicit()"
+                f" name the axes of the batch: {axes}"
+            ) from error
 
 
 def _make_units_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Call:
@@ -105,7 +122,7 @@ def _make_units_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat
 
     def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
         weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
-        with constraining(layout):
+        with _users_code(layout):
             model = join_model(weights, state)
             return as_loss(adapted.run(model, batch, advance(key, row), units=units, save=saved(remat)))
 
@@ -124,7 +141,7 @@ def _make_stacked_call(stacked: Stacked, layout: Layout, make_move: MakeMove, re
         rest = use_tree(make_move, *map(_without_blocks, (layout.params, layout.grads, stored, sinks)))
         params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
         wrap = partial(checkpoint_body, remat)
-        with constraining(layout):
+        with _users_code(layout):
             return as_loss(stacked.run(params, batch, key, fetch=fetch, remat=wrap, row=row))
 
     return call
