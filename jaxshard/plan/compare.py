@@ -107,7 +107,8 @@ class Comparison:
             if any(one.shape is None and one.kind == key[0] and set(key[1]) <= set(one.axes) for one in self.promised):
                 cells["promised"] = cells["promised"] or None
         sure = {(one.kind, one.axes) for one in self.promised if one.least}
-        rows = {key: cells for key, cells in rows.items() if cells["count"] != 0 or key in sure}
+        # A reduce-scatter that is not there was an all-reduce: its row says how much of those was promised.
+        rows = {k: cells for k, cells in rows.items() if cells["count"] != 0 or k in sure or k[0] == "reduce-scatter"}
         return [rows[key] for key in sorted(rows, key=lambda key: (KINDS.index(key[0]), key[1]))]
 
     def __str__(self) -> str:
