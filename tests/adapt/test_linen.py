@@ -80,7 +80,7 @@ def adapted(module, loss=loss_of) -> Toy:
     return Toy(*js.linen(module, loss, shapes(classes())), classes())
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 def test_batch_norm_and_dropout_under_auto_equal_one_device(rate):
     """Losses within 1e-6, gradients and batch statistics within 1e-5."""
     toy = adapted(MLP(rate))
@@ -91,6 +91,7 @@ def test_batch_norm_and_dropout_under_auto_equal_one_device(rate):
     assert np.abs(reference.state["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_batch_statistics_go_on_from_one_micro_batch_to_the_next():
     trace, _ = sharded(adapted(MLP()), js.zero2(min_size=0), mesh(), js.auto(microbatches=2), steps=1)
     toy = plain(MLP())
@@ -129,7 +130,7 @@ def test_dropout_under_auto_is_that_of_flax_bit_for_bit():
         np.testing.assert_array_equal(trace.metrics[step]["kept"], kept)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(microbatches):
     trace, _ = sharded(noise_toy(), js.fsdp(min_size=0), mesh(), js.explicit(microbatches=microbatches), steps=2)
     kept = np.concatenate([metrics["kept"] for metrics in trace.metrics])

@@ -99,6 +99,7 @@ def test_batch_norm_under_auto_equals_one_device():
     assert paths[:3] == ["last/bias", "last/kernel", "layers/0/kernel"]
 
 
+@pytest.mark.slow
 def test_dropout_under_auto_equals_one_device():
     """The loop of one device runs the adapter's own loss: losses within 1e-6, gradients within 1e-5."""
     toy = adapted(lambda rngs: MLP(rngs, 0.3))
@@ -142,7 +143,7 @@ def test_dropout_under_auto_is_that_of_one_device_bit_for_bit():
     assert len(np.unique(kept, axis=0)) == 2 * 2 * 16
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(microbatches):
     engine = js.explicit(microbatches=microbatches)
     trace, _ = sharded(noise_toy(), js.fsdp(min_size=0), mesh(), engine, steps=2)
