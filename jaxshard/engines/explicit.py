@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,14 +108,13 @@ def manual_axes(layout: Layout) -> set[str]:
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
     """Weights all-gathered, gradients scattered over the batch axes that their weight's use does not own."""
-    manual = manual_axes(layout)
 
     def make(param: Placement, grad: Placement | None) -> Move:
         def fetch(stored: jax.Array) -> jax.Array:
-            owned = axes_of(param.use)
-            parts = cast(stored, engine.compute_dtype)
-            whole = _nested(lambda x: gather(x, param.store, keep=owned), param.store, owned, manual)(parts)
-            return param.view.invert(whole)
+            def whole(x: jax.Array) -> jax.Array:
+                return gather(x, param.store, keep=axes_of(param.use))
+
+            return param.view.invert(_nested(layout, whole, param.store)(cast(stored, engine.compute_dtype)))
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None, "a frozen parameter has no cotangent"
@@ -135,16 +134,17 @@ def reduced(layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param
         return scatter_sum(x, grad.store, free, keep=owned)
 
     share = grad.view.apply(cast(x, engine.reduce_dtype))
-    return _nested(scatter, grad.store, owned, manual_axes(layout))(share).astype(x.dtype)
+    return _nested(layout, scatter, grad.store)(share).astype(x.dtype)
 
 
-def _nested(fn: Callable, spec: PartitionSpec, owned: Iterable[str], manual: set[str]) -> Callable:
-    """`fn` in a `shard_map` over the axes by which computation uses an array, where the compiler handles those.
+def _nested(layout: Layout, fn: Callable, spec: PartitionSpec) -> Callable:
+    """`fn` in a `shard_map` over the axes that the compiler handles, so that its collectives are manual over all axes.
 
     A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to
-    0.12), and in bf16 aborts the CPU compiler.
+    0.12), and in bf16, split or not, it aborts the CPU compiler.
     """
-    automatic = set(owned) - manual
+    manual = manual_axes(layout)
+    automatic = set(layout.mesh.axis_names) - manual
     if not automatic or not manual:
         return fn
     own = only_axes(spec, automatic)

@@ -202,7 +202,7 @@ class Block(nn.Module):
         x_BTC = x_BTC + _drop(h_BTC, self.dropout, keys_B, 0)
 
         h_BTC = _enter(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC))
-        h_BTF = nn.gelu(dense("mlp_in", h_BTC, self.expansion * C, init))
+        h_BTF = constrain(nn.gelu(dense("mlp_in", h_BTC, self.expansion * C, init)), ("batch", None, "mlp"))
         h_BTC = constrain(dense("mlp_out", h_BTF, C, residual_init), _RESIDUAL)
         return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
 

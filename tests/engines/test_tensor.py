@@ -177,7 +177,9 @@ def test_micro_batches_equal_one_device(scatter):
     assert_equal_runs(trace, one_device(toy))
 
 
-def test_bf16_weights_are_cast_before_they_are_gathered_over_data():
+def test_bf16_weights_and_gradients_are_moved_over_data_alone():
     """In a nested shard_map: without one the CPU compiler aborts."""
-    compiled = program(engine=js.explicit(compute_dtype=jax.numpy.bfloat16))
+    bf16 = jax.numpy.bfloat16
+    compiled = program(engine=js.explicit(compute_dtype=bf16, reduce_dtype=bf16))
     assert set(totals(over("tensor", compiled))) == {"all-reduce"}
+    assert {one.axes for one in over("data", compiled)} == {("data",)}
