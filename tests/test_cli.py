@@ -1,5 +1,6 @@
 """The command line: what it trains, prints, writes and refuses."""
 
+import itertools
 import json
 import os
 import re
@@ -71,7 +72,8 @@ def check_contract(result, *, devices):
     assert sum(predicted[role] for role in ("param", "opt", "state", "batch", "step_and_key")) == predicted["arguments"]
     for row in result["collectives"]:
         assert set(row) == {"kind", "axis", "count", "bytes"} and row["kind"] in KINDS and row["count"] > 0
-        assert set(row["axis"].split("+")) <= set(result["mesh"])
+        # The compiler may pick groups that are no product of axes, where it chooses the collectives.
+        assert set(row["axis"].split("+")) <= {*result["mesh"], *(["?"] if result["engine"] == "auto" else [])}
     assert len(result["corpus"]["sha256"]) == 64 and result["versions"]["jax"] == jax.__version__
 
 
@@ -96,6 +98,32 @@ def test_every_strategy_and_engine_gives_the_losses_of_one_device(strategy, engi
 def test_all_strategies_times_engines_give_the_losses_of_one_device(strategy, engine, data, expected, capsys):
     """Losses within 1e-5 of one device's, relative."""
     check_case(strategy, engine, "text", data, expected, capsys)
+
+
+TENSOR = ["data=2,tensor=4", "data=4,tensor=2", "tensor=8"]
+
+
+def tensor_cells():
+    for strategy, engine, mesh in itertools.product(("ddp", "zero1", "zero2", "fsdp"), ("explicit", "auto"), TENSOR):
+        fast = (strategy, engine, mesh) in {("zero2", "explicit", TENSOR[0]), ("fsdp", "auto", TENSOR[1])}
+        yield pytest.param(strategy, engine, mesh, marks=() if fast else pytest.mark.slow)
+    for engine in ("explicit", "auto"):
+        yield pytest.param("hsdp", engine, "replica=2,data=2,tensor=2", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("strategy", "engine", "mesh"), list(tensor_cells()))
+def test_a_tensor_axis_gives_the_losses_of_one_device(strategy, engine, mesh, data, expected, capsys):
+    """Losses within 1e-5 of one device's, relative; every array of a block is smaller than on one device."""
+    flags = ["--data", str(data / "text.py"), "--strategy", strategy, "--engine", engine, "--mesh", mesh]
+    assert main(["train", *TINY, *flags, "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    check_contract(result, devices=8)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert result["mesh"]["tensor"] == int(mesh.rpartition("=")[2])
+    predicted, alone = (one["bytes_per_device"]["predicted"] for one in (result, expected))
+    assert predicted["param"] < 1.1 * alone["param"] / result["mesh"]["tensor"]
+    over_tensor = {row["kind"] for row in result["collectives"] if row["axis"] == "tensor"}
+    assert over_tensor == {"all-reduce"} if engine == "explicit" else "all-reduce" in over_tensor
 
 
 def check_case(strategy, engine, kind, data, expected, capsys):

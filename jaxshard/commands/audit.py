@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -14,19 +13,22 @@ from jaxshard._train import check_batch, make_step
 from jaxshard._tree import abstract
 from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import check_files, check_positive, mesh_and_strategy
+from jaxshard.commands.flags import (
+    ENGINES,
+    Count,
+    EngineName,
+    File,
+    StrategyName,
+    Words,
+    check_files,
+    check_positive,
+    mesh_and_strategy,
+)
 from jaxshard.commands.program import program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.engines import auto, explicit
 from jaxshard.plan.compare import Comparison
 from jaxshard.plan.compare import audit as audit_step
-
-_ENGINES = {"explicit": explicit, "auto": auto}
-
-Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 
 def audit(
@@ -34,8 +36,8 @@ def audit(
     /,
     *,
     mesh: Words = None,
-    strategy: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = "fsdp",
-    engine: Literal["explicit", "auto"] = "explicit",
+    strategy: StrategyName = "fsdp",
+    engine: EngineName = "explicit",
     devices: Count = None,
     batch: Count = None,
     seq: Count = None,
@@ -75,7 +77,7 @@ def audit(
     with usage_errors():
         layout = make_layout(split, the_mesh, program.init_fn, program.tx)
         check_batch(layout, rows, microbatches)
-        made = _ENGINES[engine](microbatches=microbatches, remat=remat)
+        made = ENGINES[engine](microbatches=microbatches, remat=remat)
         step = make_step(program.loss_fn, program.tx, layout, engine=made)
     about = {"model": program.name, "mesh": _axes(the_mesh), "strategy": strategy, "engine": engine}
     facts(console, {"devices": topology or describe(list(the_mesh.devices.flat))} | about)

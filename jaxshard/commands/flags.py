@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+import tyro
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -14,8 +16,17 @@ from jaxshard import data
 from jaxshard._mesh import make_mesh
 from jaxshard._strategy import Strategy, compose, ddp, fsdp, hsdp, tensor, zero1, zero2
 from jaxshard.commands.devices import choose_devices
+from jaxshard.engines import auto, explicit
 from jaxshard.models.gpt import SIZES, Size
 from jaxshard.plan.topology import topology_mesh
+
+Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+EngineName = Literal["explicit", "auto"]
+
+ENGINES = {"explicit": explicit, "auto": auto}
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": ddp,

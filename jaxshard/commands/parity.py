@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.text import Text
@@ -13,23 +12,27 @@ from jaxshard._difference import Difference
 from jaxshard.commands.devices import describe
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import check_files, check_positive, mesh_and_strategy
+from jaxshard.commands.flags import (
+    ENGINES,
+    Count,
+    EngineName,
+    File,
+    StrategyName,
+    Words,
+    check_files,
+    check_positive,
+    mesh_and_strategy,
+)
 from jaxshard.commands.program import Program, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.engines import auto, explicit
 from jaxshard.metrics import finite
 from jaxshard.models.gpt import SIZES
 from jaxshard.parity import DIFFERS, Parity
 from jaxshard.parity import parity as compare
 
-_ENGINES = {"explicit": explicit, "auto": auto}
 _ROWS, _SEQ = 16, 32
 """Of the batch of a ready-made size: at most 512 tokens, since long sums lose digits."""
-
-Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 
 def parity(
@@ -37,8 +40,8 @@ def parity(
     /,
     *,
     mesh: Words = None,
-    strategy: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = "fsdp",
-    engine: Literal["explicit", "auto"] = "explicit",
+    strategy: StrategyName = "fsdp",
+    engine: EngineName = "explicit",
     devices: Count = None,
     batch: Count = None,
     microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
@@ -75,7 +78,7 @@ def parity(
     facts(console, {"devices": describe(list(the_mesh.devices.flat))} | about)
     started = time.perf_counter()
     with console.status("running both"), refusals():
-        made = _ENGINES[engine](microbatches=microbatches)
+        made = ENGINES[engine](microbatches=microbatches)
         report = compare(
             program.init_fn, program.loss_fn, program.tx, split, the_mesh, program.batch, engine=made, key=seed
         )

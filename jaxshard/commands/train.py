@@ -21,23 +21,28 @@ from jaxshard._train import check_batch, make_step
 from jaxshard.commands.devices import describe
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import check_files, check_positive, corpus_of, mesh_and_strategy, size_of
+from jaxshard.commands.flags import (
+    ENGINES,
+    Count,
+    EngineName,
+    File,
+    StrategyName,
+    Words,
+    check_files,
+    check_positive,
+    corpus_of,
+    mesh_and_strategy,
+    size_of,
+)
 from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, predicted_bytes, sampled, write_json
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.data import Corpus, batches, eval_batches, windows
-from jaxshard.engines import auto, explicit
 from jaxshard.models.gpt import gpt
 from jaxshard.plan.audit import collectives, summary
 from jaxshard.plan.flops import train_flops
 
 EVAL_TOKENS = 2**16
 """How many held-out tokens an evaluation sees, evenly spaced over them."""
-
-_ENGINES = {"explicit": explicit, "auto": auto}
-
-Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 
 def train(
@@ -47,8 +52,8 @@ def train(
     dtype: Words = None,
     vocab: Count = None,
     mesh: Words = None,
-    strategy: Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"] = "fsdp",
-    engine: Literal["explicit", "auto"] = "explicit",
+    strategy: StrategyName = "fsdp",
+    engine: EngineName = "explicit",
     devices: Count = None,
     steps: Count = None,
     batch: Count = None,
@@ -134,7 +139,7 @@ def train(
     facts(console, _planned(about, predicted))
 
     started = time.perf_counter()
-    step = make_step(network.loss, tx, layout, engine=_ENGINES[engine](microbatches=microbatches, remat=remat))
+    step = make_step(network.loss, tx, layout, engine=ENGINES[engine](microbatches=microbatches, remat=remat))
     with console.status("compiling"):
         compiled = step.compile(rows)
         run = jax.block_until_ready(init(network.init, tx, layout, seed))
