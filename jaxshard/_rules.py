@@ -23,14 +23,16 @@ Rule = tuple[str, Fate | Names | NamesOf]
 _FATES = ("split", "split or whole", "whole")
 
 
-def dense_names(leaf: Leaf) -> Names | None:
-    """A matrix that nobody named: one that narrows is row-parallel, any other column-parallel.
+def kernel_names(leaf: Leaf) -> Names | None:
+    """A matrix or convolution that nobody named: one that narrows is row-parallel, any other column-parallel.
 
     A layer that widens and the one that narrows again then make a pair with one all-reduce (Shoeybi et al. 2019,
     "Megatron-LM", section 3).
     """
-    rows, columns = leaf.shape[-2:]
-    return ("features", "embed") if columns < rows else ("embed", "features")
+    spatial, (inputs, outputs) = ("spatial",) * (len(leaf.shape) - _stacked(leaf) - 2), leaf.shape[-2:]
+    if len(spatial) > 3:
+        return None
+    return (*spatial, "features", "embed") if outputs < inputs else (*spatial, "embed", "features")
 
 
 RULES: tuple[Rule, ...] = (
@@ -39,7 +41,7 @@ RULES: tuple[Rule, ...] = (
     ("kv_heads", "split or whole"),
     ("features", "split or whole"),
     *((name, "whole") for name in ("batch", "sequence", "length", "positions", "embed", "head_dim", "kv", "norm")),
-    *((name, "whole") for name in ("layers", BLOCKS, "stack", "in", "spatial", "embed_out")),
+    *((name, "whole") for name in ("layers", BLOCKS, "stack", "spatial")),
     # Attention: a dimension per head (DenseGeneral, MultiHeadAttention), then flat projections, then fused ones.
     *((f"{q}/kernel", ("embed", "heads", "head_dim")) for q in ("query", "q", "q_proj", "wq")),
     *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("key", "value", "k", "v", "k_proj", "v_proj")),
@@ -62,11 +64,10 @@ RULES: tuple[Rule, ...] = (
     *((f"*{table}*", "whole") for table in ("pos_embed", "position", "wpe", "posemb")),
     ("embedding", ("vocab", "embed")),
     *((f"{head}/kernel", ("embed", "vocab")) for head in ("lm_head", "logits", "unembed", "logits_dense")),
-    # Recurrent cells: the four gates of one hidden state.
-    *((f"{gate}/kernel", ("embed", "features")) for gate in ("[ih][ifgorzn]", "dense_[ih]")),
-    # Whatever else is called a kernel: matrices, then convolutions over one to three dimensions.
-    ("kernel", dense_names),
-    *(("kernel", (*("spatial",) * dims, "in", "features")) for dims in (1, 2, 3)),
+    # Recurrent cells: Flax joins the kernels of the gates along their outputs, so these stay whole.
+    *((f"{gate}/kernel", ("features", "embed")) for gate in ("[ih][ifgorzn]", "dense_[ih]")),
+    # Whatever else is called a kernel: matrices, and convolutions over one to three dimensions.
+    ("kernel", kernel_names),
 )
 """The built-in rules; your own go in front: `js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES])`."""
 
@@ -164,7 +165,7 @@ def _names_of(value: Fate | Names | NamesOf, leaf: Leaf, rank: int) -> Names | N
     if isinstance(value, str):  # a pattern with a fate: only "whole" makes sense without names
         return (None,) * rank if value == "whole" else None
     if callable(value):
-        return value(leaf) if rank == 2 else None
+        return value(leaf) if rank >= 2 else None
     return value if len(value) == rank else None
 
 

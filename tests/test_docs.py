@@ -17,9 +17,9 @@ import jaxshard
 import jaxshard.optim
 from jaxshard import data, metrics
 from jaxshard.models import gpt
-from jaxshard.plan import audit, flops, hardware, memory, topology
+from jaxshard.plan import audit, compare, flops, hardware, memory, promise, topology
 
-MODULES = (data, metrics, gpt, audit, memory, topology, flops, hardware)
+MODULES = (data, metrics, gpt, audit, promise, compare, memory, topology, flops, hardware)
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"
 

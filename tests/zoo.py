@@ -95,6 +95,7 @@ class LlamaBlock(nn.Module):
         h = nn.RMSNorm()(x)
         q = heads("to_q", HEADS, "heads")(h)
         k, v = (heads(name, self.kv_heads, "kv_heads")(h) for name in ("to_k", "to_v"))
+        k, v = (js.constrain(x, ("batch", None, "kv_heads", None)) for x in (k, v))
         h = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("heads", "head_dim", "embed"))
         x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), use_bias=False, kernel_init=init, name="from_heads")(h)

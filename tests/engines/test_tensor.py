@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 import jax
+import optax
 import pytest
 
 import jaxshard as js
 from jaxshard.plan.audit import Collective, arrays_only, collectives
+from jaxshard.plan.compare import audit
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import Program, gpt_program, tpu
 from tests.toys import assert_equal_runs, one_device, quick_compile, sharded
@@ -123,6 +125,41 @@ def test_padded_leaves_are_gathered_over_data_alone():
         toy = ZOO["gpt"]()
         trace, _ = sharded(toy, js.compose(js.fsdp(min_size=0), js.tensor()), mesh, js.explicit())
     assert_equal_runs(trace, one_device(toy))
+
+
+# Bytes of all-reduces over tensor=4 on each of two devices of the data axis: an activation of 4 rows of 8 positions of
+# width 32 is 4,096 bytes (the GPT's of 8 rows of 16 positions 16,384), a number per label 128 or 512. Per block two
+# forward and two backward, two more for embedding and last layer, three numbers per label. Where layers share their
+# input the CPU compiler sums up the gradients of each (the TPU's does it once): three for query, key and value instead of
+# one, two for the gated MLP.
+ALL_REDUCED = {
+    "gpt": 10 * 16_384 + 3 * 512,
+    "linen": 14 * 4_096 + 3 * 128,
+    "nnx": 14 * 4_096 + 3 * 128,
+    "tied": 14 * 4_096 + 3 * 128,
+    "dropout": 14 * 4_096 + 3 * 128,
+    "llama": 12 * 4_096 + 3 * 128,
+    "experts": 4 * 4_096 + 5 * 128,
+}
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=() if m in ("llama", "experts") else pytest.mark.slow) for m in ZOO]
+)
+def test_what_every_model_communicates_over_the_tensor_axis(model):
+    """On CPU under fsdp x tensor: no weight and no logits, and where blocks are pairs of layers all-reduces alone."""
+    toy, (strategy, mesh) = ZOO[model](), setup(4, "fsdp")
+    tx = optax.sgd(toy.rate)
+    layout = js.layout(strategy, mesh, toy.init_fn, tx)
+    engine = ENGINES["auto" if model in GLOBAL_VIEW_ONLY else "explicit"]
+    step = js.make_step(toy.loss_fn, tx, layout, engine=engine)
+    assert not [one for one in audit(step, toy.batch).surprises if "never" in str(one)]
+    found = [one for one in arrays_only(collectives(step.compile(toy.batch), mesh)) if one.axes == ("tensor",)]
+    kinds = {kind: 4 * size for kind, size in totals(found).items()}
+    if model in ALL_REDUCED:
+        assert kinds == {"all-reduce": ALL_REDUCED[model]}
+    else:  # activations that the next layer needs whole: convolutions in a row, hidden states
+        assert set(kinds) <= {"all-reduce", "all-gather", "all-to-all", "collective-permute"}
 
 
 TORUS = {"vocab": 2048, "width": 1024, "depth": 2, "heads": 8, "seq": 256}
