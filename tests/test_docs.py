@@ -119,7 +119,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
     if parameter.default is parameter.empty:
         return text
     default = parameter.default
-    shown = "..." if callable(default) or repr(default).startswith("<") else repr(default)
+    shown = "..." if callable(default) or "<" in repr(default) or len(repr(default)) > 60 else repr(default)
     return f"{text} = {shown}"
 
 

@@ -130,7 +130,7 @@ def test_padded_leaves_are_gathered_over_data_alone():
 # Bytes of all-reduces over tensor=4 on each of two devices of the data axis: an activation of 4 rows of 8 positions of
 # width 32 is 4,096 bytes (the GPT's of 8 rows of 16 positions 16,384), a number per label 128 or 512. Per block two
 # forward and two backward, two more for embedding and last layer, three numbers per label. Where layers share their
-# input the CPU compiler sums up the gradients of each (the TPU's does it once): three for query, key and value instead of
+# input the CPU compiler sums the gradients of each (the TPU's all at once): three for query, key and value instead of
 # one, two for the gated MLP.
 ALL_REDUCED = {
     "gpt": 10 * 16_384 + 3 * 512,
