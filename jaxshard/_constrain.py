@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxshard._layout import Layout
+from jaxshard._mesh import axis_size
 from jaxshard._placement import spec_entry
 from jaxshard._strategy import Tensor, parts_of
 
@@ -48,10 +49,16 @@ def constrain(x: jax.Array, names: Sequence[str | None], *, grad: Sequence[str |
     return x if activations is None else activations.constrain(x, names, grad)
 
 
-def splits(name: str) -> bool:
-    """Whether the strategy of the step that is being compiled splits dimensions of this name."""
+def splits(name: str, size: int | None = None) -> bool:
+    """Whether the strategy of the step that is being compiled splits dimensions of this name, and of this size."""
     activations: Activations | None = _current.value
-    return activations is not None and any(t.rules.fate(name) == "split" for t in activations.tensors())
+    if activations is None:
+        return False
+    mesh = activations.layout.mesh
+    return any(
+        part.rules.fate(name) == "split" and (size is None or size % axis_size(mesh, part.axis) == 0)
+        for part in activations.tensors()
+    )
 
 
 def constraining(layout: Layout) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxshard._constrain import constrain
+from jaxshard._constrain import constrain, splits
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -21,8 +21,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
             f"cross_entropy: logits [..., V] need integer labels [...], got {logits.dtype}{list(logits.shape)} and "
             f"{labels.dtype}{list(labels.shape)}"
         )
-    names = ("batch", *(None,) * (logits.ndim - 2), "vocab") if logits.ndim > 1 else ("vocab",)
-    logits = constrain(logits.astype(jnp.float32), names)
-    # Not an index: looking a label up would make the partitioner move the logits.
-    own = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
+    logits = logits.astype(jnp.float32)
+    if splits("vocab", logits.shape[-1]):
+        names = ("batch", *(None,) * (logits.ndim - 2), "vocab") if logits.ndim > 1 else ("vocab",)
+        logits = constrain(logits, names)
+    # Not an index: looking a label up would make the partitioner move the logits. Not in the labels' dtype: bytes wrap.
+    own = (
+        jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == jnp.asarray(labels, jnp.int32)[..., None]
+    )
     return jax.nn.logsumexp(logits, axis=-1) - jnp.where(own, logits, 0).sum(-1)

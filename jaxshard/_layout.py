@@ -172,7 +172,7 @@ def layout(
     def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
         return lambda path, x: strategy(role, leaf_of(path, x), whole(leaf_of(path, x)), mesh)
 
-    return Layout(
+    made = Layout(
         mesh=mesh,
         strategy=strategy,
         params=placed["param"],
@@ -183,6 +183,18 @@ def layout(
         shapes=Shapes(params, opt_state, state, key),
         trainable=mask,
     )
+    if idle := _idle_axes(made):
+        warnings.warn(
+            f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "
+            "in the strategy or leave it out of the mesh",
+            stacklevel=2,
+        )
+    return made
+
+
+def _idle_axes(layout: Layout) -> list[str]:
+    used = set(layout.batch_axes).union(*(axes_of(placed.placement.store) for placed in layout.placed()))
+    return [name for name, size in layout.mesh.shape.items() if size > 1 and name not in used]
 
 
 def check_transform(tx: Any) -> None:
@@ -277,8 +289,8 @@ def _report(part: Tensor, leaves: list[Leaf]) -> None:
         )
     if unused := part.rules.unused(leaves):
         warnings.warn(
-            f"tensor: the rules {', '.join(map(repr, unused))} match no parameter; take them out or correct them "
-            "(print(layout) shows every path)",
+            f"tensor: rules without effect: {'; '.join(unused)}; take them out or correct them (print(layout) shows "
+            "every path)",
             stacklevel=4,
         )
 

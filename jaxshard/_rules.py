@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from jaxshard._tree import BLOCKS, Leaf, raise_all
 
@@ -83,7 +83,8 @@ class Rules:
             (f"{rule!r}" for rule in self.rules if not _is_rule(rule)),
             TypeError,
             "tensor: every rule must be a pair (name, fate) with a fate of 'split', 'split or whole' or 'whole', or "
-            "(pattern, names) with a name or None for every dimension of the parameters whose path ends so",
+            "(pattern, names) with a name or None for every dimension of the parameters whose path ends so, or "
+            "(pattern, 'whole')",
         )
 
     def fate(self, name: str | None) -> Fate | None:
@@ -93,40 +94,55 @@ class Rules:
         return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
 
     def resolve(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The parameters with names for their dimensions, from the model or from the first pattern that fits.
+        """The parameters with names for their dimensions.
 
-        A bias has the names of the last dimensions of the kernel beside it.
+        They come from the first of the user's own patterns that fits, else from the model, else from the built-in
+        patterns. A bias has the names of the last dimensions of the kernel beside it.
 
         Raises:
-          ValueError: a name that no rule knows; a pattern's names that a parameter's dimensions contradict.
+          ValueError: a name that no rule knows.
         """
         named = {leaf.path: self._named(leaf) for leaf in leaves}
-        for leaf in leaves:
-            kernel = named.get(leaf.path.rpartition("bias")[0] + "kernel") if leaf.path.endswith("bias") else None
-            if kernel is not None and not named[leaf.path].named_by and kernel.named_by:
-                own = len(leaf.shape) - _stacked(leaf)
-                if leaf.shape[_stacked(leaf) :] == kernel.shape[len(kernel.shape) - own :]:
-                    names = leaf.names[: _stacked(leaf)] + kernel.names[len(kernel.names) - own :]
+        for leaf in named.values():
+            kernel = named.get(leaf.path.removesuffix("bias") + "kernel")
+            if leaf.path.endswith("bias") and not leaf.named_by and kernel is not None and kernel.named_by:
+                names = _bias_names(leaf.shape, kernel)
+                if names is not None:
                     named[leaf.path] = leaf._replace(names=names, named_by="as its kernel")
         self._check_known(named.values())
         return [named[leaf.path] for leaf in leaves]
 
-    def unused(self, leaves: Iterable[Leaf]) -> list[str]:
-        """The user's own patterns that name no parameter; a name may be that of activations alone."""
-        taken = {leaf.named_by for leaf in leaves}
-        own = [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
-        return [key for key, _ in own if key not in taken]
+    def unused(self, leaves: Sequence[Leaf]) -> list[str]:
+        """The user's own patterns that name no parameter, each with the reason; a name may be that of activations."""
+        told = []
+        for key, value in self._own():
+            if not any(leaf.named_by == key and leaf.names == _given(value, leaf) for leaf in leaves):
+                fitting = next((leaf for leaf in leaves if _fits(key, leaf)), None)
+                count = len(value) if isinstance(value, tuple) else 0
+                told.append(
+                    f"{key!r} matches no path"
+                    if fitting is None
+                    else f"{key!r} has {count} names, {fitting.path} {list(fitting.shape)} other dimensions"
+                    if count
+                    else f"{key!r} comes after another rule for {fitting.path}"
+                )
+        return told
+
+    def _own(self) -> list[tuple[str, Any]]:
+        """The patterns that are not built in."""
+        return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
     def _named(self, leaf: Leaf) -> Leaf:
+        own = self._own()
         if any(name not in (None, BLOCKS) for name in leaf.names):
-            return leaf._replace(named_by="named by the model")
-        front = _stacked(leaf)
-        for key, value in self.rules:
-            if _is_pattern(key, value) and fnmatchcase("/" + leaf.path, "*/" + key.removeprefix("*/")):
-                names = _names_of(value, leaf, len(leaf.shape) - front)
-                if names is not None:
-                    return leaf._replace(names=leaf.names[:front] + names, named_by=key)
-        return leaf
+            patterns, given = own, leaf._replace(named_by="named by the model")
+        else:
+            patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], leaf
+        for key, value in patterns:
+            names = _given(value, leaf) if _fits(key, leaf) else None
+            if names is not None:
+                return leaf._replace(names=names, named_by=key)
+        return given
 
     def _check_known(self, leaves: Iterable[Leaf]) -> None:
         known = [key for key, value in self.rules if isinstance(value, str)]
@@ -148,9 +164,9 @@ class Rules:
 def _is_rule(rule: object) -> bool:
     if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
         return False
-    value = rule[1]
+    key, value = rule
     if isinstance(value, str):
-        return value in _FATES
+        return value == "whole" or (value in _FATES and not _is_pattern(key, value))
     return callable(value) or (
         isinstance(value, tuple) and all(name is None or isinstance(name, str) for name in value)
     )
@@ -160,13 +176,33 @@ def _is_pattern(key: str, value: object) -> bool:
     return not isinstance(value, str) or "/" in key or "*" in key
 
 
-def _names_of(value: Fate | Names | NamesOf, leaf: Leaf, rank: int) -> Names | None:
-    """The names that a pattern gives to the `rank` dimensions behind the stacked one; None where it does not fit."""
-    if isinstance(value, str):  # a pattern with a fate: only "whole" makes sense without names
-        return (None,) * rank if value == "whole" else None
-    if callable(value):
-        return value(leaf) if rank >= 2 else None
-    return value if len(value) == rank else None
+def _fits(key: str, leaf: Leaf) -> bool:
+    """Whether the path ends with the pattern, from the start of a word."""
+    return fnmatchcase("/" + leaf.path, "*/" + key.removeprefix("*/"))
+
+
+def _given(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
+    """The names that a pattern gives to the dimensions of a parameter; None where it has another number of them.
+
+    One dimension more than names is that of layers, in front: what `nn.scan` and `nn.vmap` stack.
+    """
+    front = leaf.names[: _stacked(leaf)]
+    rank = len(leaf.shape) - len(front)
+    if isinstance(value, str):
+        return (*front, *(None,) * rank)
+    names = (value(leaf) if rank >= 2 else None) if callable(value) else value
+    if names is None or len(names) == rank:
+        return None if names is None else front + names
+    return (*front, "layers", *names) if len(names) == rank - 1 and rank > 2 else None
+
+
+def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:
+    """The names of the last dimensions of a kernel, for a bias of their sizes; a first one may stack layers."""
+    for front in (0, 1):
+        tail = len(shape) - front
+        if tail > 0 and shape == kernel.shape[:front] + kernel.shape[len(kernel.shape) - tail :]:
+            return kernel.names[:front] + kernel.names[len(kernel.names) - tail :]
+    return None
 
 
 def _stacked(leaf: Leaf) -> int:

@@ -58,16 +58,20 @@ def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy
 
     `rules` are pairs, the first that fits decides: `("mlp", "split")` says what happens to the dimensions of a name,
     `"split"`, `"whole"` or `"split or whole"` (where it does not divide: fewer key and value heads than devices);
-    `("fuse/kernel", ("embed", "mlp"))` names the dimensions of the parameters whose path ends so. Names come from
-    the model's annotations where it has them. `js.RULES` knows Flax's layers and the usual names. With
-    `("sequence", "split")` in front, activations that the model constrains by that name (`js.constrain`) are split
-    between blocks: sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+    `("fuse/kernel", ("embed", "mlp"))` names the dimensions of the parameters whose path ends so. The model's own
+    annotations go after your patterns and before those of `js.RULES`, which knows Flax's layers and the usual names.
+    With `("sequence", "split")` in front, activations that the model constrains by that name (`js.constrain`) are
+    split between blocks: sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
 
     Raises (when applied):
       ValueError: the mesh has no such axis, or it does not divide a dimension that it is to split; a name that no
         rule knows.
       TypeError: rules that are no pairs.
     """
+    if isinstance(rules, str):
+        raise TypeError(
+            f"tensor: rules are pairs, got {rules!r}; for the axis of this name write js.tensor(axis={rules!r})"
+        )
     return Tensor(Rules(tuple(rules)), axis)
 
 

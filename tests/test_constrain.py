@@ -13,7 +13,9 @@ SEQUENCE = [("sequence", "split"), *js.RULES]
 
 
 def layout(*parts, **axes):
-    return js.layout(js.compose(*parts), js.make_mesh(**axes), lambda key: {"w": jnp.zeros((8, 8))}, optax.sgd(0.1))
+    return js.layout(
+        js.compose(*parts), js.make_mesh(**axes), lambda key: {"fc1": {"kernel": jnp.zeros((8, 8))}}, optax.sgd(0.1)
+    )
 
 
 def placed(made, shape, names):

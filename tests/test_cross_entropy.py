@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import jaxshard as js
+from jaxshard._constrain import constraining
 from jaxshard.plan.audit import collectives
 
 
@@ -24,6 +25,21 @@ def test_equals_optax_with_its_gradient(shape, vocab, seed):
         np.testing.assert_allclose(ours(logits, labels), theirs(logits, labels), rtol=1e-6, atol=1e-5)
         grads = [jax.grad(lambda x, f=f: f(x, labels).sum())(jnp.asarray(logits)) for f in (ours, theirs)]
         np.testing.assert_allclose(*grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint32])
+def test_labels_of_any_integer_dtype(dtype):
+    """More classes than a byte can count."""
+    logits, labels = np.random.default_rng(1).normal(size=(4, 300)).astype(np.float32), np.array([0, 1, 100, 43])
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels.astype(np.int32))
+    np.testing.assert_allclose(js.cross_entropy(logits, labels.astype(dtype)), expected, rtol=1e-6)
+
+
+def test_classes_that_the_tensor_axis_does_not_divide_stay_where_they_are():
+    init = lambda key: {"fc1": {"kernel": jnp.zeros((8, 8))}}  # noqa: E731
+    layout = js.layout(js.compose(js.ddp(), js.tensor()), js.make_mesh(data=2, tensor=4), init, optax.sgd(0.1))
+    with constraining(layout):
+        assert js.cross_entropy(jnp.zeros((2, 10)), jnp.zeros(2, jnp.int32)).shape == (2,)
 
 
 def test_low_precision_is_summed_in_f32():

@@ -25,6 +25,7 @@ def names_of(path, *shape, rules=js.RULES, **more):
 def layout(params, rules=js.RULES, data=None, parts=PARTS):
     mesh = js.make_mesh(data=8 // parts, tensor=parts)
     strategy = js.compose(data or js.ddp(), js.tensor(rules))
+    params = params | {"anchor": {"wi": (8, 8, 8)}}  # something is split, whatever becomes of the others
     return js.layout(strategy, mesh, lambda key: jax.tree.map(jnp.zeros, params, is_leaf=is_shape), optax.sgd(0.1))
 
 
@@ -59,12 +60,19 @@ def is_shape(node):
         ("Conv_0/kernel", (3, 3, 16, 32), ("spatial", "spatial", "embed", "features")),
         ("Conv_1/kernel", (3, 32, 16), ("spatial", "features", "embed")),
         ("cell/hf/kernel", (32, 32), ("features", "embed")),
+        # Stacked by nn.scan or nn.vmap, without a name for it.
+        ("attn/query/kernel", (6, 32, 8, 4), ("layers", "embed", "heads", "head_dim")),
+        ("attn/out/kernel", (6, 8, 4, 32), ("layers", "heads", "head_dim", "embed")),
+        ("fc2/kernel", (6, 128, 32), ("layers", "mlp", "embed")),
+        ("Dense_1/kernel", (6, 128, 32), ("spatial", "features", "embed")),
         ("pos_embedding", (1, 16, 32), (None, None, None)),
         ("LayerNorm_0/scale", (32,), (None,)),
     ],
 )
 def test_what_flax_calls_its_parameters(path, shape, names):
     assert names_of(path, *shape) == names
+    if "layers" in names:
+        return
     stacked = (BLOCKS, *(None,) * len(shape))
     assert names_of(f"blocks/{path}", 6, *shape, names=stacked) == (BLOCKS, *names)
 
@@ -77,6 +85,19 @@ def test_a_bias_has_the_names_of_its_kernel():
     assert narrow.names == ("embed",) and alone.names == (None,) and not alone.named_by
 
 
+@pytest.mark.parametrize(
+    ("kernel", "bias", "names"),
+    [
+        ((6, 32, 128), (6, 128), ("spatial", "features")),
+        ((6, 32, 8, 4), (6, 8, 4), ("layers", "heads", "head_dim")),
+    ],
+)
+def test_a_stacked_bias_has_the_names_of_its_stacked_kernel(kernel, bias, names):
+    layer = "query" if len(kernel) == 4 else "Dense_0"
+    leaves = [leaf(f"scan/{layer}/bias", *bias), leaf(f"scan/{layer}/kernel", *kernel)]
+    assert Rules(js.RULES).resolve(leaves)[0].names == names
+
+
 def test_the_first_rule_that_fits_decides():
     rules = [("fuse/kernel", ("mlp", "embed")), ("fc1/kernel", "whole"), ("fc1/kernel", ("embed", "mlp")), *js.RULES]
     assert names_of("x/fuse/kernel", 32, 64, rules=rules) == ("mlp", "embed")
@@ -85,8 +106,10 @@ def test_the_first_rule_that_fits_decides():
     assert Rules((("mlp", "whole"), *js.RULES)).fate("mlp") == "whole"
 
 
-def test_names_of_the_model_go_before_patterns():
+def test_names_of_the_model_go_before_built_in_patterns_and_after_the_users():
     assert names_of("fc1/kernel", 32, 64, names=("mlp", "embed")) == ("mlp", "embed")
+    rules = [("fc1/kernel", "whole"), *js.RULES]
+    assert names_of("fc1/kernel", 32, 64, names=("mlp", "embed"), rules=rules) == (None, None)
 
 
 def test_names_that_no_rule_knows_are_listed_with_near_ones():
@@ -96,7 +119,9 @@ def test_names_that_no_rule_knows_are_listed_with_near_ones():
     assert "a [8, 8]: 'embd'; did you mean 'embed'" in str(error.value) and "b [8]: 'zzzz'" in str(error.value)
 
 
-@pytest.mark.parametrize("rule", ["mlp", ("mlp",), ("mlp", "cut"), ("a/b", 1), (3, "split"), ("a/b", ("x", 2))])
+@pytest.mark.parametrize(
+    "rule", ["mlp", ("mlp",), ("mlp", "cut"), ("a/b", 1), (3, "split"), ("a/b", ("x", 2)), ("a/b", "split")]
+)
 def test_rules_that_are_none(rule):
     with pytest.raises(TypeError, match="every rule must be a pair"):
         js.tensor([rule])
@@ -118,7 +143,7 @@ def test_a_fill_splits_another_dimension():
 
 
 def test_only_the_first_dimension_that_splits_is_split():
-    assert layout({"wi": (8, 32, 64)}).params["wi"].use == jax.P("tensor", None, None)
+    assert layout({"moe": {"wi": (8, 32, 64)}}).params["moe"]["wi"].use == jax.P("tensor", None, None)
 
 
 def test_fewer_key_heads_than_devices_are_copied_and_said_so():
@@ -149,9 +174,29 @@ def test_large_arrays_that_no_rule_took_are_reported():
     layout({"mystery": (256, 256)}, rules=[("*mystery", "whole"), *js.RULES])  # said on purpose: no warning
 
 
-def test_patterns_that_match_nothing_are_reported():
-    with pytest.warns(UserWarning, match="the rules 'fuse/kernel' match no parameter"):
-        layout({"fc1": {"kernel": (32, 64)}}, rules=[("fuse/kernel", ("embed", "mlp")), *js.RULES])
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("fuse/kernel", ("embed", "mlp"))], "rules without effect: 'fuse/kernel' matches no path;"),
+        ([("fc1/kernel", ("a", "mlp", "b"))], r"'fc1/kernel' has 3 names, fc1/kernel \[32, 64\] other dimensions"),
+        ([("*kernel", "whole"), ("fc1/kernel", "whole")], "'fc1/kernel' comes after another rule for fc1/kernel"),
+    ],
+)
+def test_patterns_without_effect_are_reported(rules, message):
+    with pytest.warns(UserWarning, match=message):
+        layout({"fc1": {"kernel": (32, 64)}}, rules=[*rules, *js.RULES])
+
+
+def test_the_axis_in_the_place_of_the_rules():
+    with pytest.raises(TypeError, match=r"write js.tensor\(axis='model'\)"):
+        js.tensor("model")
+
+
+def test_an_axis_that_splits_nothing_is_reported():
+    init = lambda key: {"fc1": {"kernel": jnp.zeros((32, 64))}}  # noqa: E731
+    for strategy, axis in [(js.tensor(), "data"), (js.fsdp(), "tensor")]:
+        with pytest.warns(UserWarning, match=f"the mesh axis '{axis}' splits nothing"):
+            js.layout(strategy, js.make_mesh(data=2, tensor=4), init, optax.sgd(0.1))
 
 
 def test_the_function_instead_of_the_strategy():
@@ -161,7 +206,7 @@ def test_the_function_instead_of_the_strategy():
 
 def test_optimizer_state_is_split_as_its_parameter_and_nothing_else_is_named():
     """Adafactor's rows and columns have other dimensions than the parameters whose paths they carry."""
-    mesh, shapes = js.make_mesh(data=2, tensor=4), {"fc1": {"kernel": (256, 512)}}
+    mesh, shapes = js.make_mesh(tensor=8), {"fc1": {"kernel": (256, 512)}}
     init = lambda key: jax.tree.map(jnp.zeros, shapes, is_leaf=is_shape)  # noqa: E731
     adam = js.layout(js.tensor(), mesh, init, optax.adam(0.1))
     assert adam.opt_state[0].mu["fc1"]["kernel"].store == jax.P(None, "tensor")
