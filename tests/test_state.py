@@ -184,7 +184,7 @@ def test_a_run_goes_from_layout_to_layout_and_comes_back():
     layouts = [
         small(),
         small(js.ddp(), js.make_mesh(jax.devices()[:3], data=3)),
-        small(js.fsdp(("x", "data"), min_size=0), js.make_mesh(x=2, data=2, rest=2)),
+        small(js.fsdp(("x", "data"), min_size=0), js.make_mesh(jax.devices()[:4], x=2, data=2)),
         small(),
     ]
     run = js.init(small_init, TX, layouts[0], 0)
