@@ -126,7 +126,7 @@ def test_other_numbers_of_devices(mesh, engine):
 ROLES = ["param", "grad", "opt"]
 UNUSUAL = {
     "an axis that splits no rows": js.compose(js.batch("x"), js.shard("y", ROLES, min_size=0)),
-    "no rows split at all": js.shard("x", ROLES, min_size=0),
+    "no rows split at all": js.shard(("x", "y"), ROLES, min_size=0),
     "every role over other axes": js.compose(
         js.batch("x", "y"),
         js.shard("x", ["param"], min_size=0),
