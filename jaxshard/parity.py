@@ -117,8 +117,11 @@ def parity(
     Both sides have the same parameters (those of `init_fn(key)`), global batch and key, all floating arrays in f32,
     products in full f32 precision (GPUs and TPUs take less by default), and no lower precision in the engine. The loss
     must agree to a tenth of `tolerance` relative; gradients, updates and the model's new state to `tolerance`, per
-    leaf: the largest difference over the larger of the leaf's largest magnitude and 1e-3 of the tree's. Keep the batch
-    small (512 tokens): long sums lose digits. `tx` updates twice, given the same gradients on both sides (those of one
+    leaf: the largest difference over the larger of the leaf's largest magnitude and 1e-3 of the tree's. A gradient that
+    is under 1e-6 of the tree's largest on both sides counts as zero: that of a bias before BatchNorm, or of a key's, is
+    nothing but rounding. Keep the batch small (512 tokens): long sums lose digits.
+
+    `tx` updates twice, given the same gradients on both sides (those of one
     device), and the second updates are compared, so that neither Adam's amplification of rounding nor a rate that warms
     up from zero blurs the comparison; integers must be equal.
 
