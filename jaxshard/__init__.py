@@ -32,6 +32,7 @@ from jaxshard._strategy import compose as compose
 from jaxshard._strategy import ddp as ddp
 from jaxshard._strategy import fsdp as fsdp
 from jaxshard._strategy import hsdp as hsdp
+from jaxshard._strategy import pipeline as pipeline
 from jaxshard._strategy import shard as shard
 from jaxshard._strategy import tensor as tensor
 from jaxshard._strategy import zero1 as zero1

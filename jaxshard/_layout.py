@@ -14,8 +14,22 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxshard._loss import Model
 from jaxshard._mesh import axis_names
 from jaxshard._placement import Placement, axes_of, whole
-from jaxshard._strategy import MIN_SIZE, Strategy, Tensor, ddp, fsdp, hsdp, parts_of, tensor, zero1, zero2
-from jaxshard._tree import Leaf, bytes_of, leaf_of, map_with_path, path_str, raise_all, same_structure
+from jaxshard._strategy import (
+    MIN_SIZE,
+    Pipeline,
+    Strategy,
+    Tensor,
+    ddp,
+    fsdp,
+    hsdp,
+    parts_of,
+    pipeline,
+    pipeline_of,
+    tensor,
+    zero1,
+    zero2,
+)
+from jaxshard._tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path, path_str, raise_all, same_structure
 from jaxshard._typing import ROLES, InitFn, PyTree, Role
 
 
@@ -45,6 +59,11 @@ class Layout:
     state: PyTree
     shapes: Shapes
     trainable: PyTree
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline that the blocks are placed in; None without."""
+        return pipeline_of(self.strategy)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -142,7 +161,7 @@ def layout(
     check_transform(tx)
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
-    if strategy in (ddp, zero1, zero2, fsdp, hsdp, tensor):
+    if strategy in (ddp, zero1, zero2, fsdp, hsdp, tensor, pipeline):
         name = strategy.__name__
         raise TypeError(
             f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"
@@ -161,6 +180,7 @@ def layout(
     mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
     _check_trainable(params, mask)
     leaves = _named(strategy, map_with_path(leaf_of, params, _dim_names(init_fn, params)))
+    _check_blocks(strategy, leaves)
 
     def place(role: Role) -> PyTree:
         return jax.tree.map(lambda leaf: strategy(role, leaf, whole(leaf), mesh), leaves, is_leaf=_is_leaf)
@@ -190,6 +210,22 @@ def layout(
             stacklevel=2,
         )
     return made
+
+
+STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=init)   # or js.stack(Block(...), 24, ...)
+    #   embed(params, batch, key) -> x     block(block_params, x, key) -> x     head(params, x, batch, key) -> js.Mean
+    layout = js.layout(strategy, mesh, model.init, tx)
+    step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))"""
+"""How a model is described to a pipeline, for errors."""
+
+
+def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
+    records = jax.tree.leaves(leaves, is_leaf=_is_leaf)
+    if pipeline_of(strategy) is not None and not any(leaf.names[:1] == (BLOCKS,) for leaf in records):
+        raise ValueError(
+            "pipeline: no parameter is stacked by blocks, so there is nothing to place in stages; describe the model as "
+            f"js.Stacked and pass its method init itself:\n    {STACKED_EXAMPLE}"
+        )
 
 
 def _idle_axes(layout: Layout) -> list[str]:
@@ -340,6 +376,8 @@ def spec_str(placement: Placement) -> str:
 
 def _note(placement: Placement) -> str:
     padded = f"padded to {list(placement.view.padded)}" if placement.view.is_padded else ""
+    if placement.view.cut:
+        padded = "; ".join(filter(None, (padded, f"in pipeline order {list(placement.view.stored)}")))
     why = placement.why or ("the strategy keeps it whole" if spec_str(placement) == "whole" else "")
     return "; ".join(filter(None, (placement.rule, why, padded)))
 
@@ -356,4 +394,27 @@ def _explain(layout: Layout) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     totals = ", ".join(f"{role} {human_bytes(count)}" for role, count in layout.bytes_per_device().items())
     rows_over = " x ".join(layout.batch_axes) or "nothing"
-    return "\n".join([f"mesh: {mesh}; batch rows over {rows_over}", *lines, f"per device: {totals}"])
+    head = [f"mesh: {mesh}; batch rows over {rows_over}", *_stages(layout)]
+    return "\n".join([*head, *lines, f"per device: {totals}"])
+
+
+def _stages(layout: Layout) -> list[str]:
+    """Which device of the pipeline holds which blocks, a line per device."""
+    pipe = layout.pipeline
+    if pipe is None:
+        return []
+    blocks = jax.tree.leaves(layout.shapes.params[BLOCKS])[0].shape[0]
+    held: dict[int, list[str]] = {}
+    for device, _, run in pipe.holders(blocks, layout.mesh):
+        held.setdefault(device, []).append(_run_str(run))
+    each = pipe.per_stage(blocks, layout.mesh)
+    odd = pipe.stages(layout.mesh) * each - blocks
+    padding = f", the last ones padded with {odd} identities" if odd else ""
+    lines = [f"pipeline: {blocks} blocks in {pipe.stages(layout.mesh)} stages of {each}{padding}"]
+    return lines + [f"  {pipe.axis}={device}: blocks {', '.join(runs)}" for device, runs in held.items()]
+
+
+def _run_str(run: range) -> str:
+    if not run:
+        return "none"
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
@@ -17,12 +18,14 @@ from jaxshard._tree import Leaf, bytes_of
 class View:
     """How an array rests: padded with zeros at the end of its dimensions, then reshaped.
 
-    `logical` is the shape that the model knows, `padded` the shape after padding, `stored` the shape at rest.
+    `logical` is the shape that the model knows, `padded` the shape after padding, `stored` the shape at rest, where the
+    first dimension may be several (`cut`: so many more), as blocks in pipeline order are.
     """
 
     logical: tuple[int, ...]
     padded: tuple[int, ...]
     stored: tuple[int, ...]
+    cut: int = 0
 
     @property
     def is_padded(self) -> bool:
@@ -49,10 +52,23 @@ class View:
                 inside &= jax.lax.broadcasted_iota(jnp.int32, self.padded, dim) < size
         return jnp.where(inside.reshape(self.stored), x, jnp.zeros((), x.dtype))
 
+    def origin(self, dim: int) -> int:
+        """The logical dimension of which a stored one is a part."""
+        return max(0, dim - self.cut)
+
+    def at(self, dim: int) -> int:
+        """The stored dimension that a logical one is; the last of several."""
+        return dim + self.cut
+
+    def cut_first(self, sizes: tuple[int, ...]) -> View:
+        """The same view with the first dimension, padded if need be, stored as several of these sizes."""
+        assert not self.cut, "the first dimension is cut once"
+        padded = (math.prod(sizes), *self.padded[1:])
+        return View(self.logical, padded, (*sizes, *padded[1:]), len(sizes) - 1)
+
     def tail(self) -> View:
-        """The view of one slice along the first dimension, which the view leaves alone."""
-        assert self.logical[0] == self.stored[0], self
-        return View(self.logical[1:], self.padded[1:], self.stored[1:])
+        """The view of one slice along the first logical dimension."""
+        return View(self.logical[1:], self.padded[1:], self.stored[1 + self.cut :])
 
 
 @dataclass(frozen=True)
@@ -84,15 +100,22 @@ class Placement:
 
     def pad(self, dim: int, size: int) -> Placement:
         """The same placement with the stored dimension `dim` padded to `size`."""
-        assert self.view.stored == self.view.padded, "padding comes before reshaping"
-        padded = (*self.view.padded[:dim], size, *self.view.padded[dim + 1 :])
-        return replace(self, view=View(self.view.logical, padded, padded))
+        view, origin = self.view, self.view.origin(dim)
+        assert view.stored[dim] == view.padded[origin], "a dimension that was cut is not padded again"
+        padded = (*view.padded[:origin], size, *view.padded[origin + 1 :])
+        stored = (*view.stored[:dim], size, *view.stored[dim + 1 :])
+        return replace(self, view=View(view.logical, padded, stored, view.cut))
+
+    def cut_first(self, sizes: tuple[int, ...]) -> Placement:
+        """The same placement with the first dimension, so far whole, stored as several of these sizes."""
+        assert self.store[0] is None, self
+        more = (None,) * (len(sizes) - 1)
+        return replace(self, view=self.view.cut_first(sizes), store=PartitionSpec(*more, *self.store))
 
     def tail(self) -> Placement:
-        """The placement of one slice along the first dimension."""
-        return Placement(
-            self.view.tail(), PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1:]), self.why, self.rule
-        )
+        """The placement of one slice along the first logical dimension."""
+        use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.cut :])
+        return Placement(self.view.tail(), use, store, self.why, self.rule)
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         """How the stored array is spread."""

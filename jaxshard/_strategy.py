@@ -75,13 +75,35 @@ def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy
     return Tensor(Rules(tuple(rules)), axis)
 
 
+def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
+    """Pipeline parallelism: the stacked blocks of a `js.Stacked` model split over `axis`, `chunks` runs on each device.
+
+    With p devices there are p * chunks stages; stage k is chunk k // p of device k % p and holds
+    ceil(blocks / (p * chunks)) consecutive blocks. Where that does not divide, the last stages hold fewer: their
+    padding is zeros at rest and passes activations through unchanged. At rest a leaf [blocks, ...] is
+    [chunks, p, blocks per stage, ...]; in the model's order everywhere else. Parameters that are not stacked (embedding,
+    head) are whole over the axis. More chunks make the bubble smaller and the traffic between stages larger
+    (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
+
+    It places; `js.pipelined(...)` is the engine that runs it.
+
+    Raises (when applied):
+      ValueError: the mesh has no such axis; fewer blocks than stages.
+    """
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"pipeline: chunks must be a whole number from 1 on, got {chunks!r}")
+    if len(axis_names(axis)) != 1:
+        raise ValueError(f"pipeline: name one mesh axis, whose devices form the ring of stages, got {axis!r}")
+    return Pipeline(axis_names(axis)[0], chunks)
+
+
 def compose(*strategies: Strategy) -> Strategy:
     """All strategies in one: placements by name first, fills after them, whatever the order they are written in."""
     for strategy in strategies:
         if not callable(strategy):
             raise TypeError(f"compose: expected strategies, got {type(strategy).__name__} ({strategy!r})")
     flat = [part for s in strategies for part in (s.parts if isinstance(s, Composed) else (s,))]
-    return Composed(tuple(sorted(flat, key=lambda part: isinstance(part, Shard))))
+    return Composed(tuple(sorted(flat, key=lambda part: (isinstance(part, Shard), not isinstance(part, Pipeline)))))
 
 
 def ddp(axis: AxisName = "data") -> Strategy:
@@ -164,7 +186,8 @@ class Shard:
         if leaf.size < self.min_size:
             return replace(placement, why=f"small: {leaf.size} elements, under {self.min_size}")
         sizes = placement.view.stored
-        free = [dim for dim, entry in enumerate(placement.store) if entry is None and leaf.names[dim] not in self.keep]
+        names_at = [leaf.names[placement.view.origin(dim)] for dim in range(len(sizes))]
+        free = [d for d, entry in enumerate(placement.store) if entry is None and names_at[d] not in self.keep]
         parts = axis_size(mesh, self.axis)
         dividing = [dim for dim in free if sizes[dim] % parts == 0]
         if dividing:
@@ -194,7 +217,8 @@ class Tensor:
                 continue
             if leaf.shape[dim] % parts == 0:
                 _check_unused(names, leaf, placement, "tensor")
-                return replace(placement.split(dim, names).use_split(dim, names), rule=f"{name}: {leaf.named_by}")
+                split = placement.split(placement.view.at(dim), names).use_split(dim, names)
+                return replace(split, rule=f"{name}: {leaf.named_by}")
             if fate == "split":
                 raise ValueError(_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
             return replace(placement, rule=f"{leaf.shape[dim]} {name} on each of {parts} devices: {leaf.named_by}")
@@ -213,6 +237,50 @@ class Tensor:
         if size % parts:
             raise ValueError(_indivisible("constrain", None, str(name), size, parts, self.axis))
         return axis_names(self.axis)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stacked blocks split over an axis, in pipeline order."""
+
+    axis: str
+    chunks: int
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axis, "pipeline")
+        if role in ("batch", "state") or leaf.names[:1] != (BLOCKS,):
+            return placement
+        _check_unused(names, leaf, placement, "pipeline")
+        sizes = (self.chunks, axis_size(mesh, self.axis), self.per_stage(leaf.shape[0], mesh))
+        return placement.cut_first(sizes).split(1, names)
+
+    def stages(self, mesh: Mesh) -> int:
+        """How many stages the model is cut into."""
+        return self.chunks * axis_size(mesh, self.axis)
+
+    def per_stage(self, blocks: int, mesh: Mesh) -> int:
+        """How many blocks a stage holds; an error where there are fewer blocks than stages."""
+        stages = self.stages(mesh)
+        if blocks < stages:
+            most = max(1, blocks // axis_size(mesh, self.axis))
+            raise ValueError(
+                f"pipeline: {blocks} blocks are fewer than the {stages} stages of chunks={self.chunks} on "
+                f"{axis_size(mesh, self.axis)} devices of axis {self.axis!r}; use chunks={most}, or a smaller axis"
+            )
+        return -(-blocks // stages)
+
+    def holders(self, blocks: int, mesh: Mesh) -> list[tuple[int, int, range]]:
+        """(device on the axis, chunk, its blocks) of every stage, in the model's order."""
+        devices, each = axis_size(mesh, self.axis), self.per_stage(blocks, mesh)
+        return [
+            (stage % devices, stage // devices, range(min(blocks, stage * each), min(blocks, (stage + 1) * each)))
+            for stage in range(self.stages(mesh))
+        ]
+
+
+def pipeline_of(strategy: Strategy) -> Pipeline | None:
+    """The pipeline of a strategy; None without."""
+    return next((part for part in parts_of(strategy) if isinstance(part, Pipeline)), None)
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:

@@ -155,6 +155,11 @@ def check_stacked(layout: Layout) -> None:
         if placement.store[0] is not None or placement.view.stored[0] != placement.view.logical[0]:
             problems.append(f"{BLOCKS}/{path_str(path)}: dim 0 of {list(placement.view.logical)} is split or padded")
 
+    if layout.pipeline is not None:
+        raise ValueError(
+            f"the layout places blocks in a pipeline over {layout.pipeline.axis!r}, which this engine does not run: use "
+            "engine=js.pipelined(microbatches=...), or take js.pipeline out of the strategy"
+        )
     if BLOCKS not in layout.params:
         raise ValueError(f'the layout has no "{BLOCKS}": make it with the init method of the same js.Stacked model')
     map_with_path(check, layout.params[BLOCKS])
