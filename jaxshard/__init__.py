@@ -1,6 +1,7 @@
 """Train a Flax model and an optax optimizer on any mesh, with the same result as on one device."""
 
 from jaxshard import optim as optim
+from jaxshard import schedules as schedules
 from jaxshard._constrain import constrain as constrain
 from jaxshard._cross_entropy import cross_entropy as cross_entropy
 from jaxshard._eval import averaged as averaged

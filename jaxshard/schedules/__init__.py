@@ -1,0 +1,17 @@
+"""Schedules of a pipeline as tables: the named ones, your own, and what they cost."""
+
+from jaxshard.schedules.named import NAMES as NAMES
+from jaxshard.schedules.named import gpipe as gpipe
+from jaxshard.schedules.named import interleaved as interleaved
+from jaxshard.schedules.named import named as named
+from jaxshard.schedules.named import one_f_one_b as one_f_one_b
+from jaxshard.schedules.named import zero_bubble as zero_bubble
+from jaxshard.schedules.runs import Run as Run
+from jaxshard.schedules.runs import embed_grad_runs as embed_grad_runs
+from jaxshard.schedules.runs import embed_runs as embed_runs
+from jaxshard.schedules.runs import head_runs as head_runs
+from jaxshard.schedules.schedule import Schedule as Schedule
+from jaxshard.schedules.stats import Costs as Costs
+from jaxshard.schedules.stats import Stats as Stats
+from jaxshard.schedules.table import Kind as Kind
+from jaxshard.schedules.table import Op as Op

@@ -1,0 +1,161 @@
+"""The named schedules, in the fused form that one program for all devices wants: a tick has an F slot and a B slot.
+
+A tick costs the slots that any device uses, so a device with nothing to do in a slot waits for the others. With every
+device's forwards gapless, one tick later from device to device, only p - 1 slots of a kind are idle per device:
+
+    bubble = (p - 1) / v / (m + (p - 1) / v)                      for gpipe and one_f_one_b (v = 1) and interleaved
+    bubble = (p - 1) / v / (m (F + B) / (F + dX) + (p - 1) / v)   for zero_bubble, whose W slots never wait
+
+with m micro-batches over p devices with v chunks each, whatever F and B cost. Sources: Huang et al. 2019 (GPipe);
+Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2023 (zero bubble).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from jaxshard.schedules.schedule import Schedule
+from jaxshard.schedules.table import Op, check_sizes
+
+
+class _Group(NamedTuple):
+    """Micro-batches that go through one chunk after the other together: their first one, and how many they are."""
+
+    start: int
+    size: int
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards in the same order of micro-batches; any number of them.
+
+    Every device stashes all m micro-batches at its peak.
+    """
+    check_sizes(stages, microbatches, 1)
+    forwards = _forwards(stages, [_Group(0, microbatches)], 1)
+    # One tick after the last device's last forward: no tick has both kinds, and a tick costs one slot.
+    backwards = _backwards(stages, [_Group(0, microbatches)], 1, first=stages + microbatches - 1)
+    return Schedule("gpipe", stages, microbatches, 1, (*forwards, *backwards))
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """A forward and a backward in every tick between warm-up and cool-down: `interleaved` with one chunk per device.
+
+    Device s stashes min(m, 3 p - 2 - 2 s) micro-batches at its peak, whatever m is.
+
+    Raises:
+      ValueError: fewer micro-batches than stages.
+    """
+    return Schedule("one_f_one_b", stages, microbatches, 1, _fused(stages, microbatches, 1, split=False))
+
+
+def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
+    """One forward and one backward of a chunk in every tick between warm-up and cool-down; the bubble shrinks by v.
+
+    Micro-batches go in floor(m / p) groups whose sizes differ by at most one, each group through all chunks before the
+    next one begins. Device s stashes min(m v, D + p - 2 s) pairs of chunk and micro-batch at its peak, where
+    D = 2 (p - 1) + (v - 1) ceil(m / floor(m / p)) is the tick of the first backward; a pair is a v-th of a device's
+    blocks.
+
+    Raises:
+      ValueError: fewer micro-batches than stages.
+    """
+    return Schedule("interleaved", stages, microbatches, chunks, _fused(stages, microbatches, chunks, split=False))
+
+
+def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
+    """`interleaved` with the weights' gradients apart, in the same tick on every device, so their slots never wait.
+
+    A W needs nothing from other devices, so it waits until device 0 has done the B of that position. Device s stashes
+    min(m v, D + p - s) pairs at its peak, with the D of `interleaved`.
+
+    Raises:
+      ValueError: fewer micro-batches than stages.
+    """
+    return Schedule("zero_bubble", stages, microbatches, chunks, _fused(stages, microbatches, chunks, split=True))
+
+
+def _fused(stages: int, microbatches: int, chunks: int, *, split: bool) -> tuple[Op, ...]:
+    check_sizes(stages, microbatches, chunks)
+    if microbatches < stages:
+        raise ValueError(
+            f"{microbatches} micro-batches over {stages} stages: a group must go around the ring without a gap; use at "
+            f"least {stages} micro-batches, at most {microbatches} stages, or gpipe"
+        )
+    groups = _groups(microbatches, stages)
+    first = _first_backward(stages, groups, chunks)
+    forwards, backwards = _forwards(stages, groups, chunks), list(_backwards(stages, groups, chunks, first=first))
+    # The tick of device 0, the last one, on all devices.
+    weights = (op._replace(kind="W", tick=op.tick + op.device) for op in backwards) if split else ()
+    return (*forwards, *backwards, *weights)
+
+
+def _groups(microbatches: int, stages: int) -> list[_Group]:
+    """floor(m / p) groups, the larger ones first; none has fewer than p, else a chunk would wait for the one before."""
+    size, larger = divmod(microbatches, microbatches // stages)
+    sizes = [size + (i < larger) for i in range(microbatches // stages)]
+    return [_Group(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+def _first_backward(stages: int, groups: list[_Group], chunks: int) -> int:
+    """The smallest tick for the last device's first backward.
+
+    The losses of up to p micro-batches of a group, a run, are computed at once, one per device, in the tick of the
+    last forward of the run: none of their backwards may come earlier.
+    """
+    return max(
+        # The forward of the run's last member, less the position of the backward of its first.
+        stages - 1 + start + (chunks - 1) * size + min(run + stages, size) - 1 - (start + run)
+        for start, size in groups
+        for run in range(0, size, stages)
+    )
+
+
+def _forwards(stages: int, groups: list[_Group], chunks: int) -> Iterator[Op]:
+    for device in range(stages):
+        for position, chunk, microbatch in _positions(groups, range(chunks)):
+            yield Op(device + position, device, "F", chunk, microbatch)
+
+
+def _backwards(stages: int, groups: list[_Group], chunks: int, *, first: int) -> Iterator[Op]:
+    for device in range(stages):
+        for position, chunk, microbatch in _positions(groups, range(chunks - 1, -1, -1)):
+            yield Op(first + stages - 1 - device + position, device, "B", chunk, microbatch)
+
+
+def _positions(groups: list[_Group], chunks: range) -> Iterator[tuple[int, int, int]]:
+    """Position, chunk and micro-batch of what a device does, without a gap: a group, its chunks, its members."""
+    position = 0
+    for start, size in groups:
+        for chunk in chunks:
+            for microbatch in range(start, start + size):
+                yield position, chunk, microbatch
+                position += 1
+
+
+_NAMED: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "one_f_one_b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+}
+NAMES = tuple(_NAMED)
+"""What `named` knows; it takes 1f1b for one_f_one_b, and - for _, too."""
+
+
+def named(name: str, stages: int, microbatches: int, *, chunks: int | None = None) -> Schedule:
+    """The schedule of that name; `chunks` by default as many as it has by default.
+
+    Raises:
+      ValueError: there is no such schedule, or it has one chunk per device and `chunks` is another number.
+    """
+    known = "one_f_one_b" if name == "1f1b" else name.replace("-", "_")
+    if known not in _NAMED:
+        raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(NAMES)}")
+    if chunks is None:
+        return _NAMED[known](stages, microbatches)
+    if known in ("gpipe", "one_f_one_b"):
+        if chunks != 1:
+            raise ValueError(f"{known} has 1 chunk per device, got {chunks}; leave chunks out, or use interleaved")
+        return _NAMED[known](stages, microbatches)
+    return _NAMED[known](stages, microbatches, chunks=chunks)

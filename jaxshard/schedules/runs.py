@@ -1,0 +1,61 @@
+"""When the first and the last layers run: up to p micro-batches at once, one per device of the pipeline.
+
+Embedding and head belong to no stage. In one program every device computes them whenever one does, so they work on a
+run of micro-batches, each device on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxshard.schedules.table import Kind, Op, Table
+
+
+class Run(NamedTuple):
+    """An event: its tick, and the micro-batches, at most one per device, in the order of their operations."""
+
+    tick: int
+    microbatches: tuple[int, ...]
+
+
+def head_runs(schedule: Table) -> list[Run]:
+    """The events that compute losses and the gradients that backwards start from, between F and B of their ticks.
+
+    A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next one
+    would come after the backward of a member. Its tick is that of its last forward.
+    """
+    last = schedule.stages * schedule.chunks - 1
+    backward = {op.microbatch: op.tick for op in _of_stage(schedule, "B", last)}
+    runs: list[list[Op]] = []
+    limit = -1
+    for op in _of_stage(schedule, "F", last):
+        if op.tick > limit or len(runs[-1]) == schedule.stages:
+            runs.append([])
+            limit = backward[op.microbatch]
+        runs[-1].append(op)
+        limit = min(limit, backward[op.microbatch])
+    return [Run(run[-1].tick, _members(run)) for run in runs]
+
+
+def embed_runs(schedule: Table) -> list[Run]:
+    """The events that compute what the first stage takes in, before F: each in the tick of its first forward."""
+    return [Run(run[0].tick, _members(run)) for run in _in_runs(schedule, "F")]
+
+
+def embed_grad_runs(schedule: Table) -> list[Run]:
+    """The events that take the first stage's gradients back through the embedding, after B: each in its last tick."""
+    return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "B")]
+
+
+def _of_stage(schedule: Table, kind: Kind, stage: int) -> Iterator[Op]:
+    return (op for op in schedule.ops if op.kind == kind and schedule.stage(op) == stage)
+
+
+def _in_runs(schedule: Table, kind: Kind) -> list[list[Op]]:
+    ops = list(_of_stage(schedule, kind, 0))
+    return [ops[i : i + schedule.stages] for i in range(0, len(ops), schedule.stages)]
+
+
+def _members(run: list[Op]) -> tuple[int, ...]:
+    return tuple(op.microbatch for op in run)

@@ -1,0 +1,220 @@
+"""What every device of a pipeline does in every tick: a table of operations, verified when it is made.
+
+p devices stand in a ring, each holds v chunks of the model: stage k = chunk * p + device, of p v stages. In one tick a
+device does at most one forward (F), then one backward (B), then one weight gradient (W). All devices go through a tick
+together, and what is sent in it can be used from the next tick on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from jaxshard._tree import raise_all
+
+Kind = Literal["F", "B", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
+"""In the order of the slots of a tick."""
+
+Key: TypeAlias = tuple[Kind, int, int]
+"""Kind, stage and micro-batch: what has to be done exactly once."""
+
+_SHOWN = 20
+"""How many problems an error lists; the rest is counted."""
+
+
+class Op(NamedTuple):
+    """One operation: which kind, when, on which device, for which of its chunks and which micro-batch."""
+
+    tick: int
+    device: int
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+
+class Problem(NamedTuple):
+    """Why a table can't run; `op` is the operation that is wrong, None for one that is not there."""
+
+    op: Op | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of operations that can run, in the order of ticks, then of slots, then of devices.
+
+    In that order everything comes after what it depends on, so devices that run their own operations one after the
+    other, each as soon as its input is there, can't deadlock either. With W operations in the table a B is the
+    gradient of its stage's input alone; without any it is the weights' gradient too.
+
+    Raises:
+      TypeError: a size or an entry of the table that is no whole number, or no operation.
+      ValueError: whatever `verify` finds.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    ops: tuple[Op, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip() == self.name or not self.name.isprintable():
+            raise ValueError(f"the name of a schedule must be one line of text, got {self.name!r}")
+        check_sizes(self.stages, self.microbatches, self.chunks)
+        object.__setattr__(self, "ops", tuple(sorted(map(_as_op, self.ops), key=_order)))
+        self.verify()
+
+    @property
+    def ticks(self) -> int:
+        """How many ticks the table has."""
+        return self.ops[-1].tick + 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the weights' gradients are operations of their own."""
+        return any(op.kind == "W" for op in self.ops)
+
+    def stage(self, op: Op) -> int:
+        """The stage of the model that an operation works on: 0 holds the first blocks."""
+        return op.chunk * self.stages + op.device
+
+    def key(self, op: Op) -> Key:
+        """What the operation does, whenever and wherever that is."""
+        return op.kind, self.stage(op), op.microbatch
+
+    def inputs(self, op: Op) -> list[Key]:
+        """What has to be done before an operation: by an earlier tick where another stage does it, else by its slot."""
+        return [key for key, _ in _inputs(self.key(op), self.stages * self.chunks)]
+
+    def verify(self) -> None:
+        """Raises one ValueError that names every operation that is missing, doubled, out of range or premature.
+
+        Every stage does one F and one B for every micro-batch, and one W if the table has any. An F comes at least a
+        tick after the F of the stage before, a B at least a tick after the B of the stage behind; the last stage's B
+        may stand in the tick of its F, and a W in the tick of its B. A device does at most one operation of a kind in
+        a tick, and no tick is empty: nothing is renumbered silently.
+        """
+        found = problems(self.ops, self.stages, self.microbatches, self.chunks)
+        raise_all((problem.text for problem in found), ValueError, f"the schedule {self.name!r} can't run:")
+
+
+def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
+    """Raises unless all three are whole numbers above zero."""
+    for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> list[Problem]:
+    """Everything that keeps operations, sorted or not, from being a table that can run; at most so many are listed."""
+    depth = stages * chunks
+    found: list[Problem] = []
+    good = []
+    for op in ops:
+        wrong = list(_out_of_range(op, stages, microbatches, chunks))
+        found += (Problem(op, f"{_describe(op)}: {text}") for text in wrong)
+        if not wrong:
+            good.append(op)
+    done: dict[Key, Op] = {}
+    for op in sorted(good, key=_order):
+        key = (op.kind, op.chunk * stages + op.device, op.microbatch)
+        if key in done:
+            found.append(Problem(op, f"{_describe(op)} is doubled: it stands at tick {done[key].tick} already"))
+        else:
+            done[key] = op
+    found += _shared_slots(good)
+    found += _premature(done, depth)
+    kinds = KINDS if any(op.kind == "W" for op in ops) else KINDS[:2]
+    count = len(found)
+    for kind in kinds:
+        # Lazily, and no further than needed: the sizes in a file may ask for far more than the file has.
+        wanted: Iterator[Key] = ((kind, stage, i) for stage in range(depth) for i in range(microbatches))
+        missing = (key for key in wanted if key not in done)
+        absent = depth * microbatches - sum(key[0] == kind for key in done)
+        count += absent
+        found += (Problem(None, f"{_name(key, stages)} is missing") for key in islice(missing, min(absent, _SHOWN)))
+    empty = list(_empty_ticks({op.tick for op in ops if op.tick >= 0}))
+    found += empty
+    count += len(empty)
+    if len(found) > _SHOWN or count > len(found):
+        found = found[:_SHOWN]
+        found.append(Problem(None, f"and {count - len(found)} more"))
+    return found
+
+
+def _order(op: Op) -> tuple[int, int, int, int, int]:
+    return op.tick, KINDS.index(op.kind), op.device, op.chunk, op.microbatch
+
+
+def _as_op(entry: Iterable[Any]) -> Op:
+    """The entry as an `Op` with Python's own integers."""
+    try:
+        tick, device, kind, chunk, microbatch = entry
+        numbers = [operator.index(x) for x in (tick, device, chunk, microbatch)]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{entry!r} is no operation; give (tick, device, kind, chunk, microbatch)") from error
+    if kind not in KINDS:
+        raise ValueError(f"{entry!r}: the kind of an operation is F, B or W, got {kind!r}")
+    return Op(numbers[0], numbers[1], kind, numbers[2], numbers[3])
+
+
+def _out_of_range(op: Op, stages: int, microbatches: int, chunks: int) -> Iterator[str]:
+    if op.tick < 0:
+        yield "the tick is below 0"
+    sizes = (op.device, stages, "device"), (op.chunk, chunks, "chunk"), (op.microbatch, microbatches, "micro-batch")
+    for value, size, name in sizes:
+        if not 0 <= value < size:
+            yield f"there is no {name} {value}, only 0 to {size - 1}"
+
+
+def _shared_slots(ops: Iterable[Op]) -> Iterator[Problem]:
+    slots: dict[tuple[int, int, Kind], Op] = {}
+    for op in ops:
+        other = slots.setdefault(op[:3], op)
+        if other is not op and other != op:
+            text = f"{_describe(op)}: the device has another {op.kind} in that tick, of micro-batch {other.microbatch}"
+            yield Problem(op, f"{text} and chunk {other.chunk}; one of a kind fits")
+
+
+def _inputs(key: Key, depth: int) -> list[tuple[Key, int]]:
+    """What an operation needs, and by how many ticks that must be earlier."""
+    kind, stage, microbatch = key
+    if kind == "F":
+        return [(("F", stage - 1, microbatch), 1)] if stage > 0 else []
+    if kind == "W":
+        return [(("B", stage, microbatch), 0)]
+    # That its own F is over follows from the others for all stages but the last.
+    return [(("B", stage + 1, microbatch), 1)] if stage + 1 < depth else [(("F", stage, microbatch), 0)]
+
+
+def _premature(done: dict[Key, Op], depth: int) -> Iterator[Problem]:
+    for key, op in done.items():
+        for needed, gap in _inputs(key, depth):
+            source = done.get(needed)
+            if source is not None and op.tick < source.tick + gap:
+                text = f"{_describe(op)} is premature: it needs {_describe(source)}"
+                yield Problem(op, f"{text}; move it to tick {source.tick + gap} or later")
+
+
+def _empty_ticks(used: set[int]) -> Iterator[Problem]:
+    ordered = sorted(used)
+    for before, after in zip([-1, *ordered], ordered):
+        if after > before + 1:
+            some = f"tick {after - 1} holds" if after == before + 2 else f"ticks {before + 1} to {after - 1} hold"
+            yield Problem(None, f"{some} no operation; number the ticks without gaps from 0")
+
+
+def _describe(op: Op) -> str:
+    return f"{op.kind} of micro-batch {op.microbatch}, chunk {op.chunk}, device {op.device} at tick {op.tick}"
+
+
+def _name(key: Key, stages: int) -> str:
+    kind, stage, microbatch = key
+    return f"{kind} of micro-batch {microbatch}, chunk {stage // stages}, device {stage % stages}"
