@@ -1,9 +1,11 @@
 """The only place with version checks and private JAX names (JAX 0.10 to 0.12)."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src import xla_bridge
+from jax.extend.core import Literal as Literal
 from jax.interpreters import partial_eval
 
 
@@ -58,3 +60,40 @@ def without_dead_code(program: Any) -> tuple[Any, list[bool]]:
     """(jaxpr without what its results don't need, which of its inputs are left)."""
     jaxpr, _ = open_jaxpr(program)
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+
+
+def piece(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
+    """`fn(*values of ins) -> values of outs` by these equations of a program, constants filled in."""
+    jaxpr, consts = open_jaxpr(program)
+    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    part = jaxpr.replace(eqns=list(eqns), invars=list(ins), outvars=list(outs), debug_info=names)
+    return lambda *values: list(jax.core.eval_jaxpr(part, consts, *values))
+
+
+def inlined(program: Any) -> Any:
+    """The program with calls opened: jit, checkpoint, and functions with derivatives of their own."""
+    jaxpr, consts = open_jaxpr(program)
+    return jax.make_jaxpr(lambda *args: _flat(jaxpr, consts, args))(*jaxpr.in_avals)
+
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr", "checkpoint": "jaxpr"}
+_CALLS |= {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_CALLS |= {"custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+
+
+def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+        values = [read(var) for var in eqn.invars]
+        inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+        with eqn.ctx.manager:
+            if inner is not None:
+                out = _flat(*open_jaxpr(inner), values)
+            else:
+                out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        env.update(zip(eqn.outvars, out if inner is not None or eqn.primitive.multiple_results else [out], strict=True))
+    return [read(var) for var in jaxpr.outvars]
