@@ -43,10 +43,12 @@ from jaxshard._train import make_step as make_step
 from jaxshard._tree import Leaf as Leaf
 from jaxshard.adapt.linen import linen as linen
 from jaxshard.adapt.nnx import nnx as nnx
+from jaxshard.adapt.stack import stack as stack
 from jaxshard.adapt.stacked import Stacked as Stacked
 from jaxshard.data import batches as batches
 from jaxshard.data import local_batches as local_batches
 from jaxshard.engines import auto as auto
 from jaxshard.engines import explicit as explicit
+from jaxshard.engines import pipelined as pipelined
 from jaxshard.parity import Parity as Parity
 from jaxshard.parity import parity as parity

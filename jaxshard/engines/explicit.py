@@ -40,7 +40,7 @@ class Explicit(Engine):
             if self.scatter == "end":
                 reduce = partial(reduced, layout, self)
                 grads = jax.tree.map(reduce, layout.grads, grads, only(layout.trainable, layout.params))
-            metrics = {name: _combine(metric, axes) for name, metric in outcome.metrics.items()}
+            metrics = {name: combined(metric, axes) for name, metric in outcome.metrics.items()}
             return Outcome(all_sum(outcome.value, axes), metrics, _agree(outcome.state, axes)), grads
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
@@ -125,10 +125,12 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
     return make
 
 
-def reduced(layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param: Placement) -> jax.Array:
-    """A device's share of a gradient, as the model knows it, summed and as it rests."""
+def reduced(
+    layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param: Placement, also: tuple[str, ...] = ()
+) -> jax.Array:
+    """A device's share of a gradient, as the model knows it, summed over batch axes and `also`, and as it rests."""
     owned = axes_of(param.use)
-    free = [axis for axis in layout.batch_axes if axis not in owned]
+    free = [axis for axis in (*layout.batch_axes, *also) if axis not in owned]
 
     def scatter(x: jax.Array) -> jax.Array:
         return scatter_sum(x, grad.store, free, keep=owned)
@@ -185,7 +187,8 @@ def _needs_mean(loss: Loss) -> Loss:
     return loss
 
 
-def _combine(metric: Mean | Sum | Max, axes: tuple[str, ...]) -> Mean | Sum | Max:
+def combined(metric: Mean | Sum | Max, axes: tuple[str, ...]) -> Mean | Sum | Max:
+    """A metric of all rows from those of each device."""
     if isinstance(metric, Max):
         return Max(all_max(metric.value, axes))
     return jax.tree.map(lambda x: all_sum(x, axes), metric)

@@ -87,14 +87,15 @@ def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: Remat
 
     def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
         weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
-        with _users_code(layout):
+        with users_code(layout):
             return as_loss(loss_fn(join_model(weights, state), batch, advance(key, row)))
 
     return call
 
 
 @contextmanager
-def _users_code(layout: Layout) -> Iterator[None]:
+def users_code(layout: Layout) -> Iterator[None]:
+    """A context for the user's functions: constraints follow the layout, and unknown axis names are explained."""
     with constraining(layout):
         try:
             yield
@@ -122,7 +123,7 @@ def _make_units_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat
 
     def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
         weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
-        with _users_code(layout):
+        with users_code(layout):
             model = join_model(weights, state)
             return as_loss(adapted.run(model, batch, advance(key, row), units=units, save=saved(remat)))
 
@@ -138,10 +139,10 @@ def _make_stacked_call(stacked: Stacked, layout: Layout, make_move: MakeMove, re
 
     def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None, row: Any) -> Loss:
         del state  # a Stacked model has none
-        rest = use_tree(make_move, *map(_without_blocks, (layout.params, layout.grads, stored, sinks)))
+        rest = use_tree(make_move, *map(without_blocks, (layout.params, layout.grads, stored, sinks)))
         params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
         wrap = partial(checkpoint_body, remat)
-        with _users_code(layout):
+        with users_code(layout):
             return as_loss(stacked.run(params, batch, key, fetch=fetch, remat=wrap, row=row))
 
     return call
@@ -176,7 +177,8 @@ def _tails(placements: PyTree) -> PyTree:
     return jax.tree.map(lambda placement: placement.tail(), placements)
 
 
-def _without_blocks(tree: PyTree) -> PyTree:
+def without_blocks(tree: PyTree) -> PyTree:
+    """The parameters that are not stacked."""
     return {name: part for name, part in tree.items() if name != BLOCKS}
 
 
