@@ -11,9 +11,16 @@ from jaxshard.commands.audit import audit
 from jaxshard.commands.doctor import doctor
 from jaxshard.commands.errors import UsageError
 from jaxshard.commands.parity import parity
+from jaxshard.commands.schedule import schedule
 from jaxshard.commands.train import train
 
-COMMANDS: dict[str, Callable[..., int | None]] = {"train": train, "audit": audit, "parity": parity, "doctor": doctor}
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "train": train,
+    "audit": audit,
+    "parity": parity,
+    "schedule": schedule,
+    "doctor": doctor,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

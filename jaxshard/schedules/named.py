@@ -41,7 +41,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """A forward and a backward in every tick between warm-up and cool-down: `interleaved` with one chunk per device.
 
-    Device s stashes min(m, 3 p - 2 - 2 s) micro-batches at its peak, whatever m is.
+    Device s stashes min(m, D + p - 2 s) micro-batches at its peak, whatever m is. D, the tick of the first backward, is
+    p - 2 + ceil(m / ceil(m / p)), so 2 (p - 1) or less.
 
     Raises:
       ValueError: fewer micro-batches than stages.
@@ -53,9 +54,9 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """One forward and one backward of a chunk in every tick between warm-up and cool-down; the bubble shrinks by v.
 
     Micro-batches go in floor(m / p) groups whose sizes differ by at most one, each group through all chunks before the
-    next one begins. Device s stashes min(m v, D + p - 2 s) pairs of chunk and micro-batch at its peak, where
-    D = 2 (p - 1) + (v - 1) ceil(m / floor(m / p)) is the tick of the first backward; a pair is a v-th of a device's
-    blocks.
+    next one begins. Device s stashes min(m v, D + p - 2 s) pairs of chunk and micro-batch at its peak; a pair is a v-th
+    of a device's blocks. D, the tick of the first backward, is p - 2 + max((v - 1) g + ceil(g / ceil(g / p))) over the
+    sizes g of the groups: p (v + 1) - 2 if p divides m.
 
     Raises:
       ValueError: fewer micro-batches than stages.
@@ -82,7 +83,8 @@ def _fused(stages: int, microbatches: int, chunks: int, *, split: bool) -> tuple
             f"{microbatches} micro-batches over {stages} stages: a group must go around the ring without a gap; use at "
             f"least {stages} micro-batches, at most {microbatches} stages, or gpipe"
         )
-    groups = _groups(microbatches, stages)
+    # With one chunk per device nothing comes around the ring.
+    groups = _groups(microbatches, stages) if chunks > 1 else [_Group(0, microbatches)]
     first = _first_backward(stages, groups, chunks)
     forwards, backwards = _forwards(stages, groups, chunks), list(_backwards(stages, groups, chunks, first=first))
     # The tick of device 0, the last one, on all devices.
@@ -100,15 +102,16 @@ def _groups(microbatches: int, stages: int) -> list[_Group]:
 def _first_backward(stages: int, groups: list[_Group], chunks: int) -> int:
     """The smallest tick for the last device's first backward.
 
-    The losses of up to p micro-batches of a group, a run, are computed at once, one per device, in the tick of the
-    last forward of the run: none of their backwards may come earlier.
+    The losses of a run, up to p micro-batches of a group, are computed at once, one per device, in the tick of the
+    last forward of the run: none of their backwards may come earlier. A group has as few runs as can be, as short as
+    can be. Its forwards in the last chunk begin (v - 1) size positions after its backwards in that chunk.
     """
-    return max(
-        # The forward of the run's last member, less the position of the backward of its first.
-        stages - 1 + start + (chunks - 1) * size + min(run + stages, size) - 1 - (start + run)
-        for start, size in groups
-        for run in range(0, size, stages)
-    )
+    return max(stages - 1 + (chunks - 1) * size + _longest_run(size, stages) - 1 for _, size in groups)
+
+
+def _longest_run(size: int, stages: int) -> int:
+    runs = -(-size // stages)
+    return -(-size // runs)
 
 
 def _forwards(stages: int, groups: list[_Group], chunks: int) -> Iterator[Op]:

@@ -63,7 +63,12 @@ class Table:
     ops: tuple[Op, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.strip() == self.name or not self.name.isprintable():
+        if (
+            not isinstance(self.name, str)
+            or self.name != self.name.strip()
+            or not self.name
+            or not self.name.isprintable()
+        ):
             raise ValueError(f"the name of a schedule must be one line of text, got {self.name!r}")
         check_sizes(self.stages, self.microbatches, self.chunks)
         object.__setattr__(self, "ops", tuple(sorted(map(_as_op, self.ops), key=_order)))
@@ -144,9 +149,14 @@ def problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> 
     found += empty
     count += len(empty)
     if len(found) > _SHOWN or count > len(found):
-        found = found[:_SHOWN]
-        found.append(Problem(None, f"and {count - len(found)} more"))
+        found = [*found[:_SHOWN], Problem(None, f"and {count - min(len(found), _SHOWN)} more")]
     return found
+
+
+def listed(texts: Sequence[str]) -> list[str]:
+    """The first of them, and how many more there are."""
+    more = len(texts) - _SHOWN
+    return [*texts[:_SHOWN], f"and {more} more"] if more > 0 else list(texts)
 
 
 def _order(op: Op) -> tuple[int, int, int, int, int]:

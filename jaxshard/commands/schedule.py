@@ -1,0 +1,83 @@
+"""`jaxshard schedule`: what a pipeline does in every tick, how long its devices idle, and how much they keep."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.flags import Count, File, check_files, check_positive
+from jaxshard.commands.result import write_json
+from jaxshard.commands.terminal import facts, make_console
+from jaxshard.plot import plot_schedule
+from jaxshard.schedules.file import COLUMNS
+from jaxshard.schedules.named import named
+from jaxshard.schedules.schedule import Schedule
+from jaxshard.schedules.stats import Costs, Stats
+
+
+def schedule(
+    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="NAME")]],
+    /,
+    *,
+    stages: Count = None,
+    microbatches: Count = None,
+    chunks: Count = None,
+    plot: File = None,
+    json: File = None,
+) -> None:
+    """Show a pipeline's schedule: the table, its idle time, and what every device stashes.
+
+    A backward takes twice as long as a forward, half of it for the weights' gradients.
+
+    Args:
+      name: gpipe, one_f_one_b, interleaved or zero_bubble, or the path of a CSV file with the columns
+        tick,device,op,chunk,microbatch.
+      stages: devices of the pipeline; a file has its own.
+      microbatches: parts of a batch; a file has its own.
+      chunks: parts of the model on each device, for interleaved and zero_bubble; 2 by default.
+      plot: draw the schedule into a file such as schedule.png or schedule.svg.
+      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
+    """
+    console = make_console(stderr=str(json) == "-")
+    with usage_errors():
+        check_positive(stages=stages, microbatches=microbatches, chunks=chunks)
+        check_files(plot=plot, json=json)
+        made = _made(name, stages, microbatches, chunks)
+        if plot is not None:
+            plot_schedule(made, plot)
+    stats = made.stats()
+    console.print(f"{made.chart(width=console.width)}\n", soft_wrap=True)
+    facts(console, _facts(stats))
+    write_json(json, _result(made, stats))
+
+
+def _made(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
+    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    if Path(name).suffix == ".csv" or Path(name).is_file():
+        made = Schedule.from_csv(name)
+        for size, number in asked.items():
+            if number not in (None, getattr(made, size)):
+                raise ValueError(f"--{size} {number}: {name} has {getattr(made, size)}; leave --{size} out")
+        return made
+    if stages is None or microbatches is None:
+        raise ValueError(f"the schedule {name} needs --stages and --microbatches, such as --stages 4 --microbatches 16")
+    return named(name, stages, microbatches, chunks=chunks)
+
+
+def _facts(stats: Stats) -> dict[str, str]:
+    return {
+        "ticks": str(stats.ticks),
+        "bubble": f"{stats.bubble:.4f} in lockstep, {stats.bubble_async:.4f} asynchronously",
+        "stash": f"{' '.join(map(str, stats.peak_stash))} pairs of chunk and micro-batch at most, per device",
+        "head runs": f"{stats.head_runs}, each of at most {len(stats.peak_stash)} micro-batches",
+    }
+
+
+def _result(made: Schedule, stats: Stats) -> dict[str, Any]:
+    sizes = {"name": made.name, "stages": made.stages, "microbatches": made.microbatches, "chunks": made.chunks}
+    table = [dict(zip(COLUMNS, op)) for op in made.ops]
+    return sizes | asdict(stats) | {"costs": {"F": Costs().F, "B": Costs().B}, "table": table}

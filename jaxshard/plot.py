@@ -1,0 +1,77 @@
+"""Pictures, for which matplotlib is needed (extra viz)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxshard.schedules.schedule import Schedule
+from jaxshard.schedules.stats import Costs, Span, asynchronous, lockstep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
+_NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
+_LABELLED = 600
+"""Micro-batches are written into bars of a picture with at most so many operations."""
+
+
+def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs = Costs()) -> None:  # noqa: B008
+    """Writes a picture of a schedule: what each device does when, in lockstep and asynchronously.
+
+    The file's suffix says its kind: .png, .svg, .pdf. Chunks have shades of their own, the first one the lightest.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: matplotlib can't write that kind of file.
+    """
+    figure = schedule_figure(schedule, costs=costs)
+    figure.savefig(path)
+
+
+def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  # noqa: B008 - frozen
+    """The picture that `plot_schedule` writes, as a figure of matplotlib that no window holds.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('pictures need matplotlib; install it with pip install "jaxshard[viz]"') from error
+    stats = schedule.stats(costs)
+    figure = Figure(figsize=(14, 1.6 + 0.7 * schedule.stages), layout="constrained")
+    panels: Any = figure.subplots(2, 1, sharex=True)
+    _draw(panels[0], schedule, lockstep(schedule, costs), f"in lockstep: bubble {stats.bubble:.1%}")
+    _draw(panels[1], schedule, asynchronous(schedule, costs), f"asynchronously: bubble {stats.bubble_async:.1%}")
+    panels[1].set_xlabel("time")
+    figure.suptitle(f"{schedule.name}: {schedule.microbatches} micro-batches, {schedule.chunks} chunks per device")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def _draw(axes: Axes, schedule: Schedule, spans: Sequence[Span], title: str) -> None:
+    bars: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for op, start, end in spans:
+        bars.setdefault((op.kind, op.chunk, op.device), []).append((start, end - start))
+    named = set()
+    for (kind, chunk, device), places in bars.items():
+        axes.broken_barh(
+            places,
+            (device - 0.4, 0.8),
+            facecolors=_COLOURS[kind],
+            alpha=(chunk + 1) / schedule.chunks * 0.6 + 0.4,
+            edgecolor="white",
+            linewidth=0.3,
+            label="" if kind in named else _NAMES[kind],
+        )
+        named.add(kind)
+    if len(spans) <= _LABELLED:
+        for op, start, end in spans:
+            axes.text((start + end) / 2, op.device, str(op.microbatch), ha="center", va="center", fontsize=6)
+    axes.set_title(title, fontsize="medium", loc="left")
+    axes.set_yticks(range(schedule.stages), [f"device {device}" for device in range(schedule.stages)])
+    axes.invert_yaxis()
