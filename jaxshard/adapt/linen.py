@@ -92,11 +92,7 @@ class Linen(Adapted):
     def dim_names(self, params: PyTree) -> PyTree:
         """For every parameter the names in its metadata (`nn.with_logical_partitioning`, `nn.with_partitioning`)."""
         boxed = jax.eval_shape(self._boxed, jax.random.key(0))["params"]
-        boxes = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-        names = {
-            tuple(part.key for part in path): tuple(box.names) for path, box in boxes if isinstance(box, nn.Partitioned)
-        }
-        return dim_names_of("js.linen", params, names)
+        return dim_names_of("js.linen", params, names_in(boxed))
 
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
@@ -215,6 +211,14 @@ class LinenInit:
         output, new = made(self.variables, rngs={"params": self._key})
         self.variables = {name: new[name] for name in new if name not in asked}
         return (output, {name: new.get(name, {}) for name in asked}) if asked else output
+
+
+def names_in(boxed: PyTree) -> dict[tuple[str, ...], tuple[Any, ...]]:
+    """The names in the metadata boxes of a tree, by path."""
+    boxes = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    return {
+        tuple(part.key for part in path): tuple(box.names) for path, box in boxes if isinstance(box, nn.Partitioned)
+    }
 
 
 def _names(mutable: str | Sequence[str]) -> tuple[str, ...]:

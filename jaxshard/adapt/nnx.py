@@ -95,12 +95,22 @@ class Nnx(Adapted):
         """For every parameter the names in its sharding metadata."""
         return dim_names_of("js.nnx", params, self._form.names)
 
+    @property
+    def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """The names in the sharding metadata of the parameters, by path."""
+        return self._form.names
+
+    def bind(self, model: PyTree, key: jax.Array | None) -> tuple[flax_nnx.Module, Callable[[], dict[str, Any]]]:
+        """The module on what `init` returned, in evaluation mode without a key, and `check() -> its new state`."""
+        module, check = self._merge(model, key)
+        module.eval() if key is None else module.train()
+        return module, check
+
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
     ) -> Any:
         """The loss and the module's new state. See `Adapted.run`."""
-        module, check = self._merge(model, key)
-        module.eval() if key is None else module.train()
+        module, check = self.bind(model, key)
         gathering = _gather_inside(module, units, save)
         output = call_loss(self.loss_fn, module, batch, train=key is not None)
         state = check()

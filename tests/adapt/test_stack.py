@@ -1,0 +1,346 @@
+"""`js.stack`: unmodified Flax blocks, stacked, are the model with its blocks in a loop."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxshard as js
+from jaxshard.plan.audit import collectives
+from tests.toys import (
+    CLASSES,
+    FEATURES,
+    Toy,
+    assert_equal_runs,
+    classes,
+    cross_entropy,
+    one_device,
+    quick_compile,
+    tree_error,
+)
+from tests.toys import sharded as sharded_run
+
+WIDTH, BLOCKS = 16, 3
+TX = optax.sgd(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _compile():
+    with quick_compile():
+        yield
+
+
+class Block(nn.Module):
+    """16 -> 32 -> 16 with a residual, a mask and dropout where asked for."""
+
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, mask=None, *, train=False):
+        h = jnp.tanh(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))
+        h = nn.Dropout(self.rate, deterministic=not train)(h)
+        h = nn.Dense(WIDTH, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ("mlp", "embed")))(h)
+        return x + (h if mask is None else h * mask)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs, rate=0.0):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("mlp", "embed"))
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x, mask=None):
+        h = self.down(self.drop(jnp.tanh(self.up(self.norm(x)))))
+        return x + (h if mask is None else h * mask)
+
+
+def loss(model, batch):
+    x = jnp.tanh(model.embed(batch["x"]))
+    return cross_entropy(model.head(model.blocks(x)), batch)
+
+
+def tied(model, batch, train):
+    """A mask of the batch goes to every block; the output matrix is the embedding."""
+    labels = jax.nn.one_hot(batch["y"], CLASSES)
+    x = model.blocks(model.embed(batch["y"]), batch["weights"][:, None] > 0, train=train)
+    logits = model.embed(x, method="attend")
+    return js.Loss(cross_entropy(logits, batch), metrics={"hits": js.Sum((logits * labels).sum())})
+
+
+def tied_nnx(model, batch):
+    x = model.blocks(model.embed(batch["y"]), mask=batch["weights"][:, None] > 0)
+    return cross_entropy(model.embed.attend(x), batch)
+
+
+@cache
+def models():
+    linen = {"embed": nn.Dense(WIDTH), "head": nn.Dense(CLASSES)}
+    nnxs = {
+        "embed": lambda rngs: nnx.Linear(FEATURES, WIDTH, rngs=rngs),
+        "head": lambda rngs: nnx.Linear(WIDTH, CLASSES, rngs=rngs),
+    }
+    table = {"embed": lambda rngs: nnx.Embed(CLASSES, WIDTH, rngs=rngs)}
+    return {
+        "linen": js.stack(Block(), BLOCKS, loss, classes(), **linen),
+        "nnx": js.stack(lambda rngs: NnxBlock(rngs), BLOCKS, loss, **nnxs),
+        "linen, tied": js.stack(Block(), BLOCKS, tied, classes(), embed=nn.Embed(CLASSES, WIDTH)),
+        "nnx, tied": js.stack(lambda rngs: NnxBlock(rngs), BLOCKS, tied_nnx, **table),
+    }
+
+
+def layer(params, i):
+    return jax.tree.map(lambda x: x[i], params["blocks"])
+
+
+def in_a_loop(name, params, batch):
+    """What a user writes without this package: the same modules called one after the other."""
+    if name.startswith("linen"):
+
+        def part(module, params):
+            return partial(module.apply, {"params": params})
+
+        blocks = [part(Block(), layer(params, i)) for i in range(BLOCKS)]
+        embed = part(nn.Embed(CLASSES, WIDTH) if "tied" in name else nn.Dense(WIDTH), params["embed"])
+        attend = partial(embed, method="attend")
+        head = part(nn.Dense(CLASSES), params.get("head"))
+    else:
+
+        def part(make, params):
+            with nnx.use_eager_sharding(False):
+                module = make(rngs=nnx.Rngs(0))
+            graph, state, others = nnx.split(module, nnx.Param, ...)
+            nnx.replace_by_pure_dict(state, params)
+            return nnx.merge(graph, state, others)
+
+        blocks = [part(NnxBlock, layer(params, i)) for i in range(BLOCKS)]
+        table, line = partial(nnx.Embed, CLASSES, WIDTH), partial(nnx.Linear, FEATURES, WIDTH)
+        embed = part(table if "tied" in name else line, params["embed"])
+        attend = getattr(embed, "attend", None)
+        head = None if "tied" in name else part(partial(nnx.Linear, WIDTH, CLASSES), params["head"])
+    if "tied" in name:
+        x = embed(batch["y"])
+        for block in blocks:
+            x = block(x, batch["weights"][:, None] > 0)
+        return cross_entropy(attend(x), batch).value
+    x = jnp.tanh(embed(batch["x"]))
+    for block in blocks:
+        x = block(x)
+    return cross_entropy(head(x), batch).value
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx", "linen, tied", "nnx, tied"])
+def test_equals_the_modules_in_a_loop(name):
+    """Loss within 1e-6 and gradients within 1e-5; the tied embedding gets both gradients."""
+    model = models()[name]
+    params = model.init(jax.random.key(0))
+    found = jax.jit(jax.value_and_grad(lambda p: value(model.loss(p, classes(), None))))(params)
+    expected = jax.jit(jax.value_and_grad(lambda p: in_a_loop(name, p, classes())))(params)
+    assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-6)
+    assert tree_error(found[1], expected[1]) < 1e-5
+
+
+def value(loss):
+    return (loss.value if isinstance(loss, js.Loss) else loss).value
+
+
+def block_keys(key, parts):
+    """The keys from which `Stacked` draws its blocks, and among those of one block's parts the block's."""
+    keys = jax.random.split(jax.random.split(key)[1], BLOCKS)
+    return [jax.random.split(key, parts)[0] for key in keys]
+
+
+def test_blocks_are_drawn_as_single_ones():
+    """Bit for bit; "block" is the first of the parts by name."""
+    params = models()["linen"].init(jax.random.key(5))
+    single = jax.vmap(lambda key: nn.unbox(Block().init(key, jnp.zeros((1, WIDTH)))["params"]))
+    expected = single(jnp.stack(block_keys(jax.random.key(5), 3)))
+    jax.tree.map(np.testing.assert_array_equal, params["blocks"], expected)
+    params = models()["nnx"].init(jax.random.key(5))
+    for i, key in enumerate(block_keys(jax.random.key(5), 3)):
+        with nnx.use_eager_sharding(False):
+            drawn = nnx.to_pure_dict(nnx.state(NnxBlock(nnx.Rngs(key)), nnx.Param))
+        jax.tree.map(np.testing.assert_array_equal, layer(params, i), drawn)
+
+
+SLOW = pytest.mark.slow
+EXPLICIT = js.explicit(remat="nothing", microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        pytest.param("linen", js.auto(), id="linen, auto"),
+        pytest.param("linen", EXPLICIT, id="linen, explicit", marks=SLOW),
+        pytest.param("nnx, tied", js.auto(), id="nnx, tied, auto", marks=SLOW),
+        pytest.param("nnx, tied", EXPLICIT, id="nnx, tied, explicit"),
+    ],
+)
+def test_sharded(name, engine):
+    """Losses within 1e-6 and gradients within 1e-5 of one device."""
+    model = models()[name]
+    toy = Toy(model.init, model.loss, classes(), rate=0.01)
+    trace, _ = sharded_run(toy, js.fsdp(min_size=0), js.make_mesh(data=8), engine, steps=2)
+    assert_equal_runs(trace, one_device(toy, steps=2))
+
+
+def test_weights_are_gathered_block_by_block():
+    """Embedding and head once, in 4 arrays; the 6 of each of 3 blocks forward and, but for two biases, backward."""
+    model = models()["linen"]
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
+    compiled = js.make_step(model.loss, TX, layout, engine=js.explicit(remat="nothing")).compile(classes())
+    found = collectives(compiled, layout.mesh)
+    gathers = sum(one.count for one in found if one.kind == "all-gather")
+    assert 4 + BLOCKS * (6 + 3) <= gathers <= 4 + BLOCKS * (6 + 6)
+
+
+def test_names_of_dimensions():
+    for name, path in (("linen", ("Dense_1", "kernel")), ("nnx", ("down", "kernel"))):
+        model = models()[name]
+        names = model.dim_names(jax.eval_shape(model.init, jax.random.key(0)))
+        assert names["blocks"][path[0]][path[1]] == ("blocks", "mlp", "embed")
+        assert names["blocks"][path[0]]["bias"] == ("blocks", None)
+        assert names["head"]["kernel"] == (None, None)
+    mesh = js.make_mesh(data=4, tensor=2)
+    layout = js.layout(js.compose(js.ddp(), js.tensor()), mesh, model.init, TX)
+    assert tuple(layout.params["blocks"]["down"]["kernel"].store) == (None, "tensor", None)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_dropout(kind):
+    """Zero-initialised: every block adds what its mask lets through, each another part, and nothing in evaluation."""
+
+    class Noise(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return x + nn.Dropout(0.5, deterministic=not train)(self.param("one", nn.initializers.ones, (64,)))
+
+    class NnxNoise(nnx.Module):
+        def __init__(self, rngs):
+            self.one, self.drop = nnx.Param(jnp.ones(64)), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x, train):
+            return x + self.drop(self.one[...])
+
+    seen = []
+
+    def loss(model, batch, train):
+        y = model.blocks(jnp.zeros((2, 64)), train)
+        seen.append(y)
+        return js.Mean(y.sum(), y.size)
+
+    model = js.stack(Noise() if kind == "linen" else NnxNoise, 2, loss, {"x": jnp.zeros((2, 1))})
+    params = model.init(jax.random.key(0))
+    x = model.embed({}, {"x": jnp.zeros((2, 1))}, jax.random.key(1))
+    one, two = (model.block(layer(params, 0), x, jax.random.key(i)).x for i in range(2))
+    assert set(np.unique(one)) == {0.0, 2.0} and (one != two).any()
+    first, second = (float(model.loss(params, {"x": 0}, jax.random.key(i)).value) for i in (3, 4))
+    assert first != second
+    assert float(model.evaluate(params, {"x": 0})["loss"].value) == 2.0
+
+
+def test_evaluation_is_told_and_has_metrics():
+    model = models()["linen, tied"]
+    params = model.init(jax.random.key(0))
+    assert set(model.evaluate(params, classes())) == {"loss", "hits"}
+
+
+# Bad input.
+
+
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
+
+
+def test_state_is_refused_by_name():
+    parts = {"embed": nn.Dense(WIDTH), "head": nn.Dense(CLASSES)}
+    model = js.stack(Norm(), 2, loss, classes(), **parts)
+    with pytest.raises(ValueError, match=r"(?s)no state.*\n  - block: batch_stats/BatchNorm_0/mean"):
+        model.init(jax.random.key(0))
+    model = js.stack(lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs), 2, loss)
+    with pytest.raises(ValueError, match=r"(?s)no state.*\n  - block: mean"):
+        model.init(jax.random.key(0))
+
+
+def with_loss(loss, **parts):
+    parts = {"embed": nn.Dense(WIDTH), "head": nn.Dense(CLASSES)} | parts
+    return js.stack(parts.pop("block", Block(0.5)), 2, loss, classes(), **parts)
+
+
+def test_losses_that_do_not_run_the_blocks_once():
+    def twice(model, batch):
+        return cross_entropy(model.head(model.blocks(model.blocks(model.embed(batch["x"])))), batch)
+
+    model = with_loss(twice)
+    params = model.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"must call model.blocks\(x\) once, but called it again"):
+        model.loss(params, classes(), None)
+    without = with_loss(lambda model, batch: cross_entropy(model.head(model.embed(batch["x"])), batch))
+    with pytest.raises(ValueError, match=r"the loss did not call model.blocks\(x\)"):
+        without.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"must call model\.blocks"):
+        without.loss({name: params[name] for name in params}, classes(), None)
+    wrong = with_loss(lambda model, batch: model.tail(model.blocks(model.embed(batch["x"]))))
+    with pytest.raises(AttributeError, match=r"no part 'tail', only model.embed, model.head, model.blocks; pass tail="):
+        wrong.init(jax.random.key(0))
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(WIDTH)(x))
+
+
+def test_random_numbers_from_before_the_blocks_are_refused_after_them():
+    def skip(model, batch, train):
+        x = model.embed(batch["x"], train)
+        return cross_entropy(model.head(model.blocks(x) + x), batch)
+
+    model = with_loss(skip, embed=Noisy())
+    params = model.init(jax.random.key(0))
+    model.loss(params, classes(), None)
+    with pytest.raises(ValueError, match=r"after model\.blocks the loss uses what it drew at random before"):
+        model.loss(params, classes(), jax.random.key(0))
+    model = with_loss(lambda model, batch: skip(model, batch, False), embed=Noisy())
+    params = model.init(jax.random.key(0))
+    model.loss(params, classes(), jax.random.key(0))
+
+
+def test_a_block_that_changes_its_activations():
+    model = with_loss(loss, block=nn.Dense(WIDTH + 1))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(model.init, jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"block must return what it receives; .*\n  - x: .*\[16, 16\].*\[16, 17\]"):
+        model.loss(params | {"head": {"kernel": jnp.zeros((16, 7)), "bias": jnp.zeros(7)}}, classes(), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: js.stack(Block(), 2, loss), "Linen modules are initialised on an example batch"),
+        (lambda: js.stack(Block, 2, loss, classes()), r"\n  - block: the class Block"),
+        (lambda: js.stack(Block(), 2, loss, classes(), head=3), r"\n  - head: a int"),
+        (lambda: js.stack(Block(), 2, loss, classes(), head=nnx.Linear(1, 1, rngs=nnx.Rngs(0))), "head: a Linear"),
+        (lambda: js.stack(Block(), 2, loss, classes(), head=NnxBlock), "block is Linen, head is NNX"),
+        (lambda: js.stack(Block(), 2, lambda model: 0, classes()), r"loss must be a function loss\(model, batch\)"),
+    ],
+)
+def test_wrong_types(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_wrong_names_and_numbers():
+    with pytest.raises(ValueError, match="'blocks' and 'block' are the blocks"):
+        js.stack(Block(), 2, loss, classes(), blocks=Block())
+    with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
+        js.stack(Block(), 0, loss, classes())
