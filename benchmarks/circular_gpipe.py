@@ -1,12 +1,12 @@
-"""The common circular GPipe of SPMD libraries, written for comparison: a scan over iterations, differentiated by JAX.
+"""The common circular GPipe of SPMD libraries, written for comparison: a scan over iterations, turned by autodiff.
 
-All stages compute at once: a stage axis, split over `pipe`, is mapped with `vmap`, and what each stage made is rolled to
-the next one, which the compiler turns into a collective permute. An iteration is the body of a `lax.scan`; m
+All stages compute at once: a stage axis, split over `pipe`, is mapped with `vmap`, and what each stage made is rolled
+to the next one, which the compiler turns into a collective permute. An iteration is the body of a `lax.scan`; m
 micro-batches through p stages that hold v repeats of their layers take m v + p - 1 of them, and autodiff turns the scan
 around. The design is that of praxis (`LayerwiseShardablePipelined`, `CircularLayerwiseShardablePipelined`) and of
 MaxText (`layers/pipeline.py`), and so are these choices, MaxText's defaults:
 
-- Model stage r p + s is repeat r of device s; a device holds v runs of L / (p v) layers, parameters [v, p, L / (p v), ...].
+- Model stage r p + s is repeat r of device s; a device holds v runs of l = L / (p v) layers, parameters [v, p, l, ...].
 - Inputs rest split over the stages by micro-batch, in a buffer that moves one stage towards the first with every use;
   outputs move into the places that become free (praxis: `stream_io`).
 - What the last stage made waits in a buffer of m micro-batches until the first one is free for the next repeat
@@ -17,7 +17,7 @@ MaxText (`layers/pipeline.py`), and so are these choices, MaxText's defaults:
 
 What it leaves out of MaxText's: FSDP inside stages, delayed forwarding, offloading.
 
-Shape suffixes: R repeats, S stages, Q = M / S micro-batches per stage, M micro-batches, B rows of a micro-batch.
+Shape suffixes: S stages, Q = M / S micro-batches per stage, M micro-batches, B rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAVED = ("iteration_input", "decoder_layer_input")
 
 
 def fold(params: PyTree, stages: int, repeats: int) -> PyTree:
-    """Parameters with the blocks [L, ...] as [repeats, stages, L / (repeats stages), ...]; layers keep their order."""
+    """Parameters with the blocks [L, ...] as [repeats, stages, the rest, ...]; layers keep their order."""
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(repeats, stages, -1, *x.shape[1:])
@@ -92,7 +92,7 @@ def make_loss(model: Stacked, mesh: Mesh, *, microbatches: int, repeats: int = 1
     all_stages = jax.vmap(stage, spmd_axis_name=PIPE)
 
     def weights(blocks: PyTree, iteration: jax.Array) -> PyTree:
-        """[S, L / (R S), ...]: of every stage the layers of the repeat at which it is."""
+        """[S, l, ...]: of every stage the layers of the repeat at which it is."""
         if repeats == 1:
             return jax.tree.map(lambda x: x[0], blocks)
         ids_S = held(jnp.maximum(iteration - jnp.arange(stages), 0) // microbatches, PIPE)

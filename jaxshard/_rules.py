@@ -60,6 +60,8 @@ RULES: tuple[Rule, ...] = (
     *((f"*{name}", ("experts", "embed", "mlp")) for name in ("/wi", "/wi_0", "/wi_1", "/w1", "/w3", "/up", "/gate")),
     *((f"*{name}", ("experts", "mlp", "embed")) for name in ("/wo", "/w2", "/down")),
     *((f"{router}/kernel", ("embed", None)) for router in ("router", "gating", "gate_router")),
+    # Norms, which stay whole however many layers are stacked.
+    *((f"*{norm}", "whole") for norm in ("/scale", "ln_*/bias", "norm/bias", "LayerNorm_*/bias", "BatchNorm_*/bias")),
     # Tables: of tokens and of positions.
     *((f"*{table}*", "whole") for table in ("pos_embed", "position", "wpe", "posemb")),
     ("embedding", ("vocab", "embed")),

@@ -16,10 +16,10 @@ import pytest
 import jaxshard
 import jaxshard.optim
 from jaxshard import data, metrics
-from jaxshard.models import gpt
+from jaxshard.models import decoder, gpt, llama
 from jaxshard.plan import audit, compare, flops, hardware, memory, promise, topology
 
-MODULES = (data, metrics, gpt, audit, promise, compare, memory, topology, flops, hardware)
+MODULES = (data, metrics, decoder, gpt, llama, audit, promise, compare, memory, topology, flops, hardware)
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"
 

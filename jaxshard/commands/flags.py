@@ -17,7 +17,8 @@ from jaxshard._mesh import make_mesh
 from jaxshard._strategy import Strategy, compose, ddp, fsdp, hsdp, tensor, zero1, zero2
 from jaxshard.commands.devices import choose_devices
 from jaxshard.engines import auto, explicit
-from jaxshard.models.gpt import SIZES, Size
+from jaxshard.models import SIZES
+from jaxshard.models.decoder import Size
 from jaxshard.plan.topology import topology_mesh
 
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
@@ -42,13 +43,13 @@ def size_of(model: str, *, seq: int | None, batch: int | None, steps: int | None
     if model not in SIZES:
         raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}")
     check_positive(seq=seq, batch=batch, steps=steps, lr=lr)
-    shape, recipe = SIZES[model]
-    recipe = recipe._replace(
-        batch=batch or recipe.batch + -recipe.batch % parts,
-        steps=steps or recipe.steps,
-        learning_rate=lr or recipe.learning_rate,
+    size = SIZES[model]
+    recipe = size.recipe._replace(
+        batch=batch or size.recipe.batch + -size.recipe.batch % parts,
+        steps=steps or size.recipe.steps,
+        learning_rate=lr or size.recipe.learning_rate,
     )
-    return Size(shape | {"seq": seq or shape["seq"]}, recipe)
+    return size._replace(shape=size.shape | {"seq": seq or size.shape["seq"]}, recipe=recipe)
 
 
 def check_positive(**numbers: float | None) -> None:

@@ -27,7 +27,7 @@ from jaxshard.commands.program import Program, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.metrics import finite
-from jaxshard.models.gpt import SIZES
+from jaxshard.models import SIZES
 from jaxshard.parity import DIFFERS, Parity
 from jaxshard.parity import parity as compare
 

@@ -19,7 +19,7 @@ from jaxshard._layout import check_transform
 from jaxshard._typing import InitFn, LossFn, PyTree
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import size_of
-from jaxshard.models.gpt import SIZES, gpt
+from jaxshard.models import SIZES
 
 _ORDER = "(init_fn, loss_fn, tx, batch)"
 _RETURNS = f"a function without arguments that returns {_ORDER}"
@@ -70,12 +70,12 @@ def _ready_made(name: str, rows: int | None, seq: int | None, seed: int, parts: 
             f"package.module:function, {_RETURNS}"
         )
     with usage_errors():
-        shape, recipe = size_of(name, seq=seq, batch=rows, steps=None, lr=None, parts=parts)
-    sizes: dict[str, Any] = dict(shape)
-    model = gpt(**sizes)
+        size = size_of(name, seq=seq, batch=rows, steps=None, lr=None, parts=parts)
+    model = size.model()
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, shape["vocab"], (recipe.batch, shape["seq"] + 1), dtype=np.int32)
-    return Program(model.init, model.loss, recipe.optimizer(), {"tokens": tokens}, name)
+    shape = (size.recipe.batch, size.shape["seq"] + 1)
+    tokens = rng.integers(0, size.shape["vocab"], shape, dtype=np.int32)
+    return Program(model.init, model.loss, size.recipe.optimizer(), {"tokens": tokens}, name)
 
 
 def _module(where: str, target: str) -> ModuleType:

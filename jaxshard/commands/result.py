@@ -16,10 +16,9 @@ from jaxshard._eval import make_apply
 from jaxshard._fit import Record
 from jaxshard._layout import Layout
 from jaxshard._state import TrainState
-from jaxshard.adapt.stacked import Stacked
 from jaxshard.data import Corpus
 from jaxshard.metrics import finite
-from jaxshard.models.gpt import sample
+from jaxshard.models.decoder import Decoder, sample
 
 _PROMPT, _TEMPERATURE = 32, 0.8
 
@@ -73,7 +72,7 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
 
 
 def sampled(
-    network: Stacked, run: TrainState, layout: Layout, corpus: Corpus, *, length: int, seed: int
+    network: Decoder, run: TrainState, layout: Layout, corpus: Corpus, *, length: int, seed: int
 ) -> dict[str, str] | None:
     """A prompt, the first held-out tokens, and `length` tokens that the model puts after it; None for a length of 0."""
     if length == 0:

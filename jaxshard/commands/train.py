@@ -1,4 +1,4 @@
-"""`jaxshard train`: a GPT on text or tokens, sharded over a mesh."""
+"""`jaxshard train`: a language model on text or tokens, sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from jaxshard.commands.flags import (
 from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, predicted_bytes, sampled, write_json
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.data import Corpus, batches, eval_batches, windows
-from jaxshard.models.gpt import gpt
 from jaxshard.plan.audit import collectives, summary
 from jaxshard.plan.flops import train_flops
 
@@ -70,12 +69,12 @@ def train(
     tensorboard: File = None,
     profile: File = None,
 ) -> None:
-    """Train a GPT, sharded over all accelerators, or over 8 simulated CPU devices.
+    """Train a language model, sharded over all accelerators, or over 8 simulated CPU devices.
 
     Without any flag: a million parameters, the source of Python's standard library, two minutes on two cores.
 
     Args:
-      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large or gpt2-xl.
+      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m or llama3-8b.
       data: a text file, a folder of text, or token ids as .npy or .bin; without it Python's own library.
       dtype: of the token ids in a .bin file, such as uint16.
       vocab: how many token ids there are, for .npy and .bin.
@@ -110,8 +109,8 @@ def train(
         recipe = size.recipe
         facts(console, _chosen(the_mesh, strategy, engine))
         corpus = corpus_of(console, data, dtype, vocab)
-        shape: dict[str, Any] = size.shape | {"vocab": corpus.vocab}
-        network = gpt(**shape)
+        shape = size.shape | {"vocab": corpus.vocab}
+        network = size.model(vocab=corpus.vocab)
         tx = recipe.optimizer()
         layout = make_layout(split, the_mesh, network.init, tx)
         source = windows(corpus.train, batch=recipe.batch, seq=shape["seq"], seed=seed, vocab=corpus.vocab)

@@ -1,0 +1,257 @@
+"""The Llama against its published size, a plain reference, Flax's own parts and itself on meshes."""
+
+import math
+from functools import cache, partial
+from operator import itemgetter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.models import SIZES
+from jaxshard.models.decoder import logits, sample
+from jaxshard.models.llama import llama, rotated
+from tests.engines.programs import Program, elements
+from tests.toys import quick_compile
+
+SMALL = {"vocab": 64, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 12, "rope_base": 100}
+KEY = jax.random.key(0)
+
+
+def batch_of(rows=4, positions=12, vocab=64, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, vocab, (rows, positions + 1), dtype=np.int32)
+    return {"tokens": jnp.asarray(tokens)}
+
+
+@cache
+def small(**changes):
+    return llama(**SMALL | changes)
+
+
+@cache
+def noisy(model):
+    """Parameters far from their initial values, so that every one of them matters."""
+    rng = np.random.default_rng(9)
+    shapes = jax.eval_shape(model.init, KEY)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.asarray(rng.normal("scale" in jax.tree_util.keystr(path), 0.2, x.shape), jnp.float32),
+        shapes,
+    )
+
+
+# Sizes.
+
+
+def test_the_published_parameter_count():
+    shapes = jax.eval_shape(SIZES["llama3-8b"].model().init, KEY)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == 8_030_261_248
+    tied = jax.eval_shape(SIZES["llama3-8b"].model(tied=True).init, KEY)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(tied)) == 8_030_261_248 - 128_256 * 4096
+
+
+def test_the_small_size():
+    size = SIZES["llama-1m"]
+    assert 0.9e6 < sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(size.model().init, KEY))) < 1.1e6
+    assert size.shape["width"] % 8 == size.shape["heads"] % 8 == size.shape["hidden"] % 8 == 0
+    assert js.optim.check_elementwise(size.recipe.optimizer(), {"w": jnp.ones((4, 3))})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 5, "kv_heads": 5}, "width 32 over heads 5 must give heads of an even size; pass a multiple of 10"),
+        ({"heads": 32, "kv_heads": 2}, "width 32 over heads 32 must give heads of an even size"),
+        ({"kv_heads": 3}, "heads 4 is not divisible by kv_heads 3; pass a divisor of 4"),
+        ({"hidden": 0}, r"llama: sizes must be at least 1, got \{'hidden': 0\}"),
+        ({"rope_base": 1}, "rope_base must be above 1, got 1"),
+    ],
+)
+def test_wrong_sizes(change, message):
+    with pytest.raises(ValueError, match=message):
+        llama(**SMALL | change)
+
+
+def test_errors_name_the_model():
+    with pytest.raises(ValueError, match=r'llama: the batch must be a dict with "tokens"'):
+        jax.eval_shape(lambda: small().loss(small().init(KEY), {"x": jnp.zeros((2, 3))}, KEY))
+
+
+# The function.
+
+
+def reference_logits(params, tokens, heads, kv_heads, base):
+    """Llama 3 in loops of NumPy, f64; a pair of dimensions is turned as a complex number."""
+    params = jax.tree.map(partial(np.asarray, dtype=np.float64), params)
+
+    def norm(x, p):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"]
+
+    def turn(x, position):
+        half = len(x) // 2
+        turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * base ** (-np.arange(half) / half))
+        return np.concatenate([turned.real, turned.imag])
+
+    rows = []
+    for row in np.asarray(tokens):
+        x = params["embed"]["embed_tokens"]["embedding"][row]
+        for layer in range(params["blocks"]["q_proj"]["kernel"].shape[0]):
+            p = jax.tree.map(itemgetter(layer), params["blocks"])
+            h = norm(x, p["attn_norm"])
+            q, k, v = (np.einsum("tc,chd->htd", h, p[f"{name}_proj"]["kernel"]) for name in "qkv")
+            out = np.zeros((len(row), *q.shape[::2]))
+            for head in range(heads):
+                shared = head // (heads // kv_heads)
+                keys = np.stack([turn(k[shared, t], t) for t in range(len(row))])
+                for t in range(len(row)):
+                    scores = keys[: t + 1] @ turn(q[head, t], t) / np.sqrt(q.shape[-1])
+                    shares = np.exp(scores - scores.max())
+                    out[t, head] = shares @ v[shared, : t + 1] / shares.sum()
+            x = x + np.einsum("thd,hdc->tc", out, p["o_proj"]["kernel"])
+            h = norm(x, p["mlp_norm"])
+            gate, up = h @ p["gate_proj"]["kernel"], h @ p["up_proj"]["kernel"]
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down_proj"]["kernel"]
+        x = norm(x, params["head"]["norm"])
+        tied = "lm_head" not in params["head"]
+        table = params["embed"]["embed_tokens"]["embedding"].T if tied else params["head"]["lm_head"]["kernel"]
+        rows.append(x @ table)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize(("tied", "kv_heads"), [(False, 2), (True, 1), (False, 4)])
+def test_logits_and_loss_equal_a_plain_reference(tied, kv_heads):
+    """f32 against f64: 2e-5 of the largest logit, loss 1e-6 relative."""
+    model = small(tied=tied, kv_heads=kv_heads)
+    params, batch = noisy(model), batch_of(rows=2, positions=9)
+    expected = reference_logits(params, batch["tokens"][:, :-1], 4, kv_heads, SMALL["rope_base"])
+    got = jax.jit(partial(logits, model))(params, batch["tokens"][:, :-1])
+    assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
+
+    shares = np.exp(expected - expected.max(-1, keepdims=True))
+    picked = np.take_along_axis(shares / shares.sum(-1, keepdims=True), np.asarray(batch["tokens"])[:, 1:, None], -1)
+    loss = jax.jit(model.evaluate)(params, batch)
+    assert float(loss["loss"].value) == pytest.approx(-np.log(picked).mean(), rel=1e-6)
+
+
+def test_rotations_depend_on_distances_alone():
+    """1e-5: the products of turned queries and keys are those of any other two positions equally far apart."""
+    q, k = jax.random.normal(KEY, (2, 8))
+    turned = [rotated(jnp.broadcast_to(x, (1, 40, 1, 8)), 1e4)[0, :, 0] for x in (q, k)]
+    products = np.asarray(turned[0] @ turned[1].T)
+    for distance in (0, 1, 7, 30):
+        along = np.diagonal(products, -distance)
+        np.testing.assert_allclose(along, along[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(products[0, 0], q @ k, rtol=1e-5)
+    assert np.ptp(products[:, 0]) > 0.1
+
+
+@pytest.mark.parametrize("position", [1, 11])
+def test_no_position_sees_a_later_one(position):
+    model = small()
+    run = jax.jit(partial(logits, model))
+    tokens = batch_of()["tokens"][:, :12]
+    before, after = (run(noisy(model), t) for t in (tokens, tokens.at[:, position:].set(0)))
+    np.testing.assert_array_equal(before[:, :position], after[:, :position])
+    assert (before[:, position:] != after[:, position:]).any()
+
+
+def test_an_untrained_model_knows_nothing():
+    model = small()
+    assert float(jax.jit(model.loss)(jax.jit(model.init)(KEY), batch_of(16), KEY).value) == pytest.approx(
+        math.log(64), abs=0.05
+    )
+
+
+def test_low_precision_parameters_give_a_loss_in_f32():
+    """bf16 has 8 bits: 1 % of the loss."""
+    model, batch = small(), batch_of()
+    params = jax.jit(model.init)(KEY)
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert jax.eval_shape(model.embed, low, batch, KEY).dtype == jnp.bfloat16
+    loss = jax.jit(model.loss)(low, batch, KEY)
+    assert loss.totals[0].dtype == jnp.float32
+    assert float(loss.value) == pytest.approx(float(jax.jit(model.loss)(params, batch, KEY).value), rel=1e-2)
+
+
+def test_greedy_samples_follow_the_logits_beyond_the_window():
+    model = small()
+    params, prompt = noisy(model), batch_of()["tokens"][:, :9]
+    drawn = jax.jit(partial(sample, model, length=5, temperature=0))(params, prompt, KEY)
+    run = jax.jit(partial(logits, model))
+    for end in (9, 11, 13):
+        seen = drawn[:, max(0, end - 12) : end]
+        likeliest = run(params, jnp.pad(seen, ((0, 0), (0, 12 - seen.shape[1]))))[:, seen.shape[1] - 1].argmax(-1)
+        np.testing.assert_array_equal(drawn[:, end], likeliest)
+
+
+# Meshes.
+
+WIDE = {"vocab": 64, "width": 64, "depth": 2, "heads": 8, "kv_heads": 4, "hidden": 96, "seq": 16}
+
+
+def test_a_tensor_axis_splits_every_large_array():
+    layout = js.layout(
+        js.compose(js.fsdp(min_size=0), js.tensor()),
+        js.make_mesh(data=2, tensor=4), SIZES["llama3-8b"].model().init, optax.sgd(0.1),
+    )  # fmt: skip
+    entries = {p.leaf.path: p.placement for p in layout.placed() if p.role == "param"}
+    split = {path: [str(entry) for entry in place.use] for path, place in entries.items()}
+    assert split == {
+        "embed/embed_tokens/embedding": ["tensor", "None"],
+        "blocks/attn_norm/scale": ["None", "None"],
+        "blocks/q_proj/kernel": ["None", "None", "tensor", "None"],
+        "blocks/k_proj/kernel": ["None", "None", "tensor", "None"],
+        "blocks/v_proj/kernel": ["None", "None", "tensor", "None"],
+        "blocks/o_proj/kernel": ["None", "tensor", "None", "None"],
+        "blocks/mlp_norm/scale": ["None", "None"],
+        "blocks/gate_proj/kernel": ["None", "None", "tensor"],
+        "blocks/up_proj/kernel": ["None", "None", "tensor"],
+        "blocks/down_proj/kernel": ["None", "tensor", "None"],
+        "head/norm/scale": ["None"],
+        "head/lm_head/kernel": ["None", "tensor"],
+    }
+    assert all("data" in str(place.store) for place in entries.values())
+
+
+def test_what_a_step_communicates_over_a_tensor_axis():
+    """On CPU: per block two all-reduces of an activation forward and five backward, two more for the model's ends.
+
+    Layers that share their input (query, key and value; gate and up) have their gradients summed apart. Three numbers
+    per label.
+    """
+    model, mesh = llama(**WIDE), js.make_mesh(data=2, tensor=4)
+    layout = js.layout(js.compose(js.ddp(), js.tensor()), mesh, model.init, optax.sgd(0.1))
+    step = js.make_step(model.loss, optax.sgd(0.1), layout, engine=js.explicit())
+    with quick_compile():
+        compiled = step.compile({"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
+    activation, labels = 4 * 8 * 64, 4 * 8
+    found = {key: size for key, size in elements(Program(layout, compiled)).items() if "tensor" in key[1]}
+    assert found == {("all-reduce", "tensor"): (2 * (2 + 5) + 2) * activation + 3 * labels}
+
+
+@pytest.mark.parametrize(
+    ("axes", "strategy", "engine"),
+    [
+        ({"data": 4, "tensor": 2}, js.compose(js.fsdp(min_size=0), js.tensor()), js.explicit()),
+        pytest.param(
+            {"data": 4, "tensor": 2},
+            js.compose(js.zero2(), js.tensor([("sequence", "split"), *js.RULES])),
+            js.auto(),
+            marks=pytest.mark.slow,
+        ),
+        # Twice as many devices as heads of keys and values, which stay whole.
+        ({"data": 1, "tensor": 8}, js.compose(js.ddp(), js.tensor()), js.explicit()),
+        pytest.param({"data": 8}, js.fsdp(min_size=0), js.explicit(remat="nothing"), marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "sequence", "few-kv-heads", "fsdp"],
+)
+def test_a_sharded_step_equals_one_device(axes, strategy, engine):
+    """Loss 1e-6, gradients 1e-5; some tokens weigh nothing."""
+    model = llama(**WIDE)
+    weights = np.random.default_rng(1).integers(0, 2, (8, 8)).astype(np.float32)
+    batch = batch_of(rows=8, positions=8) | {"weights": jnp.asarray(weights)}
+    with quick_compile():
+        report = js.parity(model.init, model.loss, optax.sgd(0.1), strategy, js.make_mesh(**axes), batch, engine=engine)
+    report.check()
