@@ -48,7 +48,7 @@ def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  #
     _draw(panels[0], schedule, lockstep(schedule, costs), f"in lockstep: bubble {stats.bubble:.1%}")
     _draw(panels[1], schedule, asynchronous(schedule, costs), f"asynchronously: bubble {stats.bubble_async:.1%}")
     panels[1].set_xlabel("time")
-    figure.suptitle(f"{schedule.name}: {schedule.microbatches} micro-batches, {schedule.chunks} chunks per device")
+    figure.suptitle(f"{schedule.name}; micro-batches: {schedule.microbatches}, chunks per device: {schedule.chunks}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 

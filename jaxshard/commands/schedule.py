@@ -13,8 +13,9 @@ from jaxshard.commands.flags import Count, File, check_files, check_positive
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.plot import plot_schedule
+from jaxshard.schedules.chart import WIDTH
 from jaxshard.schedules.file import COLUMNS
-from jaxshard.schedules.named import named
+from jaxshard.schedules.named import NAMES, full_name, named
 from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.stats import Costs, Stats
 
@@ -50,19 +51,23 @@ def schedule(
         if plot is not None:
             plot_schedule(made, plot)
     stats = made.stats()
-    console.print(f"{made.chart(width=console.width)}\n", soft_wrap=True)
+    console.print(made.chart(width=console.width if console.is_terminal else WIDTH))
+    console.print()
     facts(console, _facts(stats))
     write_json(json, _result(made, stats))
 
 
 def _made(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
     asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    if Path(name).suffix == ".csv" or Path(name).is_file():
+    if Path(name).suffix == ".csv" and not Path(name).is_file():
+        raise ValueError(f"{name}: there is no such file; give the path of a CSV file, or one of {', '.join(NAMES)}")
+    if Path(name).is_file():
         made = Schedule.from_csv(name)
         for size, number in asked.items():
             if number not in (None, getattr(made, size)):
                 raise ValueError(f"--{size} {number}: {name} has {getattr(made, size)}; leave --{size} out")
         return made
+    full_name(name)
     if stages is None or microbatches is None:
         raise ValueError(f"the schedule {name} needs --stages and --microbatches, such as --stages 4 --microbatches 16")
     return named(name, stages, microbatches, chunks=chunks)

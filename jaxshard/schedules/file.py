@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jaxshard._tree import raise_all
-from jaxshard.schedules.table import KINDS, Kind, Op, Table, listed, problems
+from jaxshard.schedules.table import KINDS, Kind, Op, Table, is_name, listed, problems
 
 COLUMNS = ("tick", "device", "op", "chunk", "microbatch")
 _SIZES = ("stages", "microbatches", "chunks")
@@ -98,7 +98,7 @@ def _head(line: str, wrong: list[str]) -> dict[str, str]:
             wrong.append(f"line 1: {_short(word)} is no size; write # stages=4 microbatches=8 chunks=2 name=NAME")
         head[key] = value
     if named:
-        if not name.isprintable() or name != name.strip():
+        if not is_name(name):
             wrong.append(f"line 1: the name {_short(name)} is not one line of text")
         head["name"] = name
     return head

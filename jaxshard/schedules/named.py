@@ -80,8 +80,8 @@ def _fused(stages: int, microbatches: int, chunks: int, *, split: bool) -> tuple
     check_sizes(stages, microbatches, chunks)
     if microbatches < stages:
         raise ValueError(
-            f"{microbatches} micro-batches over {stages} stages: a group must go around the ring without a gap; use at "
-            f"least {stages} micro-batches, at most {microbatches} stages, or gpipe"
+            f"{microbatches} micro-batches over {stages} stages are too few to keep every device busy; use at least "
+            f"{stages} micro-batches, at most {microbatches} stages, or gpipe"
         )
     # With one chunk per device nothing comes around the ring.
     groups = _groups(microbatches, stages) if chunks > 1 else [_Group(0, microbatches)]
@@ -146,15 +146,21 @@ NAMES = tuple(_NAMED)
 """What `named` knows; it takes 1f1b for one_f_one_b, and - for _, too."""
 
 
+def full_name(name: str) -> str:
+    """Which of `NAMES` is meant; a ValueError if none is."""
+    known = "one_f_one_b" if name == "1f1b" else name.replace("-", "_")
+    if known not in _NAMED:
+        raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(NAMES)}")
+    return known
+
+
 def named(name: str, stages: int, microbatches: int, *, chunks: int | None = None) -> Schedule:
     """The schedule of that name; `chunks` by default as many as it has by default.
 
     Raises:
       ValueError: there is no such schedule, or it has one chunk per device and `chunks` is another number.
     """
-    known = "one_f_one_b" if name == "1f1b" else name.replace("-", "_")
-    if known not in _NAMED:
-        raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(NAMES)}")
+    known = full_name(name)
     if chunks is None:
         return _NAMED[known](stages, microbatches)
     if known in ("gpipe", "one_f_one_b"):

@@ -63,12 +63,7 @@ class Table:
     ops: tuple[Op, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.name, str)
-            or self.name != self.name.strip()
-            or not self.name
-            or not self.name.isprintable()
-        ):
+        if not isinstance(self.name, str) or not is_name(self.name):
             raise ValueError(f"the name of a schedule must be one line of text, got {self.name!r}")
         check_sizes(self.stages, self.microbatches, self.chunks)
         object.__setattr__(self, "ops", tuple(sorted(map(_as_op, self.ops), key=_order)))
@@ -106,6 +101,11 @@ class Table:
         """
         found = problems(self.ops, self.stages, self.microbatches, self.chunks)
         raise_all((problem.text for problem in found), ValueError, f"the schedule {self.name!r} can't run:")
+
+
+def is_name(text: str) -> bool:
+    """Whether a schedule may be called so: one line of text that a file can hold."""
+    return text.isprintable() and bool(text) and text == text.strip()
 
 
 def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
