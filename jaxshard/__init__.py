@@ -10,6 +10,7 @@ from jaxshard._eval import make_apply as make_apply
 from jaxshard._eval import make_eval_step as make_eval_step
 from jaxshard._fit import Record as Record
 from jaxshard._fit import fit as fit
+from jaxshard._hybrid import hybrid as hybrid
 from jaxshard._keys import row_keys as row_keys
 from jaxshard._layout import Layout as Layout
 from jaxshard._layout import layout as layout

@@ -128,7 +128,7 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
 
 def _make_weights(eval_fn: Callable, layout: Layout) -> Callable[[TrainState, PyTree], Results]:
     stacked = stacked_of(eval_fn)
-    if stacked is not None and eval_fn.__name__ == "evaluate":
+    if stacked is not None and eval_fn.__name__ == "evaluate" and layout.pipeline is None:
         call = make_call(stacked.loss, layout, make_move(layout, auto()), "everything")
         frozen = jax.tree.map(lambda _: None, layout.shapes.params)
         return lambda run, batch: evaluation(call(run.params, frozen, (), batch, None, 0))

@@ -212,7 +212,7 @@ def layout(
     return made
 
 
-STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=init)   # or js.stack(Block(...), 24, ...)
+STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=init)   # or js.stack(...)
     #   embed(params, batch, key) -> x     block(block_params, x, key) -> x     head(params, x, batch, key) -> js.Mean
     layout = js.layout(strategy, mesh, model.init, tx)
     step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))"""
@@ -223,8 +223,8 @@ def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
     records = jax.tree.leaves(leaves, is_leaf=_is_leaf)
     if pipeline_of(strategy) is not None and not any(leaf.names[:1] == (BLOCKS,) for leaf in records):
         raise ValueError(
-            "pipeline: no parameter is stacked by blocks, so there is nothing to place in stages; describe the model as "
-            f"js.Stacked and pass its method init itself:\n    {STACKED_EXAMPLE}"
+            "pipeline: no parameter is stacked by blocks, so there is nothing to place in stages; describe the model "
+            f"as js.Stacked and pass its method init itself:\n    {STACKED_EXAMPLE}"
         )
 
 

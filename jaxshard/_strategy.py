@@ -81,9 +81,9 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
     With p devices there are p * chunks stages; stage k is chunk k // p of device k % p and holds
     ceil(blocks / (p * chunks)) consecutive blocks. Where that does not divide, the last stages hold fewer: their
     padding is zeros at rest and passes activations through unchanged. At rest a leaf [blocks, ...] is
-    [chunks, p, blocks per stage, ...]; in the model's order everywhere else. Parameters that are not stacked (embedding,
-    head) are whole over the axis. More chunks make the bubble smaller and the traffic between stages larger
-    (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
+    [chunks, p, blocks per stage, ...]; in the model's order everywhere else. Parameters that are not stacked
+    (embedding, head) are whole over the axis. More chunks make the bubble smaller and the traffic between stages
+    larger (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
 
     It places; `js.pipelined(...)` is the engine that runs it.
 

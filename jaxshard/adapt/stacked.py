@@ -92,12 +92,17 @@ class Stacked:
         def body(x: PyTree, layer: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
             number, stored = layer
             y = self.block(fetch(stored), x, key_of(number))
-            check_same_tree(abstract(x), abstract(y), "block must return what it receives", "keep shapes and dtypes")
+            check_block(x, y)
             return y, None
 
         x = self.embed(rest, batch, key_of(0))
         x, _ = jax.lax.scan(body, x, (jnp.arange(1, self.num_blocks + 1), params[BLOCKS]))
         return self.head(rest, x, batch, key_of(self.num_blocks + 1))
+
+
+def check_block(x: PyTree, y: PyTree) -> None:
+    """Raises unless a block returns what it receives; names every leaf that differs."""
+    check_same_tree(abstract(x), abstract(y), "block must return what it receives", "keep shapes and dtypes")
 
 
 def evaluation(output: Any) -> dict[str, Mean | Sum | Max]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from jax.sharding import Mesh
@@ -13,18 +13,9 @@ from jaxshard._train import check_batch, make_step
 from jaxshard._tree import abstract
 from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import (
-    ENGINES,
-    Count,
-    EngineName,
-    File,
-    StrategyName,
-    Words,
-    check_files,
-    check_positive,
-    mesh_and_strategy,
-)
-from jaxshard.commands.program import program_of
+from jaxshard.commands.flags import Count, File, Words, check_files, check_positive
+from jaxshard.commands.parallel import EngineName, RematName, StrategyName, parallel
+from jaxshard.commands.program import depth_of, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.plan.compare import Comparison
@@ -37,12 +28,14 @@ def audit(
     *,
     mesh: Words = None,
     strategy: StrategyName = "fsdp",
-    engine: EngineName = "explicit",
+    engine: EngineName | None = None,
+    schedule: Words = None,
+    chunks: Count = None,
     devices: Count = None,
     batch: Count = None,
     seq: Count = None,
-    microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
-    remat: Literal["everything", "dots", "nothing"] = "everything",
+    microbatches: Count = None,
+    remat: RematName | None = None,
     topology: Words = None,
     json: File = None,
 ) -> int:
@@ -53,16 +46,20 @@ def audit(
     Args:
       target: a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function
         without arguments that returns (init_fn, loss_fn, tx, batch).
-      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=4; one size may be -1. An axis tensor
-        splits the layers themselves.
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
+        tensor splits the layers themselves, an axis pipe puts them in stages.
       strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
         parameters too; hsdp is fsdp within each group of an axis replica.
-      engine: explicit issues the collectives itself, auto leaves them to the compiler.
+      engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
+        pipelined.
+      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
+      chunks: stages per device of a pipeline; by default two where the model has enough blocks.
       devices: use so many devices; simulated ones where there is no accelerator.
       batch: rows of a step over all devices, for a ready-made size; by default what suits it.
       seq: tokens in a row, for a ready-made size; by default what suits it.
-      microbatches: compute a batch in so many turns and add their gradients.
-      remat: what the forward pass saves for the backward pass.
+      microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
+      remat: what the forward pass of a block saves for the backward pass; by default everything, nothing in a
+        pipeline.
       topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
       json: write the result as one JSON object; - is standard output, and then nothing else goes there.
     """
@@ -70,16 +67,18 @@ def audit(
     with usage_errors():
         check_positive(microbatches=microbatches)
         check_files(json=json)
-        the_mesh, split = mesh_and_strategy(mesh, strategy, devices, topology)
-    parts = the_mesh.size // the_mesh.shape.get("tensor", 1) * microbatches
-    program = program_of(target, rows=batch, seq=seq, parts=parts)
+        how = parallel(
+            mesh=mesh, strategy=strategy, engine=engine, devices=devices, microbatches=microbatches, remat=remat,
+            schedule=schedule, chunks=chunks, topology=topology, depth=depth_of(target), batch=batch,
+        )  # fmt: skip
+    the_mesh = how.mesh
+    program = program_of(target, rows=batch, seq=seq, parts=how.parts)
     rows = abstract(program.batch)
     with usage_errors():
-        layout = make_layout(split, the_mesh, program.init_fn, program.tx)
-        check_batch(layout, rows, microbatches)
-        made = ENGINES[engine](microbatches=microbatches, remat=remat)
-        step = make_step(program.loss_fn, program.tx, layout, engine=made)
-    about = {"model": program.name, "mesh": _axes(the_mesh), "strategy": strategy, "engine": engine}
+        layout = make_layout(how.strategy, the_mesh, program.init_fn, program.tx)
+        check_batch(layout, rows, how.engine.microbatches)
+        step = make_step(program.loss_fn, program.tx, layout, engine=how.engine)
+    about = {"model": program.name, "mesh": _axes(the_mesh), "strategy": strategy} | how.about
     facts(console, {"devices": topology or describe(list(the_mesh.devices.flat))} | about)
     started = time.perf_counter()
     with console.status("compiling"):

@@ -12,18 +12,9 @@ from jaxshard._difference import Difference
 from jaxshard.commands.devices import describe
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import (
-    ENGINES,
-    Count,
-    EngineName,
-    File,
-    StrategyName,
-    Words,
-    check_files,
-    check_positive,
-    mesh_and_strategy,
-)
-from jaxshard.commands.program import Program, program_of
+from jaxshard.commands.flags import Count, File, Words, check_files, check_positive
+from jaxshard.commands.parallel import EngineName, StrategyName, parallel
+from jaxshard.commands.program import Program, depth_of, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.metrics import finite
@@ -41,10 +32,12 @@ def parity(
     *,
     mesh: Words = None,
     strategy: StrategyName = "fsdp",
-    engine: EngineName = "explicit",
+    engine: EngineName | None = None,
+    schedule: Words = None,
+    chunks: Count = None,
     devices: Count = None,
     batch: Count = None,
-    microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    microbatches: Count = None,
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
     json: File = None,
 ) -> int:
@@ -55,14 +48,17 @@ def parity(
     Args:
       target: a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function
         without arguments that returns (init_fn, loss_fn, tx, batch).
-      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=4; one size may be -1. An axis tensor
-        splits the layers themselves.
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
+        tensor splits the layers themselves, an axis pipe puts them in stages.
       strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
         parameters too; hsdp is fsdp within each group of an axis replica.
-      engine: explicit issues the collectives itself, auto leaves them to the compiler.
+      engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
+        pipelined.
+      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
+      chunks: stages per device of a pipeline; by default two where the model has enough blocks.
       devices: use so many devices; simulated ones where there is no accelerator.
       batch: rows of a step over all devices, for a ready-made size; by default about 16.
-      microbatches: compute a batch in so many turns and add their gradients.
+      microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
       seed: of the parameters, the tokens of a ready-made size, and what the loss draws.
       json: write the result as one JSON object; - is standard output, and then nothing else goes there.
     """
@@ -70,25 +66,27 @@ def parity(
     with usage_errors():
         check_positive(microbatches=microbatches, batch=batch)
         check_files(json=json)
-        the_mesh, split = mesh_and_strategy(mesh, strategy, devices)
-    parts = the_mesh.size // the_mesh.shape.get("tensor", 1) * microbatches
-    program = _program(target, batch, seed, parts)
+        how = parallel(
+            mesh=mesh, strategy=strategy, engine=engine, devices=devices, microbatches=microbatches, schedule=schedule,
+            chunks=chunks, depth=depth_of(target), batch=batch,
+        )  # fmt: skip
+    the_mesh = how.mesh
+    program = _program(target, batch, seed, how.parts)
     axes = ", ".join(f"{name}={size}" for name, size in the_mesh.shape.items())
-    about = {"model": program.name, "mesh": axes, "strategy": strategy, "engine": engine}
+    about = {"model": program.name, "mesh": axes, "strategy": strategy} | how.about
     facts(console, {"devices": describe(list(the_mesh.devices.flat))} | about)
     started = time.perf_counter()
     with console.status("running both"), refusals():
-        made = ENGINES[engine](microbatches=microbatches)
         report = compare(
-            program.init_fn, program.loss_fn, program.tx, split, the_mesh, program.batch, engine=made, key=seed
-        )
+            program.init_fn, program.loss_fn, program.tx, how.strategy, the_mesh, program.batch, engine=how.engine,
+            key=seed,
+        )  # fmt: skip
     seconds = time.perf_counter() - started
     for line in ("", *map(_styled, report.table()), "", *report.remarks, _verdict(report)):
         console.print(line)
     result = about | {
         "mesh": dict(the_mesh.shape),
         "devices": the_mesh.size,
-        "microbatches": microbatches,
         "seed": seed,
     }
     write_json(json, result | _numbers(report) | {"seconds": seconds, "versions": versions()})

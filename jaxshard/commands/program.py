@@ -63,6 +63,11 @@ def program_of(
     return _checked(make(), target)
 
 
+def depth_of(target: str) -> int | None:
+    """How many blocks a ready-made size has; None for what is made by a function."""
+    return SIZES[target].shape["depth"] if target in SIZES else None
+
+
 def _ready_made(name: str, rows: int | None, seq: int | None, seed: int, parts: int) -> Program:
     if name not in SIZES:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -21,19 +21,9 @@ from jaxshard._train import check_batch, make_step
 from jaxshard.commands.devices import describe
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import (
-    ENGINES,
-    Count,
-    EngineName,
-    File,
-    StrategyName,
-    Words,
-    check_files,
-    check_positive,
-    corpus_of,
-    mesh_and_strategy,
-    size_of,
-)
+from jaxshard.commands.flags import Count, File, Words, check_files, check_positive, corpus_of, size_of
+from jaxshard.commands.parallel import EngineName, RematName, StrategyName, parallel
+from jaxshard.commands.program import depth_of
 from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, predicted_bytes, sampled, write_json
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.data import Corpus, batches, eval_batches, windows
@@ -52,14 +42,16 @@ def train(
     vocab: Count = None,
     mesh: Words = None,
     strategy: StrategyName = "fsdp",
-    engine: EngineName = "explicit",
+    engine: EngineName | None = None,
+    schedule: Words = None,
+    chunks: Count = None,
     devices: Count = None,
     steps: Count = None,
     batch: Count = None,
     seq: Count = None,
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
-    microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
-    remat: Literal["everything", "dots", "nothing"] = "everything",
+    microbatches: Count = None,
+    remat: RematName | None = None,
     lr: Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")] = None,
     eval_every: Count = None,
     patience: Count = None,
@@ -78,18 +70,22 @@ def train(
       data: a text file, a folder of text, or token ids as .npy or .bin; without it Python's own library.
       dtype: of the token ids in a .bin file, such as uint16.
       vocab: how many token ids there are, for .npy and .bin.
-      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=4; one size may be -1. An axis tensor
-        splits the layers themselves.
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
+        tensor splits the layers themselves, an axis pipe puts them in stages.
       strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
         parameters too; hsdp is fsdp within each group of an axis replica.
-      engine: explicit issues the collectives itself, auto leaves them to the compiler.
+      engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
+        pipelined.
+      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
+      chunks: stages per device of a pipeline; by default two where the model has enough blocks.
       devices: use so many devices; simulated ones where there is no accelerator.
       steps: optimizer steps in all; by default what suits the model.
       batch: rows of a step over all devices; by default what suits the model.
       seq: tokens in a row; by default what suits the model.
       seed: of the parameters and the order of the data.
-      microbatches: compute a batch in so many turns and add their gradients.
-      remat: what the forward pass saves for the backward pass.
+      microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
+      remat: what the forward pass of a block saves for the backward pass; by default everything, nothing in a
+        pipeline.
       lr: the highest learning rate of AdamW; by default what suits the model.
       eval_every: steps between evaluations; by default four in all.
       patience: stop after so many evaluations without a lower held-out loss.
@@ -103,20 +99,23 @@ def train(
     with usage_errors():
         check_positive(eval_every=eval_every, patience=patience, microbatches=microbatches, sample=sample or None)
         check_files(json=json, log=log)
-        the_mesh, split = mesh_and_strategy(mesh, strategy, devices)
-        parts = the_mesh.size // the_mesh.shape.get("tensor", 1) * microbatches
-        size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=parts)
+        how = parallel(
+            mesh=mesh, strategy=strategy, engine=engine, devices=devices, microbatches=microbatches, remat=remat,
+            schedule=schedule, chunks=chunks, depth=depth_of(model), batch=batch,
+        )  # fmt: skip
+        the_mesh, turns = how.mesh, how.engine.microbatches
+        size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=how.parts)
         recipe = size.recipe
-        facts(console, _chosen(the_mesh, strategy, engine))
+        facts(console, _chosen(the_mesh, strategy, how.about))
         corpus = corpus_of(console, data, dtype, vocab)
         shape = size.shape | {"vocab": corpus.vocab}
         network = size.model(vocab=corpus.vocab)
         tx = recipe.optimizer()
-        layout = make_layout(split, the_mesh, network.init, tx)
+        layout = make_layout(how.strategy, the_mesh, network.init, tx)
         source = windows(corpus.train, batch=recipe.batch, seq=shape["seq"], seed=seed, vocab=corpus.vocab)
-        held_out = _held_out(corpus, 4 * recipe.batch // microbatches, shape["seq"])
+        held_out = _held_out(corpus, 4 * recipe.batch // turns, shape["seq"])
         rows = jax.eval_shape(lambda: source.rows(0, np.arange(recipe.batch)))
-        check_batch(layout, rows, microbatches)
+        check_batch(layout, rows, turns)
         writers = _writers(log, tensorboard)
     about = {
         "model": model,
@@ -125,9 +124,7 @@ def train(
         "device_kind": the_mesh.devices.flat[0].device_kind,
         "mesh": dict(the_mesh.shape),
         "strategy": strategy,
-        "engine": engine,
-        "microbatches": microbatches,
-        "remat": remat,
+        **how.about,
         "seed": seed,
         "size": shape,
         "recipe": recipe._asdict(),
@@ -138,7 +135,7 @@ def train(
     facts(console, _planned(about, predicted))
 
     started = time.perf_counter()
-    step = make_step(network.loss, tx, layout, engine=ENGINES[engine](microbatches=microbatches, remat=remat))
+    step = make_step(network.loss, tx, layout, engine=how.engine)
     with console.status("compiling"):
         compiled = step.compile(rows)
         run = jax.block_until_ready(init(network.init, tx, layout, seed))
@@ -185,9 +182,12 @@ def _writers(log: Path | None, tensorboard: Path | None) -> list[metrics.Writer]
     return writers if tensorboard is None else [*writers, metrics.tensorboard(tensorboard)]
 
 
-def _chosen(mesh: Mesh, strategy: str, engine: str) -> dict[str, str]:
+def _chosen(mesh: Mesh, strategy: str, about: dict[str, Any]) -> dict[str, str]:
     axes = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
-    return {"devices": describe(list(mesh.devices.flat)), "mesh": axes, "strategy": strategy, "engine": engine}
+    engine = {"engine": about["engine"]}
+    if "schedule" in about:
+        engine["schedule"] = f"{about['schedule']}, {about['microbatches']} micro-batches"
+    return {"devices": describe(list(mesh.devices.flat)), "mesh": axes, "strategy": strategy} | engine
 
 
 def _planned(about: dict[str, Any], predicted: dict[str, int]) -> dict[str, str]:

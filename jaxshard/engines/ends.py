@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxshard._compat import open_jaxpr, without_dead_code
+from jaxshard._compat import without_dead_code
 from jaxshard._loss import Loss, Max, Mean, Sum, as_loss, weighted_sum
-from jaxshard._tree import abstract
 from jaxshard._typing import PyTree
 
 
@@ -100,8 +99,8 @@ class Ends:
         traced = jax.make_jaxpr(weigh)(*leaves)
         if any(without_dead_code(traced)[1][-len(leaves) :]):
             raise TypeError(
-                "the weight of the loss depends on activations, but a pipeline divides by it before they are all there: "
-                "compute the weight of js.Mean(total, weight) from the batch alone"
+                "the weight of the loss depends on activations, but a pipeline divides by it before they are all "
+                "there: compute the weight of js.Mean(total, weight) from the batch alone"
             )
         return weigh(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
 

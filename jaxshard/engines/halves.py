@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard._compat import Literal, inlined, open_jaxpr, piece
-from jaxshard._tree import abstract, check_same_tree
+from jaxshard._tree import abstract
 from jaxshard._typing import PyTree
+from jaxshard.adapt.stacked import check_block
 
 Arrays = list[jax.Array]
 Block = Callable[[PyTree, PyTree, Any], PyTree]
@@ -129,7 +130,7 @@ class _Forward:
             mixed = _mixed(parts.weights_tree, parts.trained, trained, weights)
             given = _mixed(parts.x_tree, parts.floating, floats, x)
             y = self.block(mixed, given, key)
-            check_same_tree(abstract(given), abstract(y), "block must return what it receives", "keep shapes and dtypes")
+            check_block(given, y)
             leaves = jax.tree.leaves(y)
             return parts.floats(y), [leaf for leaf, f in zip(leaves, parts.floating) if not f]
 
@@ -203,10 +204,8 @@ class _Split(NamedTuple):
 
         def flat(*args: Any) -> list[Any]:
             weights, key, held, dy = _cut(args, sizes)
-            tree = jax.tree.unflatten
-            grads, dx = pull(
-                tree(parts.weights_tree, weights), tree(parts.key_tree, key), held, parts.cotangents(dy, parts.like_x(parts.x))
-            )
+            own, keys = jax.tree.unflatten(parts.weights_tree, weights), jax.tree.unflatten(parts.key_tree, key)
+            grads, dx = pull(own, keys, held, parts.cotangents(dy, parts.like_x(parts.x)))
             return [*grads, *parts.floats(dx)]
 
         floats = [leaf for leaf, f in zip(parts.x, parts.floating) if f]

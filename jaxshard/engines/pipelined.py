@@ -71,7 +71,8 @@ class Pipelined(Engine):
         if model is None or loss_fn.__name__ != "loss":
             raise TypeError(
                 f"js.pipelined: {getattr(loss_fn, '__qualname__', loss_fn)} is opaque: where its blocks begin and end "
-                f"can't be seen. Describe the model as js.Stacked and pass its method loss itself:\n    {STACKED_EXAMPLE}"
+                "can't be seen. Describe the model as js.Stacked and pass its method loss itself:\n"
+                f"    {STACKED_EXAMPLE}"
             )
         slots, pipe = slots_of(self.table(layout)), _pipeline(layout)
 
@@ -79,7 +80,8 @@ class Pipelined(Engine):
             with users_code(layout):
                 share = _Share(self, layout, pipe, model, params, batch, key)
                 ends = share.ends()
-                grads, totals = run_ticks(slots, pipe.axis, share.stages(ends), ends, share.zero_sums(), share.zeros(ends))
+                stages, start = share.stages(ends), share.zeros(ends)
+                grads, totals = run_ticks(slots, pipe.axis, stages, ends, share.zero_sums(), start)
             axes = (*layout.batch_axes, pipe.axis)
             metrics = {name: combined(metric, axes) for name, metric in totals.metrics.items()}
             return Outcome(all_sum(totals.value, axes), metrics, ()), share.reduced(grads, totals.grads)
@@ -146,8 +148,8 @@ def _pipeline(layout: Layout) -> Pipeline:
     if layout.pipeline is None:
         axes = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
         raise ValueError(
-            f"js.pipelined: the layout (mesh {axes}) places no blocks in stages; add js.pipeline('pipe') to the strategy "
-            "and an axis pipe to the mesh, or use js.explicit()"
+            f"js.pipelined: the layout (mesh {axes}) places no blocks in stages; add js.pipeline('pipe') to the "
+            "strategy and an axis pipe to the mesh, or use js.explicit()"
         )
     return layout.pipeline
 
@@ -288,5 +290,5 @@ def _tails(placements: PyTree) -> PyTree:
 
 def _stacked(count: int, tail: Placement) -> Placement:
     """The placement of so many arrays of one, stacked."""
-    view = View(*((count, *shape) for shape in (tail.view.logical, tail.view.padded, tail.view.stored)))
+    view = View((count, *tail.view.logical), (count, *tail.view.padded), (count, *tail.view.stored))
     return Placement(view, PartitionSpec(None, *tail.use), PartitionSpec(None, *tail.store))

@@ -70,9 +70,7 @@ class Stages:
         """`backward` without the gradients that can wait, and what they need."""
         return self._backward(chunk, microbatch, kept, dy, sums, active, self.halves.first)
 
-    def second(
-        self, chunk: jax.Array, microbatch: jax.Array, carried: Arrays, sums: Sums, active: jax.Array
-    ) -> Sums:
+    def second(self, chunk: jax.Array, microbatch: jax.Array, carried: Arrays, sums: Sums, active: jax.Array) -> Sums:
         """The sums with the gradients added that waited."""
 
         def block(sums: Sums, turn: tuple[jax.Array, Arrays]) -> tuple[Sums, None]:

@@ -158,8 +158,8 @@ def check_stacked(layout: Layout) -> None:
 
     if layout.pipeline is not None:
         raise ValueError(
-            f"the layout places blocks in a pipeline over {layout.pipeline.axis!r}, which this engine does not run: use "
-            "engine=js.pipelined(microbatches=...), or take js.pipeline out of the strategy"
+            f"the layout places blocks in a pipeline over {layout.pipeline.axis!r}, which this engine does not run: "
+            "use engine=js.pipelined(microbatches=...), or take js.pipeline out of the strategy"
         )
     if BLOCKS not in layout.params:
         raise ValueError(f'the layout has no "{BLOCKS}": make it with the init method of the same js.Stacked model')

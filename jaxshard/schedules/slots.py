@@ -67,8 +67,8 @@ def slots_of(schedule: Schedule) -> Slots:
             rows[name][run.tick] = number
     last = schedule.stages * schedule.chunks - 1
     wanted = {"embed": ("inbox", 0, 0), "head": ("outbox", last, schedule.stages - 1), "embed_grad": ("result", 0, 0)}
-    runs = {name: _run_rows(schedule, events[name], *wanted[name], places, trash) for name in events}
-    return Slots(schedule, {name: _small(x) for name, x in rows.items()}, runs, sizes)
+    made = {name: _run_rows(schedule, events[name], *wanted[name], places, trash) for name in events}
+    return Slots(schedule, {name: _small(x) for name, x in rows.items()}, made, sizes)
 
 
 def _lifetimes(

@@ -47,6 +47,7 @@ class Problem(NamedTuple):
 class Table:
     """A table of operations that can run, in the order of ticks, then of slots, then of devices.
 
+    `stages` is p, the devices of the pipeline; with `chunks` on each, the model has stages * chunks stages.
     In that order everything comes after what it depends on, so devices that run their own operations one after the
     other, each as soon as its input is there, can't deadlock either. With W operations in the table a B is the
     gradient of its stage's input alone; without any it is the weights' gradient too.
@@ -136,21 +137,13 @@ def problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> 
             done[key] = op
     found += _shared_slots(good)
     found += _premature(done, depth)
-    kinds = KINDS if any(op.kind == "W" for op in ops) else KINDS[:2]
-    count = len(found)
-    for kind in kinds:
-        # Lazily, and no further than needed: the sizes in a file may ask for far more than the file has.
-        wanted: Iterator[Key] = ((kind, stage, i) for stage in range(depth) for i in range(microbatches))
-        missing = (key for key in wanted if key not in done)
-        absent = depth * microbatches - sum(key[0] == kind for key in done)
-        count += absent
-        found += (Problem(None, f"{_name(key, stages)} is missing") for key in islice(missing, min(absent, _SHOWN)))
-    empty = list(_empty_ticks({op.tick for op in ops if op.tick >= 0}))
-    found += empty
-    count += len(empty)
-    if len(found) > _SHOWN or count > len(found):
-        found = [*found[:_SHOWN], Problem(None, f"and {count - min(len(found), _SHOWN)} more")]
-    return found
+    found += _empty_ticks({op.tick for op in ops if op.tick >= 0})
+    absent, shown = _missing(
+        done, KINDS if any(op.kind == "W" for op in ops) else KINDS[:2], stages, chunks, microbatches
+    )
+    count = len(found) + absent
+    found += shown
+    return found if count <= _SHOWN else [*found[:_SHOWN], Problem(None, f"and {count - _SHOWN} more")]
 
 
 def listed(texts: Sequence[str]) -> list[str]:
@@ -211,6 +204,18 @@ def _premature(done: dict[Key, Op], depth: int) -> Iterator[Problem]:
             if source is not None and op.tick < source.tick + gap:
                 text = f"{_describe(op)} is premature: it needs {_describe(source)}"
                 yield Problem(op, f"{text}; move it to tick {source.tick + gap} or later")
+
+
+def _missing(
+    done: dict[Key, Op], kinds: Sequence[Kind], stages: int, chunks: int, microbatches: int
+) -> tuple[int, list[Problem]]:
+    """How many operations are missing, and the first of them."""
+    depth = stages * chunks
+    count = len(kinds) * depth * microbatches - sum(key[0] in kinds for key in done)
+    # Lazily, and no further than needed: the sizes in a file may ask for far more than the file has.
+    wanted: Iterator[Key] = ((kind, stage, i) for kind in kinds for stage in range(depth) for i in range(microbatches))
+    missing = (key for key in wanted if key not in done)
+    return count, [Problem(None, f"{_name(key, stages)} is missing") for key in islice(missing, min(count, _SHOWN))]
 
 
 def _empty_ticks(used: set[int]) -> Iterator[Problem]:
