@@ -99,6 +99,7 @@ def test_what_spreadsheets_make_of_a_file_is_read(file, text):
         ("# chunks=1 microbatches=1\n" + HEADER + "0,0,F,1,0\n", "line 3: F of micro-batch 0, chunk 1"),
         ("# stages=0\n" + SMALL, "line 1: 'stages=0' is no size; write # stages=4 microbatches=8 chunks=2 name=NAME"),
         ("# stages=1 stages=1\n" + SMALL, "line 1: 'stages=1' is no size"),
+        ("# stage=1\n" + SMALL, "line 1: 'stage=1' is no size"),
         ("# a remark\n" + SMALL, "line 1: 'a' is no size"),
         ("# name=\n" + SMALL, "line 1: the name '' is not one line of text"),
         (SMALL + "# a remark\n", "line 4: expected the 5 fields"),
