@@ -91,7 +91,7 @@ def parallel(
         return Parallel(made, compose(*split), runs, rows * turns)
     if engine not in (None, "pipelined"):
         raise ValueError(
-            f"--engine {engine}: a mesh with an axis pipe runs under the engine pipelined; leave out --engine or the axis"
+            f"--engine {engine}: a mesh with the axis pipe runs under engine pipelined; leave out the flag or the axis"
         )
     stages = made.shape["pipe"]
     table = _table(schedule, stages, microbatches, chunks)

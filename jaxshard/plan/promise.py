@@ -25,6 +25,8 @@ from jaxshard._tree import BLOCKS, bytes_of, path_str
 from jaxshard._typing import LossFn, PyTree
 from jaxshard.engines.accumulate import Engine
 from jaxshard.engines.auto import Auto
+from jaxshard.engines.pipelined import Pipelined
+from jaxshard.plan.pipeline import pipe_axes, pipelined_uses
 from jaxshard.plan.uses import Use, uses
 
 Shape = tuple[int, ...]
@@ -123,19 +125,23 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     - every parameter gathered over what splits its optimizer state alone;
     - scalars and metrics; under explicit the model's floating state; under auto sums over rows of no more numbers than
       the longest dimension of a parameter (statistics of a batch);
+    - in a pipeline, permutes of activations over its axis, the gradients outside the blocks summed over it too, and
+      what a slot of a tick does at most as often as there are ticks;
     - over axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
       sequence their gathers and scatters too. Never a weight that is split there, nor an array with a dimension of a
       vocabulary that is.
     """
     leaves = list(_leaves(layout))
-    counts, metrics = uses(layout, engine, loss_fn, batch)
+    count = pipelined_uses if isinstance(engine, Pipelined) else uses
+    counts, metrics = count(layout, engine, loss_fn, batch)  # type: ignore[operator]
     auto = isinstance(engine, Auto)
     expected = [
         *itertools.chain.from_iterable(_weight(layout, engine, leaf, counts, auto) for leaf in leaves),
         *itertools.chain.from_iterable(_gradient(layout, engine, leaf, counts, auto) for leaf in leaves),
         *itertools.chain.from_iterable(_update(layout, leaf) for leaf in leaves),
         *_state(layout, auto),
-        *_metrics(layout, metrics, auto),
+        *_metrics(layout, engine, metrics, auto),
+        *_stages(layout, engine),
         *_features(layout, leaves),
         *_activations(layout, auto),
         Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms"),
@@ -173,7 +179,8 @@ def _weight(layout: Layout, engine: Engine, leaf: _Leaf, counts: dict[Use, int],
         if most := counts.get(Use("weight", leaf.path, sliced), 0):
             param = leaf.param.tail() if sliced else leaf.param
             # What does not depend on the turn the compiler may gather once.
-            least = 0 if auto else most if sliced or engine.microbatches == 1 else 1
+            surely = 0 if isinstance(engine, Pipelined) else most  # the slots of a tick are conditional
+            least = 0 if auto else surely if sliced or engine.microbatches == 1 else 1
             one = Expected("all-gather", (), (), dtype, least, most, f"weight {leaf.path}")
             yield from _gathers(layout.mesh, param, axes_of(param.use), one, at_once=auto)
 
@@ -218,7 +225,8 @@ def _reductions(
     sliced = len(grad.view.logical) < len(leaf.shape)
     if auto and not sliced:
         count *= 2  # a tied weight: the compiler sums each use over devices, then both
-    free = [axis for axis in layout.batch_axes if axis not in owned]
+    also = () if _is_block(leaf.path) else pipe_axes(layout, engine)
+    free = [axis for axis in (*layout.batch_axes, *also) if axis not in owned]
     shape = [size // parts for size, parts in zip(grad.view.stored, splits_per_dim(mesh, only_axes(grad.store, owned)))]
     fewest = math.prod(grad.view.logical) // math.prod(splits_per_dim(mesh, only_axes(grad.store, owned)))
     one = Expected(
@@ -279,14 +287,21 @@ def _state(layout: Layout, auto: bool) -> Iterator[Expected]:
             yield from _over(layout.mesh, summed, layout.batch_axes)
 
 
-def _metrics(layout: Layout, metrics: dict[str, PyTree], auto: bool) -> Iterator[Expected]:
-    """Arrays among the metrics, combined over the batch axes."""
+def _stages(layout: Layout, engine: Engine) -> Iterator[Expected]:
+    """What goes from stage to stage, and between them and the two ends."""
+    one = Expected("collective-permute", (), None, None, 0, None, "activations and their cotangents between stages")
+    yield from _over(layout.mesh, one, pipe_axes(layout, engine))
+
+
+def _metrics(layout: Layout, engine: Engine, metrics: dict[str, PyTree], auto: bool) -> Iterator[Expected]:
+    """Arrays among the metrics, combined over the devices that have other rows."""
+    axes = (*layout.batch_axes, *pipe_axes(layout, engine))
     for name, metric in metrics.items():
         for x in jax.tree.leaves(metric):
             if x.size > 1:
                 least = 0 if auto else 1
                 one = Expected("all-reduce", (), tuple(x.shape), x.dtype, least, 1, f"metric {name}")
-                yield from _over(layout.mesh, one, layout.batch_axes)
+                yield from _over(layout.mesh, one, axes)
 
 
 def _split_features(layout: Layout, size: int) -> int:
@@ -345,7 +360,11 @@ def _never(layout: Layout, leaves: Sequence[_Leaf]) -> Iterator[Never]:
 
 def _rank(path: str, shape: Shape) -> int:
     """The number of dimensions, that of stacked blocks left out."""
-    return len(shape) - path.startswith(f"{BLOCKS}/")
+    return len(shape) - _is_block(path)
+
+
+def _is_block(path: str) -> bool:
+    return path.startswith(f"{BLOCKS}/")
 
 
 def _vocab(leaf: _Leaf) -> list[tuple[tuple[str, ...], int]]:
@@ -365,12 +384,12 @@ def _forms(mesh: Mesh, leaf: _Leaf, axes: tuple[str, ...]) -> tuple[frozenset[Sh
         others = [axis for axis in axes_of(placement.store) if axis not in axes]
         for spec in (PartitionSpec(*(None,) * len(placement.store)), only_axes(placement.store, others)):
             shape = tuple(size // parts for size, parts in zip(placement.view.stored, splits_per_dim(mesh, spec)))
-            shapes |= {shape, shape[1:]} if leaf.path.startswith(f"{BLOCKS}/") else {shape}
+            shapes |= {shape, shape[1:]} if _is_block(leaf.path) else {shape}
     joined = {
         (*s[:i], math.prod(s[i:j]), *s[j:]) for s in shapes for i in range(len(s)) for j in range(i + 1, len(s) + 1)
     }
     split = math.prod(splits_per_dim(mesh, leaf.param.use))
-    ways = [leaf.shape, leaf.shape[1:]] if leaf.path.startswith(f"{BLOCKS}/") else [leaf.shape]
+    ways = [leaf.shape, leaf.shape[1:]] if _is_block(leaf.path) else [leaf.shape]
     shards = {math.prod(shape) // split for shape in ways if len(shape) > 1}
     return frozenset(form(shape) for shape in joined | shapes), frozenset(shards)
 
