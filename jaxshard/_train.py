@@ -15,9 +15,10 @@ from jaxshard._placement import Placement
 from jaxshard._state import TrainState, check_opt_state, check_run, run_shapes, run_shardings, store, unstore
 from jaxshard._tree import abstract, check_same_tree, map_with_path, path_str
 from jaxshard._typing import LossFn, PyTree
+from jaxshard.adapt.stacked import stacked_of
 from jaxshard.engines import auto
 from jaxshard.engines.accumulate import Engine
-from jaxshard.optim import check_elementwise
+from jaxshard.optim import check_elementwise, require_same_stacked
 
 Metrics = dict[str, jax.Array]
 
@@ -34,7 +35,8 @@ def make_step(
     all-gather of every parameter whose optimizer state is split but which itself is not.
 
     Raises:
-      ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first.
+      ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
+        that does something else to blocks that `js.stack` stacked than to single ones.
       TypeError: a loss that is no scalar, `js.Mean` or `js.Loss`.
     """
     return Step(loss_fn, tx, layout, engine or auto())
@@ -52,6 +54,9 @@ class Step:
         check_transform(tx)
         params = only(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))
+        model = stacked_of(loss_fn)
+        if model is not None and model.stacked_for_user:
+            require_same_stacked(tx, params)
         views = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, layout.opt_params)
         self.elementwise = check_elementwise(tx, params, views=views)
         self._update = make_update(tx, layout, stored=bool(self.elementwise))

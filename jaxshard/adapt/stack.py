@@ -89,12 +89,10 @@ def _describe(module: Any) -> str:
     return f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
 
 
-class StackedForUser(Stacked):
-    """A `Stacked` model whose blocks were stacked for the user, who trains what the unstacked model would become."""
-
-
-class StackedModules(StackedForUser):
+class StackedModules(Stacked):
     """Modules as a `Stacked` model; see `stack`."""
+
+    stacked_for_user = True
 
     def __init__(self, parts: _LinenParts | _NnxParts, num_blocks: int, loss_fn: Callable[..., Any]):
         super().__init__(self._embed, self._block, self._head, num_blocks, parts.init)

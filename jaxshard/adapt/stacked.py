@@ -34,6 +34,9 @@ class Stacked:
     there. Every call has a key of its own; in evaluation the key is None and nothing is dropped.
     """
 
+    stacked_for_user = False
+    """Whether the user wrote single blocks, which the optimizer has to update as such."""
+
     def __init__(self, embed: Callable, block: Callable, head: Callable, num_blocks: int, init: Callable):
         if num_blocks < 1:
             raise ValueError(f"Stacked: num_blocks must be at least 1, got {num_blocks}")

@@ -20,5 +20,7 @@ from .sharded import shard_params as shard_params
 from .sharded import state_specs as state_specs
 from .sharded import zero1 as zero1
 from .sharded import zero2 as zero2
+from .stacking import require_same_stacked as require_same_stacked
+from .stacking import stacking_changes as stacking_changes
 from .tensor import tensor as tensor
 from .tensor import tensor_state_specs as tensor_state_specs

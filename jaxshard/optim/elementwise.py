@@ -75,6 +75,15 @@ def check_elementwise(
     return report
 
 
+def elementwise_but_for_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
+    """Whether updates are elementwise, for these shapes and by the same program for those of `views`, but for numbers
+    that are functions of sums over all elements of all parameters, such as the global norm."""
+    tx = optax.with_extra_args_support(tx)
+    params = abstract(params)
+    others = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(size + 1 for size in x.shape), x.dtype), params), views
+    return all(_judge(trace(tx, (params, other), (), {}, __file__, total=True)) for other in others)
+
+
 def require_elementwise(
     tx: Any,
     params: PyTree,

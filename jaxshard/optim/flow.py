@@ -65,6 +65,7 @@ class Scope(NamedTuple):
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # its shapes in the two traces
     axes: tuple[str, ...]  # mesh axes that split the arrays; a sum over them is the same number everywhere
     root: str  # the file whose frames end the part of a traceback that belongs to the transform
+    total: bool = False  # whether a sum over all elements of all parameters counts as one number
     call: Any = None  # the outermost call around the program: traces of jitted functions are cached with old tracebacks
 
 
@@ -171,7 +172,14 @@ def _same_equation(a: Any, b: Any, twin: dict[Any, Any]) -> bool:
     if a.primitive.name == "scan":
         return all(a.params[key] == b.params[key] for key in ("length", "reverse"))
     keys = a.params.keys() - {"shape", "new_sizes", "sharding", "out_sharding"}
+    if _reduces_all(a) and _reduces_all(b):  # of arrays that may differ in rank
+        keys -= {"axes"}
     return a.params.keys() == b.params.keys() and all(repr(a.params[key]) == repr(b.params[key]) for key in keys)
+
+
+def _reduces_all(equation: Any) -> bool:
+    axes = equation.params.get("axes", ())
+    return equation.primitive.name.startswith("reduce_") and len(axes) == len(equation.invars[0].aval.shape)
 
 
 # One equation.
@@ -190,7 +198,7 @@ def _equation(a: Any, b: Any, values: list[Value], scope: Scope) -> list[Value]:
         return [_psum(a, value, scope) for value in values]
     if name in ELEMENTWISE:
         share = _share(a, values)
-        return [share or _elementwise(a, b, values, scope)]
+        return [share or _elementwise(a, b, [_total(value, scope) for value in values], scope)]
     if len(values) == 1 and (moved := _moved(a, b, values[0], scope)):
         return [moved]
     return [_opaque(a, b, values, scope)] * len(a.outvars)
@@ -262,7 +270,12 @@ def _moved(a: Any, b: Any, value: Value, scope: Scope) -> Value | None:
     axes = sorted(a.params.get("axes", (-1,)))
     if not axes:
         return value
-    if name == "reduce_sum" and scope.axes and value.kind is Kind.LEAF and axes == list(range(len(x.aval.shape))):
+    if (
+        name == "reduce_sum"
+        and (scope.axes or scope.total)
+        and value.kind is Kind.LEAF
+        and axes == list(range(len(x.aval.shape)))
+    ):
         if value.pad == 0:
             text = f"sums a part of {_names(value.leaves, scope)}, and uses that before lax.psum over {scope.axes}"
             return Value(Kind.PART, leaves=value.leaves, why=source_of(a, scope, text))
@@ -284,6 +297,12 @@ def _share(a: Any, values: list[Value]) -> Value | None:
     )
     part = next((value for value in values if value.kind is Kind.PART), None)
     return part._replace(leaves=leaves) if part and linear and Kind.MIXED not in kinds else None
+
+
+def _total(value: Value, scope: Scope) -> Value:
+    """A share that every parameter contributed to, where that counts as one number."""
+    complete = scope.total and value.kind is Kind.PART and len(value.leaves) == len(scope.names) > 1
+    return Value(Kind.FILL, leaves=value.leaves) if complete else value
 
 
 def _is_zero(value: Value) -> bool:

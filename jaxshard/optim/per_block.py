@@ -12,6 +12,7 @@ from jaxshard._compat import open_jaxpr
 from jaxshard._tree import BLOCKS, abstract, path_str, raise_all
 from jaxshard._typing import PyTree
 from jaxshard.optim.elementwise import coupled_leaves, describe
+from jaxshard.optim.slices import in_slices
 
 
 class PerBlockState(NamedTuple):
@@ -48,13 +49,16 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
 
         return jax.tree_util.tree_map_with_path(choose, tree)
 
-    def init_fn(params: PyTree) -> PerBlockState:
+    def init_fn(params: PyTree) -> Any:
+        if in_slices(params):
+            return optax.EmptyState()
         _check(tx, params, stacked)
         return PerBlockState(jax.vmap(tx.init)(part(params, True)), tx.init(part(params, False)))
 
-    def update_fn(
-        updates: PyTree, state: PerBlockState, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PerBlockState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        if in_slices(updates):  # what stacking changes is being checked: nothing here, whatever tx is
+            return updates, state
+
         def one_block(grads: PyTree, inner: Any, params: PyTree | None) -> tuple[PyTree, Any]:
             return tx.update(grads, inner, params, **extra_args)
 

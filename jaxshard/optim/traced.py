@@ -45,7 +45,13 @@ class Traced(NamedTuple):
 
 
 def trace(
-    tx: Any, shapes: tuple[PyTree, PyTree], axes: tuple[str, ...], extra: Mapping[str, Any], root: str
+    tx: Any,
+    shapes: tuple[PyTree, PyTree],
+    axes: tuple[str, ...],
+    extra: Mapping[str, Any],
+    root: str,
+    *,
+    total: bool = False,
 ) -> Traced | tuple[str, Source]:
     """Both traces, or the output that is bad and why, where there is nothing to compare.
 
@@ -68,7 +74,7 @@ def trace(
 
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
     pairs = list(zip(*([x.shape for x in jax.tree.leaves(tree)] for tree in shapes), strict=True))
-    scope = Scope(tuple(map(path_str, paths)), tuple(pairs), axes, root)
+    scope = Scope(tuple(map(path_str, paths)), tuple(pairs), axes, root, total)
     arrays = [jax.tree.leaves(abstract(x)) for _, x in sorted(extra.items()) if not callable(x)]
     mixed = Value(Kind.MIXED, why=Source("an extra argument", "is an array"))
     return Traced(
