@@ -64,10 +64,13 @@ def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def make_loss(model: Stacked, mesh: Mesh, *, microbatches: int, repeats: int = 1) -> Callable[..., jax.Array]:
+def make_loss(
+    model: Stacked, mesh: Mesh, *, microbatches: int, repeats: int = 1, compute_dtype: Any = None
+) -> Callable[..., jax.Array]:
     """`loss(params, batch, key)`, the model's loss with folded parameters: a scalar.
 
     Nothing is dropped: `key` goes to the head alone. Rows of a batch are taken in order, micro-batch by micro-batch.
+    Weights are cast to `compute_dtype` where they are used, so that their gradients add up in their own.
     """
     stages = mesh.shape[PIPE]
     if microbatches % stages or model.num_blocks % (stages * repeats):
@@ -81,6 +84,9 @@ def make_loss(model: Stacked, mesh: Mesh, *, microbatches: int, repeats: int = 1
     def held(x: jax.Array, *axes: str | None) -> jax.Array:
         names = (axis if axis in mesh.axis_names else None for axis in axes)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*names)))
+
+    def cast(tree: PyTree) -> PyTree:
+        return tree if compute_dtype is None else jax.tree.map(lambda x: x.astype(compute_dtype), tree)
 
     def stage(layers: PyTree, x_B: jax.Array) -> jax.Array:
         depth = jax.tree.leaves(layers)[0].shape[0]
@@ -114,7 +120,7 @@ def make_loss(model: Stacked, mesh: Mesh, *, microbatches: int, repeats: int = 1
             first_SB = jnp.where(iteration < microbatches, entering_SB, again_SB)
             in_SB = held(jnp.where(number_S == 0, first_SB, shift_SB), PIPE, DATA)
             in_SB = checkpoint_name(in_SB, "iteration_input")
-            out_SB = held(all_stages(weights(blocks, iteration), in_SB), PIPE, DATA)
+            out_SB = held(all_stages(cast(weights(blocks, iteration)), in_SB), PIPE, DATA)
             shift_SB = held(jnp.roll(out_SB, 1, 0), PIPE, DATA)
             if waits:
                 done = (iteration - (stages - 1)) % microbatches
@@ -132,7 +138,7 @@ def make_loss(model: Stacked, mesh: Mesh, *, microbatches: int, repeats: int = 1
         return jnp.roll(x_SQB, 1 - stages, 1)
 
     def loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
-        rest = {name: part for name, part in params.items() if name != "blocks"}
+        rest = cast({name: part for name, part in params.items() if name != "blocks"})
 
         def split(x: jax.Array) -> jax.Array:
             return held(x.reshape(stages, microbatches // stages, -1, *x.shape[1:]), PIPE, None, DATA)
@@ -156,10 +162,16 @@ def make_loss(model: Stacked, mesh: Mesh, *, microbatches: int, repeats: int = 1
 
 
 def make_step(
-    model: Stacked, tx: optax.GradientTransformation, mesh: Mesh, *, microbatches: int, repeats: int = 1
+    model: Stacked,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    repeats: int = 1,
+    compute_dtype: Any = None,
 ) -> jax.stages.Wrapped:
     """The jitted step `step(params, opt_state, batch, key) -> (params, opt_state, metrics)` on folded parameters."""
-    loss_fn = make_loss(model, mesh, microbatches=microbatches, repeats=repeats)
+    loss_fn = make_loss(model, mesh, microbatches=microbatches, repeats=repeats, compute_dtype=compute_dtype)
 
     def update(params: PyTree, opt_state: PyTree, batch: PyTree, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch, key)

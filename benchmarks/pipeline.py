@@ -1,7 +1,7 @@
 """What pipelining costs: `js.pipelined` beside the common circular GPipe (`circular_gpipe.py`), in one run.
 
     python benchmarks/pipeline.py [--stages 4] [--chunks 2] [--rounds 6] [--json FILE]
-    python benchmarks/pipeline.py --topology v5e:2x2 [--maxtext PYTHON]
+    python benchmarks/pipeline.py --topology v5e:2x2 [--maxtext]
 
 Both train the same GPT with the same optimizer on the same global batch, cut into the same micro-batches, over the same
 devices; blocks lie on the same devices (v chunks here are v repeats there). Both keep a block's input alone and compute
@@ -14,19 +14,21 @@ the rest again in the backward pass. Printed are
   block four forwards' worth (forward, again, and twice as much backward), as often as the slots of the schedule, idle
   ones too. Simulated devices compute on garbage where a device has nothing to do, as real ones would.
 
-With `--topology` both are compiled for TPUs that are not here instead, a Llama in bf16. With `--maxtext` PYTHON, an
-interpreter that has MaxText, its own pipeline with a Llama of the same sizes is compiled beside them
-(`maxtext_pipeline.py`).
+With `--topology` both are compiled for TPUs that are not here instead: a Llama, products in bf16, weights in f32. With
+`--maxtext` MaxText's own training step for a Llama of the same sizes is compiled beside them (`maxtext_pipeline.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +55,9 @@ class Shape(NamedTuple):
     chunks: int
     schedule: str
     vocab: int = 256
+    kv_heads: int = 0
+    hidden: int = 0
+    dtype: str | None = None
 
 
 class Program(NamedTuple):
@@ -65,12 +70,18 @@ class Program(NamedTuple):
 # Both sides. Imports stand inside functions: a worker is pinned to its cores before any library counts them.
 
 
-def gpt_and_optimizer(shape: Shape) -> tuple[Any, Any]:
+def model_and_optimizer(shape: Shape) -> tuple[Any, Any]:
+    """A GPT, or a Llama where it has heads of keys and values."""
     import optax
 
     from jaxshard.models.gpt import gpt
+    from jaxshard.models.llama import llama
 
-    model = gpt(vocab=shape.vocab, width=shape.width, depth=shape.blocks, heads=shape.heads, seq=shape.seq, tied=False)
+    sizes = {"vocab": shape.vocab, "width": shape.width, "depth": shape.blocks, "heads": shape.heads, "seq": shape.seq}
+    if shape.kv_heads:
+        model = llama(**sizes, kv_heads=shape.kv_heads, hidden=shape.hidden)
+    else:
+        model = gpt(**sizes, tied=False)
     return model, optax.adamw(LEARNING_RATE)
 
 
@@ -91,16 +102,17 @@ def baseline(shape: Shape, microbatches: int, mesh: Any, model: Any, tx: Any) ->
     import jax
 
     repeats = shape.chunks
-    step = circular_gpipe.make_step(model, tx, mesh, microbatches=microbatches, repeats=repeats)
+    step = circular_gpipe.make_step(
+        model, tx, mesh, microbatches=microbatches, repeats=repeats, compute_dtype=shape.dtype
+    )
     tokens = jax.ShapeDtypeStruct((microbatches * shape.rows, shape.seq + 1), np.int32)
-    params, opt_state = circular_gpipe.shapes(model, tx, mesh, repeats)
+    shapes = circular_gpipe.shapes(model, tx, mesh, repeats)
 
     def start() -> Step:
         key = jax.random.key(0)
-        init = jax.jit(model.init)(key)
-        params = circular_gpipe.fold(init, shape.stages, repeats)
-        params = jax.device_put(params, circular_gpipe.shardings(mesh, params))
-        opt_state = jax.device_put(tx.init(params), circular_gpipe.shardings(mesh, opt_state_shapes))
+        params = circular_gpipe.fold(jax.jit(model.init)(key), shape.stages, repeats)
+        rests = circular_gpipe.shardings(mesh, shapes)
+        params, opt_state = jax.device_put((params, tx.init(params)), rests)
         batch = {"tokens": global_tokens(shape, microbatches)}
 
         def run() -> float:
@@ -110,9 +122,8 @@ def baseline(shape: Shape, microbatches: int, mesh: Any, model: Any, tx: Any) ->
 
         return run
 
-    opt_state_shapes = opt_state
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return Program(lambda: step.lower(params, opt_state, {"tokens": tokens}, key), start)
+    return Program(lambda: step.lower(*shapes, {"tokens": tokens}, key), start)
 
 
 def ours(shape: Shape, microbatches: int, mesh: Any, model: Any, tx: Any) -> Program:
@@ -122,7 +133,7 @@ def ours(shape: Shape, microbatches: int, mesh: Any, model: Any, tx: Any) -> Pro
 
     strategy = js.compose(js.ddp("data"), js.pipeline("pipe", chunks=shape.chunks))
     layout = js.layout(strategy, mesh, model.init, tx)
-    engine = js.pipelined(schedule=shape.schedule, microbatches=microbatches, stash="layer")
+    engine = js.pipelined(schedule=shape.schedule, microbatches=microbatches, stash="layer", compute_dtype=shape.dtype)
     step = js.make_step(model.loss, tx, layout, engine=engine)
     tokens = jax.ShapeDtypeStruct((microbatches * shape.rows, shape.seq + 1), np.int32)
 
@@ -157,7 +168,7 @@ def check_gradients(shape: Shape) -> None:
 
     small = shape._replace(width=32, heads=4, seq=16, rows=2 * shape.data, vocab=64)
     mesh, microbatches = simulated_mesh(small), 2 * small.stages
-    model, _ = gpt_and_optimizer(small)
+    model, _ = model_and_optimizer(small)
     batch, key = {"tokens": global_tokens(small, microbatches)}, jax.random.key(0)
     params = jax.jit(model.init)(key)
     want = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, key).value))(params)
@@ -182,11 +193,14 @@ def check_gradients(shape: Shape) -> None:
     found.check()
 
 
-def compiled_figures(shape: Shape, mesh: Any, model: Any, tx: Any, counts: Iterator[int]) -> dict[str, dict[int, Any]]:
-    """Sizes and times of both sides' programs for several numbers of micro-batches, with a line for each."""
-    print(f"\n| {'':14} |  m | temporaries | program           | trace CPU-s | compile CPU-s |")
-    print(f"|{'-' * 16}|---:|------------:|-------------------|------------:|--------------:|")
-    figures: dict[str, dict[int, Any]] = {name: {} for name in SIDES}
+def compiled_figures(
+    shape: Shape, mesh: Any, counts: Iterable[int], maxtext: str | None = None
+) -> dict[str, dict[int, dict[str, float]]]:
+    """Sizes and times of the programs for several numbers of micro-batches, with a line for each."""
+    print(f"\n| {'':14} |  m | temporaries | peak        | program              | trace CPU-s | compile CPU-s |")
+    print(f"|{'-' * 16}|---:|------------:|------------:|----------------------|------------:|--------------:|")
+    model, tx = model_and_optimizer(shape)
+    figures: dict[str, dict[int, dict[str, float]]] = {}
     for microbatches in counts:
         for name, side in SIDES.items():
             started = time.process_time()
@@ -194,23 +208,42 @@ def compiled_figures(shape: Shape, mesh: Any, model: Any, tx: Any, counts: Itera
             traced = time.process_time()
             compiled = lowered.compile()
             ended = time.process_time()
-            memory, text = compiled.memory_analysis(), lowered.as_text()
+            text, memory = lowered.as_text(), compiled.memory_analysis()
             found = {
                 "temporaries": memory.temp_size_in_bytes,
+                "arguments": memory.argument_size_in_bytes,
                 "peak": memory.peak_memory_in_bytes,
                 "program_bytes": len(text),
                 "program_lines": text.count("\n"),
                 "trace_cpu_seconds": traced - started,
                 "compile_cpu_seconds": ended - traced,
             }
-            figures[name][microbatches] = found
-            program = f"{len(text) / 1e3:.0f} kB, {text.count(chr(10)):,} lines"
-            print(
-                f"| {name:14} | {microbatches:2} | {memory.temp_size_in_bytes / 1e6:8.1f} MB | {program:17} "
-                f"| {traced - started:11.1f} | {ended - traced:13.1f} |",
-                flush=True,
-            )
+            figures.setdefault(name, {})[microbatches] = found
+            program = f"{len(text) / 1e3:.0f} kB, {found['program_lines']:,} lines"
+            seconds = f"{traced - started:11.1f} | {ended - traced:13.1f}"
+            print(f"| {name:14} | {microbatches:2} | {_megabytes(found)} | {program:20} | {seconds} |", flush=True)
+        if maxtext is not None:
+            found = maxtext_figures(shape, microbatches, maxtext)
+            figures.setdefault("maxtext", {})[microbatches] = found
+            seconds = f"{'':11} | {found['cpu_seconds']:13.1f}"
+            print(f"| {'maxtext':14} | {microbatches:2} | {_megabytes(found)} | {'':20} | {seconds} |", flush=True)
     return figures
+
+
+def _megabytes(found: dict[str, float]) -> str:
+    return " | ".join(f"{found[name] / 1e6:8.1f} MB" for name in ("temporaries", "peak"))
+
+
+def maxtext_figures(shape: Shape, microbatches: int, topology: str) -> dict[str, float]:
+    """What MaxText's own step takes, in a process of its own; tracing is in its seconds."""
+    script = Path(__file__).parent / "maxtext_pipeline.py"
+    command = [sys.executable, str(script), topology, json.dumps(shape._asdict()), str(microbatches)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    if not lines:
+        raise SystemExit(f"maxtext: no figures; its last words:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return json.loads(lines[0].removeprefix("FOUND "))
 
 
 def expected_ratio(shape: Shape, microbatches: int) -> float:
@@ -225,7 +258,7 @@ def expected_ratio(shape: Shape, microbatches: int) -> float:
 
 def make_worker(name: str, shape: Shape, microbatches: int, rank: int, meeting: str) -> Step:
     mesh = simulated_mesh(shape)
-    return SIDES[name](shape, microbatches, mesh, *gpt_and_optimizer(shape)).start()
+    return SIDES[name](shape, microbatches, mesh, *model_and_optimizer(shape)).start()
 
 
 def environment() -> dict[str, str]:
@@ -237,30 +270,40 @@ def environment() -> dict[str, str]:
     }
 
 
+def on_topology(shape: Shape, topology: str, maxtext: bool) -> dict[str, Any]:
+    """The table for chips that are not here."""
+    from jaxshard.plan.topology import topology_mesh
+
+    mesh = topology_mesh(topology, pipe=shape.stages, data=shape.data)
+    accelerator = f"{topology.partition(':')[0]}-{mesh.size}" if maxtext else None
+    return compiled_figures(shape, mesh, MEMORY_AT, accelerator)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     option: Callable[..., Any] = partial(parser.add_argument, type=int, metavar="N")
     option("--stages", default=4, help="devices of the axis pipe")
     option("--data", default=1, help="devices of the axis data")
     option("--chunks", default=2, help="model stages per device: v")
-    option("--width", default=256)
     option("--blocks", default=16)
-    option("--heads", default=8)
-    option("--seq", default=64)
     option("--rows", default=4, help="rows of a micro-batch, over all devices of data")
     option("--microbatches", default=8, help="of the steps that are timed")
     option("--rounds", default=6, help="turns of both sides; 0 times nothing")
     option("--steps", default=1, help="steps per turn")
     parser.add_argument("--schedule", default="interleaved", help="of jaxshard")
+    parser.add_argument("--topology", metavar="NAME", help="compile for TPUs such as v5e:2x2 instead")
+    parser.add_argument("--maxtext", action="store_true", help="with --topology: MaxText's own step beside them")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds == 1 or options.rows % options.data:
         parser.error("at least 2 rounds are needed, and rows that the devices of data divide")
-    shape = Shape(
-        options.width, options.blocks, options.heads, options.seq, options.rows, options.stages, options.data,
-        options.chunks, options.schedule,
-    )  # fmt: skip
+    if options.maxtext and (options.topology is None or importlib.util.find_spec("maxtext") is None):
+        parser.error('--maxtext needs --topology, and MaxText: pip install "maxtext[tpu]", on Python 3.12')
+    pipe = (options.rows, options.stages, options.data, options.chunks, options.schedule)
+    small = Shape(256, options.blocks, 8, 64, *pipe)
+    large = Shape(1024, options.blocks, 8, 512, *pipe, vocab=4096, kv_heads=4, hidden=2816, dtype="bfloat16")
+    shape = small if options.topology is None else large
     microbatches = options.microbatches
     variants = [
         Variant(name, partial(make_worker, name, shape, microbatches), shape.stages * shape.data, 1, reference)
@@ -268,24 +311,32 @@ def main() -> None:
     ]
     if options.worker:
         work(variants, options.worker)
-    versions = {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib")}
+    packages = ["jax", "jaxlib"] + ["libtpu"] * (options.topology is not None) + ["maxtext"] * options.maxtext
+    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
     print(", ".join(f"{name} {value}" for name, value in versions.items()))
-    print(f"{shape}, f32, AdamW")
-    check_gradients(shape)
-    model, tx = gpt_and_optimizer(shape)
+    print(f"{shape}, AdamW")
     figures: dict[str, Any] = {"versions": versions, "shape": shape._asdict()}
-    counts = sorted({*MEMORY_AT, *PROGRAM_AT})
-    figures["compiled"] = compiled_figures(shape, simulated_mesh(shape), model, tx, counts)
-    if options.rounds:
-        cores = free_cores(2)
-        print(f"\nm={microbatches}; cores {cores or 'not pinned'}; {options.rounds} rounds of {options.steps} steps")
-        turns = measure(variants, options.rounds, options.steps, cores, environment())
-        check_losses(turns, variants)
-        figures["timed"] = report(turns, variants)
-        figures["expected_ratio"] = expected_ratio(shape, microbatches)
-        print(f"\nexpected ratio, from the FLOPs of the blocks: {figures['expected_ratio']:.3f}")
+    if options.topology is not None:
+        figures["compiled"] = on_topology(shape, options.topology, options.maxtext)
+    else:
+        check_gradients(shape)
+        counts = sorted({*MEMORY_AT, *PROGRAM_AT})
+        figures["compiled"] = compiled_figures(shape, simulated_mesh(shape), counts)
+        if options.rounds:
+            figures |= timed(variants, shape, microbatches, options.rounds, options.steps)
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def timed(variants: list[Variant], shape: Shape, microbatches: int, rounds: int, steps: int) -> dict[str, Any]:
+    """CPU-seconds per step of both, and the ratio that is expected."""
+    cores = free_cores(2)
+    print(f"\nm={microbatches}; cores {cores or 'not pinned'}; {rounds} rounds of {steps} steps")
+    turns = measure(variants, rounds, steps, cores, environment())
+    check_losses(turns, variants)
+    rows, ratio = report(turns, variants), expected_ratio(shape, microbatches)
+    print(f"\nexpected ratio, from the FLOPs of the blocks: {ratio:.3f}")
+    return {"timed": rows, "expected_ratio": ratio}
 
 
 if __name__ == "__main__":
