@@ -244,8 +244,14 @@ def test_what_a_step_communicates_over_a_tensor_axis():
         # Twice as many devices as heads of keys and values, which stay whole.
         ({"data": 1, "tensor": 8}, js.compose(js.ddp(), js.tensor()), js.explicit()),
         pytest.param({"data": 8}, js.fsdp(min_size=0), js.explicit(remat="nothing"), marks=pytest.mark.slow),
+        pytest.param(
+            {"pipe": 2, "data": 2, "tensor": 2},
+            js.compose(js.fsdp(min_size=0), js.tensor(), js.pipeline("pipe", chunks=1)),
+            js.pipelined(microbatches=2, schedule="one_f_one_b"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["tensor", "sequence", "few-kv-heads", "fsdp"],
+    ids=["tensor", "sequence", "few-kv-heads", "fsdp", "pipeline"],
 )
 def test_a_sharded_step_equals_one_device(axes, strategy, engine):
     """Loss 1e-6, gradients 1e-5; some tokens weigh nothing."""
