@@ -19,6 +19,7 @@ from jaxshard._tree import abstract
 from jaxshard._typing import PyTree
 from jaxshard.adapt.stacked import evaluation, stacked_of
 from jaxshard.engines.auto import auto, make_move
+from jaxshard.engines.forward import make_evaluate
 from jaxshard.engines.weights import make_call
 from jaxshard.optim import averaged_params
 
@@ -34,16 +35,20 @@ def make_eval_step(
     first one; a shorter one (the last, of any size from one row on) is padded to it and the padding counts with
     weight zero: there `eval_fn` is mapped over single rows, so it must treat rows independently, and every `Sum` and
     `Mean` must be a sum over rows, to be evaluated on a short batch. The method `evaluate` of a `Stacked` model gathers
-    one block at a time; other functions have all weights gathered first.
+    one block at a time, or runs through the stages of a pipeline; other functions have all weights gathered first.
     """
+    stages = _make_stages(eval_fn, layout)
     weigh = _make_weights(eval_fn, layout)
 
     @jax.jit
     def full(run: TrainState, batch: PyTree) -> Results:
-        return weigh(run, batch)
+        return weigh(run, batch) if stages is None else stages(run.params, batch)
 
     @jax.jit
     def short(run: TrainState, batch: PyTree, rows: jax.Array) -> Results:
+        if stages is not None:
+            return stages(run.params, batch, rows)
+
         def one(row: PyTree) -> Results:
             return weigh(run, jax.tree.map(lambda x, whole: x[None] if whole.ndim else x, row, batch))
 
@@ -124,6 +129,13 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
     if not total:
         raise ValueError("there are no batches to evaluate: the held-out data is empty or the iterator is used up")
     return {name: float(metric.value) for name, metric in total.items()}
+
+
+def _make_stages(eval_fn: Callable, layout: Layout) -> Callable[..., Results] | None:
+    stacked = stacked_of(eval_fn)
+    if stacked is None or layout.pipeline is None or eval_fn.__name__ != "evaluate":
+        return None
+    return make_evaluate(stacked, layout)
 
 
 def _make_weights(eval_fn: Callable, layout: Layout) -> Callable[[TrainState, PyTree], Results]:

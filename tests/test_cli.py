@@ -187,11 +187,11 @@ def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
         (["--mesh", "data=3"], "data=3 needs 3 devices, but there are 8; set one size to -1"),
         (
             ["--mesh", "data=-1", "--strategy", "hsdp"],
-            "needs the axes replica and data, and tensor if you like; write --mesh rep",
+            "needs the axes replica and data, and tensor and pipe if you like; write --mesh rep",
         ),
         (
             ["--mesh", "data=4,pipes=2"],
-            "the strategy fsdp needs the axes data, and tensor if you like; write --mesh data",
+            "the strategy fsdp needs the axes data, and tensor and pipe if you like; write --mesh data",
         ),
         (["--devices", "9"], "--devices 9: there are 8 cpu device(s); ask for at most 8"),
         (["--devices", "0"], "--devices must be at least 1, got 0"),
@@ -227,7 +227,7 @@ def test_tensorboard_that_is_not_installed_is_refused_before_training(data, monk
     assert 'pip install "jaxshard[viz]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--schedule", "--chunks", "--checkpoint", "--resume", "--checkpoint-every"])
+@pytest.mark.parametrize("flag", ["--checkpoint", "--resume", "--checkpoint-every"])
 def test_flags_that_do_not_exist_are_refused(flag, capsys):
     with pytest.raises(SystemExit) as error:
         main(["train", flag, "1"])

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from jaxshard._compat import without_dead_code
 from jaxshard._loss import Loss, Max, Mean, Sum, as_loss, weighted_sum
 from jaxshard._typing import PyTree
+from jaxshard.adapt.stacked import evaluation
+
+Metrics = dict[str, Mean | Sum | Max]
 
 
 class Totals(NamedTuple):
@@ -21,7 +24,7 @@ class Totals(NamedTuple):
     """
 
     value: jax.Array
-    metrics: dict[str, Mean | Sum | Max]
+    metrics: Metrics
     grads: PyTree
 
 
@@ -63,7 +66,7 @@ class Ends:
 
         value_and_grad = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
         (value, loss), (grads, cotangents) = value_and_grad(self._trained(), floats)
-        metrics = {name: _added(totals.metrics[name], metric, active) for name, metric in loss.metrics.items()}
+        metrics = _all_added(totals.metrics, loss.metrics, active)
         totals = Totals(totals.value + jnp.where(active, value, 0), metrics, _sum(totals.grads, grads, active))
         return _joined(y, cotangents, others), totals
 
@@ -80,9 +83,17 @@ class Ends:
 
     def zeros(self, sums: PyTree) -> Totals:
         """Totals of nothing; `sums` are the zeros of the gradients."""
-        loss = jax.eval_shape(lambda: self._loss(self.rest, self.enter(jnp.int32(0)), jnp.int32(0)))
-        metrics = {name: jax.tree.map(_nothing(metric), metric) for name, metric in loss.metrics.items()}
+        metrics = {name: metric for name, metric in self.no_metrics().items() if name != "loss"}
         return Totals(jnp.zeros((), jnp.float32), metrics, sums)
+
+    def judge(self, microbatch: jax.Array, y: PyTree, metrics: Metrics, active: jax.Array) -> Metrics:
+        """The metrics with a micro-batch's loss and metrics added where `active`; the gradient is nobody's business."""
+        return _all_added(metrics, evaluation(self._loss(self.rest, y, microbatch)), active)
+
+    def no_metrics(self) -> Metrics:
+        """The loss and the metrics of no rows."""
+        example = jax.eval_shape(lambda: evaluation(self._loss(self.rest, self.enter(jnp.int32(0)), jnp.int32(0))))
+        return {name: jax.tree.map(_nothing(metric), metric) for name, metric in example.items()}
 
     def own_weights(self, microbatch: jax.Array) -> tuple[jax.Array, ...]:
         """The weights of the loss's terms on a micro-batch, which must be known before any output is.
@@ -139,6 +150,10 @@ def _joined(like: PyTree, floats: list[Any], others: list[Any]) -> PyTree:
 
 def _sum(sums: PyTree, grads: PyTree, active: jax.Array) -> PyTree:
     return jax.tree.map(lambda total, x: total + jnp.where(active, x, 0).astype(total.dtype), sums, grads)
+
+
+def _all_added(totals: Metrics, metrics: Metrics, active: jax.Array) -> Metrics:
+    return {name: _added(totals[name], metric, active) for name, metric in metrics.items()}
 
 
 def _added(total: Any, metric: Any, active: jax.Array) -> Any:

@@ -79,6 +79,20 @@ def halves(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Sequence
     return Halves(run_forward, pull, split.first, split.second)
 
 
+def forward_only(block: Block) -> Halves:
+    """A block that keeps nothing, and has no backward."""
+
+    def forward(weights: PyTree, x: PyTree, key: Any) -> tuple[PyTree, Arrays]:
+        y = block(weights, x, key)
+        check_block(x, y)
+        return y, []
+
+    def none(*_: Any) -> Any:
+        raise AssertionError("a block that only runs forward has no backward")
+
+    return Halves(forward, none, none, none)
+
+
 class _Parts(NamedTuple):
     """The flat arguments of a block, as shapes, and which of them are differentiated."""
 

@@ -40,7 +40,7 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
     from the first one, each one activation long.
     """
     device = lax.axis_index(axis)
-    ring = _Ring(axis, slots.schedule.stages)
+    ring = Ring(axis, slots.schedule.stages)
     split = slots.schedule.splits_backward
     rows = {name: jnp.asarray(values) for name, values in slots.rows.items()}
     runs = {name: jax.tree.map(jnp.asarray, values) for name, values in slots.runs.items()}
@@ -60,55 +60,55 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
 
         def embed(inbox: PyTree) -> PyTree:
             microbatch, _, places = run("embed", at["embed"])
-            return _put_all(inbox, places, ring.collect(ends.enter(microbatch), to=0))
+            return put_all(inbox, places, ring.collect(ends.enter(microbatch), to=0))
 
         def forward(state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
             kept, outbox, _ = state
             chunk, microbatch, _ = operation("f")
-            y, residuals = stages.forward(chunk, microbatch, _get(carry.inbox, at["f_inbox"]))
-            return _put(kept, at["f_kept"], residuals), _put(outbox, at["f_outbox"], y), y
+            y, residuals = stages.forward(chunk, microbatch, get(carry.inbox, at["f_inbox"]))
+            return put(kept, at["f_kept"], residuals), put(outbox, at["f_outbox"], y), y
 
         def head(state: tuple[PyTree, Totals]) -> tuple[PyTree, Totals]:
             outbox, totals = state
             microbatch, active, places = run("head", at["head"])
-            y = ring.spread(_get_all(outbox, places, ring.size), of=ring.size - 1)
+            y = ring.spread(get_all(outbox, places, ring.size), of=ring.size - 1)
             dy, totals = ends.leave(microbatch, y, totals, active)
-            return _put_all(outbox, places, ring.collect(dy, to=ring.size - 1)), totals
+            return put_all(outbox, places, ring.collect(dy, to=ring.size - 1)), totals
 
         def backward(state: tuple[Any, ...]) -> tuple[Any, ...]:
             outbox, carried, grads, _ = state
             chunk, microbatch, active = operation("b")
-            arguments = chunk, microbatch, _get(carry.kept, at["b_kept"]), _get(outbox, at["b_outbox"]), grads, active
+            arguments = chunk, microbatch, get(carry.kept, at["b_kept"]), get(outbox, at["b_outbox"]), grads, active
             if split:
                 dx, grads, values = stages.first(*arguments)
-                carried = _put(carried, at["b_carried"], values)
+                carried = put(carried, at["b_carried"], values)
             else:
                 dx, grads = stages.backward(*arguments)
-            return _put(outbox, at["b_result"], dx), carried, grads, dx
+            return put(outbox, at["b_result"], dx), carried, grads, dx
 
         def embed_grad(totals: Totals) -> Totals:
             microbatch, active, places = run("embed_grad", at["embed_grad"])
-            dx = ring.spread(_get_all(carry.outbox, places, ring.size), of=0)
+            dx = ring.spread(get_all(carry.outbox, places, ring.size), of=0)
             return ends.enter_grad(microbatch, dx, totals, active)
 
         def weights(grads: Sums) -> Sums:
             chunk, microbatch, active = operation("w")
-            return stages.second(chunk, microbatch, _get(carry.carried, at["w_carried"]), grads, active)
+            return stages.second(chunk, microbatch, get(carry.carried, at["w_carried"]), grads, active)
 
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), carry.inbox)
-        carry = carry._replace(inbox=_when(at["embed"] >= 0, embed, carry.inbox))
-        kept, outbox, y = _when(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
-        outbox, totals = _when(at["head"] >= 0, head, (outbox, carry.totals))
+        carry = carry._replace(inbox=when(at["embed"] >= 0, embed, carry.inbox))
+        kept, outbox, y = when(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
+        outbox, totals = when(at["head"] >= 0, head, (outbox, carry.totals))
         carry = carry._replace(kept=kept)
-        outbox, carried, grads, dx = _when(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
+        outbox, carried, grads, dx = when(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
         carry = carry._replace(outbox=outbox, carried=carried)
-        totals = _when(at["embed_grad"] >= 0, embed_grad, totals)
+        totals = when(at["embed_grad"] >= 0, embed_grad, totals)
         if split:
-            grads = _when(at["w"] > 0, weights, grads)
+            grads = when(at["w"] > 0, weights, grads)
         return Carry(
-            inbox=_put(carry.inbox, at["arrive_f"], ring.shift(y, 1)),
+            inbox=put(carry.inbox, at["arrive_f"], ring.shift(y, 1)),
             kept=kept,
-            outbox=_put(outbox, at["arrive_b"], ring.shift(dx, -1)),
+            outbox=put(outbox, at["arrive_b"], ring.shift(dx, -1)),
             carried=carried,
             grads=grads,
             totals=totals,
@@ -134,30 +134,34 @@ def _empty(slots: Slots, stages: Stages, ends: Ends, grads: Sums, totals: Totals
     return Carry(ring("inbox", x), ring("kept", kept), ring("outbox", x), ring("carried", carried), grads, totals)
 
 
-def _when(condition: jax.Array, fn: Callable[[Any], Any], state: Any) -> Any:
+def when(condition: jax.Array, fn: Callable[[Any], Any], state: Any) -> Any:
     """`fn(state)` where the condition, the same on every device, holds; else the state."""
     return lax.cond(condition, fn, lambda state: state, state)
 
 
-def _get(ring: PyTree, slot: jax.Array) -> PyTree:
+def get(ring: PyTree, slot: jax.Array) -> PyTree:
+    """What lies in a slot of a ring."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), ring)
 
 
-def _put(ring: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
+def put(ring: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
+    """The ring with the value in a slot."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), ring, value)
 
 
-def _get_all(ring: PyTree, slots: jax.Array, count: int) -> list[PyTree]:
-    return [_get(ring, slots[i].astype(jnp.int32)) for i in range(count)]
+def get_all(ring: PyTree, slots: jax.Array, count: int) -> list[PyTree]:
+    """What lies in several slots."""
+    return [get(ring, slots[i].astype(jnp.int32)) for i in range(count)]
 
 
-def _put_all(ring: PyTree, slots: jax.Array, values: list[PyTree]) -> PyTree:
+def put_all(ring: PyTree, slots: jax.Array, values: list[PyTree]) -> PyTree:
+    """The ring with values in several slots."""
     for i, value in enumerate(values):
-        ring = _put(ring, slots[i].astype(jnp.int32), value)
+        ring = put(ring, slots[i].astype(jnp.int32), value)
     return ring
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """The devices of a pipeline axis, and how values move between them."""
 
     axis: str

@@ -132,8 +132,10 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
       vocabulary that is.
     """
     leaves = list(_leaves(layout))
-    count = pipelined_uses if isinstance(engine, Pipelined) else uses
-    counts, metrics = count(layout, engine, loss_fn, batch)  # type: ignore[operator]
+    if isinstance(engine, Pipelined):
+        counts, metrics = pipelined_uses(layout, engine, loss_fn, batch)
+    else:
+        counts, metrics = uses(layout, engine, loss_fn, batch)
     auto = isinstance(engine, Auto)
     expected = [
         *itertools.chain.from_iterable(_weight(layout, engine, leaf, counts, auto) for leaf in leaves),

@@ -38,6 +38,12 @@ def head_runs(schedule: Table) -> list[Run]:
     return [Run(run[-1].tick, _members(run)) for run in runs]
 
 
+def output_runs(schedule: Table) -> list[Run]:
+    """The events that compute losses where there are no backwards to wait: each in the tick of its last forward."""
+    last = schedule.stages * schedule.chunks - 1
+    return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "F", last)]
+
+
 def embed_runs(schedule: Table) -> list[Run]:
     """The events that compute what the first stage takes in, before F: each in the tick of its first forward."""
     return [Run(run[0].tick, _members(run)) for run in _in_runs(schedule, "F")]
@@ -52,8 +58,8 @@ def _of_stage(schedule: Table, kind: Kind, stage: int) -> Iterator[Op]:
     return (op for op in schedule.ops if op.kind == kind and schedule.stage(op) == stage)
 
 
-def _in_runs(schedule: Table, kind: Kind) -> list[list[Op]]:
-    ops = list(_of_stage(schedule, kind, 0))
+def _in_runs(schedule: Table, kind: Kind, stage: int = 0) -> list[list[Op]]:
+    ops = list(_of_stage(schedule, kind, stage))
     return [ops[i : i + schedule.stages] for i in range(0, len(ops), schedule.stages)]
 
 

@@ -9,13 +9,13 @@ rings are as long as the device that needs most, and one slot longer: the last i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxshard.schedules.runs import Run, embed_grad_runs, embed_runs, head_runs
+from jaxshard.schedules.runs import Run, embed_grad_runs, embed_runs, head_runs, output_runs
 from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.table import Op
 
@@ -52,17 +52,34 @@ class Slots:
     runs: dict[str, tuple[np.ndarray, np.ndarray]]
     sizes: dict[str, int]
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything but forwards."""
+        return bool(self.rows["b"].any())
+
 
 def slots_of(schedule: Schedule) -> Slots:
     """The rows of a verified schedule, every ring as short as can be."""
     events = {"embed": embed_runs(schedule), "head": head_runs(schedule), "embed_grad": embed_grad_runs(schedule)}
-    places, sizes = _placed(schedule, events)
+    return _slots(schedule, schedule.ops, events)
+
+
+def forward_slots(schedule: Schedule) -> Slots:
+    """The rows of a schedule's forwards alone: what evaluation runs."""
+    ops = [op for op in schedule.ops if op.kind == "F"]
+    events = {"embed": embed_runs(schedule), "head": output_runs(schedule), "embed_grad": []}
+    return _slots(schedule, ops, events)
+
+
+def _slots(schedule: Schedule, ops: Sequence[Op], events: dict[str, list[Run]]) -> Slots:
+    places, sizes = _placed(schedule, ops, events)
     trash = {ring: size - 1 for ring, size in sizes.items()}
-    rows = _empty_rows(schedule, trash)
-    for op in schedule.ops:
-        _fill(rows, schedule, op, places, trash)
+    ticks = ops[-1].tick + 1
+    rows = _empty_rows(ticks, schedule.stages, trash)
+    for op in ops:
+        _fill(rows, schedule, op, places)
     for name, runs in events.items():
-        rows[name] = np.full(schedule.ticks, -1)
+        rows[name] = np.full(ticks, -1)
         for number, run in enumerate(runs):
             rows[name][run.tick] = number
     last = schedule.stages * schedule.chunks - 1
@@ -72,18 +89,21 @@ def slots_of(schedule: Schedule) -> Slots:
 
 
 def _lifetimes(
-    schedule: Schedule, events: dict[str, list[Run]]
+    schedule: Schedule, ops: Sequence[Op], events: dict[str, list[Run]]
 ) -> Iterator[tuple[int, Value, tuple[int, int], tuple[int, int]]]:
     """(device, value, when it is written, when it is read for the last time); a time is (tick, place in the tick)."""
     last, split = schedule.stages * schedule.chunks - 1, schedule.splits_backward
-    at = {schedule.key(op): op.tick for op in schedule.ops}
+    at = {schedule.key(op): op.tick for op in ops}
     tick_of = {name: {m: run.tick for run in runs for m in run.microbatches} for name, runs in events.items()}
-    for op in schedule.ops:
+    for op in ops:
         stage, m, device = schedule.stage(op), op.microbatch, op.device
         if op.kind == "F":
             born = (at["F", stage - 1, m], _ARRIVAL) if stage else (tick_of["embed"][m], _EMBED)
             yield device, Value("inbox", stage, m), born, (op.tick, _FORWARD)
-            yield device, Value("kept", stage, m), (op.tick, _FORWARD), (at["B", stage, m], _BACKWARD)
+            if ("B", stage, m) in at:
+                yield device, Value("kept", stage, m), (op.tick, _FORWARD), (at["B", stage, m], _BACKWARD)
+            elif stage == last:
+                yield device, Value("outbox", stage, m), (op.tick, _FORWARD), (tick_of["head"][m], _HEAD)
         if op.kind == "B":
             born = (at["F", stage, m], _FORWARD) if stage == last else (at["B", stage + 1, m], _ARRIVAL)
             yield device, Value("outbox", stage, m), born, (op.tick, _BACKWARD)
@@ -93,11 +113,13 @@ def _lifetimes(
                 yield device, Value("carried", stage, m), (op.tick, _BACKWARD), (at["W", stage, m], _WEIGHTS)
 
 
-def _placed(schedule: Schedule, events: dict[str, list[Run]]) -> tuple[dict[Value, int], dict[str, int]]:
+def _placed(
+    schedule: Schedule, ops: Sequence[Op], events: dict[str, list[Run]]
+) -> tuple[dict[Value, int], dict[str, int]]:
     """The slot of every value, and the sizes of the rings; slots are taken first come, first served."""
     ring_of = {"inbox": "inbox", "kept": "kept", "outbox": "outbox", "result": "outbox", "carried": "carried"}
     by_ring = defaultdict(list)
-    for device, value, born, dead in _lifetimes(schedule, events):
+    for device, value, born, dead in _lifetimes(schedule, ops, events):
         by_ring[device, ring_of[value.ring]].append((born, dead, value))
     places: dict[Value, int] = {}
     sizes = dict.fromkeys(ring_of.values(), 1)
@@ -111,14 +133,14 @@ def _placed(schedule: Schedule, events: dict[str, list[Run]]) -> tuple[dict[Valu
     return places, sizes
 
 
-def _empty_rows(schedule: Schedule, trash: dict[str, int]) -> dict[str, Rows]:
+def _empty_rows(ticks: int, stages: int, trash: dict[str, int]) -> dict[str, Rows]:
     def full(value: int) -> Rows:
-        return np.full((schedule.ticks, schedule.stages), value)
+        return np.full((ticks, stages), value)
 
     rows = {f"{kind}_{name}": full(0) for kind in "fbw" for name in ("chunk",)}
     rows |= {f"{kind}_microbatch": full(-1) for kind in "fbw"}
     rows |= {name: full(trash[ring]) for name, ring in _RINGS.items()}
-    rows |= {kind: np.zeros(schedule.ticks, int) for kind in "fbw"}
+    rows |= {kind: np.zeros(ticks, int) for kind in "fbw"}
     return rows
 
 
@@ -136,7 +158,7 @@ _RINGS = {
 }
 
 
-def _fill(rows: dict[str, Rows], schedule: Schedule, op: Op, places: dict[Value, int], trash: dict[str, int]) -> None:
+def _fill(rows: dict[str, Rows], schedule: Schedule, op: Op, places: dict[Value, int]) -> None:
     """Writes one operation into its tick: its own numbers, and the arrival at its neighbour."""
     stage, m, last = schedule.stage(op), op.microbatch, schedule.stages * schedule.chunks - 1
     kind = op.kind.lower()
@@ -146,7 +168,8 @@ def _fill(rows: dict[str, Rows], schedule: Schedule, op: Op, places: dict[Value,
     rows[f"{kind}_microbatch"][here] = m
     if op.kind == "F":
         rows["f_inbox"][here] = places[Value("inbox", stage, m)]
-        rows["f_kept"][here] = places[Value("kept", stage, m)]
+        if (kept := Value("kept", stage, m)) in places:
+            rows["f_kept"][here] = places[kept]
         if stage == last:
             rows["f_outbox"][here] = places[Value("outbox", stage, m)]
         else:
