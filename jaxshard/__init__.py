@@ -44,6 +44,7 @@ from jaxshard._train import make_step as make_step
 from jaxshard._tree import Leaf as Leaf
 from jaxshard.adapt.linen import linen as linen
 from jaxshard.adapt.nnx import nnx as nnx
+from jaxshard.adapt.scanned import scanned as scanned
 from jaxshard.adapt.stack import stack as stack
 from jaxshard.adapt.stacked import Stacked as Stacked
 from jaxshard.data import batches as batches

@@ -38,7 +38,11 @@ class Program(NamedTuple):
         ins = [var for var in given if var in free]
         values = piece(self.made, outs, ins, steps)(*(given[var] for var in ins))
         # Results that are numbers in the program come back as such.
-        return tree.unflatten([jnp.asarray(x) if isinstance(var, Literal) else x for var, x in zip(outs, values)])
+        return tree.unflatten([_array(x, var) if isinstance(var, Literal) else x for var, x in zip(outs, values)])
+
+
+def _array(number: Any, atom: Any) -> jax.Array:
+    return jnp.asarray(number, atom.aval.dtype)
 
 
 def needed(eqns: Sequence[Any], outs: Iterable[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
