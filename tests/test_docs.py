@@ -15,11 +15,12 @@ import pytest
 
 import jaxshard
 import jaxshard.optim
-from jaxshard import data, metrics
+import jaxshard.schedules
+from jaxshard import data, metrics, plot
 from jaxshard.models import decoder, gpt, llama
 from jaxshard.plan import audit, compare, flops, hardware, memory, promise, topology
 
-MODULES = (data, metrics, decoder, gpt, llama, audit, promise, compare, memory, topology, flops, hardware)
+MODULES = (data, metrics, plot, decoder, gpt, llama, audit, promise, compare, memory, topology, flops, hardware)
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "api.md"
 
@@ -30,6 +31,7 @@ API = ROOT / "docs" / "api.md"
         ("Quick start", 0, 15, "over data"),
         ("Your own Flax model", 0, 19, "features: kernel"),
         ("Your own Flax model", 1, 19, "dim 1 over tensor"),
+        ("Pipelines", 0, 13, "pipe=1: blocks 2-3, 6-7"),
     ],
 )
 def test_the_quick_starts_are_short_and_run(heading, number, lines, shown):
@@ -74,7 +76,7 @@ def quick_starts(heading: str) -> list[str]:
 def api_page() -> str:
     """Every public name with its signature and the first line of its docstring."""
     lines = ["# Public names", "", "Written from the package by `tests/test_docs.py`; later versions add to this list."]
-    for module, prefix in ((jaxshard, "js"), (jaxshard.optim, "js.optim")):
+    for module, prefix in ((jaxshard, "js"), (jaxshard.optim, "js.optim"), (jaxshard.schedules, "js.schedules")):
         lines += ["", f"## {prefix}", ""]
         for name, value in sorted(vars(module).items()):
             if not name.startswith("_") and not inspect.ismodule(value):
