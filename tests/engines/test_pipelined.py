@@ -45,7 +45,6 @@ class Cell(NamedTuple):
             trace, layout = Ring(self.devices, self.chunks).run(stack_toy(**options), engine)
         assert_equal_runs(trace, reference(stack_toy, **options))
         # A block is on one device, and nowhere else.
-        assert layout.sharded_fraction("param") > 0.7
         for placement in jax.tree.leaves(layout.params["blocks"]):
             assert placement.store[1] == "pipe"
 
