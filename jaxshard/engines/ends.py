@@ -57,7 +57,10 @@ class Ends:
         return self.embed(self.rest, self.rows_of(microbatch), self.key_of(0, microbatch))
 
     def leave(self, microbatch: jax.Array, y: PyTree, totals: Totals, active: jax.Array) -> tuple[PyTree, Totals]:
-        """(the cotangent of the last stage's output, the totals with the micro-batch added where `active`)."""
+        """(the cotangent of the last stage's output, the totals with the micro-batch added where `active`).
+
+        Gradients are taken of the weights that the totals have sums for.
+        """
         floats, others = _parted(y)
 
         def objective(trained: PyTree, floats: list[Any]) -> tuple[jax.Array, Loss]:
@@ -65,21 +68,34 @@ class Ends:
             return weighted_sum(loss.value, self.weights), loss
 
         value_and_grad = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (value, loss), (grads, cotangents) = value_and_grad(self._trained(), floats)
+        (value, loss), (grads, cotangents) = value_and_grad(self._trained(totals.grads), floats)
         metrics = _all_added(totals.metrics, loss.metrics, active)
         totals = Totals(totals.value + jnp.where(active, value, 0), metrics, _sum(totals.grads, grads, active))
         return _joined(y, cotangents, others), totals
 
-    def enter_grad(self, microbatch: jax.Array, dx: PyTree, totals: Totals, active: jax.Array) -> Totals:
-        """The totals with the embedding's gradients of the micro-batch added where `active`."""
+    def enter_grad(self, microbatch: jax.Array, dx: PyTree, sums: PyTree, active: jax.Array) -> PyTree:
+        """The sums with the embedding's gradients of the micro-batch added where `active`."""
 
         def forward(trained: PyTree) -> list[Any]:
             rows, key = self.rows_of(microbatch), self.key_of(0, microbatch)
             return _parted(self.embed(self._with(trained), rows, key))[0]
 
-        _, pullback = jax.vjp(forward, self._trained())
+        _, pullback = jax.vjp(forward, self._trained(sums))
         (grads,) = pullback(_parted(dx)[0])
-        return totals._replace(grads=_sum(totals.grads, grads, active))
+        return _sum(sums, grads, active)
+
+    def used(self) -> tuple[PyTree, PyTree]:
+        """For every trained weight whether embed reads it, and whether head does: elsewhere its gradient is zero."""
+        trained, zero = self._trained(), jnp.int32(0)
+        leaves, tree = jax.tree.flatten(trained)
+
+        def reads(fn: Callable[[PyTree], Any]) -> PyTree:
+            traced = jax.make_jaxpr(lambda *leaves: fn(self._with(jax.tree.unflatten(tree, leaves))))(*leaves)
+            return jax.tree.unflatten(tree, without_dead_code(traced)[1])
+
+        x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.enter, zero))
+        embed = reads(lambda rest: _parted(self.embed(rest, self.rows_of(zero), self.key_of(0, zero)))[0])
+        return embed, reads(lambda rest: self._loss(rest, x, zero).value.totals)
 
     def zeros(self, sums: PyTree) -> Totals:
         """Totals of nothing; `sums` are the zeros of the gradients."""
@@ -126,15 +142,24 @@ class Ends:
             raise TypeError("js.pipelined: the head returned js.Loss(state=...), but a js.Stacked model has no state")
         return loss
 
-    def _trained(self) -> PyTree:
-        return jax.tree.map(lambda x, own: x if own else None, self.rest, self.trained)
+    def _trained(self, sums: PyTree = None) -> PyTree:
+        """The weights that have a sum; all that are trained without any."""
+        if sums is None:
+            return jax.tree.map(lambda x, own: x if own else None, self.rest, self.trained)
+        return jax.tree.map(lambda total, x: None if total is None else x, sums, self.rest, is_leaf=_is_none)
 
     def _with(self, trained: PyTree) -> PyTree:
-        return jax.tree.map(lambda x, own, new: new if own else x, self.rest, self.trained, _filled(trained, self.rest))
+        """All weights, those of the given tree among them."""
+        return filled(trained, self.rest)
 
 
-def _filled(trained: PyTree, rest: PyTree) -> PyTree:
-    return jax.tree.map(lambda new, x: x if new is None else new, trained, rest, is_leaf=lambda x: x is None)
+def filled(some: PyTree, everything: PyTree) -> PyTree:
+    """The leaves of `some`, and where it has None those of `everything`."""
+    return jax.tree.map(lambda new, x: x if new is None else new, some, everything, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _parted(x: PyTree) -> tuple[list[Any], list[Any]]:

@@ -62,7 +62,7 @@ class Share:
         return replace(ends, weights=tuple(all_sum(x.sum(), self.layout.batch_axes) for x in each))
 
     def stages(self, ends: Ends, policy: RematPolicy, *, recompute: bool = False) -> Stages:
-        """This device's blocks in training: a block keeps what the policy says; to recompute, a chunk its input alone."""
+        """This device's blocks in training: a block keeps what the policy says, a chunk its input to `recompute`."""
         zero = jnp.int32(0)
         weights, x = jax.eval_shape(self._fetch, zero), jax.eval_shape(ends.enter, zero)
         block = self.model.block if policy == "everything" else checkpoint_body(policy, self.model.block)

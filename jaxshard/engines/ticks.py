@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxshard._layout import only
 from jaxshard._typing import PyTree
-from jaxshard.engines.ends import Ends, Totals
+from jaxshard.engines.ends import Ends, Totals, filled
 from jaxshard.engines.stages import Stages, Sums
 from jaxshard.schedules.slots import Slots
 
@@ -44,6 +45,9 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
     split = slots.schedule.splits_backward
     rows = {name: jnp.asarray(values) for name, values in slots.rows.items()}
     runs = {name: jax.tree.map(jnp.asarray, values) for name, values in slots.runs.items()}
+
+    # A conditional has only what it changes: a compiler may copy all that goes through one.
+    of_embed, of_head = ends.used()
 
     def run(name: str, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(this device's micro-batch, whether it has one, the slots of all devices' pieces)."""
@@ -86,10 +90,10 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
                 dx, grads = stages.backward(*arguments)
             return put(outbox, at["b_result"], dx), carried, grads, dx
 
-        def embed_grad(totals: Totals) -> Totals:
+        def embed_grad(sums: PyTree) -> PyTree:
             microbatch, active, places = run("embed_grad", at["embed_grad"])
             dx = ring.spread(get_all(carry.outbox, places, ring.size), of=0)
-            return ends.enter_grad(microbatch, dx, totals, active)
+            return ends.enter_grad(microbatch, dx, sums, active)
 
         def weights(grads: Sums) -> Sums:
             chunk, microbatch, active = operation("w")
@@ -98,11 +102,15 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), carry.inbox)
         carry = carry._replace(inbox=when(at["embed"] >= 0, embed, carry.inbox))
         kept, outbox, y = when(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
-        outbox, totals = when(at["head"] >= 0, head, (outbox, carry.totals))
+        totals = carry.totals
+        own = totals._replace(grads=only(of_head, totals.grads))
+        outbox, own = when(at["head"] >= 0, head, (outbox, own))
+        totals = own._replace(grads=filled(own.grads, totals.grads))
         carry = carry._replace(kept=kept)
         outbox, carried, grads, dx = when(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
         carry = carry._replace(outbox=outbox, carried=carried)
-        totals = when(at["embed_grad"] >= 0, embed_grad, totals)
+        entered = when(at["embed_grad"] >= 0, embed_grad, only(of_embed, totals.grads))
+        totals = totals._replace(grads=filled(entered, totals.grads))
         if split:
             grads = when(at["w"] > 0, weights, grads)
         return Carry(
