@@ -23,12 +23,14 @@ from tests.toys import (
     cross_entropy,
     one_device,
     quick_compile,
+    start_of,
     tree_error,
 )
 from tests.toys import sharded as sharded_run
 
 WIDTH, BLOCKS = 16, 3
 TX = optax.sgd(0.01)
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -137,11 +139,13 @@ def in_a_loop(name, params, batch):
     return cross_entropy(head(x), batch).value
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx", "linen, tied", "nnx, tied"])
+@pytest.mark.parametrize(
+    "name", ["linen", pytest.param("nnx", marks=SLOW), pytest.param("linen, tied", marks=SLOW), "nnx, tied"]
+)
 def test_equals_the_modules_in_a_loop(name):
     """Loss within 1e-6 and gradients within 1e-5; the tied embedding gets both gradients."""
     model = models()[name]
-    params = model.init(jax.random.key(0))
+    params = start_of(model.init)
     found = jax.jit(jax.value_and_grad(lambda p: value(model.loss(p, classes(), None))))(params)
     expected = jax.jit(jax.value_and_grad(lambda p: in_a_loop(name, p, classes())))(params)
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-6)
@@ -160,25 +164,24 @@ def block_keys(key, parts):
 
 def test_blocks_are_drawn_as_single_ones():
     """Bit for bit; "block" is the first of the parts by name."""
-    params = models()["linen"].init(jax.random.key(5))
+    params = jax.jit(models()["linen"].init)(jax.random.key(5))
     single = jax.vmap(lambda key: nn.unbox(Block().init(key, jnp.zeros((1, WIDTH)))["params"]))
-    expected = single(jnp.stack(block_keys(jax.random.key(5), 3)))
+    expected = jax.jit(single)(jnp.stack(block_keys(jax.random.key(5), 3)))
     jax.tree.map(np.testing.assert_array_equal, params["blocks"], expected)
-    params = models()["nnx"].init(jax.random.key(5))
+    params = jax.jit(models()["nnx"].init)(jax.random.key(5))
     for i, key in enumerate(block_keys(jax.random.key(5), 3)):
         with nnx.use_eager_sharding(False):
             drawn = nnx.to_pure_dict(nnx.state(NnxBlock(nnx.Rngs(key)), nnx.Param))
         jax.tree.map(np.testing.assert_array_equal, layer(params, i), drawn)
 
 
-SLOW = pytest.mark.slow
 EXPLICIT = js.explicit(remat="nothing", microbatches=2)
 
 
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        pytest.param("linen", js.auto(), id="linen, auto"),
+        pytest.param("linen", js.auto(), id="linen, auto", marks=SLOW),
         pytest.param("linen", EXPLICIT, id="linen, explicit", marks=SLOW),
         pytest.param("nnx, tied", js.auto(), id="nnx, tied, auto", marks=SLOW),
         pytest.param("nnx, tied", EXPLICIT, id="nnx, tied, explicit"),
@@ -189,6 +192,17 @@ def test_sharded(name, engine):
     model = models()[name]
     toy = Toy(model.init, model.loss, classes(), rate=0.01)
     trace, _ = sharded_run(toy, js.fsdp(min_size=0), js.make_mesh(data=8), engine, steps=2)
+    assert_equal_runs(trace, one_device(toy, steps=2))
+
+
+@pytest.mark.parametrize("name", [pytest.param("linen", marks=SLOW), "linen, tied", pytest.param("nnx", marks=SLOW)])
+def test_pipelined(name):
+    """Losses within 1e-6 and gradients within 1e-5 of one device; 3 blocks on 2 stages, the mask travels along."""
+    model = models()[name]
+    toy = Toy(model.init, model.loss, classes(), rate=0.01)
+    strategy = js.compose(js.fsdp(min_size=0), js.pipeline(chunks=1))
+    engine = js.pipelined(microbatches=4, schedule="one_f_one_b")
+    trace, _ = sharded_run(toy, strategy, js.make_mesh(data=4, pipe=2), engine, steps=2)
     assert_equal_runs(trace, one_device(toy, steps=2))
 
 
@@ -238,19 +252,20 @@ def test_dropout(kind):
         return js.Mean(y.sum(), y.size)
 
     model = js.stack(Noise() if kind == "linen" else NnxNoise, 2, loss, {"x": jnp.zeros((2, 1))})
-    params = model.init(jax.random.key(0))
+    params = start_of(model.init)
     x = model.embed({}, {"x": jnp.zeros((2, 1))}, jax.random.key(1))
-    one, two = (model.block(layer(params, 0), x, jax.random.key(i)).x for i in range(2))
+    run = jax.jit(lambda i: model.block(layer(params, 0), x, jax.random.key(i)).x)
+    one, two = run(0), run(1)
     assert set(np.unique(one)) == {0.0, 2.0} and (one != two).any()
-    first, second = (float(model.loss(params, {"x": 0}, jax.random.key(i)).value) for i in (3, 4))
-    assert first != second
+    loss_of = jax.jit(lambda i: model.loss(params, {"x": 0}, jax.random.key(i)).value)
+    assert float(loss_of(3)) != float(loss_of(4))
     assert float(model.evaluate(params, {"x": 0})["loss"].value) == 2.0
 
 
 def test_evaluation_is_told_and_has_metrics():
     model = models()["linen, tied"]
-    params = model.init(jax.random.key(0))
-    assert set(model.evaluate(params, classes())) == {"loss", "hits"}
+    params = start_of(model.init)
+    assert set(jax.eval_shape(model.evaluate, params, classes())) == {"loss", "hits"}
 
 
 # Bad input.
@@ -266,10 +281,10 @@ def test_state_is_refused_by_name():
     parts = {"embed": nn.Dense(WIDTH), "head": nn.Dense(CLASSES)}
     model = js.stack(Norm(), 2, loss, classes(), **parts)
     with pytest.raises(ValueError, match=r"(?s)no state.*\n  - block: batch_stats/BatchNorm_0/mean"):
-        model.init(jax.random.key(0))
+        jax.eval_shape(model.init, jax.random.key(0))
     model = js.stack(lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs), 2, loss)
     with pytest.raises(ValueError, match=r"(?s)no state.*\n  - block: mean"):
-        model.init(jax.random.key(0))
+        jax.eval_shape(model.init, jax.random.key(0))
 
 
 def with_loss(loss, **parts):
@@ -282,17 +297,17 @@ def test_losses_that_do_not_run_the_blocks_once():
         return cross_entropy(model.head(model.blocks(model.blocks(model.embed(batch["x"])))), batch)
 
     model = with_loss(twice)
-    params = model.init(jax.random.key(0))
+    params = jax.eval_shape(model.init, jax.random.key(0))
     with pytest.raises(ValueError, match=r"must call model.blocks\(x\) once, but called it again"):
-        model.loss(params, classes(), None)
+        jax.eval_shape(model.loss, params, classes(), None)
     without = with_loss(lambda model, batch: cross_entropy(model.head(model.embed(batch["x"])), batch))
     with pytest.raises(ValueError, match=r"the loss did not call model.blocks\(x\)"):
-        without.init(jax.random.key(0))
+        jax.eval_shape(without.init, jax.random.key(0))
     with pytest.raises(ValueError, match=r"must call model\.blocks"):
-        without.loss({name: params[name] for name in params}, classes(), None)
+        jax.eval_shape(without.loss, {name: params[name] for name in params}, classes(), None)
     wrong = with_loss(lambda model, batch: model.tail(model.blocks(model.embed(batch["x"]))))
     with pytest.raises(AttributeError, match=r"no part 'tail', only model.embed, model.head, model.blocks; pass tail="):
-        wrong.init(jax.random.key(0))
+        jax.eval_shape(wrong.init, jax.random.key(0))
 
 
 class Noisy(nn.Module):
@@ -307,20 +322,22 @@ def test_random_numbers_from_before_the_blocks_are_refused_after_them():
         return cross_entropy(model.head(model.blocks(x) + x), batch)
 
     model = with_loss(skip, embed=Noisy())
-    params = model.init(jax.random.key(0))
-    model.loss(params, classes(), None)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    jax.eval_shape(model.loss, params, classes(), None)
     with pytest.raises(ValueError, match=r"after model\.blocks the loss uses what it drew at random before"):
-        model.loss(params, classes(), jax.random.key(0))
+        jax.eval_shape(model.loss, params, classes(), jax.random.key(0))
     model = with_loss(lambda model, batch: skip(model, batch, False), embed=Noisy())
-    params = model.init(jax.random.key(0))
-    model.loss(params, classes(), jax.random.key(0))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    jax.eval_shape(model.loss, params, classes(), jax.random.key(0))
 
 
 def test_a_block_that_changes_its_activations():
     model = with_loss(loss, block=nn.Dense(WIDTH + 1))
-    params = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(model.init, jax.random.key(0)))
+    params = jax.eval_shape(model.init, jax.random.key(0))
     with pytest.raises(ValueError, match=r"block must return what it receives; .*\n  - x: .*\[16, 16\].*\[16, 17\]"):
-        model.loss(params | {"head": {"kernel": jnp.zeros((16, 7)), "bias": jnp.zeros(7)}}, classes(), None)
+        jax.eval_shape(
+            model.loss, params | {"head": {"kernel": jnp.zeros((16, 7)), "bias": jnp.zeros(7)}}, classes(), None
+        )
 
 
 @pytest.mark.parametrize(
