@@ -6,7 +6,6 @@ import time
 from typing import Annotated, Any
 
 import tyro
-from jax.sharding import Mesh
 
 from jaxshard._layout import layout as make_layout
 from jaxshard._train import check_batch, make_step
@@ -78,8 +77,9 @@ def audit(
         layout = make_layout(how.strategy, the_mesh, program.init_fn, program.tx)
         check_batch(layout, rows, how.engine.microbatches)
         step = make_step(program.loss_fn, program.tx, layout, engine=how.engine)
-    about = {"model": program.name, "mesh": _axes(the_mesh), "strategy": strategy} | how.about
-    facts(console, {"devices": topology or describe(list(the_mesh.devices.flat))} | about)
+    about = {"model": program.name, "strategy": strategy} | how.about
+    shown = {"model": program.name, "strategy": strategy} | how.shown
+    facts(console, {"devices": topology or describe(list(the_mesh.devices.flat))} | shown)
     started = time.perf_counter()
     with console.status("compiling"):
         comparison = audit_step(step, rows)
@@ -88,10 +88,6 @@ def audit(
     result = about | {"mesh": dict(the_mesh.shape), "devices": the_mesh.size, "topology": topology}
     write_json(json, result | _numbers(comparison) | {"compile_seconds": seconds})
     return 0 if comparison.ok else 1
-
-
-def _axes(mesh: Mesh) -> str:
-    return ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
 
 
 def _verdict(comparison: Comparison) -> str:

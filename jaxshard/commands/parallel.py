@@ -45,6 +45,15 @@ class Parallel(NamedTuple):
     parts: int
 
     @property
+    def shown(self) -> dict[str, str]:
+        """What runs, for the eye."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        shown = {"mesh": axes, "engine": self.about["engine"]}
+        if "schedule" in self.about:
+            shown["schedule"] = f"{self.about['schedule']}, {self.engine.microbatches} micro-batches"
+        return shown
+
+    @property
     def about(self) -> dict[str, Any]:
         """What ran, for results."""
         made = {"engine": type(self.engine).__name__.lower(), "microbatches": self.engine.microbatches}

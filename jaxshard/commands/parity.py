@@ -72,9 +72,9 @@ def parity(
         )  # fmt: skip
     the_mesh = how.mesh
     program = _program(target, batch, seed, how.parts)
-    axes = ", ".join(f"{name}={size}" for name, size in the_mesh.shape.items())
-    about = {"model": program.name, "mesh": axes, "strategy": strategy} | how.about
-    facts(console, {"devices": describe(list(the_mesh.devices.flat))} | about)
+    about = {"model": program.name, "strategy": strategy} | how.about
+    shown = {"model": program.name, "strategy": strategy} | how.shown
+    facts(console, {"devices": describe(list(the_mesh.devices.flat))} | shown)
     started = time.perf_counter()
     with console.status("running both"), refusals():
         report = compare(

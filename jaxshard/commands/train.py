@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import tyro
-from jax.sharding import Mesh
 
 from jaxshard import metrics
 from jaxshard._eval import evaluate, make_eval_step
@@ -106,7 +105,7 @@ def train(
         the_mesh, turns = how.mesh, how.engine.microbatches
         size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=how.parts)
         recipe = size.recipe
-        facts(console, _chosen(the_mesh, strategy, how.about))
+        facts(console, {"devices": describe(list(the_mesh.devices.flat)), "strategy": strategy} | how.shown)
         corpus = corpus_of(console, data, dtype, vocab)
         shape = size.shape | {"vocab": corpus.vocab}
         network = size.model(vocab=corpus.vocab)
@@ -180,14 +179,6 @@ def _held_out(corpus: Corpus, batch: int, seq: int) -> list[dict[str, np.ndarray
 def _writers(log: Path | None, tensorboard: Path | None) -> list[metrics.Writer]:
     writers = [] if log is None else [metrics.json_lines(log)]
     return writers if tensorboard is None else [*writers, metrics.tensorboard(tensorboard)]
-
-
-def _chosen(mesh: Mesh, strategy: str, about: dict[str, Any]) -> dict[str, str]:
-    axes = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
-    engine = {"engine": about["engine"]}
-    if "schedule" in about:
-        engine["schedule"] = f"{about['schedule']}, {about['microbatches']} micro-batches"
-    return {"devices": describe(list(mesh.devices.flat)), "mesh": axes, "strategy": strategy} | engine
 
 
 def _planned(about: dict[str, Any], predicted: dict[str, int]) -> dict[str, str]:
