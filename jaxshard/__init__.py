@@ -47,6 +47,10 @@ from jaxshard.adapt.nnx import nnx as nnx
 from jaxshard.adapt.scanned import scanned as scanned
 from jaxshard.adapt.stack import stack as stack
 from jaxshard.adapt.stacked import Stacked as Stacked
+from jaxshard.checkpoint import Checkpointer as Checkpointer
+from jaxshard.checkpoint import latest_step as latest_step
+from jaxshard.checkpoint import restore as restore
+from jaxshard.checkpoint import save as save
 from jaxshard.data import batches as batches
 from jaxshard.data import local_batches as local_batches
 from jaxshard.engines import auto as auto

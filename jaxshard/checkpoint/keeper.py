@@ -1,0 +1,98 @@
+"""`Checkpointer`: saves a run while it goes on, every so many steps, and deletes old steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from jaxshard._layout import Layout
+from jaxshard._state import TrainState
+from jaxshard.checkpoint.folder import complete, remove
+from jaxshard.checkpoint.writer import begin
+
+
+class Checkpointer:
+    """Saves into dir/<step> in the background, every `every` steps; keeps the newest `keep` steps, all for None.
+
+    A callback of `js.fit`, and a context that waits for the last save:
+
+        with js.Checkpointer("run", layout, every=1000, keep=3) as checkpointer:
+            run = js.fit(run, step, batches, steps=10_000, on_run=[checkpointer])
+            checkpointer.save(run)
+
+    A save blocks until the arrays are on the host, and before that until the save before it is done. What goes wrong in
+    the background is raised by the next call of any method. `data` is called for the data's position, as JSON.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        layout: Layout,
+        *,
+        every: int,
+        keep: int | None = None,
+        data: Callable[[], Any] | None = None,
+    ):
+        for name, value in (("every", every), ("keep", keep)):
+            if value is not None and value < 1:
+                raise ValueError(f"Checkpointer: {name} must be at least 1, got {value}")
+        self._root, self._layout, self._every, self._keep, self._data = Path(dir), layout, every, keep, data
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._saved: int | None = None
+
+    def __call__(self, step: int, run: TrainState) -> None:
+        """Saves the run if its step is one of those to be saved."""
+        if step % self._every == 0:
+            self.save(run)
+
+    def save(self, run: TrainState) -> None:
+        """Saves the run in any case, unless its step is the one that was saved last.
+
+        Raises:
+          ValueError, OSError: as `js.save`, of this save or of the one before.
+        """
+        self.wait_until_finished()
+        step = int(run.step)
+        if step == self._saved:
+            return
+        finish = begin(self._root, run, self._layout, self._data() if self._data else None)
+        self._pending, self._saved = self._worker.submit(self._finish, finish, step), step
+
+    def wait_until_finished(self) -> None:
+        """Returns once the last save is on disk; raises what went wrong with it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except OSError:
+                self._saved = None
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait_until_finished()
+        except OSError as failure:
+            if error is None:
+                raise
+            error.add_note(f"besides, {failure}")
+        finally:
+            self._worker.shutdown()
+
+    def _finish(self, finish: Callable[[], Path], step: int) -> None:
+        finish()
+        if self._keep is not None and jax.process_index() == 0:
+            steps = complete(self._root)
+            for old in [other for other in steps if other != step][: max(0, len(steps) - self._keep)]:
+                remove(steps[old])

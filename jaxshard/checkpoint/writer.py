@@ -1,0 +1,162 @@
+"""`save`: a step on disk, or nothing. Orbax writes the arrays, then all files are hashed, then the manifest commits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxshard._layout import Layout
+from jaxshard._state import TrainState, check_run
+from jaxshard._tree import raise_all
+from jaxshard.checkpoint import store
+from jaxshard.checkpoint.checksums import damage, files_of, segments_of
+from jaxshard.checkpoint.folder import remove
+from jaxshard.checkpoint.leaves import Entry, entries, unsupported
+from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, from_bytes, to_bytes, write, write_file
+
+_WAIT, _LOOK = 1200.0, 0.05
+"""Seconds that processes wait for each other's checksums, and between two looks."""
+
+
+def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
+    """The folder dir/<step> with the run in it, complete and on disk; every process calls it.
+
+    Arrays are saved in model order without padding, so that any other layout restores them. `data` is where the data
+    stands, as JSON, for sources whose position is not the step; `jaxshard.checkpoint.describe` returns it.
+
+    Raises:
+      ValueError: the run is not one of this layout; the step was saved already (a damaged one is replaced).
+      OSError: it could not be written: a full disk, no permission. Nothing of it is left, and other steps stay.
+    """
+    return begin(Path(dir), run, layout, data)()
+
+
+def begin(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
+    """Starts a save; the function that it returns, which may run in another thread, writes the rest.
+
+    What is left to do needs no device: the run may be donated.
+    """
+    check_run(layout, run)
+    wanted, _ = entries(layout)
+    raise_all(
+        (f"{entry.path}: {entry.dtype}" for entry in wanted if unsupported(entry)),
+        ValueError,
+        "arrays of these dtypes can't be saved; keep them in another, such as uint8",
+    )
+    json.dumps(data, allow_nan=False)
+    step = int(run.step)
+    folder = root / str(step)
+    manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))
+    _in_first_process(lambda: _prepare(folder, step))
+    try:
+        wait = store.start(folder, _arrays(run, wanted, layout))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _failed(folder, error) from error
+
+    def finish() -> Path:
+        try:
+            wait()
+            _commit(folder, manifest, jax.process_index(), jax.process_count())
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _failed(folder, error) from error
+        return folder
+
+    return finish
+
+
+def _arrays(run: TrainState, wanted: Sequence[Entry], layout: Layout) -> dict[str, jax.Array]:
+    pairs = zip(wanted, jax.tree.leaves(run), strict=True)
+    return {entry.path: entry.to_saved(x, layout.mesh) for entry, x in pairs if not entry.is_empty}
+
+
+def _prepare(folder: Path, step: int) -> None:
+    """An empty folder for a step; what an interrupted save left there goes, and so does a damaged step."""
+    try:
+        if (folder / NAME).exists() and not damage(folder):
+            raise ValueError(f"{folder}: step {step} was saved already; save into another folder, or delete it")
+        if folder.exists():
+            remove(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise _failed(folder, error) from error
+
+
+def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
+    """Hashes this process's share of the files; the first one collects all shares and writes the manifest."""
+    names = {array.path: number for number, array in enumerate(manifest.arrays)}
+    places = store.extents(folder, names)
+    shares = {f"{NAME}.{other}" for other in range(1, processes)}
+    mine = [name for name in files_of(folder) if name not in shares and not name.endswith(".draft")][process::processes]
+    files = {name: segments_of(folder / name, places.get(name, ())) for name in mine}
+    if process:
+        write_file(folder / f"{NAME}.{process}", to_bytes(manifest._replace(files=files)))
+        _wait_for(folder / NAME, folder)
+        return
+    for other in sorted(shares):
+        _wait_for(folder / other, folder)
+        files |= from_bytes((folder / other).read_bytes()).files
+        (folder / other).unlink()
+    write(folder, manifest._replace(files=_sorted(files)))
+
+
+def _sorted(files: dict[str, tuple[Segment, ...]]) -> dict[str, tuple[Segment, ...]]:
+    return {name: files[name] for name in sorted(files)}
+
+
+def _wait_for(file: Path, folder: Path) -> None:
+    """Returns once another process has written a file into the folder that all of them see."""
+    end = time.monotonic() + _WAIT
+    while not file.exists():
+        if not folder.exists():
+            raise OSError("another process could not save its part, and says why")
+        if time.monotonic() > end:
+            raise OSError(f"{file} did not appear within {_WAIT:.0f} s; do all processes see the same folder?")
+        time.sleep(_LOOK)
+
+
+def _failed(folder: Path, error: Exception) -> OSError:
+    """The error of a save, which leaves nothing behind."""
+    shutil.rmtree(folder, ignore_errors=True)
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    reason = " ".join(str(cause).split()) or type(cause).__name__
+    return OSError(f"{folder}: this step could not be saved, and the steps before it stay as they are: {reason}")
+
+
+def _in_first_process(fn: Callable[[], None]) -> None:
+    """Calls a function in the first process, and raises in all of them where it fails."""
+    if jax.process_count() == 1:
+        return fn()
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            fn()
+        except (OSError, ValueError) as error:
+            failure = error
+    failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None)))
+    if failed:
+        raise failure or OSError("process 0 could not begin to save, and says why")
+
+
+def _made(layout: Layout) -> dict[str, Any]:
+    """How the run was made, for people: nothing of it is needed to restore."""
+    return {
+        "jaxshard": metadata.version("jaxshard"),
+        "jax": jax.__version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processes": jax.process_count(),
+        "mesh": dict(layout.mesh.shape),
+        "layout": layout.explain(),
+    }
