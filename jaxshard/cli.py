@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from jaxshard.commands.audit import audit
+from jaxshard.commands.checkpoint import checkpoint
 from jaxshard.commands.doctor import doctor
 from jaxshard.commands.errors import UsageError
 from jaxshard.commands.parity import parity
@@ -19,6 +20,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "audit": audit,
     "parity": parity,
     "schedule": schedule,
+    "checkpoint": checkpoint,
     "doctor": doctor,
 }
 

@@ -54,7 +54,8 @@ def begin(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[]
         ValueError,
         "arrays of these dtypes can't be saved; keep them in another, such as uint8",
     )
-    json.dumps(data, allow_nan=False)
+    if json.loads(json.dumps(data, allow_nan=False)) != data:
+        raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
     step = int(run.step)
     folder = root / str(step)
     manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))

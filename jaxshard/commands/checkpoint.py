@@ -1,0 +1,119 @@
+"""`jaxshard checkpoint`: the steps that a folder holds, what is in them, and whether every byte is what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from jaxshard._layout import human_bytes
+from jaxshard.checkpoint.checksums import damage
+from jaxshard.checkpoint.folder import folder_of, numbered
+from jaxshard.checkpoint.manifest import NAME, Manifest, read
+from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.flags import Count, File, check_files
+from jaxshard.commands.result import write_json
+from jaxshard.commands.terminal import facts, make_console
+
+
+def checkpoint(
+    action: tyro.conf.Positional[Annotated[Literal["list", "show", "verify"], tyro.conf.arg(metavar="ACTION")]],
+    dir: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DIR")]],
+    /,
+    *,
+    step: Count = None,
+    json: File = None,
+) -> int:
+    """List the steps in a folder of checkpoints, show what one holds, or verify every byte of all of them.
+
+    The exit status is 1 where a file is damaged, missing or was added; its name is printed.
+
+    Args:
+      action: list, show or verify.
+      dir: the folder that js.save or jaxshard train --checkpoint wrote.
+      step: this step alone; show takes the newest one by default.
+      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
+    """
+    console = make_console(stderr=str(json) == "-")
+    with usage_errors():
+        check_files(json=json)
+        folders = _folders(dir, step)
+    if action == "show":
+        return _show(console, folders, json)
+    problems = {number: _problems(folder, deep=action == "verify") for number, folder in folders.items()}
+    steps = [_row(folder, problems[number]) for number, folder in folders.items()]
+    for row in steps:
+        console.print(_line(row, deep=action == "verify"))
+        for problem in row["problems"]:
+            console.print(f"  {problem}")
+    write_json(json, {"folder": str(dir), "steps": steps})
+    return int(any(problems.values()))
+
+
+def _folders(root: Path, step: int | None) -> dict[int, Path]:
+    """The steps to look at, incomplete ones included."""
+    folders = numbered(root)
+    if not folders or (step is not None and step not in folders):
+        folder_of(root, step)  # says what is wrong
+    return folders if step is None else {step: folders[step]}
+
+
+def _problems(folder: Path, *, deep: bool) -> list[str]:
+    """What is wrong with a step: by its manifest alone, or by all of its files."""
+    if deep:
+        return damage(folder)
+    try:
+        read(folder)
+    except FileNotFoundError:
+        return [f"{folder / NAME}: missing: the save was interrupted, or the file was deleted"]
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _row(folder: Path, problems: list[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": int(folder.name), "problems": problems}
+    try:
+        manifest = read(folder)
+    except (ValueError, FileNotFoundError):
+        return row
+    return row | _about(manifest)
+
+
+def _about(manifest: Manifest) -> dict[str, Any]:
+    counts = {"arrays": len(manifest.arrays), "files": len(manifest.files) + 1, "bytes": manifest.size}
+    return counts | {name: manifest.made.get(name) for name in ("time", "mesh", "processes", "jaxshard", "jax")}
+
+
+def _line(row: dict[str, Any], *, deep: bool) -> str:
+    state = "damaged" if row["problems"] else "intact" if deep else "complete"
+    if "bytes" not in row:
+        return f"step {row['step']}: {state}"
+    size = f"{human_bytes(row['bytes'])} in {row['files']} files, {row['arrays']} arrays"
+    return f"step {row['step']}: {state}, {size}, saved {row['time']} on mesh {_mesh(row['mesh'])}"
+
+
+def _mesh(mesh: Any) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.items()) if isinstance(mesh, dict) else "unknown"
+
+
+def _show(console: Console, folders: dict[int, Path], json: Path | None) -> int:
+    newest = max((number for number in folders if (folders[number] / NAME).exists()), default=max(folders))
+    try:
+        manifest = read(folders[newest])
+    except (ValueError, FileNotFoundError) as error:
+        console.print(f"step {newest}: damaged\n  {error}")
+        return 1
+    about = _about(manifest)
+    console.print(_line({"step": newest, "problems": []} | about, deep=False))
+    made = f"jaxshard {about['jaxshard']}, JAX {about['jax']}, {about['processes']} process(es)"
+    facts(console, {"made by": made} | ({} if manifest.data is None else {"data": str(manifest.data)}))
+    console.print()
+    for array in manifest.arrays:
+        console.print(f"  {array.path}  {array.dtype}{list(array.shape)}")
+    console.print(f"\nthe layout that saved it:\n{manifest.made.get('layout')}")
+    arrays = [array._asdict() for array in manifest.arrays]
+    write_json(json, {"step": newest} | about | {"data": manifest.data, "tree": arrays, "made": manifest.made})
+    return 0

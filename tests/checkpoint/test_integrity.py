@@ -1,0 +1,176 @@
+"""Every byte of a step counts: what was changed, cut off, lost or added is found, and the file is named."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint import manifest
+from jaxshard.checkpoint.checksums import damage, files_of
+from jaxshard.checkpoint.manifest import NAME
+from jaxshard.cli import main
+from tests.checkpoint.small import at, layout
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    for step in (10, 20):
+        js.save(root, at(step), layout())
+    return root
+
+
+@pytest.fixture
+def root(saved, tmp_path):
+    """A copy of two good steps, to be damaged."""
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def all_files(folder):
+    return [*files_of(folder), NAME]
+
+
+def flip(file, byte, bit):
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def assert_found(folder, name):
+    problems = damage(folder)
+    assert problems and all(problem.startswith(str(folder / name) + ":") for problem in problems), (name, problems)
+
+
+@pytest.mark.parametrize(
+    ("flips", "cuts"), [(40, 12), pytest.param(400, 100, marks=pytest.mark.slow, id="many")], ids=str
+)
+def test_random_flips_and_cuts_are_all_found(flips, cuts, root):
+    numbers, folder = np.random.default_rng(flips), root / "20"
+    files = [folder / name for name in all_files(folder) if (folder / name).stat().st_size]
+    assert damage(folder) == [] and len(files) >= 8
+    for count in range(flips + cuts):
+        file = files[count % len(files)]
+        before = file.read_bytes()
+        if count < flips:
+            flip(file, numbers.integers(len(before)), numbers.integers(8))
+        else:
+            file.write_bytes(before[: numbers.integers(len(before))])
+        assert_found(folder, file.relative_to(folder))
+        file.write_bytes(before)
+    assert damage(folder) == []
+
+
+def test_every_byte_of_a_manifest_counts(root):
+    raw = (root / "20" / NAME).read_bytes()
+    for position in range(len(raw)):
+        with pytest.raises(ValueError, match="checksum"):
+            manifest.from_bytes(raw[:position] + bytes([raw[position] ^ 4]) + raw[position + 1 :])
+        with pytest.raises(ValueError, match="checksum"):
+            manifest.from_bytes(raw[:position])
+    with pytest.raises(ValueError, match="checksum"):
+        manifest.from_bytes(raw + b"\n")
+
+
+def test_every_lost_and_every_longer_file_is_found(root):
+    folder = root / "20"
+    for name in files_of(folder):
+        file = folder / name
+        before = file.read_bytes()
+        file.unlink()
+        assert_found(folder, name)
+        file.write_bytes(before + b"\0")
+        assert_found(folder, name)
+        file.write_bytes(before)
+    (folder / NAME).unlink()
+    assert_found(folder, NAME)
+
+
+def test_an_added_file_and_a_link_are_found(root):
+    folder = root / "20"
+    (folder / "arrays" / "more").write_bytes(b"")
+    assert_found(folder, "arrays/more")
+    (folder / "arrays" / "more").unlink()
+    data = next(name for name in files_of(folder) if "process_0/d/" in name)
+    (folder / data).rename(root / "elsewhere")
+    (folder / data).symlink_to(root / "elsewhere")
+    assert_found(folder, data)
+
+
+def test_files_of_another_step_are_found(root):
+    for name in ("arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt"):
+        shutil.copy(root / "10" / name, root / "20" / name)
+        assert any(name in problem for problem in damage(root / "20"))
+    shutil.rmtree(root / "20")
+    (root / "10").rename(root / "20")
+    assert damage(root / "20") == [f"{root / '20' / NAME}: it belongs to step 10, not 20; the folder was renamed"]
+
+
+def test_the_arrays_in_the_damaged_bytes_are_named(root):
+    folder = root / "20"
+    made = manifest.read(folder)
+    name, segments = next((n, s) for n, s in made.files.items() if any(part.array is not None for part in s))
+    seen, start = set(), 0
+    for segment in segments:
+        flip(folder / name, start, 0)
+        (problem,) = damage(folder)
+        expected = "no array lies in those bytes"
+        if segment.array is not None:
+            seen.add(made.arrays[segment.array].path)
+            expected = f"arrays: {made.arrays[segment.array].path}"
+        assert problem == f"{folder / name}: its bytes are not those that were saved; {expected}"
+        flip(folder / name, start, 0)
+        start += segment.size
+    # All arrays of a kilobyte or more; the others lie in the index.
+    assert seen == {
+        f"{tree}/{leaf}" for tree in ("params", "opt_state/0/mu", "opt_state/0/nu") for leaf in ("a%2Fb", "w")
+    }
+    (index,) = (name for name in made.files if name.startswith("arrays/state/d/"))
+    flip(folder / index, 100, 1)
+    assert damage(folder)[0].endswith("all arrays are found through it")
+
+
+def test_restore_refuses_what_it_would_otherwise_read_wrong(root):
+    folder = root / "20"
+    made = manifest.read(folder)
+    name, segments = next((n, s) for n, s in made.files.items() if any(part.array is not None for part in s))
+    flip(folder / name, 1000, 6)
+    array = made.arrays[segments[0].array].path
+    with pytest.raises(ValueError, match=r"(?s)20: step 20 is damaged.*latest_step.*" + f"{name}.*{array}"):
+        js.restore(root, layout())
+    unchecked, good = js.restore(root, layout(), verify=False), js.restore(root, layout(), step=10)
+    wrong = [(np.asarray(a) != np.asarray(b)).sum() for a, b in zip(_numbers(unchecked), _numbers(good), strict=True)]
+    assert sum(wrong) == 1
+
+
+def _numbers(run):
+    return [*run.params.values(), *run.opt_state[0].mu.values(), *run.opt_state[0].nu.values()]
+
+
+def test_the_newest_intact_step(root):
+    assert js.latest_step(root) == js.latest_step(root, intact=True) == 20
+    flip(root / "20" / files_of(root / "20")[0], 3, 3)
+    assert js.latest_step(root) == 20 and js.latest_step(root, intact=True) == 10
+    (root / "20" / NAME).unlink()
+    assert js.latest_step(root) == 10
+    (root / "10" / NAME).write_bytes(b"")
+    assert js.latest_step(root) == 10 and js.latest_step(root, intact=True) is None
+
+
+def test_the_command_verifies_every_step(root, capsys):
+    assert main(["checkpoint", "verify", str(root)]) == 0
+    assert "step 10: intact" in (shown := capsys.readouterr().out) and "step 20: intact" in shown
+    name = "arrays/state/_METADATA"
+    flip(root / "10" / name, 7, 7)
+    assert main(["checkpoint", "verify", str(root)]) == 1
+    shown = capsys.readouterr().out
+    assert "step 10: damaged" in shown and str(root / "10" / name) in shown and "step 20: intact" in shown
+    assert main(["checkpoint", "verify", str(root), "--step", "20"]) == 0
+    assert main(["checkpoint", "list", str(root)]) == 0
+    flip(root / "10" / NAME, 7, 7)
+    for action in ("list", "verify"):
+        capsys.readouterr()
+        assert main(["checkpoint", action, str(root)]) == 1
+        assert str(root / "10" / NAME) in capsys.readouterr().out
+    assert main(["checkpoint", "show", str(root), "--step", "10"]) == 1
