@@ -1,0 +1,202 @@
+"""Saving while a run goes on; full disks, missing permissions and kills leave the steps before."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint import manifest, writer
+from jaxshard.checkpoint.checksums import damage
+from jaxshard.checkpoint.folder import numbered
+from jaxshard.checkpoint.manifest import NAME
+from tests.checkpoint.runs import assert_same
+from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
+
+
+@pytest.fixture(scope="module")
+def step():
+    return js.make_step(loss_fn, TX, layout())
+
+
+def steps_of(root):
+    return list(numbered(root))
+
+
+def test_fit_saves_in_the_background_and_keeps_the_newest(step, tmp_path):
+    runs = {}
+    with js.Checkpointer(tmp_path, layout(), every=2, keep=2) as checkpointer:
+        saved = [checkpointer, lambda number, run: runs.update({number: jax.tree.map(lambda x: x + 0, run.params)})]
+        run = js.fit(new_run(), step, [BATCH] * 7, steps=7, on_run=saved)
+        checkpointer.save(run)
+        checkpointer.save(run)
+    assert steps_of(tmp_path) == [6, 7]
+    for number in (6, 7):  # as it was then, although the steps after it were given the same arrays
+        back = js.restore(tmp_path, layout(), step=number)
+        assert int(back.step) == number and damage(tmp_path / str(number)) == []
+        assert_same(back.params, runs[number])
+
+
+def test_what_was_restored_goes_on_as_if_nothing_had_been(step, tmp_path):
+    run, losses = new_run(), []
+    for number in range(5):
+        if number == 2:
+            js.save(tmp_path, run, layout())
+        run, metrics = step(run, BATCH)
+        losses.append(float(metrics["loss"]))
+    back, again = js.restore(tmp_path, layout()), []
+    for _ in range(3):
+        back, metrics = step(back, BATCH)
+        again.append(float(metrics["loss"]))
+    assert again == losses[2:]
+    assert_same(back, run)
+    other = js.make_step(loss_fn, TX, layout(4))
+    _, metrics = other(js.restore(tmp_path, layout(4)), BATCH)
+    assert float(metrics["loss"]) == pytest.approx(losses[2], rel=1e-6)
+
+
+def test_a_file_that_can_not_be_written_leaves_the_step_before(tmp_path):
+    """The limit stands for a full disk: TensorStore's own writes fail, in the background."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpointer = js.Checkpointer(tmp_path, layout(), every=1, keep=1)
+    checkpointer(1, at(1))
+    checkpointer.wait_until_finished()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        checkpointer(2, at(2))
+        with pytest.raises(OSError, match=r"/2: this step could not be saved, .*File too large") as caught:
+            checkpointer(3, at(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.__cause__ is not None
+    assert steps_of(tmp_path) == [1] and damage(tmp_path / "1") == []
+    checkpointer(3, at(3))
+    checkpointer.wait_until_finished()
+    assert steps_of(tmp_path) == [3] and int(js.restore(tmp_path, layout()).step) == 3
+
+
+@pytest.mark.parametrize("place", ["flush", "rename"])
+def test_a_full_disk_at_the_manifest_leaves_the_step_before(place, tmp_path, monkeypatch):
+    js.save(tmp_path, at(1), layout())
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if place == "flush":
+        monkeypatch.setattr(manifest.os, "fsync", full)
+    else:
+        monkeypatch.setattr(manifest.Path, "rename", full)
+    with pytest.raises(OSError, match=r"2: this step could not be saved, .*No space left on device"):
+        js.save(tmp_path, at(2), layout())
+    assert steps_of(tmp_path) == [1] and js.latest_step(tmp_path, intact=True) == 1
+
+
+def test_no_permission(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(writer.Path, "mkdir", refuse)
+    with pytest.raises(OSError, match=r"run/2: this step could not be saved, .*Permission denied"):
+        js.save(tmp_path / "run", at(2), layout())
+    checkpointer = js.Checkpointer(tmp_path / "run", layout(), every=1)
+    with pytest.raises(OSError, match="Permission denied"):
+        checkpointer(2, at(2))
+    monkeypatch.undo()
+    checkpointer(2, at(2))
+    checkpointer.wait_until_finished()
+    assert steps_of(tmp_path / "run") == [2]
+
+
+def test_an_error_of_the_loop_comes_first_and_that_of_the_save_is_noted(tmp_path, monkeypatch):
+    def broken(*args):
+        raise OSError("gone")
+
+    monkeypatch.setattr(writer, "write", broken)
+    with pytest.raises(KeyError, match="loop") as caught, js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
+        checkpointer(1, at(1))
+        raise KeyError("loop")
+    assert "this step could not be saved" in caught.value.__notes__[0]
+    with pytest.raises(OSError, match="gone"), js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
+        checkpointer(1, at(1))
+    assert steps_of(tmp_path) == []
+
+
+def test_keeping_never_deletes_what_was_just_saved(tmp_path):
+    for number in (100, 200):
+        js.save(tmp_path, at(number), layout())
+    with js.Checkpointer(tmp_path, layout(), every=5, keep=1) as checkpointer:
+        checkpointer(4, at(4))
+        checkpointer(5, at(5))
+    assert steps_of(tmp_path) == [5]
+
+
+def test_a_step_without_its_manifest_is_not_counted_and_is_replaced(tmp_path):
+    (js.save(tmp_path, at(5), layout()) / NAME).unlink()
+    with js.Checkpointer(tmp_path, layout(), every=5, keep=1) as checkpointer:
+        checkpointer(5, at(5))
+    assert damage(tmp_path / "5") == []
+
+
+def test_sizes_are_checked(tmp_path):
+    for name in ("every", "keep"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            js.Checkpointer(tmp_path, layout(), **({"every": 1} | {name: 0}))
+
+
+def test_processes_share_the_checksums(tmp_path, monkeypatch):
+    """Three processes that see one folder: what each of them would do, one after the other."""
+    monkeypatch.setattr(writer, "_commit", lambda *args: made.append(args[:2]))
+    made = []
+    js.save(tmp_path, at(5), layout())
+    monkeypatch.undo()
+    ((folder, start),) = made
+    monkeypatch.setattr(writer, "_wait_for", lambda file, folder: None)
+    for process in (2, 1):
+        writer._commit(folder, start, process, 3)
+        assert js.latest_step(tmp_path) is None
+    writer._commit(folder, start, 0, 3)
+    assert damage(folder) == [] and int(js.restore(tmp_path, layout()).step) == 5
+
+
+def test_a_process_that_failed_is_not_waited_for(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="another process could not save"):
+        writer._wait_for(tmp_path / "5" / NAME, tmp_path / "5")
+    monkeypatch.setattr(writer, "_WAIT", 0.0)
+    with pytest.raises(OSError, match="did not appear within 0 s"):
+        writer._wait_for(tmp_path / NAME, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_time_leaves_a_step_that_is_intact(tmp_path):
+    program = """
+        import jax, sys
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jax.numpy as jnp, numpy as np, optax, jaxshard as js
+        init = lambda key: {"w": jax.random.normal(key, (2048, 1024))}
+        layout = js.layout(js.fsdp("data"), js.make_mesh(data=2), init, optax.adam(1e-3))
+        run = js.init(init, optax.adam(1e-3), layout, 0)
+        checkpointer = js.Checkpointer(sys.argv[1], layout, every=1)
+        for step in range(1, 1000):
+            checkpointer(step, run._replace(step=jax.device_put(np.int32(step), run.step.sharding)))
+            if step == 2:
+                print("going", flush=True)
+    """
+    numbers = np.random.default_rng(0)
+    for trial in range(6):
+        root = tmp_path / str(trial)
+        command = [sys.executable, "-c", textwrap.dedent(program), str(root)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"JAX_PLATFORMS": "cpu"}) as process:
+            assert process.stdout.readline() == b"going\n"
+            time.sleep(numbers.uniform(0, 1))
+            process.send_signal(signal.SIGKILL)
+        complete = [number for number, path in numbered(root).items() if (path / NAME).exists()]
+        assert complete and all(damage(root / str(number)) == [] for number in complete)
+        assert len(numbered(root)) - len(complete) <= 1

@@ -1,0 +1,100 @@
+"""Readers of manifests: what was written comes back, all else is a ValueError."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxshard.checkpoint.manifest import FORMAT, Manifest, Saved, Segment, _seal, from_bytes, read, to_bytes
+from jaxshard.commands.checkpoint import _line, _row
+
+GOOD = Manifest(
+    step=3,
+    arrays=(Saved("params/w", (2, 3), "float32"), Saved("key", (), "key<fry>")),
+    files={"arrays/d/1": (Segment(10, 2**32 - 1, 0), Segment(0, 0, None)), "arrays/x": ()},
+    data={"epoch": [1, None, 2.5, "\N{SNOWMAN}\n"]},
+    made={"mesh": {"data": 2}},
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def sealed(value):
+    line = json.dumps(value).encode() + b"\n"
+    return line + _seal(line)
+
+
+def test_what_was_written_comes_back():
+    assert from_bytes(to_bytes(GOOD)) == GOOD
+    assert to_bytes(GOOD).count(b"\n") == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(raw=st.binary(max_size=200))
+def test_bytes_are_refused(raw):
+    for content in (raw, raw + b"\n" + _seal(raw + b"\n")):
+        with pytest.raises(ValueError):
+            from_bytes(content)
+
+
+PLACES = [("step",), ("arrays",), ("files",), ("made",), ("format",), ("arrays", 0), ("files", "arrays/d/1")]
+PLACES += [("arrays", 0, name) for name in Saved._fields] + [("files", "arrays/d/1", 0, i) for i in range(3)]
+PLACES += [("arrays", 0, "shape", 0), ("files", "arrays/d/1", 0)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(place=st.sampled_from(PLACES), value=JSON, away=st.booleans())
+def test_anything_in_any_place_is_refused_or_is_what_it_says(place, value, away):
+    fields = json.loads(to_bytes(GOOD).splitlines()[0])
+    inner = fields
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    if away:
+        del inner[place[-1]]
+    try:
+        made = from_bytes(sealed(fields))
+    except ValueError:
+        return
+    assert json.loads(to_bytes(made).splitlines()[0]) == fields  # nothing was changed or overlooked
+
+
+@settings(max_examples=100, deadline=None)
+@given(name=st.text(max_size=12) | st.sampled_from(["../x", "/x", "a/../b", "a//b", ".", "", "manifest.json", "a\\b"]))
+def test_files_lie_in_the_folder_of_the_step(name, tmp_path_factory):
+    fields = json.loads(to_bytes(GOOD._replace(files={})).splitlines()[0]) | {"files": {name: []}}
+    try:
+        from_bytes(sealed(fields))
+    except ValueError:
+        return
+    root = tmp_path_factory.getbasetemp() / "step"
+    assert root in (root / name).resolve().parents and name not in ("", "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (sealed([1]), "not the manifest"),
+        (sealed({"format": FORMAT + 1, "anything": 1}), f"format {FORMAT + 1}, .*reads format {FORMAT}"),
+        (sealed({"format": FORMAT}), "wrong fields"),
+        (b"[" * 100_000 + b"\n" + _seal(b"[" * 100_000 + b"\n"), "no JSON"),
+        (b"", "checksum"),
+    ],
+)
+def test_messages(content, message, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"manifest.json: .*{message}"):
+        read(tmp_path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(made=st.dictionaries(st.sampled_from(["mesh", "time", "jax", "processes"]), JSON))
+def test_the_command_shows_whatever_was_noted(made, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("noted") / "3"
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes(to_bytes(GOOD._replace(made=made)))
+    assert _line(_row(folder, []), deep=False).startswith("step 3: complete, 10 B in 3 files, 2 arrays")

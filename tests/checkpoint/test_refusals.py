@@ -1,0 +1,153 @@
+"""What can't be saved or restored is refused by name, with both numbers."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint import describe, manifest
+from jaxshard.checkpoint.manifest import NAME
+from tests.checkpoint.small import TX, at, init_fn, layout
+
+
+def layout_of(init, tx=TX):
+    return js.layout(js.ddp("data"), js.make_mesh(jax.devices()[:2], data=2), init, tx)
+
+
+def changed(key):
+    """`init_fn` with an array less, an array more, another shape, another dtype."""
+    model = init_fn(key)
+    params = model.params | {
+        "w": jnp.zeros((48, 25)),
+        "a/b": model.params["a/b"].astype(jnp.bfloat16),
+        "new": jnp.ones(2),
+    }
+    del params["none"]
+    return js.Model(params, model.state | {"seen": jnp.zeros((), jnp.int32)})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("root")
+    js.save(root, at(7), layout())
+    return root
+
+
+def test_every_array_that_differs_is_named_and_nothing_is_cast(root):
+    with pytest.raises(ValueError) as caught:
+        js.restore(root, layout_of(changed, optax.sgd(1.0)))
+    lines = str(caught.value).splitlines()
+    assert "nothing is cast or left out" in lines[0] and str(root / "7") in lines[0]
+    assert {line.removeprefix("  - ") for line in lines[1:] if "opt_state" not in line} == {
+        "params/new: missing in the checkpoint, expected float32[2]",
+        "params/none: float32[0, 4] in the checkpoint, not in the layout",
+        "params/w: float32[48, 24] in the checkpoint, expected float32[48, 25]",
+        "params/a%2Fb: float32[64, 48] in the checkpoint, expected bfloat16[64, 48]",
+        "state/seen: bool[] in the checkpoint, expected int32[]",
+    }
+    assert sum("opt_state/0/" in line and line.endswith("not in the layout") for line in lines) == 9
+
+
+def test_a_frozen_parameter_has_no_optimizer_state(root):
+    frozen = js.layout(
+        js.ddp("data"), js.make_mesh(jax.devices()[:2], data=2), init_fn, TX, trainable=lambda path: path != "w"
+    )
+    with pytest.raises(ValueError, match=r"opt_state/0/mu/w: float32\[48, 24\] in the checkpoint, not in the layout"):
+        js.restore(root, frozen)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", "there is no such folder"),
+        ("empty", "is not a folder of checkpoints"),
+        ("root/7", r"is the folder of one step; give .*root and step=7"),
+    ],
+)
+def test_folders_that_are_no_checkpoints(name, message, root, tmp_path):
+    (tmp_path / "empty" / "images").mkdir(parents=True)
+    (tmp_path / "root").symlink_to(root)
+    for refuse in (lambda path: js.restore(path, layout()), describe):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            refuse(tmp_path / name)
+    assert js.latest_step(tmp_path / "none") is js.latest_step(tmp_path / "empty") is None
+
+
+def test_steps_that_do_not_exist(root, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no step 8; complete steps: 7"):
+        js.restore(root, layout(), step=8)
+    js.save(tmp_path, at(1), layout())
+    (js.save(tmp_path, at(2), layout()) / NAME).unlink()
+    assert js.latest_step(tmp_path) == 1 and int(js.restore(tmp_path, layout()).step) == 1
+    with pytest.raises(
+        ValueError, match=re.escape("2/manifest.json is missing, so this step was not completely saved")
+    ):
+        js.restore(tmp_path, layout(), step=2)
+    (tmp_path / "1" / NAME).unlink()
+    with pytest.raises(ValueError, match="not completely saved; complete steps: none"):
+        js.restore(tmp_path, layout())
+
+
+def test_a_newer_format(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    js.save(tmp_path, at(1), layout())
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"manifest.json: it has format 2, .* reads format 1; update jaxshard"):
+        js.restore(tmp_path, layout())
+
+
+def test_a_step_is_saved_once_unless_it_is_damaged(tmp_path):
+    folder = js.save(tmp_path, at(1), layout())
+    with pytest.raises(ValueError, match="step 1 was saved already; save into another folder, or delete it"):
+        js.save(tmp_path, at(1), layout())
+    (folder / "arrays" / "_CHECKPOINT_METADATA").unlink()
+    assert js.latest_step(tmp_path, intact=True) is None
+    js.save(tmp_path, at(1), layout())
+    assert js.latest_step(tmp_path, intact=True) == 1
+
+
+def test_data_comes_back_as_it_was_or_is_refused(tmp_path):
+    js.save(tmp_path, at(1), layout(), data={"epoch": 2, "files": ["a", "b"], "rate": 0.1})
+    assert describe(tmp_path).data == {"epoch": 2, "files": ["a", "b"], "rate": 0.1}
+    for wrong in ((1, 2), {1: 2}):
+        with pytest.raises(ValueError, match="does not come back from JSON"):
+            js.save(tmp_path, at(2), layout(), data=wrong)
+    assert js.latest_step(tmp_path) == 1
+    json.dumps(describe(tmp_path).made)
+
+
+def test_a_run_of_another_layout_and_dtypes_that_no_file_holds(tmp_path):
+    with pytest.raises(ValueError, match="where the layout stores them"):
+        js.save(tmp_path, at(1), layout(4))
+
+    def init(key):
+        return js.Model({"w": jnp.ones(4)}, {"bits": jnp.zeros(8, jnp.uint4)})
+
+    odd = layout_of(init)
+    run = js.init(init, TX, odd, 0)
+    with pytest.raises(ValueError, match="state/bits: uint4"):
+        js.save(tmp_path, run, odd)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dtypes_survive(tmp_path):
+    names = ("bfloat16", "float16", "float8_e4m3fn", "int4", "int8", "uint8", "uint32", "bool", "complex64", "int2")
+
+    def init(key):
+        state = {name: jnp.asarray(np.arange(6) % 2, name) for name in names}
+        odd = jnp.array([-0.0, np.nan, np.inf, 1e-45])
+        return js.Model({"w": odd}, state | {"key": jax.random.split(jax.random.key(3, impl="rbg"), 3)})
+
+    made = js.layout(js.ddp("data"), js.make_mesh(jax.devices()[:2], data=2), init, optax.sgd(1.0))
+    run = js.init(init, optax.sgd(1.0), made, 0)
+    js.save(tmp_path, run, made)
+    back = js.restore(tmp_path, made)
+    assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(lambda x: x.dtype, run)
+    assert jax.random.key_data(back.state.pop("key")).tolist() == jax.random.key_data(run.state.pop("key")).tolist()
+    for a, b in zip(jax.tree.leaves((back.params, back.state)), jax.tree.leaves((run.params, run.state)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
