@@ -99,8 +99,9 @@ class Ends:
 
     def zeros(self, sums: PyTree) -> Totals:
         """Totals of nothing; `sums` are the zeros of the gradients."""
-        metrics = {name: metric for name, metric in self.no_metrics().items() if name != "loss"}
-        return Totals(jnp.zeros((), jnp.float32), metrics, sums)
+        metrics = self.no_metrics()
+        value = metrics.pop("loss")
+        return Totals(jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(value))), metrics, sums)
 
     def judge(self, microbatch: jax.Array, y: PyTree, metrics: Metrics, active: jax.Array) -> Metrics:
         """The metrics with a micro-batch's loss and metrics added where `active`; the gradient is nobody's business."""
