@@ -53,12 +53,13 @@ def residual_block(params: PyTree, x: jax.Array, key: Any) -> jax.Array:
 @cache
 def stack_toy(block: Block = residual_block, depth: int = 8, *, tied: bool = False, rows: int = ROWS) -> Toy:
     """Linear 5 -> 7, so many blocks of a matrix w and a bias b, linear 7 -> 5: the transposed first one if tied."""
+    scale = min(0.25, 2 / depth)  # 33 blocks of 0.25 amplify roundings a hundredfold
 
     def init(key: jax.Array) -> PyTree:
         keys = jax.random.split(key, 3)
         return {
             "embed": {"w": jax.random.normal(keys[0], (FEATURES, WIDTH)) / 2},
-            "block": {"w": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 4, "b": jnp.full(WIDTH, 0.01)},
+            "block": {"w": jax.random.normal(keys[1], (WIDTH, WIDTH)) * scale, "b": jnp.full(WIDTH, 0.01)},
             "head": {"scale": jnp.ones(WIDTH)} | ({} if tied else {"w": jax.random.normal(keys[2], (WIDTH, FEATURES))}),
         }
 
