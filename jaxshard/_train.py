@@ -47,7 +47,8 @@ class Step:
 
     def __init__(self, loss_fn: LossFn, tx: optax.GradientTransformation, layout: Layout, engine: Engine):
         if not isinstance(engine, Engine):
-            raise TypeError(f"engine must be js.auto(...), js.explicit(...) or js.pipelined(...), got {type(engine).__name__}")
+            got = type(engine).__name__
+            raise TypeError(f"engine must be js.auto(...), js.explicit(...) or js.pipelined(...), got {got}")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function loss_fn(model, batch, key), got {type(loss_fn).__name__}")
         self.loss_fn, self.layout, self.engine = loss_fn, layout, engine

@@ -86,7 +86,7 @@ def split(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
         fits = [dim for dim, length in enumerate(left) if length and length % size == 0]
         if fits:
-            dim = max(fits, key=left.__getitem__)
+            dim = max(fits, key=shape.__getitem__)
             left[dim], names[dim] = left[dim] // size, (*names[dim], axis)
     return PartitionSpec(*(spec_entry(part) for part in names))
 

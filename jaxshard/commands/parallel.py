@@ -14,7 +14,7 @@ from jaxshard.commands.devices import choose_devices
 from jaxshard.engines import auto, explicit, pipelined
 from jaxshard.engines.accumulate import Engine
 from jaxshard.plan.topology import topology_mesh
-from jaxshard.schedules import Schedule
+from jaxshard.schedules import ONE_CHUNK, Schedule, full_name
 
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
@@ -29,8 +29,6 @@ _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "fsdp": fsdp,
     "hsdp": hsdp,
 }
-
-_ONE_CHUNK = ("gpipe", "one_f_one_b", "1f1b")
 
 TURNS_PER_STAGE = 4
 """Micro-batches per device of the pipeline where nothing is said: with two chunks a bubble of an eighth at most."""
@@ -105,7 +103,9 @@ def parallel(
     stages = made.shape["pipe"]
     table = _table(schedule, stages, microbatches, chunks)
     if table is None:
-        chunks = chunks or (1 if schedule in _ONE_CHUNK else max(1, min(2, (depth or 2 * stages) // stages)))
+        chunks = chunks or (
+            1 if schedule and full_name(schedule) in ONE_CHUNK else max(1, min(2, (depth or 2 * stages) // stages))
+        )
         turns = microbatches or _turns(stages, rows, batch)
     else:
         chunks, turns = table.chunks, table.microbatches

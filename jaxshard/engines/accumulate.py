@@ -48,7 +48,7 @@ class Engine:
     units: Sequence[type] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ValueError(f"microbatches must be a whole number from 1 on, got {self.microbatches!r}")
         if self.scatter not in ("each", "end"):
             raise ValueError(f"scatter must be 'each' or 'end', got {self.scatter!r}")

@@ -15,17 +15,22 @@ from jaxshard._mesh import axis_size
 from jaxshard._placement import only_axes
 from jaxshard._strategy import Pipeline
 from jaxshard._typing import LossFn, PyTree
-from jaxshard.adapt.stacked import RematPolicy, saveable_of, stacked_of
+from jaxshard.adapt.stacked import RematPolicy, stacked_of
 from jaxshard.engines.accumulate import Engine, Outcome, Scatter
 from jaxshard.engines.explicit import combined, manual_axes
 from jaxshard.engines.share import Share
 from jaxshard.engines.ticks import run_ticks
 from jaxshard.engines.weights import users_code
-from jaxshard.schedules import Schedule, named
+from jaxshard.schedules import ONE_CHUNK, Schedule, full_name, named
 from jaxshard.schedules.slots import slots_of
 
-_SAVED: dict[Any, RematPolicy] = {"layer": "nothing", "stage": "everything"}
-"""What a block saves by a stash policy of these names; others are checkpoint policies themselves."""
+_SAVED: dict[str, RematPolicy] = {
+    "layer": "nothing",
+    "stage": "everything",
+    "everything": "everything",
+    "dots": "dots",
+}
+"""What a block saves by a stash policy of these names; functions are checkpoint policies themselves."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +42,31 @@ class Pipelined(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        saveable_of(_SAVED.get(self.stash, self.stash))
+        if not callable(self.stash) and self.stash not in _SAVED:
+            raise ValueError(
+                f"stash must be one of {', '.join(map(repr, _SAVED))} or a function of jax.checkpoint_policies, got "
+                f"{self.stash!r}"
+            )
         if not isinstance(self.schedule, (str, Schedule)):
             raise TypeError(
                 f"schedule must be a name such as 'interleaved' or a js.schedules.Schedule, got {self.schedule!r}"
             )
+
+    @property
+    def saved(self) -> RematPolicy:
+        """What a block keeps for its own backward."""
+        return _SAVED[self.stash] if isinstance(self.stash, str) else self.stash
 
     def table(self, layout: Layout) -> Schedule:
         """The schedule for the pipeline of a layout; an error where they do not fit."""
         pipe = _pipeline(layout)
         stages = axis_size(layout.mesh, pipe.axis)
         if isinstance(self.schedule, str):
+            if pipe.chunks != 1 and full_name(self.schedule) in ONE_CHUNK:
+                raise ValueError(
+                    f"the schedule {self.schedule} has one chunk per device, but the layout places {pipe.chunks}: write "
+                    f"js.pipeline({pipe.axis!r}, chunks=1), or take the schedule 'interleaved' or 'zero_bubble'"
+                )
             return named(self.schedule, stages, self.microbatches, chunks=pipe.chunks)
         got = (self.schedule.stages, self.schedule.chunks, self.schedule.microbatches)
         want = (stages, pipe.chunks, self.microbatches)
@@ -73,7 +92,7 @@ class Pipelined(Engine):
             with users_code(layout):
                 share = Share(self, layout, pipe, model, params, batch, key)
                 ends = share.weighed(share.ends())
-                stages = share.stages(ends, _SAVED.get(self.stash, self.stash), recompute=self.stash == "stage")
+                stages = share.stages(ends, self.saved, recompute=self.stash == "stage")
                 grads, totals = run_ticks(slots, pipe.axis, stages, ends, share.zero_sums(), share.zeros(ends))
             axes = (*layout.batch_axes, pipe.axis)
             metrics = {name: combined(metric, axes) for name, metric in totals.metrics.items()}

@@ -1,6 +1,8 @@
 """Schedules of a pipeline as tables: the named ones, your own, and what they cost."""
 
 from jaxshard.schedules.named import NAMES as NAMES
+from jaxshard.schedules.named import ONE_CHUNK as ONE_CHUNK
+from jaxshard.schedules.named import full_name as full_name
 from jaxshard.schedules.named import gpipe as gpipe
 from jaxshard.schedules.named import interleaved as interleaved
 from jaxshard.schedules.named import named as named

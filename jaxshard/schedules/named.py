@@ -146,6 +146,10 @@ NAMES = tuple(_NAMED)
 """What `named` knows; it takes 1f1b for one_f_one_b, and - for _, too."""
 
 
+ONE_CHUNK = ("gpipe", "one_f_one_b")
+"""Those whose devices hold one chunk each."""
+
+
 def full_name(name: str) -> str:
     """Which of `NAMES` is meant; a ValueError if none is."""
     known = "one_f_one_b" if name == "1f1b" else name.replace("-", "_")
@@ -163,7 +167,7 @@ def named(name: str, stages: int, microbatches: int, *, chunks: int | None = Non
     known = full_name(name)
     if chunks is None:
         return _NAMED[known](stages, microbatches)
-    if known in ("gpipe", "one_f_one_b"):
+    if known in ONE_CHUNK:
         if chunks != 1:
             raise ValueError(f"{known} has 1 chunk per device, got {chunks}; leave chunks out, or use interleaved")
         return _NAMED[known](stages, microbatches)
