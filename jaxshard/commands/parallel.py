@@ -103,9 +103,7 @@ def parallel(
     stages = made.shape["pipe"]
     table = _table(schedule, stages, microbatches, chunks)
     if table is None:
-        chunks = chunks or (
-            1 if schedule and full_name(schedule) in ONE_CHUNK else max(1, min(2, (depth or 2 * stages) // stages))
-        )
+        chunks = chunks or _chunks(schedule, stages, depth)
         turns = microbatches or _turns(stages, rows, batch)
     else:
         chunks, turns = table.chunks, table.microbatches
@@ -150,6 +148,13 @@ def _table(schedule: str | None, stages: int, microbatches: int | None, chunks: 
                 f"--schedule {schedule} is a table for {name}={own[name]}, but {name}={given} was asked for"
             )
     return table
+
+
+def _chunks(schedule: str | None, stages: int, depth: int | None) -> int:
+    """Chunks per device where none are said: two if the schedule can and the model has so many blocks."""
+    if schedule is not None and full_name(schedule) in ONE_CHUNK:
+        return 1
+    return 2 if depth is None or depth >= 2 * stages else 1
 
 
 def _turns(stages: int, rows: int, batch: int | None) -> int:

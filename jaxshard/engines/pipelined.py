@@ -42,7 +42,7 @@ class Pipelined(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.stash) and self.stash not in _SAVED:
+        if not callable(self.stash) and str(self.stash) not in _SAVED:
             raise ValueError(
                 f"stash must be one of {', '.join(map(repr, _SAVED))} or a function of jax.checkpoint_policies, got "
                 f"{self.stash!r}"
@@ -64,8 +64,8 @@ class Pipelined(Engine):
         if isinstance(self.schedule, str):
             if pipe.chunks != 1 and full_name(self.schedule) in ONE_CHUNK:
                 raise ValueError(
-                    f"the schedule {self.schedule} has one chunk per device, but the layout places {pipe.chunks}: write "
-                    f"js.pipeline({pipe.axis!r}, chunks=1), or take the schedule 'interleaved' or 'zero_bubble'"
+                    f"the schedule {self.schedule} has one chunk per device, but the layout places {pipe.chunks}: "
+                    f"write js.pipeline({pipe.axis!r}, chunks=1), or take the schedule 'interleaved' or 'zero_bubble'"
                 )
             return named(self.schedule, stages, self.microbatches, chunks=pipe.chunks)
         got = (self.schedule.stages, self.schedule.chunks, self.schedule.microbatches)

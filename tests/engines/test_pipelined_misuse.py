@@ -75,10 +75,7 @@ def test_fewer_blocks_than_stages():
         layout(js.pipeline(chunks=8))
 
 
-@pytest.mark.parametrize(
-    "microbatches",
-    [0, -1, 2.0, "4", pytest.param(True, marks=pytest.mark.xfail(reason="is taken for 1", strict=True))],
-)
+@pytest.mark.parametrize("microbatches", [0, -1, 2.0, "4", True])
 def test_micro_batches_that_are_no_number(microbatches):
     with pytest.raises(ValueError, match="microbatches must be a whole number from 1 on"):
         js.pipelined(microbatches=microbatches)
@@ -87,17 +84,11 @@ def test_micro_batches_that_are_no_number(microbatches):
 # Names.
 
 
-@pytest.mark.xfail(reason="the error speaks of remat", strict=True)
 @pytest.mark.parametrize("stash", ["blocks", 3])
 def test_a_stash_of_no_name(stash):
     message = f"stash must be one of 'layer', 'stage', 'everything', 'dots' or a function .*, got {stash!r}"
     with pytest.raises(ValueError, match=message):
         js.pipelined(microbatches=4, stash=stash)
-
-
-def test_a_stash_of_no_name_is_refused():
-    with pytest.raises(ValueError, match=r"must be one of .* got 'blocks'"):
-        js.pipelined(microbatches=4, stash="blocks")
 
 
 def test_a_schedule_of_no_name():
@@ -113,12 +104,6 @@ def test_a_schedule_that_is_no_table():
         js.pipelined(microbatches=4, schedule=3)
 
 
-def test_chunks_for_a_schedule_that_has_none():
-    with pytest.raises(ValueError, match="gpipe has 1 chunk per device, got 2"):
-        make(js.pipelined(microbatches=4, schedule="gpipe"))
-
-
-@pytest.mark.xfail(reason="two chunks are js.pipeline's default", strict=True)
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_the_remedy_for_chunks_where_a_schedule_has_none(schedule):
     with pytest.raises(ValueError, match=r"js\.pipeline\(.*chunks=1\)"):
