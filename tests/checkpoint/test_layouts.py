@@ -10,10 +10,11 @@ from jaxshard.checkpoint.leaves import entries, split
 from tests.checkpoint.runs import LAYOUTS, TX, assert_same, made
 
 NAMES = list(LAYOUTS)
+PAIRS = [("one", "three"), ("three", "fsdp"), ("pipeline", "hsdp"), ("tensor", "zero1"), ("ddp", "pipeline")]
 
 
-@pytest.mark.parametrize(("source", "target"), list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)))
-def test_the_next_layout_restores(source, target, tmp_path):
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_another_layout_restores(source, target, tmp_path):
     js.save(tmp_path, made(source).run(), made(source).layout)
     assert_same(js.restore(tmp_path, made(target).layout), made(target).run())
 
