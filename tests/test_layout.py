@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,6 +218,64 @@ def test_rows_that_do_not_divide():
         made.batch_shardings({"x": jax.ShapeDtypeStruct((12, 3), jnp.float32)})
     with pytest.raises(ValueError, match="has 3 rows"):
         made.batch_sharding(jax.ShapeDtypeStruct((3,), jnp.float32))
+
+
+# Pipelines.
+
+
+def nine_blocks(strategy, tx, **mesh):
+    """Nine blocks and what is outside of them, all of odd sizes, and their layout."""
+
+    def parts(key):
+        keys = jax.random.split(key, 3)
+        block = {"w": jax.random.normal(keys[0], (7, 5)), "b": jax.random.normal(keys[1], (5,))}
+        return {"embed": jax.random.normal(keys[2], (3, 7)), "block": block, "head": {}}
+
+    model = js.Stacked(lambda *args: None, lambda *args: None, lambda *args: None, num_blocks=9, init=parts)
+    return model, js.layout(strategy, js.make_mesh(**mesh), model.init, tx)
+
+
+def test_explain_tells_which_device_holds_which_blocks():
+    strategy = js.compose(js.pipeline(chunks=2), js.fsdp(min_size=0))
+    _, made = nine_blocks(strategy, optax.sgd(0.1), pipe=4, data=2)
+    assert made.explain().splitlines()[:6] == [
+        "mesh: pipe=4, data=2; batch rows over data",
+        "pipeline: 9 blocks in 8 stages of 2, the last ones padded with 7 identities",
+        "  pipe=0: blocks 0-1, 8",
+        "  pipe=1: blocks 2-3, none",
+        "  pipe=2: blocks 4-5, none",
+        "  pipe=3: blocks 6-7, none",
+    ]
+    line = next(line for line in made.explain().splitlines() if line.startswith("param") and "blocks/w" in line)
+    assert "dim 1 over pipe, dim 3 over data" in line
+    assert "padded to [16, 8, 5]; in pipeline order [2, 4, 2, 8, 5]" in line
+    # A device holds 2 x 2 of 16 blocks of (8 x 5 + 6) / 2 elements, and 3 x (7 + 1) / 2 of the embedding.
+    assert made.bytes_per_device()["param"] == 4 * (4 * 23 + 12)
+
+
+@pytest.mark.parametrize("per_block", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_padded_pipeline_holds_what_init_makes_and_its_optimizer_state_likewise(per_block):
+    """Bit for bit, in the model's order; zeros in the padding, moments where their parameters are."""
+    tx = optax.adam(1e-3)
+    tx = js.optim.per_block(tx) if per_block else tx
+    strategy = js.compose(js.fsdp(min_size=0), js.pipeline(chunks=2))
+    model, made = nine_blocks(strategy, tx, pipe=4, data=2)
+    with quick_compile():
+        run = js.init(model.init, tx, made, 3)
+        expected = jax.jit(model.init)(jax.random.key(3))
+        logical = js.logical(run, made).params
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), logical, expected))
+    for x, placement in zip(jax.tree.leaves(run.params), jax.tree.leaves(made.params), strict=True):
+        assert x.sharding.spec == placement.store and x.shape == placement.view.stored
+        np.testing.assert_array_equal(placement.view.clear_padding(x), x)
+        assert np.count_nonzero(x) <= np.prod(placement.view.logical)
+    states = {p.leaf.path: p.placement for p in made.placed() if p.role == "opt"}
+    for kind, moment in itertools.product(("blocks", "others"), ("mu", "nu")):
+        name = f"{kind}/0/{moment}" if per_block else f"0/{moment}"
+        if kind == "blocks":
+            assert states[f"{name}/blocks/w"] == made.params["blocks"]["w"]
+        else:
+            assert states[f"{name}/embed"] == made.params["embed"]
 
 
 # Bad input.

@@ -6,6 +6,8 @@ import itertools
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
@@ -92,6 +94,74 @@ def test_large_arrays_are_padded_and_small_ones_left_at_the_default_threshold():
     odd = Leaf("w", (1001, 17), jnp.float32, (None, None))
     placement = js.fsdp()("param", odd, whole(odd), js.make_mesh(**MESH))
     assert placement.view.padded == (1004, 17) and placement.store == P("data", None)
+
+
+# Pipelines.
+
+RING = {"pipe": 2, "data": 2, "tensor": 2}
+
+
+def place_block(strategy, shape, names, role="param", path="blocks/mlp_in/kernel"):
+    leaf = Leaf(path, shape, jnp.float32, names)
+    return strategy(role, leaf, whole(leaf), js.make_mesh(**RING))
+
+
+def test_blocks_are_split_by_stage_in_every_role_and_nothing_else_is():
+    strategy = js.pipeline(chunks=3)
+    for role in ("param", "grad", "opt"):
+        placement = place_block(strategy, (13, 8), ("blocks", None), role)
+        assert placement.view == js.View((13, 8), (18, 8), (3, 2, 3, 8), 2)
+        assert placement.store == P(None, "pipe", None, None) and placement.use == P(None, None)
+        assert placement.shard_shape(js.make_mesh(**RING)) == (3, 1, 3, 8)
+        rest = place_block(strategy, (14, 8), (None, None), role)
+        assert rest.store == P(None, None) and rest.view.stored == (14, 8)
+    for role in ("batch", "state"):
+        assert place_block(strategy, (14, 8), ("blocks", None), role).store == P(None, None)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    blocks=st.integers(1, 4).map(lambda k: 8 * k),
+    chunks=st.sampled_from([1, 2, 4]),
+    tail=st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    axes=st.sampled_from(["data", ("data", "tensor")]),
+)
+def test_fills_never_split_chunks_stages_or_blocks(blocks, chunks, tail, axes):
+    """Whose sizes would divide: what a fill takes lies behind them, if need be padded."""
+    strategy = js.compose(js.pipeline(chunks=chunks), js.shard(axes, ["param"], min_size=0))
+    placement = place_block(strategy, (blocks, *tail), ("blocks", *(None,) * len(tail)))
+    assert placement.store[:3] == (None, "pipe", None)
+    split = [entry for entry in placement.store[3:] if entry is not None]
+    assert split == ([axes] if tail else []) and (tail or placement.why == "no free dimension")
+    assert placement.view.stored[:3] == (chunks, 2, blocks // (2 * chunks))
+    assert placement.shard_shape(js.make_mesh(**RING))[1] == 1
+
+
+@pytest.mark.parametrize(("dim", "fill"), [(1, 4), (2, 3)])
+def test_dims_of_a_tensor_axis_and_a_fill_are_found_behind_the_cut(dim, fill):
+    names = ["blocks", None, None]
+    names[dim] = "mlp"
+    strategies = [js.pipeline(), js.tensor([("mlp", "split")]), js.shard("data", ["param"], min_size=0)]
+    placements = [
+        place_block(js.compose(*order), (8, 6, 6), tuple(names)) for order in itertools.permutations(strategies)
+    ]
+    assert all(placement == placements[0] for placement in placements)
+    store = [None, "pipe", None, None, None]
+    store[dim + 2], store[fill] = "tensor", "data"
+    use = [None, None, None]
+    use[dim] = "tensor"
+    assert placements[0].store == P(*store) and placements[0].use == P(*use)
+    tail = placements[0].tail()
+    assert tail.use == P(*use[1:]) and tail.store == P(*store[3:]) and tail.view.stored == (6, 6)
+
+
+def test_who_holds_which_blocks():
+    """Seven blocks in four stages of two: the last stage has one, and of five blocks none."""
+    mesh = js.make_mesh(**RING)
+    pipe = js.pipeline(chunks=2)
+    assert pipe.holders(7, mesh) == [(0, 0, range(2)), (1, 0, range(2, 4)), (0, 1, range(4, 6)), (1, 1, range(6, 7))]
+    assert [len(run) for _, _, run in pipe.holders(5, mesh)] == [2, 2, 1, 0]
+    assert pipe.stages(mesh) == 4 and pipe.per_stage(7, mesh) == pipe.per_stage(8, mesh) == 2
 
 
 # Errors.
