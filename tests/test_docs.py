@@ -31,7 +31,7 @@ API = ROOT / "docs" / "api.md"
         ("Quick start", 0, 15, "over data"),
         ("Your own Flax model", 0, 19, "features: kernel"),
         ("Your own Flax model", 1, 19, "dim 1 over tensor"),
-        ("Pipelines", 0, 13, "pipe=1: blocks 2-3, 6-7"),
+        ("Pipelines", 0, 21, "pipe=1: blocks 2-3, 6-7"),
     ],
 )
 def test_the_quick_starts_are_short_and_run(heading, number, lines, shown):
