@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard._layout import Layout
-from jaxshard._placement import Placement, View, spec_entry, whole
+from jaxshard._mesh import axis_names, axis_size
+from jaxshard._placement import Placement, axes_of, spec_entry, whole
 from jaxshard._state import TrainState
 from jaxshard._tree import leaf_of
 from jaxshard.checkpoint.manifest import Saved
@@ -39,10 +41,8 @@ class Entry(NamedTuple):
         return Saved(self.path, self.shape, str(self.dtype))
 
     def shape_saved(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """What lies in a checkpoint, spread over the mesh: as it is stored, or wherever a dimension divides."""
-        view = self.placement.view
-        spec = self.placement.store if view.stored == view.logical else split(self.shape, mesh)
-        shape, dtype = self.shape, self.dtype
+        """What lies in a checkpoint, spread over the mesh as far as possible as it is stored."""
+        shape, dtype, spec = self.shape, self.dtype, logical_spec(self.placement, mesh)[0]
         if self.is_key:
             words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
             shape, dtype, spec = words.shape, words.dtype, PartitionSpec(*spec, None)
@@ -50,18 +50,15 @@ class Entry(NamedTuple):
 
     def to_saved(self, x: jax.Array, mesh: Mesh) -> jax.Array:
         """stored -> saved; the array itself where that is the same."""
-        view = self.placement.view
-        if view.stored == view.logical and not self.is_key:
-            return x
-        return jax.block_until_ready(_saver(view, self.is_key, self.shape_saved(mesh).sharding)(x))
+        return x if self._is_saved_as_stored else jax.block_until_ready(saver(self, mesh)(x))
 
     def to_stored(self, x: jax.Array, mesh: Mesh) -> jax.Array:
         """saved -> stored."""
-        view = self.placement.view
-        if view.stored == view.logical and not self.is_key:
-            return x
-        impl = impl_of(self.dtype) if self.is_key else None
-        return jax.block_until_ready(_storer(view, impl, self.placement.sharding(mesh))(x))
+        return x if self._is_saved_as_stored else jax.block_until_ready(storer(self, mesh)(x))
+
+    @property
+    def _is_saved_as_stored(self) -> bool:
+        return self.placement.view.stored == self.shape and not self.is_key
 
 
 def entries(layout: Layout) -> tuple[list[Entry], Any]:
@@ -79,16 +76,38 @@ def entries(layout: Layout) -> tuple[list[Entry], Any]:
     return [Entry(_name(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
 
 
-def split(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Every mesh axis on the largest dimension that it divides, the largest axes first; an axis may divide none."""
-    left = list(shape)
-    names: list[tuple[str, ...]] = [()] * len(shape)
-    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
-        fits = [dim for dim, length in enumerate(left) if length and length % size == 0]
+def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec]:
+    """How an array is spread over the mesh when it is logical, and over the stored dimensions just before that.
+
+    A dimension that is neither padded nor cut stays split as it is. The axes of the others go to the largest of those
+    that they divide, or to none: so an array moves between devices by all-to-all and is not gathered.
+    """
+    view, store = placement.view, placement.store
+    sizes = {dim: view.logical[dim] for dim in range(len(view.logical)) if view.logical[dim] == view.padded[dim]}
+    if view.cut:
+        sizes.pop(0, None)
+    kept = {dim: axis_names(store[view.at(dim)]) for dim in sizes}
+    left = {dim: size // axis_size(mesh, kept[dim]) for dim, size in sizes.items()}
+    for axis in (name for name in axes_of(store) if not any(name in names for names in kept.values())):
+        fits = [dim for dim, size in left.items() if size and size % mesh.shape[axis] == 0]
         if fits:
-            dim = max(fits, key=shape.__getitem__)
-            left[dim], names[dim] = left[dim] // size, (*names[dim], axis)
-    return PartitionSpec(*(spec_entry(part) for part in names))
+            dim = max(fits, key=sizes.__getitem__)
+            kept[dim], left[dim] = (*kept[dim], axis), left[dim] // mesh.shape[axis]
+    logical = [spec_entry(kept.get(dim, ())) for dim in range(len(view.logical))]
+    before = [None] * view.cut
+    return PartitionSpec(*logical), PartitionSpec(*before, *logical)
+
+
+def saver(entry: Entry, mesh: Mesh) -> Any:
+    """The jitted function stored -> saved."""
+    placement = replace(entry.placement, why="", rule="")  # arrays that lie alike share a program
+    return _saver(placement, mesh, entry.shape_saved(mesh).sharding, entry.is_key)
+
+
+def storer(entry: Entry, mesh: Mesh) -> Any:
+    """The jitted function saved -> stored."""
+    placement = replace(entry.placement, why="", rule="")
+    return _storer(placement, mesh, impl_of(entry.dtype) if entry.is_key else None)
 
 
 def impl_of(dtype: Any) -> Any:
@@ -111,17 +130,22 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 @lru_cache(maxsize=512)
-def _saver(view: View, is_key: bool, sharding: NamedSharding) -> Any:
+def _saver(placement: Placement, mesh: Mesh, sharding: NamedSharding, is_key: bool) -> Any:
+    moved = NamedSharding(mesh, logical_spec(placement, mesh)[1])
+
     def convert(x: jax.Array) -> jax.Array:
-        x = view.invert(x)
+        x = placement.view.invert(jax.lax.with_sharding_constraint(x, moved))
         return jax.random.key_data(x) if is_key else x
 
     return jax.jit(convert, out_shardings=sharding)
 
 
 @lru_cache(maxsize=512)
-def _storer(view: View, impl: Any, sharding: NamedSharding) -> Any:
-    def convert(x: jax.Array) -> jax.Array:
-        return view.apply(x if impl is None else jax.random.wrap_key_data(x, impl=impl))
+def _storer(placement: Placement, mesh: Mesh, impl: Any) -> Any:
+    moved = NamedSharding(mesh, logical_spec(placement, mesh)[1])
 
-    return jax.jit(convert, out_shardings=sharding)
+    def convert(x: jax.Array) -> jax.Array:
+        x = placement.view.apply(x if impl is None else jax.random.wrap_key_data(x, impl=impl))
+        return jax.lax.with_sharding_constraint(x, moved)
+
+    return jax.jit(convert, out_shardings=placement.sharding(mesh))

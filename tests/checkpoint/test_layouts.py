@@ -6,7 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.checkpoint.leaves import entries, split
+from jaxshard._placement import Placement, View
+from jaxshard.checkpoint.leaves import entries, logical_spec, saver, storer
+from jaxshard.plan.audit import collectives
 from tests.checkpoint.runs import LAYOUTS, TX, assert_same, made
 
 NAMES = list(LAYOUTS)
@@ -39,24 +41,30 @@ def test_training_goes_on_under_another_layout(source, target, tmp_path):
     np.testing.assert_allclose(losses, here.steps(run, 3), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec"),
-    [
-        ((50257, 1600), P(None, ("x", "z"))),
-        ((1600, 6400), P(None, ("x", "z"))),
-        ((20, 14), P("x", "z")),
-        ((7, 11), P(None, None)),
-        ((), P()),
-    ],
-)
-def test_logical_arrays_are_split_over_the_mesh(shape, spec):
-    assert split(shape, js.make_mesh(jax.devices(), x=4, z=2)) == spec
-
-
-@pytest.mark.parametrize("name", ["fsdp", "three"])
-def test_no_device_holds_an_array_whole_on_the_way(name):
-    layout = made(name).layout
+@pytest.mark.parametrize("name", ["three", "pipeline"])
+def test_arrays_are_never_gathered_on_the_way(name):
+    """Blocks in pipeline order reach model order, and come back, by one all-to-all over the pipeline."""
+    layout, seen = made(name).layout, set()
     for entry in entries(layout)[0]:
-        saved = entry.shape_saved(layout.mesh)
-        held = np.prod(saved.sharding.shard_shape(saved.shape))
-        assert held <= max(np.prod(saved.shape) / 2, 128), entry
+        if entry.placement.view.cut and entry.shape not in seen:
+            seen.add(entry.shape)
+            stored = jax.ShapeDtypeStruct(
+                entry.placement.view.stored, entry.dtype, sharding=entry.placement.sharding(layout.mesh)
+            )
+            saved = entry.shape_saved(layout.mesh)
+            assert saved.sharding.shard_shape(saved.shape) != saved.shape
+            for program, x in ((saver, stored), (storer, saved)):
+                found = collectives(program(entry, layout.mesh).lower(x).compile(), layout.mesh)
+                assert [(one.kind, one.axes) for one in found] == [("all-to-all", ("pipe",))], entry
+    assert len(seen) >= 5
+
+
+def test_padded_dimensions_leave_their_axes_to_others():
+    mesh = js.make_mesh(jax.devices(), x=4, z=2)
+    padded = View((50257, 1600), (50264, 1600), (50264, 1600))
+    placement = Placement(padded, P(None, None), P(("x", "z"), None))
+    assert logical_spec(placement, mesh)[0] == P(None, ("x", "z"))
+    odd = Placement(View((7, 11), (8, 11), (8, 11)), P(None, None), P(("x", "z"), None))
+    assert logical_spec(odd, mesh)[0] == P(None, None)
+    plain = Placement(View((16, 8), (16, 8), (16, 8)), P(None, None), P("z", "x"))
+    assert logical_spec(plain, mesh)[0] == P("z", "x")
