@@ -1,0 +1,79 @@
+"""Two processes save into one folder and one restores, and the other way round."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint import describe
+from jaxshard.checkpoint.checksums import damage
+from tests.checkpoint.runs import assert_same, made
+
+PROGRAM = """
+    import sys
+    import jax
+    address, index, count, action, root = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", 8 // int(count))
+    jax.distributed.initialize(address, int(count), int(index))
+    import numpy as np
+    import jaxshard as js
+    from tests.checkpoint.runs import made
+    mine = made("three")
+    if action == "save":
+        run = mine.run()
+        later = run._replace(step=run.step + 1)
+        with js.Checkpointer(root, mine.layout, every=1, keep=1) as checkpointer:
+            checkpointer(3, run)
+            checkpointer(4, later)
+        try:
+            js.save(root, later, mine.layout)
+        except (ValueError, OSError) as error:
+            print("refused", error)
+    else:
+        run = js.restore(root, mine.layout)
+        assert int(run.step) == 3
+        for x, y in zip(jax.tree.leaves(run), jax.tree.leaves(mine.run()), strict=True):
+            for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
+                if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+                    assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+        print("restored")
+"""
+
+
+def in_processes(count, action, root):
+    """What each of them printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
+    started = [
+        subprocess.Popen(
+            [*arguments, str(index), str(count), action, str(root)],
+            stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * count, outputs
+    return outputs
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_one_restores(tmp_path):
+    outputs = in_processes(2, "save", tmp_path)
+    assert "step 4 was saved already" in outputs[0] and "process 0" in outputs[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["4"] and damage(tmp_path / "4") == []
+    assert describe(tmp_path).made["processes"] == 2
+    assert any("ocdbt.process_1" in name for name in describe(tmp_path).files)
+    back, expected = js.restore(tmp_path, made("zero1").layout), made("zero1").run()
+    assert_same(back, expected._replace(step=expected.step + 1))
+
+
+@pytest.mark.slow
+def test_one_process_saves_and_two_restore(tmp_path):
+    js.save(tmp_path, made("pipeline").run(), made("pipeline").layout)
+    assert all(output.endswith("restored\n") for output in in_processes(2, "restore", tmp_path))
