@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
 
 import jaxshard as js
 from tests.engines.pipes import Ring, dropping_block, reference, residual_block, small_gpt, stack_toy
-from tests.toys import assert_equal_runs, loss_error, one_device, quick_compile, sharded, tree_error
+from tests.schedules.test_slots import delayed
+from tests.toys import assert_equal_runs, loss_error, one_device, quick_compile, sharded, start_of, tree_error
 
 pytestmark = pytest.mark.usefixtures("compiling")
 
@@ -113,6 +115,52 @@ def test_a_table_of_your_own():
     mine = js.schedules.Schedule("mine", p, m, 1, (*forwards, *backwards))
     trace, _ = Ring(p, 1).run(stack_toy(dropping_block, 9), js.pipelined(microbatches=m, schedule=mine))
     assert_equal_runs(trace, reference(stack_toy, block=dropping_block, depth=9))
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(schedule=delayed())
+def test_any_table_that_can_run_equals_one_device(schedule):
+    """Tables that nobody would write, of one device even; four rows per micro-batch."""
+    rows, depth = 4 * schedule.microbatches, schedule.stages * schedule.chunks + schedule.microbatches % 2
+    options = {"block": dropping_block, "depth": depth, "rows": rows}
+    engine = js.pipelined(microbatches=schedule.microbatches, schedule=schedule)
+    with quick_compile():
+        trace, _ = Ring(schedule.stages, schedule.chunks).run(stack_toy(**options), engine)
+        assert_equal_runs(trace, reference(stack_toy, **options))
+
+
+def in_doubles(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else x, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_in_double_precision_nothing_is_left_but_rounding(schedule):
+    """Within 1e-12: the same sums, in another order."""
+    single = stack_toy(dropping_block, 9)
+    start = in_doubles(start_of(single.init_fn))
+    with jax.enable_x64(True):
+        model = stack_toy(dropping_block, 9).loss_fn.__self__
+        toy = single._replace(batch=in_doubles(single.batch), init_fn=Doubled(model, start).init)
+        trace, _ = Ring(2, CHUNKS[schedule][-1]).run(toy, js.pipelined(microbatches=4, schedule=schedule))
+        alone = one_device(toy, steps=2)
+    assert alone.grads[0]["embed"]["w"].dtype == np.float64
+    assert loss_error(trace, alone) < 1e-12
+    assert tree_error(trace.grads[-1], alone.grads[-1]) < 1e-12
+
+
+class Doubled(NamedTuple):
+    """A stacked model that starts from given numbers."""
+
+    model: js.Stacked
+    start: dict
+
+    def init(self, key):
+        return jax.tree.map(jnp.asarray, self.start)
+
+    def dim_names(self, params):
+        return self.model.dim_names(params)
 
 
 @pytest.mark.slow
