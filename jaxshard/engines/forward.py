@@ -20,7 +20,7 @@ from jaxshard.engines.explicit import combined, manual_axes
 from jaxshard.engines.pipelined import Pipelined
 from jaxshard.engines.share import Share
 from jaxshard.engines.stages import Stages
-from jaxshard.engines.ticks import Ring, get, get_all, put, put_all, when
+from jaxshard.engines.ticks import Ring, get, get_all, put, put_all, rows_of, when
 from jaxshard.engines.weights import users_code
 from jaxshard.schedules import interleaved
 from jaxshard.schedules.slots import Slots, forward_slots
@@ -77,12 +77,13 @@ def run_forwards(
     """This device's share of the metrics of all micro-batches that count; the forward half of `run_ticks`."""
     device, ring = lax.axis_index(axis), Ring(axis, slots.schedule.stages)
     runs = {name: jax.tree.map(jnp.asarray, values) for name, values in slots.runs.items()}
+    rows, read = rows_of(slots, device)
     x = jax.eval_shape(ends.enter, jnp.int32(0))
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
 
-    def tick(carry: tuple[Any, Any, Metrics], row: dict[str, jax.Array]) -> tuple[tuple[Any, Any, Metrics], None]:
+    def tick(carry: tuple[Any, Any, Metrics], row: Any) -> tuple[tuple[Any, Any, Metrics], None]:
         inbox, outbox, metrics = carry
-        at = {name: (x[device] if x.ndim else x).astype(jnp.int32) for name, x in row.items()}
+        at = read(row)
 
         def embed(inbox: PyTree) -> PyTree:
             members, places = (x[at["embed"]] for x in runs["embed"])
@@ -108,5 +109,4 @@ def run_forwards(
     def empty(name: str) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.zeros((slots.sizes[name], *leaf.shape), leaf.dtype), x)
 
-    rows = {name: jnp.asarray(values) for name, values in slots.rows.items()}
     return lax.scan(tick, (empty("inbox"), empty("outbox"), ends.no_metrics()), rows)[0][2]

@@ -19,6 +19,7 @@ from jaxshard._layout import only
 from jaxshard._typing import PyTree
 from jaxshard.engines.ends import Ends, Totals, filled
 from jaxshard.engines.stages import Stages, Sums
+from jaxshard.schedules.packing import packed
 from jaxshard.schedules.slots import Slots
 
 
@@ -43,7 +44,7 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
     device = lax.axis_index(axis)
     ring = Ring(axis, slots.schedule.stages)
     split = slots.schedule.splits_backward
-    rows = {name: jnp.asarray(values) for name, values in slots.rows.items()}
+    rows, read = rows_of(slots, device)
     runs = {name: jax.tree.map(jnp.asarray, values) for name, values in slots.runs.items()}
 
     # A conditional has only what it changes: a compiler may copy all that goes through one.
@@ -55,8 +56,8 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
         mine = members[number, device].astype(jnp.int32)
         return jnp.maximum(mine, 0), mine >= 0, places[number, device]
 
-    def tick(carry: Carry, row: dict[str, jax.Array]) -> tuple[Carry, None]:
-        at = {name: (x[device] if x.ndim else x).astype(jnp.int32) for name, x in row.items()}
+    def tick(carry: Carry, row: Any) -> tuple[Carry, None]:
+        at = read(row)
 
         def operation(kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
             microbatch = at[f"{kind}_microbatch"]
@@ -140,6 +141,17 @@ def _empty(slots: Slots, stages: Stages, ends: Ends, grads: Sums, totals: Totals
         return jax.tree.map(lambda leaf: jnp.zeros((slots.sizes[name], *leaf.shape), leaf.dtype), value)
 
     return Carry(ring("inbox", x), ring("kept", kept), ring("outbox", x), ring("carried", carried), grads, totals)
+
+
+def rows_of(slots: Slots, device: jax.Array) -> tuple[Any, Callable[[Any], dict[str, jax.Array]]]:
+    """(the rows to scan over, `read(row) -> this device's numbers by name`)."""
+    own, read_own = packed({name: x for name, x in slots.rows.items() if x.ndim == 2})
+    common, read_common = packed({name: x for name, x in slots.rows.items() if x.ndim == 1})
+
+    def read(row: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        return read_own(row[0][device]) | read_common(row[1])
+
+    return (jnp.asarray(own), jnp.asarray(common)), read
 
 
 def when(condition: jax.Array, fn: Callable[[Any], Any], state: Any) -> Any:
