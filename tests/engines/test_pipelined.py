@@ -51,21 +51,20 @@ class Cell(NamedTuple):
             assert placement.store[1] == "pipe"
 
 
-# Every schedule with every number of devices, interleaved ones with every number of chunks; every stash with both kinds
-# of backward; 9 and 17 blocks are padded, to stages without any block even; micro-batches once, twice and four times
-# the devices, and 3, 6 and 12.
+# Every schedule with four and with eight devices, every number of chunks; every stash, with backwards whole and split;
+# 9 blocks are padded, to stages without any block even; micro-batches once, twice, four times the devices, and 3, 6 and
+# 12. Few models: references are compiled, too.
 FAST = [
-    Cell("gpipe", 2, 1, 4, "dots", 9, False),
     Cell("gpipe", 4, 1, 3, "layer", 8, True),  # fewer than devices
     Cell("gpipe", 8, 1, 32, "stage", 9, False),
     Cell("one_f_one_b", 4, 1, 16, "function", 9, False),
     Cell("one_f_one_b", 8, 1, 8, "everything", 8, True),
     Cell("interleaved", 2, 4, 3, "layer", 9, False),
     Cell("interleaved", 4, 2, 8, "stage", 8, True),
-    Cell("interleaved", 8, 2, 12, "dots", 17, True),
+    Cell("interleaved", 8, 1, 12, "dots", 9, False),
     Cell("zero_bubble", 2, 4, 2, "everything", 9, False),
     Cell("zero_bubble", 4, 2, 6, "layer", 9, False),
-    Cell("zero_bubble", 8, 2, 16, "function", 17, True),
+    Cell("zero_bubble", 8, 1, 16, "function", 8, True),
 ]
 
 
@@ -284,9 +283,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x == "lamb per block" else pytest.mark.slow) for x in OPTIMIZERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_five_steps_of_optimizers_equal_one_device(name):
     """Losses within 1e-5, parameters within 1e-4: Adam's divisions by small numbers make roundings larger."""
     toy = stack_toy(residual_block, 9)
