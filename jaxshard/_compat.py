@@ -1,5 +1,6 @@
-"""The only place with version checks and private JAX names (JAX 0.10 to 0.12)."""
+"""The only place with version checks and private names (JAX 0.10 to 0.12, Python 3.11 to 3.14)."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,3 +98,8 @@ def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
                 out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         env.update(zip(eqn.outvars, out if inner is not None or eqn.primitive.multiple_results else [out], strict=True))
     return [read(var) for var in jaxpr.outvars]
+
+
+def before_exit(fn: Callable[[], Any]) -> None:
+    """Calls a function when the program ends, while threads can still be started: `atexit` comes too late for that."""
+    threading._register_atexit(fn)  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ def fit(
       patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them.
       callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host.
       on_run: each is called with the number of the step and the run after it, right after the step was started, so that
-        it can save the run or sample from it; the next step takes the run's arrays away.
+        it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`jaxshard.plan.flops.train_flops`), for "flops_per_second", "mfu".
       profile: a folder for a `jax.profiler` trace of the third to the fifth step.

@@ -33,13 +33,20 @@ def files_of(folder: Path) -> list[str]:
 
 def damage(folder: Path) -> list[str]:
     """Everything that is wrong with a step, a line each that begins with the file's name; none if it is intact."""
+    manifest, problems = opened(folder)
+    return problems if manifest is None else compare(folder, manifest)
+
+
+def opened(folder: Path) -> tuple[Manifest | None, list[str]]:
+    """The manifest of a step, or what is wrong with it."""
     try:
-        manifest = read(folder)
+        return read(folder), []
     except FileNotFoundError:
-        return [f"{folder / NAME}: missing: the save was interrupted, or the file was deleted"]
+        return None, [f"{folder / NAME}: missing: the save was interrupted, or the file was deleted"]
+    except OSError as error:
+        return None, [f"{folder / NAME}: can't be read: {error.strerror}"]
     except ValueError as error:
-        return [str(error)]
-    return compare(folder, manifest)
+        return None, [str(error)]
 
 
 def compare(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
@@ -58,17 +65,23 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     segments, file = manifest.files[name], folder / name
     if not file.is_file() or file.is_symlink():
         return [f"{file}: not a plain file"]
-    wrong = []
-    with file.open("rb") as opened:
-        size, expected = os.fstat(opened.fileno()).st_size, sum(segment.size for segment in segments)
-        for segment in segments:
-            if _crc32(opened, segment.size) != (segment.size, segment.crc32):
-                wrong.append(segment)
+    try:
+        size, wrong = _wrong(file, segments)
+    except OSError as error:
+        return [f"{file}: can't be read: {error.strerror}; {_touched(manifest, name, segments)}"]
+    expected = sum(segment.size for segment in segments)
     if size != expected:
         return [f"{file}: {size} bytes, {expected} were saved; {_touched(manifest, name, wrong)}"]
     if wrong:
         return [f"{file}: its bytes are not those that were saved; {_touched(manifest, name, wrong)}"]
     return []
+
+
+def _wrong(file: Path, segments: Sequence[Segment]) -> tuple[int, list[Segment]]:
+    """How long a file is, and the segments that are not as they were saved."""
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        return size, [one for one in segments if _crc32(opened, one.size) != (one.size, one.crc32)]
 
 
 def _touched(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:

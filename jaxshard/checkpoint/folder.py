@@ -10,6 +10,19 @@ from jaxshard.checkpoint.checksums import damage
 from jaxshard.checkpoint.manifest import NAME
 
 
+def root_of(dir: str | os.PathLike[str]) -> Path:
+    """The folder of checkpoints as an absolute path.
+
+    Raises:
+      ValueError: an address such as gs://..., which would become a folder here of that name.
+    """
+    if "://" in os.fspath(dir):
+        raise ValueError(
+            f"{os.fspath(dir)}: checkpoints lie in a folder of a file system; mount the bucket and name that"
+        )
+    return Path(dir).absolute()
+
+
 def numbered(root: Path) -> dict[int, Path]:
     """The folders of steps, complete or not, by their number and in its order."""
     if not root.is_dir():
@@ -29,7 +42,7 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | N
     A step that was not completely saved does not exist. `intact` compares every byte with its checksum, which reads the
     step, and falls back to the newest step where they all fit.
     """
-    for step, path in reversed(complete(Path(dir)).items()):
+    for step, path in reversed(complete(root_of(dir)).items()):
         if not intact or not damage(path):
             return step
     return None

@@ -11,9 +11,10 @@ from typing import Any, Self
 
 import jax
 
+from jaxshard._compat import before_exit
 from jaxshard._layout import Layout
 from jaxshard._state import TrainState
-from jaxshard.checkpoint.folder import complete, remove
+from jaxshard.checkpoint.folder import complete, remove, root_of
 from jaxshard.checkpoint.writer import begin
 
 
@@ -27,7 +28,8 @@ class Checkpointer:
             checkpointer.save(run)
 
     A save blocks until the arrays are on the host, and before that until the save before it is done. What goes wrong in
-    the background is raised by the next call of any method. `data` is called for the data's position, as JSON.
+    the background is raised by the next call of any method, or shown when the program ends. `data` is called for the
+    data's position, as JSON.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class Checkpointer:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and value < 1:
                 raise ValueError(f"Checkpointer: {name} must be at least 1, got {value}")
-        self._root, self._layout, self._every, self._keep, self._data = Path(dir), layout, every, keep, data
+        self._root, self._layout, self._every, self._keep, self._data = root_of(dir), layout, every, keep, data
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._saved: int | None = None
+        before_exit(self.wait_until_finished)
 
     def __call__(self, step: int, run: TrainState) -> None:
         """Saves the run if its step is one of those to be saved."""

@@ -16,7 +16,7 @@ from jaxshard._state import TrainState
 from jaxshard._tree import raise_all
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import compare
-from jaxshard.checkpoint.folder import folder_of
+from jaxshard.checkpoint.folder import folder_of, root_of
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.manifest import Manifest, Saved, read
 
@@ -35,7 +35,7 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
         file is damaged, missing or was added (it is named with the arrays in it); a newer format; an incomplete step.
       FileNotFoundError: no such folder or step.
     """
-    folder = folder_of(Path(dir), step)
+    folder = folder_of(root_of(dir), step)
     manifest, (wanted, structure) = read(folder), entries(layout)
     _check_same(folder, manifest.arrays, wanted)
     if verify:
@@ -64,7 +64,7 @@ def describe(dir: str | os.PathLike[str], *, step: int | None = None) -> Manifes
     Raises:
       ValueError, FileNotFoundError: as `restore`.
     """
-    return read(folder_of(Path(dir), step))
+    return read(folder_of(root_of(dir), step))
 
 
 def check_intact(folder: Path, manifest: Manifest) -> None:

@@ -39,6 +39,7 @@ def start(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
     saving.use_compression = False  # weights do not compress, and it takes longer than writing
     saving.enable_write_sharding_file = False  # the layout says how arrays are spread
     saving.array_metadata_store = None
+    context.asynchronous.create_directories_asynchronously = False  # where that fails, threads wait for 5 minutes
     with context:
         return v1.save_async(folder / ARRAYS, dict(arrays), checkpointable_name=_STATE).result
 

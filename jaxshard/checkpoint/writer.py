@@ -21,7 +21,7 @@ from jaxshard._state import TrainState, check_run
 from jaxshard._tree import raise_all
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import damage, files_of, segments_of
-from jaxshard.checkpoint.folder import remove
+from jaxshard.checkpoint.folder import remove, root_of
 from jaxshard.checkpoint.leaves import Entry, entries, unsupported
 from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, from_bytes, to_bytes, write, write_file
 
@@ -39,7 +39,7 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
       ValueError: the run is not one of this layout; the step was saved already (a damaged one is replaced).
       OSError: it could not be written: a full disk, no permission. Nothing of it is left, and other steps stay.
     """
-    return begin(Path(dir), run, layout, data)()
+    return begin(root_of(dir), run, layout, data)()
 
 
 def begin(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:

@@ -9,9 +9,9 @@ import tyro
 from rich.console import Console
 
 from jaxshard._layout import human_bytes
-from jaxshard.checkpoint.checksums import damage
-from jaxshard.checkpoint.folder import folder_of, numbered
-from jaxshard.checkpoint.manifest import NAME, Manifest, read
+from jaxshard.checkpoint.checksums import compare, opened
+from jaxshard.checkpoint.folder import folder_of, numbered, root_of
+from jaxshard.checkpoint.manifest import NAME, Manifest
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, File, check_files
 from jaxshard.commands.result import write_json
@@ -39,17 +39,16 @@ def checkpoint(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        folders = _folders(dir, step)
+        folders = _folders(root_of(dir), step)
     if action == "show":
         return _show(console, folders, json)
-    problems = {number: _problems(folder, deep=action == "verify") for number, folder in folders.items()}
-    steps = [_row(folder, problems[number]) for number, folder in folders.items()]
+    steps = [_row(folder, deep=action == "verify") for folder in folders.values()]
     for row in steps:
         console.print(_line(row, deep=action == "verify"))
         for problem in row["problems"]:
             console.print(f"  {problem}")
     write_json(json, {"folder": str(dir), "steps": steps})
-    return int(any(problems.values()))
+    return int(any(row["problems"] for row in steps))
 
 
 def _folders(root: Path, step: int | None) -> dict[int, Path]:
@@ -60,26 +59,12 @@ def _folders(root: Path, step: int | None) -> dict[int, Path]:
     return folders if step is None else {step: folders[step]}
 
 
-def _problems(folder: Path, *, deep: bool) -> list[str]:
-    """What is wrong with a step: by its manifest alone, or by all of its files."""
-    if deep:
-        return damage(folder)
-    try:
-        read(folder)
-    except FileNotFoundError:
-        return [f"{folder / NAME}: missing: the save was interrupted, or the file was deleted"]
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _row(folder: Path, problems: list[str]) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": int(folder.name), "problems": problems}
-    try:
-        manifest = read(folder)
-    except (ValueError, FileNotFoundError):
-        return row
-    return row | _about(manifest)
+def _row(folder: Path, *, deep: bool) -> dict[str, Any]:
+    """A step as plain values: by its manifest alone, or with all of its files compared."""
+    manifest, problems = opened(folder)
+    if manifest is None:
+        return {"step": int(folder.name), "problems": problems}
+    return {"step": manifest.step, "problems": compare(folder, manifest) if deep else []} | _about(manifest)
 
 
 def _about(manifest: Manifest) -> dict[str, Any]:
@@ -101,10 +86,10 @@ def _mesh(mesh: Any) -> str:
 
 def _show(console: Console, folders: dict[int, Path], json: Path | None) -> int:
     newest = max((number for number in folders if (folders[number] / NAME).exists()), default=max(folders))
-    try:
-        manifest = read(folders[newest])
-    except (ValueError, FileNotFoundError) as error:
-        console.print(f"step {newest}: damaged\n  {error}")
+    manifest, problems = opened(folders[newest])
+    if manifest is None:
+        console.print(f"step {newest}: damaged\n  {problems[0]}")
+        write_json(json, {"step": newest, "problems": problems})
         return 1
     about = _about(manifest)
     console.print(_line({"step": newest, "problems": []} | about, deep=False))
@@ -114,6 +99,7 @@ def _show(console: Console, folders: dict[int, Path], json: Path | None) -> int:
     for array in manifest.arrays:
         console.print(f"  {array.path}  {array.dtype}{list(array.shape)}")
     console.print(f"\nthe layout that saved it:\n{manifest.made.get('layout')}")
-    arrays = [array._asdict() for array in manifest.arrays]
-    write_json(json, {"step": newest} | about | {"data": manifest.data, "tree": arrays, "made": manifest.made})
+    tree = [array._asdict() for array in manifest.arrays]
+    rest = {"data": manifest.data, "tree": tree, "made": manifest.made}
+    write_json(json, {"step": newest, "problems": []} | about | rest)
     return 0

@@ -1,6 +1,9 @@
 """Every byte of a step counts: what was changed, cut off, lost or added is found, and the file is named."""
 
+import errno
+import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,3 +177,57 @@ def test_the_command_verifies_every_step(root, capsys):
         assert main(["checkpoint", action, str(root)]) == 1
         assert str(root / "10" / NAME) in capsys.readouterr().out
     assert main(["checkpoint", "show", str(root), "--step", "10"]) == 1
+
+
+def test_the_command_lists_and_shows(root, capsys):
+    assert main(["checkpoint", "list", str(root), "--json", "-"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [step["step"] for step in listed["steps"]] == [10, 20]
+    size = sum((root / "20" / name).stat().st_size for name in files_of(root / "20"))
+    expected = {"problems": [], "arrays": 18, "files": len(all_files(root / "20")), "bytes": size, "mesh": {"data": 2}}
+    assert listed["steps"][1].items() >= expected.items()
+    assert main(["checkpoint", "show", str(root), "--json", "-"]) == 0
+    output = capsys.readouterr()
+    shown = json.loads(output.out)
+    assert shown["step"] == 20 and {"path": "state/key", "shape": [2], "dtype": "key<fry>"} in shown["tree"]
+    assert "params/w  float32[48, 24]" in output.err and "param  w          [48, 24]" in output.err
+    (root / "20" / NAME).unlink()
+    assert main(["checkpoint", "show", str(root)]) == 0 and "step 10: complete" in capsys.readouterr().out
+    assert main(["checkpoint", "list", str(root)]) == main(["checkpoint", "verify", str(root)]) == 1
+    assert f"{root / '20' / NAME}: missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["none"], "there is no such folder"),
+        (["empty"], "is not a folder of checkpoints"),
+        (["run/20"], "is the folder of one step"),
+        (["run", "--step", "7"], "there is no step 7; complete steps: 10, 20"),
+    ],
+)
+def test_the_command_refuses_other_folders(args, message, root, capsys):
+    (root.parent / "empty").mkdir()
+    for action in ("list", "show", "verify"):
+        assert main(["checkpoint", action, str(root.parent / args[0]), *args[1:]]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_files_that_can_not_be_read_are_named(root, monkeypatch):
+    folder = root / "20"
+    data = next(name for name in files_of(folder) if "process_0/d/" in name)
+    opening = Path.open
+
+    def broken(self, *args, **kwargs):
+        if self.name == Path(data).name:
+            raise OSError(errno.EIO, "Input/output error")
+        return opening(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", broken)
+    (problem,) = damage(folder)
+    assert problem.startswith(f"{folder / data}: can't be read: Input/output error; arrays: params/a%2Fb, params/w")
+    monkeypatch.undo()
+    (folder / NAME).unlink()
+    (folder / NAME).mkdir()
+    assert damage(folder) == [f"{folder / NAME}: can't be read: Is a directory"]
+    assert js.latest_step(root, intact=True) == 10

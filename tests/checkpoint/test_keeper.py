@@ -200,3 +200,17 @@ def test_a_kill_at_any_time_leaves_a_step_that_is_intact(tmp_path):
         complete = [number for number, path in numbered(root).items() if (path / NAME).exists()]
         assert complete and all(damage(root / str(number)) == [] for number in complete)
         assert len(numbered(root)) - len(complete) <= 1
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_without_waiting_has_saved(tmp_path):
+    program = """
+        import jax, sys
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jaxshard as js
+        from tests.checkpoint.small import at, layout
+        js.Checkpointer(sys.argv[1], layout(), every=1)(1, at(1))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=100, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert js.latest_step(tmp_path, intact=True) == 1

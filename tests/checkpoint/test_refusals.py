@@ -151,3 +151,17 @@ def test_dtypes_survive(tmp_path):
     assert jax.random.key_data(back.state.pop("key")).tolist() == jax.random.key_data(run.state.pop("key")).tolist()
     for a, b in zip(jax.tree.leaves((back.params, back.state)), jax.tree.leaves((run.params, run.state)), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_folders_may_be_relative_but_not_on_the_net(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    js.save("run", at(3), layout())
+    assert js.latest_step("run") == int(js.restore("run", layout()).step) == 3 and describe("run").step == 3
+    for refuse in (
+        js.latest_step,
+        lambda path: js.save(path, at(3), layout()),
+        lambda path: js.restore(path, layout()),
+    ):
+        with pytest.raises(ValueError, match=r"gs://bucket/run: checkpoints lie in a folder of a file system"):
+            refuse("gs://bucket/run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
