@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -24,6 +25,7 @@ from jaxshard.checkpoint.checksums import damage, files_of, segments_of
 from jaxshard.checkpoint.folder import remove, root_of
 from jaxshard.checkpoint.leaves import Entry, entries, unsupported
 from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, from_bytes, to_bytes, write, write_file
+from jaxshard.checkpoint.reader import restore
 
 _WAIT, _LOOK = 1200.0, 0.05
 """Seconds that processes wait for each other's checksums, and between two looks."""
@@ -36,7 +38,8 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
     stands, as JSON, for sources whose position is not the step; `jaxshard.checkpoint.describe` returns it.
 
     Raises:
-      ValueError: the run is not one of this layout; the step was saved already (a damaged one is replaced).
+      ValueError: the run is not one of this layout; the folder holds this step of another run. A damaged step is
+        replaced, and one that is this very run is left as it is.
       OSError: it could not be written: a full disk, no permission. Nothing of it is left, and other steps stay.
     """
     return begin(root_of(dir), run, layout, data)()
@@ -59,7 +62,10 @@ def begin(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[]
     step = int(run.step)
     folder = root / str(step)
     manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))
-    _in_first_process(lambda: _prepare(folder, step))
+    if _in_first_process(lambda: _prepare(folder)):
+        if not _holds(root, run, layout):
+            raise ValueError(f"{folder}: step {step} of another run is there; save into another folder, or delete it")
+        return lambda: folder
     try:
         wait = store.start(folder, _arrays(run, wanted, layout))
     except (OSError, ValueError, RuntimeError) as error:
@@ -81,16 +87,38 @@ def _arrays(run: TrainState, wanted: Sequence[Entry], layout: Layout) -> dict[st
     return {entry.path: entry.to_saved(x, layout.mesh) for entry, x in pairs if not entry.is_empty}
 
 
-def _prepare(folder: Path, step: int) -> None:
-    """An empty folder for a step; what an interrupted save left there goes, and so does a damaged step."""
+def _prepare(folder: Path) -> bool:
+    """Whether a step is there and intact; else makes an empty folder for it.
+
+    What an interrupted save left there goes, and so does a damaged step.
+    """
     try:
         if (folder / NAME).exists() and not damage(folder):
-            raise ValueError(f"{folder}: step {step} was saved already; save into another folder, or delete it")
+            return True
         if folder.exists():
             remove(folder)
         folder.mkdir(parents=True)
     except OSError as error:
         raise _failed(folder, error) from error
+    return False
+
+
+def _holds(root: Path, run: TrainState, layout: Layout) -> bool:
+    """Whether the step that is there is this very run, bit for bit."""
+    try:
+        there = restore(root, layout, step=int(run.step), verify=False)
+    except ValueError:
+        return False
+    pairs = zip(jax.tree.leaves(there), jax.tree.leaves(run), strict=True)
+    same = all(_bits(a) == _bits(b) for a, b in pairs)
+    if jax.process_count() > 1:
+        same = bool(np.all(multihost_utils.process_allgather(np.int32(same))))
+    return same
+
+
+def _bits(x: jax.Array) -> list[bytes]:
+    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
 
 
 def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
@@ -136,19 +164,21 @@ def _failed(folder: Path, error: Exception) -> OSError:
     return OSError(f"{folder}: this step could not be saved, and the steps before it stay as they are: {reason}")
 
 
-def _in_first_process(fn: Callable[[], None]) -> None:
-    """Calls a function in the first process, and raises in all of them where it fails."""
+def _in_first_process(fn: Callable[[], bool]) -> bool:
+    """What a function returns in the first process, where alone it is called; raises in all of them if it fails."""
     if jax.process_count() == 1:
         return fn()
     failure: Exception | None = None
+    answer = False
     if jax.process_index() == 0:
         try:
-            fn()
+            answer = fn()
         except (OSError, ValueError) as error:
             failure = error
-    failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None)))
+    failed, answered = multihost_utils.broadcast_one_to_all(np.array([failure is not None, answer], np.int32)).tolist()
     if failed:
         raise failure or OSError("process 0 could not begin to save, and says why")
+    return bool(answered)
 
 
 def _made(layout: Layout) -> dict[str, Any]:

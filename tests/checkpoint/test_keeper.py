@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint import manifest, writer
+from jaxshard.checkpoint import describe, manifest, writer
 from jaxshard.checkpoint.checksums import damage
 from jaxshard.checkpoint.folder import numbered
 from jaxshard.checkpoint.manifest import NAME
@@ -132,10 +132,10 @@ def test_an_error_of_the_loop_comes_first_and_that_of_the_save_is_noted(tmp_path
 def test_keeping_never_deletes_what_was_just_saved(tmp_path):
     for number in (100, 200):
         js.save(tmp_path, at(number), layout())
-    with js.Checkpointer(tmp_path, layout(), every=5, keep=1) as checkpointer:
+    with js.Checkpointer(tmp_path, layout(), every=5, keep=1, data=lambda: {"epoch": 3}) as checkpointer:
         checkpointer(4, at(4))
         checkpointer(5, at(5))
-    assert steps_of(tmp_path) == [5]
+    assert steps_of(tmp_path) == [5] and describe(tmp_path).data == {"epoch": 3}
 
 
 def test_a_step_without_its_manifest_is_not_counted_and_is_replaced(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import jaxshard as js
 from jaxshard.checkpoint import describe, manifest
 from jaxshard.checkpoint.manifest import NAME
+from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import TX, at, init_fn, layout
 
 
@@ -103,12 +104,35 @@ def test_a_newer_format(tmp_path, monkeypatch):
 
 def test_a_step_is_saved_once_unless_it_is_damaged(tmp_path):
     folder = js.save(tmp_path, at(1), layout())
-    with pytest.raises(ValueError, match="step 1 was saved already; save into another folder, or delete it"):
-        js.save(tmp_path, at(1), layout())
+    before = (folder / NAME).read_bytes()
+    assert js.save(tmp_path, at(1), layout()) == folder and (folder / NAME).read_bytes() == before
+    other = at(1)._replace(key=js.init(init_fn, TX, layout(), 5).key)
+    with pytest.raises(ValueError, match="step 1 of another run is there; save into another folder, or delete it"):
+        js.save(tmp_path, other, layout())
+    thin = layout_of(init_fn, optax.sgd(1.0))
+    with pytest.raises(ValueError, match="step 1 of another run is there"):
+        run = js.init(init_fn, optax.sgd(1.0), thin, 0)
+        js.save(tmp_path, run._replace(step=run.step + 1), thin)
+    assert (folder / NAME).read_bytes() == before
     (folder / "arrays" / "_CHECKPOINT_METADATA").unlink()
     assert js.latest_step(tmp_path, intact=True) is None
     js.save(tmp_path, at(1), layout())
     assert js.latest_step(tmp_path, intact=True) == 1
+
+
+def test_optimizer_states_of_any_structure(tmp_path):
+    mask = {"a/b": True, "w": False, "": True, "none": True}
+    tx = optax.chain(optax.masked(optax.adam(0.1), mask), optax.inject_hyperparams(optax.sgd)(0.1), optax.ema(0.9))
+    made = js.layout(
+        js.zero1("data", min_size=0),
+        js.make_mesh(jax.devices()[:2], data=2),
+        init_fn,
+        tx,
+        trainable=lambda p: p != "none",
+    )
+    run = js.init(init_fn, tx, made, 0)
+    js.save(tmp_path, run, made)
+    assert_same(js.restore(tmp_path, made), run)
 
 
 def test_data_comes_back_as_it_was_or_is_refused(tmp_path):
