@@ -84,7 +84,7 @@ def api_page() -> str:
     for module in MODULES:
         lines += ["", f"## {module.__name__}", "", (inspect.getdoc(module) or "").split("\n")[0], ""]
         for name, value in sorted(vars(module).items()):
-            if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__:
+            if not name.startswith("_") and str(getattr(value, "__module__", None)).startswith(module.__name__):
                 lines += _entry(name, value)
     return "\n".join(lines) + "\n"
 
