@@ -14,7 +14,7 @@ from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.terminal import facts, make_console
 
-_PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "numpy")
+_PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _OPTIONAL = {
     "libtpu": "compiling for TPU topologies (extra tpu)",
     "tensorboardX": "jaxshard train --tensorboard (extra viz)",
