@@ -127,7 +127,7 @@ def _placed_whole(batch: PyTree, layout: Layout) -> PyTree:
     """A batch that this host has whole."""
 
     def place(leaf: Any) -> jax.Array:
-        leaf = np.asarray(leaf)
+        leaf = np.array(leaf)  # a copy, as below
         return jax.make_array_from_callback(leaf.shape, layout.batch_sharding(leaf), lambda index: leaf[index])
 
     return jax.tree.map(place, batch)
@@ -137,7 +137,8 @@ def _placed_local(batch: PyTree, layout: Layout) -> PyTree:
     """A batch of which this host has its own rows."""
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-        leaf = np.asarray(leaf)
+        # A copy: some iterators fill one buffer over and over, and on a CPU JAX goes on using the array it is given.
+        leaf = np.array(leaf)
         if leaf.ndim == 0:
             name = path_str(path) or "the batch"
             raise ValueError(f"local_batches: every leaf needs rows in its first dimension, but {name} is a scalar")

@@ -22,7 +22,7 @@ def permute(position: np.ndarray, *, size: int, seed: int, epoch: np.ndarray | i
         raise ValueError(f"permute: positions {position.min()} to {position.max()} are not all in 0 to {size - 1}")
     left_size = math.isqrt(max(size, 1))
     right_size = -(-size // left_size)
-    key = _mix(_mix(np.uint64(seed % 2**64)) ^ np.broadcast_to(epoch, position.shape).astype(np.uint64))
+    key = _mix(_mix(np.uint64(int(seed) % 2**64)) ^ np.broadcast_to(epoch, position.shape).astype(np.uint64))
     turn_keys = [_mix(key ^ np.uint64(turn)) for turn in range(8)]
     value = position.copy()
     outside = np.ones(position.shape, bool)

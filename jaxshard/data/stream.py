@@ -48,12 +48,12 @@ class Batches(Iterator[PyTree]):
         """The next of the batches under way, of which `prefetch` are left."""
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(worker.submit(_with_x64, self._x64, read))
-        made = self._ahead.popleft()
-        error = made.exception()
+        made = self._ahead[0]
+        error = made.exception()  # waits; an interrupt loses no batch
         if error is not None:
             self.close()
             raise error
-        return made.result()
+        return self._ahead.popleft().result()
 
     def close(self) -> None:
         """Ends the batches; waits for one that is just being made."""

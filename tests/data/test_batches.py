@@ -221,6 +221,20 @@ def test_local_batches():
         next(data.local_batches([{"x": np.float32(1)}], Rows("data", data=8)))
 
 
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("entry", [data.local_batches, data.batches], ids=["local", "global"])
+def test_an_iterator_may_use_its_buffer_again(entry, prefetch):
+    def reusing():
+        buffer = np.empty((1024, 4), np.float32)
+        for step in range(6):
+            buffer[:] = step
+            yield {"x": buffer}
+
+    for layout in (Rows("data", data=8), Rows(data=8)):
+        made = list(entry(reusing(), layout, prefetch=prefetch))
+        assert [np.unique(batch["x"]).tolist() for batch in made] == [[step] for step in range(6)]
+
+
 class Counter:
     """An iterator that saves its position, in a state that it goes on changing."""
 

@@ -29,3 +29,13 @@ def test_permutations_look_random():
 def test_positions_outside_are_refused():
     with pytest.raises(ValueError, match="positions 0 to 7 are not all in 0 to 6"):
         data.permute(np.arange(8), size=7, seed=0, epoch=0)
+
+
+def test_an_order_of_very_many_takes_no_memory():
+    """The first million billion positions are never listed: only those that are asked for are computed."""
+    size = 10**15 + 37
+    order = data.permute(np.arange(1000), size=size, seed=1, epoch=2)
+    assert len(set(order.tolist())) == 1000 and order.min() >= 0 and order.max() < size
+    assert abs(order.mean() / size - 0.5) < 0.06  # 6 sigma
+    last = data.permute(np.array([size - 1]), size=size, seed=1, epoch=2)
+    assert 0 <= last[0] < size and last[0] not in order

@@ -1,0 +1,101 @@
+"""Grain's data sets as they are: by number, in turn, as rows; their state is the position. Needs the extra `grain`."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxshard import data
+from jaxshard.data.batches import rows_here
+from tests.data.rows import Rows
+from tests.data.test_batches import Process
+
+grain = pytest.importorskip("grain")
+
+
+def rows():
+    """Rows in an order that Grain draws anew in every epoch."""
+    return grain.MapDataset.source(np.arange(50)).seed(3).shuffle().repeat().map(as_row)
+
+
+def as_row(i):
+    return {"x": np.full(3, i, np.float32), "y": np.int32(i)}
+
+
+def ys(stream, count):
+    return [np.asarray(batch["y"]).tolist() for batch in itertools.islice(stream, count)]
+
+
+EXPECTED = [rows().batch(16)[step]["y"].tolist() for step in range(8)]
+
+
+def test_a_map_dataset_of_batches():
+    stream = data.batches(rows().batch(16), Rows("data", data=8), start=2)
+    assert stream.position == 2
+    batch = next(stream)
+    assert batch["x"].shape == (16, 3) and batch["x"].sharding.shard_shape((16, 3)) == (2, 3)
+    assert [batch["y"].tolist(), *ys(stream, 3)] == EXPECTED[2:6]
+    assert stream.position == 6
+
+
+def test_a_map_dataset_of_one_epoch_ends():
+    epoch = grain.MapDataset.source(np.arange(50)).map(as_row).batch(16, drop_remainder=True)
+    assert len(list(data.batches(epoch, Rows("data", data=8)))) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_rows_of_a_map_dataset(count):
+    """The global batches do not depend on the number of processes."""
+    source = data.examples(rows(), batch=16, seed=None)
+    for step in range(8):
+        parts = [source.rows(step, rows_here(Process(index, count), (16,)))["y"] for index in range(count)]
+        assert np.concatenate(parts).tolist() == EXPECTED[step]
+    assert ys(data.batches(source, Rows("data", data=8)), 4) == EXPECTED[:4]
+
+
+def test_rows_of_a_map_dataset_in_a_mixture():
+    a, b = (data.examples(rows(), batch=8, seed=None) for _ in range(2))
+    mixed = data.mixture({"a": (a, 1), "b": (b, 1)}, seed=0).rows(0, np.arange(8))
+    assert sorted(mixed["y"].tolist()) == sorted(2 * EXPECTED[0][:4])
+
+
+def test_a_filtered_map_dataset_is_refused():
+    source = data.examples(rows().filter(lambda row: row["y"] % 2 == 0), batch=16, seed=None)
+    with pytest.raises(ValueError, match="is None, as in a filtered data set"):
+        source.rows(0, np.arange(16))
+
+
+def loader():
+    sampler = grain.samplers.IndexSampler(50, num_epochs=3, seed=3, shuffle=True)
+    operations = [grain.transforms.Batch(16, drop_remainder=True)]
+    return grain.DataLoader(data_source=Source(), sampler=sampler, operations=operations)
+
+
+class Source:
+    def __repr__(self):
+        return "Source()"  # Grain compares it with the one in a state
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, i):
+        return as_row(i)
+
+
+@pytest.mark.parametrize("entry", [data.batches, data.local_batches], ids=["global", "local"])
+@pytest.mark.parametrize(
+    "make", [lambda: rows().batch(16).to_iter_dataset(), loader], ids=["iter dataset", "data loader"]
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_iterator_goes_on_where_it_stopped(entry, make, prefetch):
+    layout = Rows("data", data=8)
+    whole = ys(entry(make(), layout, prefetch=prefetch), 8)
+    stream = entry(make(), layout, prefetch=prefetch)
+    assert ys(stream, 3) == whole[:3]
+    position = json.loads(json.dumps(stream.position))
+    again = entry(make(), layout, start=position, prefetch=prefetch)
+    assert ys(again, 5) == whole[3:] and again.position["batches"] == 8
+    assert ys(entry(make(), layout, start=6, prefetch=prefetch), 2) == whole[6:]
+    jax.tree.map(lambda stream: stream.close(), (stream, again))
