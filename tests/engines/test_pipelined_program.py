@@ -195,10 +195,10 @@ def test_temporaries_do_not_grow_with_micro_batches():
 
 @pytest.mark.slow
 def test_temporaries_of_a_transformer_do_not_grow_with_micro_batches():
-    """And are less for less stash: what a stage of two blocks takes in, each block's input, everything."""
+    """And are less where each block's input is kept than where everything is."""
     at = {
         (m, stash): temporaries(small_gpt(16, rows=4 * m, width=64), m, stash)
-        for m, stash in [(8, "layer"), (32, "layer"), (8, "stage"), (8, "everything")]
+        for m, stash in [(8, "layer"), (32, "layer"), (8, "everything")]
     }
     assert at[32, "layer"] <= 1.05 * at[8, "layer"]
-    assert at[8, "stage"] < at[8, "layer"] < 0.5 * at[8, "everything"]
+    assert at[8, "layer"] < 0.5 * at[8, "everything"]
