@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -49,6 +50,20 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.psum(x, tuple(axes)) if axes else x
 
 
+def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum of a share of a loss, a weight or a metric over the axes; what is narrower than f32 is added in f32."""
+    if x.dtype in _NARROW and axes:
+        # Also because the CPU compiler aborts on a manual bf16 sum beside automatic axes (JAX 0.10 to 0.12).
+        return all_sum(x.astype(jnp.float32), axes).astype(x.dtype)
+    return all_sum(x, axes)
+
+
 def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The maximum over the axes, on every device; `x` itself without axes."""
-    return lax.pmax(x, tuple(axes)) if axes else x
+    if not axes:
+        return x
+    wide = {jnp.dtype(bool): jnp.int32}.get(x.dtype, jnp.float32 if x.dtype in _NARROW else x.dtype)
+    return lax.pmax(x.astype(wide), tuple(axes)).astype(x.dtype)
+
+
+_NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

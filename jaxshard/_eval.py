@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxshard._constrain import constraining
 from jaxshard._layout import Layout, join_model, merge, only
-from jaxshard._loss import Max, Mean, Sum, combine
+from jaxshard._loss import Max, Mean, Sum, combine, lowest
 from jaxshard._state import TrainState, check_run
 from jaxshard._train import check_batch, moved, used
 from jaxshard._tree import abstract
@@ -165,12 +165,8 @@ def _results(output: Any) -> Results:
 def _masked(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
     """One metric of per-row ones, [rows] each; `where`, not a product, so that NaN in the padding can't leak."""
     if isinstance(metric, Max):
-        return Max(jnp.max(jnp.where(counts, metric.value, _lowest(metric.value.dtype))))
+        return Max(jnp.max(jnp.where(counts, metric.value, lowest(metric.value.dtype))))
     return jax.tree.map(lambda x: jnp.sum(jnp.where(counts, x, 0)), metric)
-
-
-def _lowest(dtype: Any) -> Any:
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def _row_count(batch: PyTree) -> int:

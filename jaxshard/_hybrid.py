@@ -18,8 +18,8 @@ def hybrid(
     /,
     *,
     data: int = -1,
-    tensor: int = 1,
-    pipe: int = 1,
+    tensor: int | None = None,
+    pipe: int | None = None,
     chunks: int = 2,
     split: Callable[..., Strategy] = fsdp,
     rules: Iterable[Rule] = RULES,
@@ -27,9 +27,9 @@ def hybrid(
     """(mesh, strategy) of data, tensor and pipeline parallelism over all devices; one size may be -1.
 
     The mesh has the axes "pipe", "data" and "tensor", in this order: neighbours on the last axis are nearest to one
-    another, and tensor parallelism communicates most. Axes of size 1 but data are left out. `split` is what happens
-    along data: `js.ddp`, `js.zero1`, `js.zero2` or `js.fsdp`; `rules` are those of `js.tensor`, `chunks` those of
-    `js.pipeline`. With pipe > 1 the engine is `js.pipelined(...)`.
+    another, and tensor parallelism communicates most. Without a size, tensor and pipe are left out. `split` is what
+    happens along data: `js.ddp`, `js.zero1`, `js.zero2` or `js.fsdp`; `rules` are those of `js.tensor`, `chunks` those
+    of `js.pipeline`. With pipe the engine is `js.pipelined(...)`.
 
         mesh, strategy = js.hybrid(data=-1, tensor=2, pipe=2)
         layout = js.layout(strategy, mesh, model.init, tx)
@@ -38,10 +38,10 @@ def hybrid(
       ValueError: more than one -1, or sizes that do not multiply to the number of devices.
     """
     asked = {"pipe": pipe, "data": data, "tensor": tensor}
-    mesh = make_mesh(devices, **{name: size for name, size in asked.items() if size != 1 or name == "data"})
+    mesh = make_mesh(devices, **{name: size for name, size in asked.items() if size is not None})
     parts = [split("data")]
-    if tensor != 1:
+    if tensor is not None:
         parts.append(tensor_strategy(rules))
-    if pipe != 1:
+    if pipe is not None:
         parts.append(pipeline("pipe", chunks=chunks))
     return mesh, compose(*parts)

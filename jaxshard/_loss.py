@@ -149,6 +149,13 @@ def as_loss(output: Any) -> Loss:
     return loss
 
 
+def lowest(dtype: Any) -> Any:
+    """What no value is below: the maximum of no rows."""
+    if dtype == jnp.bool_:
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
 def combine(a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
     """One metric of two sets of rows."""
     if isinstance(a, Max):

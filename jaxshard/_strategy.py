@@ -302,8 +302,9 @@ def _check_unused(names: tuple[str, ...], leaf: Leaf, placement: Placement, who:
     repeated = [name for name in names if name in axes_of(placement.store)]
     if repeated:
         dims = [dim for dim, entry in enumerate(placement.store) if set(repeated) & set(axis_names(entry))]
+        dim = placement.view.origin(dims[0])
         raise ValueError(
-            f"{who}: axis {', '.join(map(repr, repeated))} already splits dim {dims[0]} of {leaf.path} "
+            f"{who}: axis {', '.join(map(repr, repeated))} already splits dim {dim} of {leaf.path} "
             f"{list(leaf.shape)}; apply each strategy once per axis"
         )
 

@@ -154,7 +154,7 @@ def _chunks(schedule: str | None, stages: int, depth: int | None) -> int:
     """Chunks per device where none are said: two if the schedule can and the model has so many blocks."""
     if schedule is not None and full_name(schedule) in ONE_CHUNK:
         return 1
-    return 2 if depth is None or depth >= 2 * stages else 1
+    return 2 if depth is not None and depth >= 2 * stages else 1
 
 
 def _turns(stages: int, rows: int, batch: int | None) -> int:

@@ -55,7 +55,7 @@ def parity(
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
-      chunks: stages per device of a pipeline; by default two where the model has enough blocks.
+      chunks: stages per device of a pipeline; by default two for a ready-made size with enough blocks, else one.
       devices: use so many devices; simulated ones where there is no accelerator.
       batch: rows of a step over all devices, for a ready-made size; by default about 16.
       microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.

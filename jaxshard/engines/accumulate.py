@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -48,8 +49,9 @@ class Engine:
     units: Sequence[type] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+        if not isinstance(self.microbatches, Integral) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ValueError(f"microbatches must be a whole number from 1 on, got {self.microbatches!r}")
+        object.__setattr__(self, "microbatches", int(self.microbatches))
         if self.scatter not in ("each", "end"):
             raise ValueError(f"scatter must be 'each' or 'end', got {self.scatter!r}")
         _check_dtype("compute_dtype", self.compute_dtype)

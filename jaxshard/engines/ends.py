@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard._compat import without_dead_code
-from jaxshard._loss import Loss, Max, Mean, Sum, as_loss, weighted_sum
+from jaxshard._loss import Loss, Max, Mean, Sum, as_loss, lowest, weighted_sum
 from jaxshard._typing import PyTree
 from jaxshard.adapt.stacked import evaluation
 
@@ -136,11 +136,11 @@ class Ends:
         loss = as_loss(self.head(rest, x, self.rows_of(microbatch), self.key_of(self.last, microbatch)))
         if not isinstance(loss.value, Mean):
             raise TypeError(
-                "js.pipelined needs a head that says its weight: return js.Mean(total, weight), summed over "
+                "a pipeline needs a head that says its weight: return js.Mean(total, weight), summed over "
                 "micro-batches and devices and divided once, instead of a scalar"
             )
         if loss.state is not None:
-            raise TypeError("js.pipelined: the head returned js.Loss(state=...), but a js.Stacked model has no state")
+            raise TypeError("the head returned js.Loss(state=...), but a js.Stacked model has no state")
         return loss
 
     def _trained(self, sums: PyTree = None) -> PyTree:
@@ -165,13 +165,13 @@ def _is_none(x: Any) -> bool:
 
 def _parted(x: PyTree) -> tuple[list[Any], list[Any]]:
     leaves = jax.tree.leaves(x)
-    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     return [a for a, f in zip(leaves, floating) if f], [a for a, f in zip(leaves, floating) if not f]
 
 
 def _joined(like: PyTree, floats: list[Any], others: list[Any]) -> PyTree:
     given, rest = iter(floats), iter(others)
-    return jax.tree.map(lambda x: next(given if jnp.issubdtype(x.dtype, jnp.floating) else rest), like)
+    return jax.tree.map(lambda x: next(given if jnp.issubdtype(x.dtype, jnp.inexact) else rest), like)
 
 
 def _sum(sums: PyTree, grads: PyTree, active: jax.Array) -> PyTree:
@@ -190,9 +190,10 @@ def _added(total: Any, metric: Any, active: jax.Array) -> Any:
 
 def _nothing(metric: Mean | Sum | Max) -> Callable[[Any], jax.Array]:
     def of(x: Any) -> jax.Array:
-        if not isinstance(metric, Max):
-            return jnp.zeros(x.shape, x.dtype)
+        if isinstance(metric, Max):
+            return jnp.full(x.shape, lowest(x.dtype), x.dtype)
+        # Many micro-batches are added up: not in less than f32.
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.full(x.shape, -jnp.inf if floating else jnp.iinfo(x.dtype).min, x.dtype)
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32) if floating else x.dtype)
 
     return of

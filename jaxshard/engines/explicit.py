@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard._collectives import all_max, all_sum, gather, scatter_sum
+from jaxshard._collectives import all_max, gather, scatter_sum, total
 from jaxshard._layout import Layout, only
 from jaxshard._loss import Loss, Max, Mean, Sum
 from jaxshard._placement import Placement, axes_of, only_axes
@@ -35,13 +35,13 @@ class Explicit(Engine):
             turns, first_rows = _turns(batch, self.microbatches, axes)
             outcome, grads = value_and_grad(
                 lambda sinks, state, rows, row: _needs_mean(call(params, sinks, state, rows, key, row)),
-                _sinks(layout, self.scatter), state, turns, first_rows, total=lambda x: all_sum(x, axes),
+                _sinks(layout, self.scatter), state, turns, first_rows, total=lambda x: total(x, axes),
             )  # fmt: skip
             if self.scatter == "end":
                 reduce = partial(reduced, layout, self)
                 grads = jax.tree.map(reduce, layout.grads, grads, only(layout.trainable, layout.params))
             metrics = {name: combined(metric, axes) for name, metric in outcome.metrics.items()}
-            return Outcome(all_sum(outcome.value, axes), metrics, _agree(outcome.state, axes)), grads
+            return Outcome(total(outcome.value, axes), metrics, _agree(outcome.state, axes)), grads
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             manual = manual_axes(layout)
@@ -191,7 +191,7 @@ def combined(metric: Mean | Sum | Max, axes: tuple[str, ...]) -> Mean | Sum | Ma
     """A metric of all rows from those of each device."""
     if isinstance(metric, Max):
         return Max(all_max(metric.value, axes))
-    return jax.tree.map(lambda x: all_sum(x, axes), metric)
+    return jax.tree.map(lambda x: total(x, axes), metric)
 
 
 def _agree(state: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -108,7 +108,7 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, weights: PyTree, x: PyTree, key: Any, trained: Sequence[bool]) -> _Parts:
         (w, w_tree), (xs, x_tree), (ks, key_tree) = (jax.tree.flatten(abstract(t)) for t in (weights, x, key))
-        floating = tuple(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in xs)
+        floating = tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in xs)
         return cls(w, xs, ks, w_tree, x_tree, key_tree, tuple(trained), floating)
 
     @property

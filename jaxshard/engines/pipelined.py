@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxshard._collectives import all_sum
+from jaxshard._collectives import total
 from jaxshard._layout import STACKED_EXAMPLE, Layout
 from jaxshard._mesh import axis_size
 from jaxshard._placement import only_axes
@@ -51,6 +51,10 @@ class Pipelined(Engine):
             raise TypeError(
                 f"schedule must be a name such as 'interleaved' or a js.schedules.Schedule, got {self.schedule!r}"
             )
+        if isinstance(self.schedule, str):
+            if self.schedule.endswith(".csv"):
+                raise ValueError(f"schedule: read the table first, js.schedules.Schedule.from_csv({self.schedule!r})")
+            full_name(self.schedule)
 
     @property
     def saved(self) -> RematPolicy:
@@ -96,7 +100,7 @@ class Pipelined(Engine):
                 grads, totals = run_ticks(slots, pipe.axis, stages, ends, share.zero_sums(), share.zeros(ends))
             axes = (*layout.batch_axes, pipe.axis)
             metrics = {name: combined(metric, axes) for name, metric in totals.metrics.items()}
-            return Outcome(all_sum(totals.value, axes), metrics, ()), share.reduced(grads, totals.grads)
+            return Outcome(total(totals.value, axes), metrics, ()), share.reduced(grads, totals.grads)
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             del state  # a Stacked model has none

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard._collectives import all_sum
+from jaxshard._collectives import total
 from jaxshard._keys import advance
 from jaxshard._layout import Layout, only
 from jaxshard._mesh import axis_size
@@ -58,8 +58,11 @@ class Share:
 
     def weighed(self, ends: Ends) -> Ends:
         """The ends with the global weights of the loss, summed over all micro-batches and devices."""
+        axes = self.layout.batch_axes
         each = jax.vmap(ends.own_weights)(jnp.arange(self.engine.microbatches))
-        return replace(ends, weights=tuple(all_sum(x.sum(), self.layout.batch_axes) for x in each))
+        return replace(
+            ends, weights=tuple(total(x.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(), axes) for x in each)
+        )
 
     def stages(self, ends: Ends, policy: RematPolicy, *, recompute: bool = False) -> Stages:
         """This device's blocks in training: a block keeps what the policy says, a chunk its input to `recompute`."""
