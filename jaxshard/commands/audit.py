@@ -77,8 +77,8 @@ def audit(
         layout = make_layout(how.strategy, the_mesh, program.init_fn, program.tx)
         check_batch(layout, rows, how.engine.microbatches)
         step = make_step(program.loss_fn, program.tx, layout, engine=how.engine)
-    about = {"model": program.name, "strategy": strategy} | how.about
-    shown = {"model": program.name, "strategy": strategy} | how.shown
+    about = {"model": program.name} | how.about
+    shown = {"model": program.name} | how.shown
     facts(console, {"devices": topology or describe(list(the_mesh.devices.flat))} | shown)
     started = time.perf_counter()
     with console.status("compiling"):

@@ -35,18 +35,22 @@ TURNS_PER_STAGE = 4
 
 
 class Parallel(NamedTuple):
-    """A mesh, a strategy over its axes, the engine, and the number that the rows of a batch must be a multiple of."""
+    """A mesh, a strategy over its axes, the engine, what the rows of a batch must be a multiple of, and a name.
+
+    The name is that of the data strategy.
+    """
 
     mesh: Mesh
     strategy: Strategy
     engine: Engine
     parts: int
+    name: str
 
     @property
     def shown(self) -> dict[str, str]:
         """What runs, for the eye."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        shown = {"mesh": axes, "engine": self.about["engine"]}
+        shown = {"mesh": axes, "strategy": self.name, "engine": self.about["engine"]}
         if "schedule" in self.about:
             shown["schedule"] = f"{self.about['schedule']}, {self.engine.microbatches} micro-batches"
         return shown
@@ -54,7 +58,8 @@ class Parallel(NamedTuple):
     @property
     def about(self) -> dict[str, Any]:
         """What ran, for results."""
-        made = {"engine": type(self.engine).__name__.lower(), "microbatches": self.engine.microbatches}
+        engine = type(self.engine).__name__.lower()
+        made = {"strategy": self.name, "engine": engine, "microbatches": self.engine.microbatches}
         schedule = getattr(self.engine, "schedule", None)
         if schedule is None:
             return made | {"remat": self.engine.remat}
@@ -95,7 +100,7 @@ def parallel(
         _check_no_pipeline(mesh, engine, schedule, chunks)
         turns = microbatches or 1
         runs: Engine = _ENGINES[engine or "explicit"](microbatches=turns, remat=remat or "everything")
-        return Parallel(made, compose(*split), runs, rows * turns)
+        return Parallel(made, compose(*split), runs, rows * turns, strategy)
     if engine not in (None, "pipelined"):
         raise ValueError(
             f"--engine {engine}: a mesh with the axis pipe runs under engine pipelined; leave out the flag or the axis"
@@ -109,7 +114,7 @@ def parallel(
         chunks, turns = table.chunks, table.microbatches
     stash = {"nothing": "layer", None: "layer"}.get(remat, remat)
     runs = pipelined(microbatches=turns, schedule=table or schedule or "interleaved", stash=stash or "layer")
-    return Parallel(made, compose(*split, pipeline("pipe", chunks=chunks)), runs, rows * turns)
+    return Parallel(made, compose(*split, pipeline("pipe", chunks=chunks)), runs, rows * turns, strategy)
 
 
 def _with_data(axes: dict[str, int], usual: dict[str, int], mesh: str | None, strategy: str) -> dict[str, int]:

@@ -72,8 +72,8 @@ def parity(
         )  # fmt: skip
     the_mesh = how.mesh
     program = _program(target, batch, seed, how.parts)
-    about = {"model": program.name, "strategy": strategy} | how.about
-    shown = {"model": program.name, "strategy": strategy} | how.shown
+    about = {"model": program.name} | how.about
+    shown = {"model": program.name} | how.shown
     facts(console, {"devices": describe(list(the_mesh.devices.flat))} | shown)
     started = time.perf_counter()
     with console.status("running both"), refusals():

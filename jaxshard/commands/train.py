@@ -105,7 +105,7 @@ def train(
         the_mesh, turns = how.mesh, how.engine.microbatches
         size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=how.parts)
         recipe = size.recipe
-        facts(console, {"devices": describe(list(the_mesh.devices.flat)), "strategy": strategy} | how.shown)
+        facts(console, {"devices": describe(list(the_mesh.devices.flat))} | how.shown)
         corpus = corpus_of(console, data, dtype, vocab)
         shape = size.shape | {"vocab": corpus.vocab}
         network = size.model(vocab=corpus.vocab)
@@ -122,7 +122,6 @@ def train(
         "devices": the_mesh.size,
         "device_kind": the_mesh.devices.flat[0].device_kind,
         "mesh": dict(the_mesh.shape),
-        "strategy": strategy,
         **how.about,
         "seed": seed,
         "size": shape,

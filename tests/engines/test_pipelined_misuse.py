@@ -94,7 +94,16 @@ def test_a_stash_of_no_name(stash):
 def test_a_schedule_of_no_name():
     message = "there is no schedule '1f2b'; use one of gpipe, one_f_one_b, interleaved, zero_bubble"
     with pytest.raises(ValueError, match=message):
-        make(js.pipelined(microbatches=4, schedule="1f2b"))
+        js.pipelined(microbatches=4, schedule="1f2b")
+
+
+def test_a_table_in_a_file_is_read_first():
+    with pytest.raises(ValueError, match=r"read the table first, js\.schedules\.Schedule\.from_csv\('mine\.csv'\)"):
+        js.pipelined(microbatches=4, schedule="mine.csv")
+
+
+def test_numpy_integers_are_whole_numbers():
+    assert js.pipelined(microbatches=np.int64(4)).microbatches == 4
 
 
 def test_a_schedule_that_is_no_table():
@@ -155,7 +164,7 @@ def test_the_strategy_without_the_engine(engine):
     ids=["twice", "filled"],
 )
 def test_the_axis_of_the_pipeline_used_again(strategy):
-    with pytest.raises(ValueError, match="axis 'pipe' already splits dim 1 of blocks/b"):
+    with pytest.raises(ValueError, match="axis 'pipe' already splits dim 0 of blocks/b"):
         layout(strategy)
 
 
