@@ -9,6 +9,8 @@ forwards, losses of a run, backwards, the embeddings' gradients, weight gradient
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ from jax import lax
 
 from jaxshard._layout import only
 from jaxshard._typing import PyTree
-from jaxshard.engines.ends import Ends, Totals, filled
+from jaxshard.engines.ends import Ends, Metrics, Totals, filled
 from jaxshard.engines.stages import Stages, Sums
 from jaxshard.schedules.packing import packed
 from jaxshard.schedules.slots import Slots
@@ -41,117 +43,170 @@ def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, 
     micro-batches their inputs to the first device, their outputs from the last one and back, and the inputs' gradients
     from the first one, each one activation long.
     """
-    device = lax.axis_index(axis)
-    ring = Ring(axis, slots.schedule.stages)
-    split = slots.schedule.splits_backward
-    rows, read = rows_of(slots, device)
-    runs = {name: jax.tree.map(jnp.asarray, values) for name, values in slots.runs.items()}
-
-    # A conditional has only what it changes: a compiler may copy all that goes through one.
-    of_embed, of_head = ends.used()
-
-    def run(name: str, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(this device's micro-batch, whether it has one, the slots of all devices' pieces)."""
-        members, places = runs[name]
-        mine = members[number, device].astype(jnp.int32)
-        return jnp.maximum(mine, 0), mine >= 0, places[number, device]
-
-    def tick(carry: Carry, row: Any) -> tuple[Carry, None]:
-        at = read(row)
-
-        def operation(kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-            microbatch = at[f"{kind}_microbatch"]
-            return at[f"{kind}_chunk"], jnp.maximum(microbatch, 0), microbatch >= 0
-
-        def embed(inbox: PyTree) -> PyTree:
-            microbatch, _, places = run("embed", at["embed"])
-            return put_all(inbox, places, ring.collect(ends.enter(microbatch), to=0))
-
-        def forward(state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
-            kept, outbox, _ = state
-            chunk, microbatch, _ = operation("f")
-            y, residuals = stages.forward(chunk, microbatch, get(carry.inbox, at["f_inbox"]))
-            return put(kept, at["f_kept"], residuals), put(outbox, at["f_outbox"], y), y
-
-        def head(state: tuple[PyTree, Totals]) -> tuple[PyTree, Totals]:
-            outbox, totals = state
-            microbatch, active, places = run("head", at["head"])
-            y = ring.spread(get_all(outbox, places, ring.size), of=ring.size - 1)
-            dy, totals = ends.leave(microbatch, y, totals, active)
-            return put_all(outbox, places, ring.collect(dy, to=ring.size - 1)), totals
-
-        def backward(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            outbox, carried, grads, _ = state
-            chunk, microbatch, active = operation("b")
-            arguments = chunk, microbatch, get(carry.kept, at["b_kept"]), get(outbox, at["b_outbox"]), grads, active
-            if split:
-                dx, grads, values = stages.first(*arguments)
-                carried = put(carried, at["b_carried"], values)
-            else:
-                dx, grads = stages.backward(*arguments)
-            return put(outbox, at["b_result"], dx), carried, grads, dx
-
-        def embed_grad(sums: PyTree) -> PyTree:
-            microbatch, active, places = run("embed_grad", at["embed_grad"])
-            dx = ring.spread(get_all(carry.outbox, places, ring.size), of=0)
-            return ends.enter_grad(microbatch, dx, sums, active)
-
-        def weights(grads: Sums) -> Sums:
-            chunk, microbatch, active = operation("w")
-            return stages.second(chunk, microbatch, get(carry.carried, at["w_carried"]), grads, active)
-
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), carry.inbox)
-        carry = carry._replace(inbox=when(at["embed"] >= 0, embed, carry.inbox))
-        kept, outbox, y = when(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
-        totals = carry.totals
-        own = totals._replace(grads=only(of_head, totals.grads))
-        outbox, own = when(at["head"] >= 0, head, (outbox, own))
-        totals = own._replace(grads=filled(own.grads, totals.grads))
-        carry = carry._replace(kept=kept)
-        outbox, carried, grads, dx = when(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
-        carry = carry._replace(outbox=outbox, carried=carried)
-        entered = when(at["embed_grad"] >= 0, embed_grad, only(of_embed, totals.grads))
-        totals = totals._replace(grads=filled(entered, totals.grads))
-        if split:
-            grads = when(at["w"] > 0, weights, grads)
-        return Carry(
-            inbox=put(carry.inbox, at["arrive_f"], ring.shift(y, 1)),
-            kept=kept,
-            outbox=put(outbox, at["arrive_b"], ring.shift(dx, -1)),
-            carried=carried,
-            grads=grads,
-            totals=totals,
-        ), None
-
-    start = _empty(slots, stages, ends, grads, totals)
-    end, _ = lax.scan(tick, start, rows)
-    return end.grads, end.totals
-
-
-def _empty(slots: Slots, stages: Stages, ends: Ends, grads: Sums, totals: Totals) -> Carry:
-    """The rings before the first tick, of the sizes that the schedule needs."""
+    loop = _Loop.of(slots, axis, stages, ends)
     zero = jnp.int32(0)
     x = jax.eval_shape(ends.enter, zero)
     _, kept = jax.eval_shape(stages.forward, zero, zero, x)
     carried: list[Any] = []
-    if slots.schedule.splits_backward:
+    if loop.splits:
         _, _, carried = jax.eval_shape(stages.first, zero, zero, kept, x, grads, jnp.bool(True))
+    rings = {"inbox": x, "kept": kept, "outbox": x, "carried": carried}
+    start = Carry(**{name: loop.empty(name, value) for name, value in rings.items()}, grads=grads, totals=totals)
+    end, _ = lax.scan(loop.tick, start, loop.rows)
+    return end.grads, end.totals
 
-    def ring(name: str, value: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros((slots.sizes[name], *leaf.shape), leaf.dtype), value)
 
-    return Carry(ring("inbox", x), ring("kept", kept), ring("outbox", x), ring("carried", carried), grads, totals)
+def run_forwards(
+    slots: Slots, axis: str, stages: Stages, ends: Ends, counts: Callable[[jax.Array], jax.Array]
+) -> Metrics:
+    """This device's share of the metrics of the micro-batches that count: the forward half of `run_ticks`."""
+    loop = _Loop.of(slots, axis, stages, ends)
+    x = jax.eval_shape(ends.enter, jnp.int32(0))
+    tick = partial(loop.forward_tick, counts)
+    return lax.scan(tick, (loop.empty("inbox", x), loop.empty("outbox", x), ends.no_metrics()), loop.rows)[0][2]
 
 
-def rows_of(slots: Slots, device: jax.Array) -> tuple[Any, Callable[[Any], dict[str, jax.Array]]]:
-    """(the rows to scan over, `read(row) -> this device's numbers by name`)."""
-    own, read_own = packed({name: x for name, x in slots.rows.items() if x.ndim == 2})
-    common, read_common = packed({name: x for name, x in slots.rows.items() if x.ndim == 1})
+class _Operation(NamedTuple):
+    """What a device does in a slot; not `active`: nothing, on whatever the slots hold."""
 
-    def read(row: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
-        return read_own(row[0][device]) | read_common(row[1])
+    chunk: jax.Array
+    microbatch: jax.Array
+    active: jax.Array
 
-    return (jnp.asarray(own), jnp.asarray(common)), read
+
+@dataclass(frozen=True)
+class _Loop:
+    """A table with what its operations do. `at` are this device's numbers of a tick."""
+
+    ring: Ring
+    device: jax.Array
+    stages: Stages
+    ends: Ends
+    sizes: dict[str, int]
+    splits: bool
+    rows: Any
+    read: Callable[[Any], dict[str, jax.Array]]
+    runs: dict[str, tuple[jax.Array, jax.Array]]
+
+    @classmethod
+    def of(cls, slots: Slots, axis: str, stages: Stages, ends: Ends) -> _Loop:
+        device, schedule = lax.axis_index(axis), slots.schedule
+        own, read_own = packed({name: x for name, x in slots.rows.items() if x.ndim == 2})
+        common, read_common = packed({name: x for name, x in slots.rows.items() if x.ndim == 1})
+
+        def read(row: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+            return read_own(row[0][device]) | read_common(row[1])
+
+        rows = jnp.asarray(own), jnp.asarray(common)
+        runs = {name: jax.tree.map(jnp.asarray, values) for name, values in slots.runs.items()}
+        ring = Ring(axis, schedule.stages)
+        return cls(ring, device, stages, ends, slots.sizes, schedule.splits_backward, rows, read, runs)
+
+    def tick(self, carry: Carry, row: Any) -> tuple[Carry, None]:
+        """Everything that happens in a tick of training, in order."""
+        at = self.read(row)
+        # A conditional has only what it changes: a compiler may copy all that goes through one.
+        of_embed, of_head = self.ends.used()
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), carry.inbox)
+        totals = carry.totals
+
+        inbox = when(at["embed"] >= 0, partial(self.embed, at), carry.inbox)
+        forward = partial(self.forward, at, inbox)
+        kept, outbox, y = when(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
+        mine = totals._replace(grads=only(of_head, totals.grads))
+        outbox, mine = when(at["head"] >= 0, partial(self.head, at), (outbox, mine))
+        totals = mine._replace(grads=filled(mine.grads, totals.grads))
+        backward = partial(self.backward, at, kept)
+        outbox, carried, grads, dx = when(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
+        entered = when(at["embed_grad"] >= 0, partial(self.embed_grad, at, outbox), only(of_embed, totals.grads))
+        totals = totals._replace(grads=filled(entered, totals.grads))
+        if self.splits:
+            grads = when(at["w"] > 0, partial(self.weights, at, carried), grads)
+        inbox = put(inbox, at["arrive_f"], self.ring.shift(y, 1))
+        outbox = put(outbox, at["arrive_b"], self.ring.shift(dx, -1))
+        return Carry(inbox, kept, outbox, carried, grads, totals), None
+
+    def forward_tick(
+        self, counts: Callable[[jax.Array], jax.Array], carry: tuple[PyTree, PyTree, Metrics], row: Any
+    ) -> tuple[tuple[PyTree, PyTree, Metrics], None]:
+        """Everything that happens in a tick of evaluation; micro-batches add to the metrics where `counts` says so."""
+        at = self.read(row)
+        inbox, outbox, metrics = carry
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), inbox)
+        inbox = when(at["embed"] >= 0, partial(self.embed, at), inbox)
+        _, outbox, y = when(at["f"] > 0, partial(self.forward, at, inbox), ([], outbox, nothing))
+        metrics = when(at["head"] >= 0, partial(self.judge, at, outbox, counts), metrics)
+        return (put(inbox, at["arrive_f"], self.ring.shift(y, 1)), outbox, metrics), None
+
+    def embed(self, at: dict[str, jax.Array], inbox: PyTree) -> PyTree:
+        """The inbox with the inputs of a run of micro-batches, on the first device."""
+        microbatch, _, places = self._run("embed", at)
+        return put_all(inbox, places, self.ring.collect(self.ends.enter(microbatch), to=0))
+
+    def forward(
+        self, at: dict[str, jax.Array], inbox: PyTree, state: tuple[PyTree, PyTree, PyTree]
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """(what is kept, the outbox, what is sent) after a forward of every device."""
+        kept, outbox, _ = state
+        chunk, microbatch, _ = _operation(at, "f")
+        y, residuals = self.stages.forward(chunk, microbatch, get(inbox, at["f_inbox"]))
+        return put(kept, at["f_kept"], residuals), put(outbox, at["f_outbox"], y), y
+
+    def head(self, at: dict[str, jax.Array], state: tuple[PyTree, Totals]) -> tuple[PyTree, Totals]:
+        """(the outbox, on the last device with cotangents in place of outputs, the totals) after a run's losses."""
+        outbox, totals = state
+        microbatch, active, places = self._run("head", at)
+        dy, totals = self.ends.leave(microbatch, self._outputs(outbox, places), totals, active)
+        return put_all(outbox, places, self.ring.collect(dy, to=self.ring.size - 1)), totals
+
+    def judge(
+        self, at: dict[str, jax.Array], outbox: PyTree, counts: Callable[[jax.Array], jax.Array], metrics: Metrics
+    ) -> Metrics:
+        """The metrics with those of a run."""
+        microbatch, active, places = self._run("head", at)
+        return self.ends.judge(microbatch, self._outputs(outbox, places), metrics, active & counts(microbatch))
+
+    def backward(self, at: dict[str, jax.Array], kept: PyTree, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(the outbox, what is carried, the gradients, what is sent) after a backward of every device."""
+        outbox, carried, grads, _ = state
+        chunk, microbatch, active = _operation(at, "b")
+        arguments = chunk, microbatch, get(kept, at["b_kept"]), get(outbox, at["b_outbox"]), grads, active
+        if self.splits:
+            dx, grads, values = self.stages.first(*arguments)
+            carried = put(carried, at["b_carried"], values)
+        else:
+            dx, grads = self.stages.backward(*arguments)
+        return put(outbox, at["b_result"], dx), carried, grads, dx
+
+    def embed_grad(self, at: dict[str, jax.Array], outbox: PyTree, sums: PyTree) -> PyTree:
+        """The embedding's gradients with those of a run."""
+        microbatch, active, places = self._run("embed_grad", at)
+        dx = self.ring.spread(get_all(outbox, places, self.ring.size), of=0)
+        return self.ends.enter_grad(microbatch, dx, sums, active)
+
+    def weights(self, at: dict[str, jax.Array], carried: PyTree, grads: Sums) -> Sums:
+        """The gradients with those that waited, of every device."""
+        chunk, microbatch, active = _operation(at, "w")
+        return self.stages.second(chunk, microbatch, get(carried, at["w_carried"]), grads, active)
+
+    def empty(self, name: str, value: PyTree) -> PyTree:
+        """A ring of slots for values like this one."""
+        return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), value)
+
+    def _run(self, name: str, at: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(this device's micro-batch in a run, whether it has one, the slots of all devices' pieces)."""
+        members, places = self.runs[name]
+        mine = members[at[name], self.device].astype(jnp.int32)
+        return jnp.maximum(mine, 0), mine >= 0, places[at[name], self.device]
+
+    def _outputs(self, outbox: PyTree, places: jax.Array) -> PyTree:
+        """Each device's output of a run, from the last device."""
+        return self.ring.spread(get_all(outbox, places, self.ring.size), of=self.ring.size - 1)
+
+
+def _operation(at: dict[str, jax.Array], kind: str) -> _Operation:
+    microbatch = at[f"{kind}_microbatch"]
+    return _Operation(at[f"{kind}_chunk"], jnp.maximum(microbatch, 0), microbatch >= 0)
 
 
 def when(condition: jax.Array, fn: Callable[[Any], Any], state: Any) -> Any:
