@@ -77,8 +77,8 @@ def causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str
 
 
 _STATISTICS = (
-    "under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or use js.auto() "
-    "(without js.pipeline), which is right for any loss"
+    "under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or use js.auto(), which is "
+    "right for any loss (and takes no js.pipeline)"
 )
 
 
@@ -144,7 +144,7 @@ def _rows(suspect: Suspect) -> tuple[str, ...]:
         return (
             f"{numbers}: the loss draws random numbers for all rows at once (nn.Dropout does), which are others where "
             "each device draws for its own rows; draw them row by row with js.row_keys(key, rows), or use js.auto() "
-            "(without js.pipeline)",
+            "(which takes no js.pipeline)",
         )
     return (
         f"{numbers}: the rows are not independent (batch statistics, a limit of capacity over the rows at hand, a mean "

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxshard import schedules
 from jaxshard._fit import Record
 from jaxshard.cli import main
 from jaxshard.commands.terminal import progress
@@ -105,10 +106,31 @@ TENSOR = ["data=2,tensor=4", "data=4,tensor=2", "tensor=8"]
 
 def tensor_cells():
     for strategy, engine, mesh in itertools.product(("ddp", "zero1", "zero2", "fsdp"), ("explicit", "auto"), TENSOR):
-        fast = (strategy, engine, mesh) in {("zero2", "explicit", TENSOR[0]), ("fsdp", "auto", TENSOR[1])}
+        fast = (strategy, engine, mesh) in {("zero2", "explicit", TENSOR[0])}
         yield pytest.param(strategy, engine, mesh, marks=() if fast else pytest.mark.slow)
     for engine in ("explicit", "auto"):
         yield pytest.param("hsdp", engine, "replica=2,data=2,tensor=2", marks=pytest.mark.slow)
+
+
+def pipe_cells():
+    meshes = ("data=2,tensor=2,pipe=2", "data=4,pipe=2", "pipe=4,tensor=2")
+    for strategy, schedule, mesh in itertools.product(("zero1", "fsdp"), schedules.NAMES, meshes):
+        fast = (strategy, schedule, mesh) == ("fsdp", "interleaved", meshes[0])
+        yield pytest.param(strategy, schedule, mesh, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("strategy", "schedule", "mesh"), list(pipe_cells()))
+def test_a_pipeline_gives_the_losses_of_one_device(strategy, schedule, mesh, data, expected, capsys):
+    flags = ["--data", str(data / "text.py"), "--strategy", strategy, "--mesh", mesh, "--schedule", schedule]
+    assert main(["train", *TINY, *flags, "--json", "-"]) == 0
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    check_contract(result, devices=8)
+    assert (result["engine"], result["schedule"], result["stash"]) == ("pipelined", schedule, "layer")
+    assert f"schedule    {schedule}, {result['microbatches']} micro-batches" in output.err
+    assert any(row["kind"] == "collective-permute" and row["axis"] == "pipe" for row in result["collectives"])
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert result["loss_eval"] == pytest.approx(expected["loss_eval"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("strategy", "engine", "mesh"), list(tensor_cells()))

@@ -295,7 +295,9 @@ def test_no_optimizer(tx):
 
 
 def test_no_engine_no_loss():
-    with pytest.raises(TypeError, match=r"engine must be js.auto\(...\) or js.explicit\(...\), got str"):
+    with pytest.raises(
+        TypeError, match=r"engine must be js.auto\(...\), js.explicit\(...\) or js.pipelined\(...\), got str"
+    ):
         js.make_step(loss_fn, TX, layout_of(), engine="explicit")
     with pytest.raises(TypeError, match=r"engine must be .*got function"):
         js.make_step(loss_fn, TX, layout_of(), engine=js.auto)

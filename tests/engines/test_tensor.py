@@ -168,7 +168,8 @@ ON_TPU = 4 * 256 * 1024  # four rows of 256 positions on each device
 
 
 @tpu
-@pytest.mark.parametrize("engine", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["explicit", "auto"])
 def test_a_block_on_a_tpu_costs_two_all_reduces_forward_and_two_backward(engine):
     """Without remat. Two more for the embedding, and three numbers per label for the loss."""
     mesh = topology_mesh("v5e:2x4", data=2, tensor=4)
