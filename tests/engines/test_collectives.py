@@ -215,9 +215,8 @@ def elements_but_for_borders(compiled: Program) -> dict[tuple[str, str], int]:
 
 
 @tpu
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in TORUS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", TORUS)
 def test_every_strategy_on_a_torus(strategy):
     compiled = torus_program(strategy)
     assert elements_but_for_borders(compiled) == TORUS[strategy]

@@ -375,7 +375,7 @@ def test_frozen_parameters_stay_and_the_others_equal_one_device(engine, toy):
         pytest.param(js.auto(), id="auto"),
         pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow),
         pytest.param(js.explicit(microbatches=2), id="explicit in micro-batches"),
-        pytest.param(js.auto(microbatches=2), id="auto in micro-batches"),
+        pytest.param(js.auto(microbatches=2), id="auto in micro-batches", marks=pytest.mark.slow),
     ],
 )
 def test_dropout_by_row_keys_equals_one_device(engine):

@@ -35,7 +35,7 @@ def cells():
         alone = data == "tensor alone"
         if (engine == "explicit" and (model in GLOBAL_VIEW_ONLY or alone)) or (parts == 8 and not alone):
             continue
-        fast = (model == "gpt" and engine == "explicit") or (data == "fsdp" and parts == 4)
+        fast = (data == "fsdp" and parts == 4) or (model, parts, data) == ("gpt", 2, "zero2")
         fast &= engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit")
         marks = () if fast or (model, parts, alone) == ("gpt", 8, True) else (pytest.mark.slow,)
         yield pytest.param(model, parts, data, engine, marks=marks)

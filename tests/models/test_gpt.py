@@ -241,6 +241,7 @@ def test_low_precision_parameters_give_a_loss_in_f32():
     assert float(loss.value) == pytest.approx(float(compiled(model.loss)(params, batch, KEY).value), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_it_learns():
     model = small()
     batch = {"tokens": (jnp.arange(13) * 5 + jnp.arange(8)[:, None]) % 65}

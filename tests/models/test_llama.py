@@ -157,6 +157,7 @@ def test_no_position_sees_a_later_one(position):
     assert (before[:, position:] != after[:, position:]).any()
 
 
+@pytest.mark.slow
 def test_an_untrained_model_knows_nothing():
     model = small()
     assert float(jax.jit(model.loss)(jax.jit(model.init)(KEY), batch_of(16), KEY).value) == pytest.approx(
@@ -164,6 +165,7 @@ def test_an_untrained_model_knows_nothing():
     )
 
 
+@pytest.mark.slow
 def test_low_precision_parameters_give_a_loss_in_f32():
     """bf16 has 8 bits: 1 % of the loss."""
     model, batch = small(), batch_of()
@@ -242,7 +244,9 @@ def test_what_a_step_communicates_over_a_tensor_axis():
             marks=pytest.mark.slow,
         ),
         # Twice as many devices as heads of keys and values, which stay whole.
-        ({"data": 1, "tensor": 8}, js.compose(js.ddp(), js.tensor()), js.explicit()),
+        pytest.param(
+            {"data": 1, "tensor": 8}, js.compose(js.ddp(), js.tensor()), js.explicit(), marks=pytest.mark.slow
+        ),
         pytest.param({"data": 8}, js.fsdp(min_size=0), js.explicit(remat="nothing"), marks=pytest.mark.slow),
         pytest.param(
             {"pipe": 2, "data": 2, "tensor": 2},
