@@ -101,5 +101,9 @@ def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def before_exit(fn: Callable[[], Any]) -> None:
-    """Calls a function when the program ends, while threads can still be started: `atexit` comes too late for that."""
-    threading._register_atexit(fn)  # type: ignore[attr-defined]
+    """Calls a function when the program ends, while threads can still be started: `atexit` comes too late for that.
+
+    What `concurrent.futures` itself uses, to be replaced when Python has a public name for it
+    (https://github.com/python/cpython/issues/86128).
+    """
+    threading._register_atexit(fn)  # type: ignore[attr-defined]  # private, so the stubs lack it

@@ -9,6 +9,7 @@ gradient of the input needs runs first, what only the gradients of the weights n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
@@ -173,7 +174,7 @@ class _Program:
         return piece(self.made, outs, ins, _needed(self.eqns, outs, stop=set(ins)))
 
 
-def _needed(eqns: Sequence[Any], outs: Iterable[Any], stop: set[Any] = frozenset()) -> list[Any]:  # type: ignore[assignment]
+def _needed(eqns: Sequence[Any], outs: Iterable[Any], stop: AbstractSet[Any] = frozenset()) -> list[Any]:
     """The equations that the variables in `outs` depend on, in order; those in `stop` are given."""
     want = {var for var in outs if not isinstance(var, Literal)} - stop
     found = []

@@ -155,9 +155,7 @@ def pipelined(
 
     Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2024 (zero bubble).
     """
-    return Pipelined(
-        microbatches, scatter, compute_dtype, reduce_dtype, schedule=schedule, stash=stash
-    )  # fmt: skip
+    return Pipelined(microbatches, scatter, compute_dtype, reduce_dtype, schedule=schedule, stash=stash)
 
 
 def _pipeline(layout: Layout) -> Pipeline:

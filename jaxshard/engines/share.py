@@ -60,9 +60,8 @@ class Share:
         """The ends with the global weights of the loss, summed over all micro-batches and devices."""
         axes = self.layout.batch_axes
         each = jax.vmap(ends.own_weights)(jnp.arange(self.engine.microbatches))
-        return replace(
-            ends, weights=tuple(total(x.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(), axes) for x in each)
-        )
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in each]
+        return replace(ends, weights=tuple(total(x.sum(), axes) for x in wide))
 
     def stages(self, ends: Ends, policy: RematPolicy, *, recompute: bool = False) -> Stages:
         """This device's blocks in training: a block keeps what the policy says, a chunk its input to `recompute`."""
@@ -82,7 +81,7 @@ class Share:
         manual = manual_axes(self.layout)
 
         def zeros(grad: Placement, dtype: Any) -> jax.Array:
-            chunks, _, each = grad.view.stored[:3]
+            chunks, each = self._cut()
             tail = grad.tail()
             mine = replace(tail, store=only_axes(tail.store, manual)).shard_shape(self.layout.mesh)
             return jnp.zeros((chunks * each, *(tail.view.logical if self.engine.scatter == "end" else mine)), dtype)
@@ -103,12 +102,11 @@ class Share:
         def of_block(param: Placement, grad: Placement | None) -> jax.Array | None:
             if grad is None:
                 return None
-            total = next(grads)
+            mine = next(grads)
             if self.engine.scatter == "end":
-                count = total.shape[0]
-                stack = partial(_stacked, count)
-                total = reduced(self.layout, self.engine, stack(grad.tail()), total, stack(param.tail()))
-            return total.reshape(grad.view.stored[0], 1, grad.view.stored[2], *total.shape[1:])
+                stack = partial(_stacked, mine.shape[0])
+                mine = reduced(self.layout, self.engine, stack(grad.tail()), mine, stack(param.tail()))
+            return mine.reshape(grad.view.stored[0], 1, grad.view.stored[2], *mine.shape[1:])
 
         def of_rest(param: Placement, grad: Placement | None, x: Any) -> jax.Array | None:
             return None if grad is None else reduced(self.layout, self.engine, grad, x, param, (self.pipe.axis,))
@@ -134,11 +132,11 @@ class Share:
     def _add(self, sums: Sums, place: jax.Array, new: list[Any], active: jax.Array) -> Sums:
         """The sums with a block's gradients added, reduced first where each of them is."""
 
-        def one(total: jax.Array, x: Any, move: Move) -> jax.Array:
+        def one(sums: jax.Array, x: Any, move: Move) -> jax.Array:
             if x is None:
-                return total
+                return sums
             # Back in the parameter's dtype first: a weight computed in bf16 is not thereby reduced in bf16.
-            return total.at[place].add(move.reduce(jnp.where(active, x, 0).astype(total.dtype)))
+            return sums.at[place].add(move.reduce(jnp.where(active, x, 0).astype(sums.dtype)))
 
         pairs = zip(*map(_leaves, map(_tails, self._blocks())), strict=True)
         moves = [self._move(param, grad) for param, grad in pairs if grad is not None]

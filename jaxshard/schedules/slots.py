@@ -20,7 +20,7 @@ from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.table import Op
 
 Rows = np.ndarray
-"""int16 or int32 [ticks, devices], or [ticks] where all devices do alike."""
+"""Small integers [ticks, devices], or [ticks] where all devices do alike."""
 
 # What happens in a tick, in this order.
 _EMBED, _FORWARD, _HEAD, _BACKWARD, _EMBED_GRAD, _WEIGHTS, _ARRIVAL = range(7)
@@ -51,11 +51,6 @@ class Slots:
     rows: dict[str, Rows]
     runs: dict[str, tuple[np.ndarray, np.ndarray]]
     sizes: dict[str, int]
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is anything but forwards."""
-        return bool(self.rows["b"].any())
 
 
 def slots_of(schedule: Schedule) -> Slots:
@@ -137,7 +132,7 @@ def _empty_rows(ticks: int, stages: int, trash: dict[str, int]) -> dict[str, Row
     def full(value: int) -> Rows:
         return np.full((ticks, stages), value)
 
-    rows = {f"{kind}_{name}": full(0) for kind in "fbw" for name in ("chunk",)}
+    rows = {f"{kind}_chunk": full(0) for kind in "fbw"}
     rows |= {f"{kind}_microbatch": full(-1) for kind in "fbw"}
     rows |= {name: full(trash[ring]) for name, ring in _RINGS.items()}
     rows |= {kind: np.zeros(ticks, int) for kind in "fbw"}
