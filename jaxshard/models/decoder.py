@@ -157,6 +157,36 @@ def apply(module: nn.Module, params: PyTree, *args: Any) -> Any:
     return module.apply({"params": params}, *args)
 
 
+class Output(nn.Module):
+    """The final norm, and logits[B, T, vocab] when there is a vocabulary (an untied output matrix)."""
+
+    vocab: int | None
+    norm: Callable[[], nn.Module]
+
+    @nn.compact
+    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        x_BTC = enter(self.norm()(x_BTC))
+        if self.vocab is None:
+            return x_BTC
+        init = nn.initializers.normal(STDDEV)
+        return nn.Dense(self.vocab, use_bias=False, kernel_init=init, name="lm_head")(x_BTC)
+
+
+def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width: int) -> Callable[[jax.Array], PyTree]:
+    """`init(key) -> {"embed", "block", "head"}`, the parameters of the three, as `Stacked` takes it."""
+
+    def init(key: jax.Array) -> PyTree:
+        keys = jax.random.split(key, 3)
+        x_BTC = jnp.zeros((1, 1, width))
+        return {
+            "embed": embedding.init(keys[0], jnp.zeros((1, 1), jnp.int32))["params"],
+            "block": block.init(keys[1], x_BTC)["params"],
+            "head": output.init(keys[2], x_BTC)["params"],
+        }
+
+    return init
+
+
 def enter(x_BTC: jax.Array) -> jax.Array:
     """What enters column-parallel layers: whole rows; the gradient is scattered again."""
     return constrain(x_BTC, WHOLE, grad=RESIDUAL)

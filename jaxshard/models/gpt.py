@@ -5,6 +5,7 @@ Shape suffixes: B rows, T positions, N = B T, C width, F the MLP's width, H head
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,20 @@ from flax import linen as nn
 from jaxshard._constrain import constrain, splits
 from jaxshard._keys import row_keys
 from jaxshard._typing import PyTree
-from jaxshard.models.decoder import HEADS, RESIDUAL, STDDEV, WHOLE, Decoder, Recipe, Size, apply, check_sizes, enter
+from jaxshard.models.decoder import (
+    HEADS,
+    RESIDUAL,
+    STDDEV,
+    WHOLE,
+    Decoder,
+    Output,
+    Recipe,
+    Size,
+    apply,
+    check_sizes,
+    enter,
+    init_parts,
+)
 from jaxshard.models.decoder import logits as logits
 from jaxshard.models.decoder import sample as sample
 
@@ -51,16 +65,7 @@ def gpt(
 
     embedding = Embedding(vocab, seq, width)
     one_block = Block(heads, expansion, dropout, residual_stddev=STDDEV / (2 * depth) ** 0.5)
-    output = Output(None if tied else vocab)
-
-    def init(key: jax.Array) -> PyTree:
-        keys = jax.random.split(key, 3)
-        x_BTC = jnp.zeros((1, 1, width))
-        return {
-            "embed": embedding.init(keys[0], jnp.zeros((1, 1), jnp.int32))["params"],
-            "block": one_block.init(keys[1], x_BTC)["params"],
-            "head": output.init(keys[2], x_BTC)["params"],
-        }
+    output = _output(None if tied else vocab)
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         x_BTC = constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE)
@@ -69,6 +74,7 @@ def gpt(
     def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
         return apply(one_block, params, x_BTC, _row_keys(key, dropout, len(x_BTC)))
 
+    init = init_parts(embedding, one_block, output, width)
     return Decoder("gpt", seq, embed, block, readout, num_blocks=depth, init=init)
 
 
@@ -147,26 +153,16 @@ class Block(nn.Module):
         return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
 
 
-class Output(nn.Module):
-    """The final layer norm, and logits[B, T, vocab] when there is a vocabulary (an untied output matrix)."""
-
-    vocab: int | None
-
-    @nn.compact
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        x_BTC = enter(nn.LayerNorm(epsilon=1e-5, name="ln_f")(x_BTC))
-        if self.vocab is None:
-            return x_BTC
-        init = nn.initializers.normal(STDDEV)
-        return nn.Dense(self.vocab, use_bias=False, kernel_init=init, name="lm_head")(x_BTC)
+def _output(vocab: int | None) -> Output:
+    return Output(vocab, partial(nn.LayerNorm, epsilon=1e-5, name="ln_f"))
 
 
 def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
     """logits[B, T, V] of the last block's output, tied or not as the parameters tell."""
     head = params["head"]
     if "lm_head" in head:
-        return apply(Output(head["lm_head"]["kernel"].shape[-1]), head, x_BTC)
-    return apply(Output(None), head, x_BTC) @ params["embed"]["wte"]["embedding"].T
+        return apply(_output(head["lm_head"]["kernel"].shape[-1]), head, x_BTC)
+    return apply(_output(None), head, x_BTC) @ params["embed"]["wte"]["embedding"].T
 
 
 def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:

@@ -6,6 +6,8 @@ V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,20 @@ from flax import linen as nn
 
 from jaxshard._constrain import constrain, splits
 from jaxshard._typing import PyTree
-from jaxshard.models.decoder import HEADS, RESIDUAL, STDDEV, WHOLE, Decoder, Recipe, Size, apply, check_sizes, enter
+from jaxshard.models.decoder import (
+    HEADS,
+    RESIDUAL,
+    STDDEV,
+    WHOLE,
+    Decoder,
+    Output,
+    Recipe,
+    Size,
+    apply,
+    check_sizes,
+    enter,
+    init_parts,
+)
 
 _KV_HEADS = ("batch", None, "kv_heads", None)
 
@@ -55,16 +70,7 @@ def llama(
 
     embedding = Embedding(vocab, width)
     one_block = Block(heads, kv_heads, hidden, rope_base, residual_stddev=STDDEV / (2 * depth) ** 0.5)
-    output = Output(None if tied else vocab)
-
-    def init(key: jax.Array) -> PyTree:
-        keys = jax.random.split(key, 3)
-        x_BTC = jnp.zeros((1, 1, width))
-        return {
-            "embed": embedding.init(keys[0], jnp.zeros((1, 1), jnp.int32))["params"],
-            "block": one_block.init(keys[1], x_BTC)["params"],
-            "head": output.init(keys[2], x_BTC)["params"],
-        }
+    output = Output(None if tied else vocab, partial(nn.RMSNorm, epsilon=1e-5, name="norm"))
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         return constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE)
@@ -76,6 +82,7 @@ def llama(
         x_BTX = apply(output, params["head"], x_BTC)
         return x_BTX @ params["embed"]["embed_tokens"]["embedding"].T if tied else x_BTX
 
+    init = init_parts(embedding, one_block, output, width)
     return Decoder("llama", seq, embed, block, readout, num_blocks=depth, init=init)
 
 
@@ -148,20 +155,6 @@ class Block(nn.Module):
         up_BTF = constrain(dense("up_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
         h_BTC = dense("down_proj", nn.silu(gate_BTF) * up_BTF, (C,), residual_init)
         return x_BTC + constrain(h_BTC, RESIDUAL)
-
-
-class Output(nn.Module):
-    """The final norm, and logits[B, T, vocab] when there is a vocabulary (an untied output matrix)."""
-
-    vocab: int | None
-
-    @nn.compact
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        x_BTC = enter(nn.RMSNorm(epsilon=1e-5, name="norm")(x_BTC))
-        if self.vocab is None:
-            return x_BTC
-        init = nn.initializers.normal(STDDEV)
-        return nn.Dense(self.vocab, use_bias=False, kernel_init=init, name="lm_head")(x_BTC)
 
 
 def rotated(x_BTHD: jax.Array, base: float) -> jax.Array:
