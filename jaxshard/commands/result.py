@@ -40,7 +40,7 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def numbers(records: Sequence[Record]) -> dict[str, Any]:
-    """What the records of a run come to; None for a number that is not finite or not known."""
+    """What the records of this start come to; None for a number that is not finite or not known."""
     seconds = sum(record.seconds for record in records)
 
     def mean(name: str) -> float | None:
@@ -50,7 +50,7 @@ def numbers(records: Sequence[Record]) -> dict[str, Any]:
     evaluations = [{"step": record.step, **record.evaluation} for record in records if record.evaluation is not None]
     return {
         "losses": [finite(record.metrics["loss"]) for record in records],
-        "loss_eval": finite(evaluations[-1]["loss"]),
+        "loss_eval": finite(evaluations[-1]["loss"]) if evaluations else None,
         "evaluations": [{name: finite(value) for name, value in one.items()} for one in evaluations],
         "tokens_per_second": mean("tokens_per_second"),
         "flops_per_second": mean("flops_per_second"),

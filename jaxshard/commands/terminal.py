@@ -72,15 +72,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
 
 def tables(console: Console, result: dict[str, Any]) -> None:
     """The end of a training run, from its JSON object: losses, speed, bytes per device, collectives and a sample."""
-    losses, unit = result["losses"], result["corpus"]["unit"]
-    first, last, held_out = map(_number, (losses[0], losses[-1], result["loss_eval"]))
-    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {_flops(result['flops_per_second'])}"
-    if result["mfu"] is not None:
-        speed += f", {result['mfu']:.1%} of what the chips can do"
-    times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
     console.print()
-    loss = f"first {first}, last {last}, held-out {held_out} nats per {unit}"
-    facts(console, {"loss": loss, "speed": speed, "time": times})
+    facts(console, _outcome(result) if result["losses"] else {"steps": "none was left to take"})
     console.print()
     console.print(_bytes_table(result["bytes_per_device"]))
     console.print()
@@ -89,6 +82,19 @@ def tables(console: Console, result: dict[str, Any]) -> None:
         prompt, text = (_printable(sample[part], console) for part in ("prompt", "text"))
         console.print(Text("\n  sample, after a prompt", "dim"))
         console.print(Text.assemble((prompt, "dim"), text))
+
+
+def _outcome(result: dict[str, Any]) -> dict[str, str]:
+    """Losses and speed of the steps that were taken."""
+    losses, held_out = result["losses"], result["loss_eval"]
+    loss = f"first {_number(losses[0])}, last {_number(losses[-1])}"
+    if result["evaluations"]:
+        loss += f", held-out {_number(held_out)}"
+    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {_flops(result['flops_per_second'])}"
+    if result["mfu"] is not None:
+        speed += f", {result['mfu']:.1%} of what the chips can do"
+    times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
+    return {"loss": f"{loss} nats per {result['corpus']['unit']}", "speed": speed, "time": times}
 
 
 def _bytes_table(sizes: dict[str, dict[str, int]]) -> Table:

@@ -24,8 +24,10 @@ from jaxshard.commands.flags import Count, File, Words, check_files, check_posit
 from jaxshard.commands.parallel import EngineName, RematName, StrategyName, parallel
 from jaxshard.commands.program import depth_of
 from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, predicted_bytes, sampled, write_json
+from jaxshard.commands.saving import saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.data import Corpus, batches, eval_batches, windows
+from jaxshard.models.decoder import Size
 from jaxshard.plan.audit import collectives, summary
 from jaxshard.plan.flops import train_flops
 
@@ -54,6 +56,11 @@ def train(
     lr: Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")] = None,
     eval_every: Count = None,
     patience: Count = None,
+    checkpoint: File = None,
+    resume: bool = False,
+    checkpoint_every: Count = None,
+    keep: Count = None,
+    fall_back: bool = False,
     sample: Annotated[int, tyro.conf.arg(metavar="N")] = 160,
     json: File = None,
     log: File = None,
@@ -88,6 +95,11 @@ def train(
       lr: the highest learning rate of AdamW; by default what suits the model.
       eval_every: steps between evaluations; by default four in all.
       patience: stop after so many evaluations without a lower held-out loss.
+      checkpoint: save the run into this folder while it trains, and at the end; each step in a folder of its own.
+      resume: go on from the newest step in --checkpoint; from step 0 where there is none.
+      checkpoint_every: steps between saves; by default 10.
+      keep: so many of the newest saves stay; by default all.
+      fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged.
       sample: how many tokens to draw from the model at the end; 0 for none.
       json: write the results as one JSON object; - is standard output, and then nothing else goes there.
       log: append the numbers of every step to this file, one JSON object a line.
@@ -98,6 +110,9 @@ def train(
     with usage_errors():
         check_positive(eval_every=eval_every, patience=patience, microbatches=microbatches, sample=sample or None)
         check_files(json=json, log=log)
+        saves = saving(
+            checkpoint=checkpoint, resume=resume, fall_back=fall_back, checkpoint_every=checkpoint_every, keep=keep
+        )
         how = parallel(
             mesh=mesh, strategy=strategy, engine=engine, devices=devices, microbatches=microbatches, remat=remat,
             schedule=schedule, chunks=chunks, depth=depth_of(model), batch=batch,
@@ -115,6 +130,10 @@ def train(
         held_out = _held_out(corpus, 4 * recipe.batch // turns, shape["seq"])
         rows = jax.eval_shape(lambda: source.rows(0, np.arange(recipe.batch)))
         check_batch(layout, rows, turns)
+        described = _described(model, size, corpus, seed)
+        for change in saves.checked(described):
+            console.print(f"note: {change}")
+        run = saves.restored(layout)
         writers = _writers(log, tensorboard)
     about = {
         "model": model,
@@ -128,32 +147,36 @@ def train(
         "recipe": recipe._asdict(),
         "corpus": corpus_facts(corpus),
         "versions": versions(),
+        "start": saves.resumed or 0,
     }
     predicted = predicted_bytes(layout, rows)
-    facts(console, _planned(about, predicted))
+    facts(console, _planned(about, predicted) | saves.shown)
 
     started = time.perf_counter()
     step = make_step(network.loss, tx, layout, engine=how.engine)
     with console.status("compiling"):
         compiled = step.compile(rows)
-        run = jax.block_until_ready(init(network.init, tx, layout, seed))
+        run = jax.block_until_ready(init(network.init, tx, layout, seed) if run is None else run)
     compile_seconds = time.perf_counter() - started
     records: list[Record] = []
     eval_step = make_eval_step(network.evaluate, layout)
-    with progress(console, recipe.steps) as show:
+    with progress(console, recipe.steps) as show, saves.checkpointers(layout, described) as keepers:
         run = fit(
             run,
             step,
-            batches(source, layout),
+            batches(source, layout, start=run.step),
             steps=recipe.steps,
             evaluate=lambda run: evaluate(eval_step, run, held_out),
             eval_every=eval_every or max(1, recipe.steps // 4),
             patience=patience,
             callbacks=[records.append, *writers, show],
+            on_run=keepers,
             tokens=recipe.batch * shape["seq"],
             flops=train_flops(network.loss, layout.shapes.params, rows, layout.shapes.key),
             profile=profile,
         )
+        for keeper in keepers:
+            keeper.save(run)
     result = (
         about
         | numbers(records)
@@ -166,6 +189,14 @@ def train(
     )
     tables(console, result)
     write_json(json, result)
+
+
+def _described(model: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
+    """What decides the run's batches and learning rates, to go on with the same ones."""
+    batch, steps, rate = size.recipe[:3]
+    corpus_id = f"{corpus.name} ({corpus.digest})"
+    shape = size.shape["seq"]
+    return {"model": model, "batch": batch, "seq": shape, "seed": seed, "corpus": corpus_id, "steps": steps, "lr": rate}
 
 
 def _held_out(corpus: Corpus, batch: int, seq: int) -> list[dict[str, np.ndarray]]:

@@ -82,14 +82,15 @@ class Recipe(NamedTuple):
     weight_decay: float = 0.1
 
     def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
-        """AdamW with a linear warm-up and a cosine down to a twentieth, over `steps` steps (the recipe's by default).
+        """AdamW with a linear warm-up, then a cosine down to a twentieth at `steps` steps (the recipe's by default).
 
+        The warm-up does not depend on `steps`: runs that are meant to be of different length begin alike.
         Elementwise: it runs on whatever shards the parameters are stored in.
         """
         steps = self.steps if steps is None else steps
-        warmup = min(self.warmup, steps // 4)
-        peak = self.learning_rate
-        rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, max(steps, 1), peak / 20)
+        warmup, peak = self.warmup, self.learning_rate
+        end = max(steps, warmup + 1)
+        rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, end, peak / 20)
         return optax.adamw(rate, b2=self.b2, weight_decay=self.weight_decay)
 
 
