@@ -1,5 +1,6 @@
 """Train a Flax model and an optax optimizer on any mesh, with the same result as on one device."""
 
+from jaxshard import distributed as distributed
 from jaxshard import optim as optim
 from jaxshard import schedules as schedules
 from jaxshard._constrain import constrain as constrain

@@ -1,11 +1,12 @@
 """The only place with version checks and private names (JAX 0.10 to 0.12, Python 3.11 to 3.14)."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
+from jax._src import clusters, distributed, xla_bridge
 from jax.extend.core import Literal as Literal
 from jax.interpreters import partial_eval
 
@@ -13,6 +14,22 @@ from jax.interpreters import partial_eval
 def backend_is_initialized() -> bool:
     """Whether JAX has touched a device, after which the number of simulated devices is fixed."""
     return xla_bridge.backends_are_initialized()
+
+
+def in_cluster() -> bool:
+    """Whether `jax.distributed.initialize()` would find a cluster to ask where the other processes are.
+
+    JAX takes every pod of Kubernetes for one of a Job, and fails in a notebook's: only those of an indexed Job count.
+    """
+    kinds = [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    if "JOB_COMPLETION_INDEX" not in os.environ:
+        kinds = [kind for kind in kinds if kind is not clusters.K8sCluster]
+    return any(kind.is_env_present() for kind in kinds)
+
+
+def joined() -> tuple[int, int]:
+    """(number of processes, which one this is) as `jax.distributed` knows them, without touching a device."""
+    return distributed.global_state.num_processes, distributed.global_state.process_id
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -1,0 +1,4 @@
+"""Several processes: on one machine, on the hosts of a cluster or of a TPU pod."""
+
+from jaxshard.distributed.cluster import initialize as initialize
+from jaxshard.distributed.leaving import leave as leave

@@ -1,0 +1,123 @@
+"""`initialize`: makes this process one of several that train together, and finds out where the others are."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import jax
+
+from jaxshard._compat import backend_is_initialized, in_cluster, joined
+from jaxshard.distributed.leaving import leave_on_error
+
+COORDINATOR, PROCESSES, INDEX = "JAXSHARD_COORDINATOR_ADDRESS", "JAXSHARD_NUM_PROCESSES", "JAXSHARD_PROCESS_ID"
+"""The environment that says what the arguments of `initialize` say; `jaxshard launch` sets it."""
+RESTARTS = "JAXSHARD_RESTARTS"
+"""How often `jaxshard launch` has started all processes again; for people and their scripts."""
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout: int = 30,
+    initialization_timeout: int = 300,
+) -> None:
+    """Joins the processes that train together, so that `jax.devices()` holds the devices of all of them.
+
+    Call it before anything touches a device; every process calls it, and returns once all are there. Where the others
+    are is taken from the first of these that says so:
+
+    - the arguments, all three of them;
+    - the environment: JAXSHARD_COORDINATOR_ADDRESS, JAXSHARD_NUM_PROCESSES and JAXSHARD_PROCESS_ID, which `jaxshard
+      launch` sets, and which a script for a cluster may set;
+    - the cluster, as JAX finds it: a Slurm step (`srun`), Open MPI's `mpirun`, an indexed Job or a JobSet of Kubernetes
+      (with the package `kubernetes`), a Cloud TPU pod.
+
+    Where none does, or there is one process, nothing happens: a script that calls this runs on a laptop too. A second
+    call does nothing.
+
+    From here on an error that nobody catches ends the process at once, with status 1 after its traceback: Python's
+    normal end would wait for the other processes, which wait for this one. A `sys.exit(status)` does wait: where one
+    process alone gives up, raise an error or call `js.distributed.leave(status)`.
+
+    Args:
+      coordinator_address: host:port of process 0, which listens there; reachable for all, the port free.
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      heartbeat_timeout: seconds after which a process that is not heard of counts as dead, and JAX aborts the others.
+        (They may notice before, by an error of a collective.) JAX's own default is 100.
+      initialization_timeout: seconds to wait for all processes.
+
+    Raises:
+      ValueError: one or two of the three arguments (or variables); a process that is not one of so many.
+      RuntimeError: JAX has touched a device already; the processes have been joined otherwise before.
+    """
+    place = _place(coordinator_address, num_processes, process_id)
+    if jax.distributed.is_initialized():
+        _check_same(place)
+        leave_on_error()
+        return
+    if place.processes == 1 if place else not in_cluster():
+        return
+    if backend_is_initialized():
+        raise RuntimeError(
+            "distributed.initialize: JAX has touched a device already, and joins no other process after that; call it "
+            "at the top of the program, before anything creates an array or asks for jax.devices()"
+        )
+    jax.distributed.initialize(
+        *(place or ()),
+        # What was said is all there is: JAX would ask a cluster for the rest, such as one device per process on Slurm.
+        cluster_detection_method="deactivate" if place else None,
+        initialization_timeout=initialization_timeout,
+        heartbeat_timeout_seconds=heartbeat_timeout,
+    )
+    leave_on_error()
+
+
+class _Place(NamedTuple):
+    coordinator: str
+    processes: int
+    process: int
+
+
+def _place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
+    """What the arguments say, else the environment; None where neither says anything."""
+    given = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
+    if all(value is None for value in given.values()):
+        given = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
+        if all(value is None for value in given.values()):
+            return None
+    if missing := [name for name, value in given.items() if value is None]:
+        there = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise ValueError(f"distributed.initialize: got {there} without {' and '.join(missing)}; give all three or none")
+    names, values = list(given), list(given.values())
+    address = str(values[0])
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"distributed.initialize: {names[0]}={address} is not host:port, such as node0:8476")
+    count, this = (_whole(name, value) for name, value in zip(names[1:], values[1:], strict=True))
+    if not 0 <= this < count:
+        raise ValueError(
+            f"distributed.initialize: {names[2]}={this} is none of {names[1]}={count} processes, which are numbered "
+            f"from 0 to {count - 1}"
+        )
+    return _Place(address, count, this)
+
+
+def _whole(name: str, value: object) -> int:
+    text = str(value)
+    if not text.isdecimal():
+        raise ValueError(f"distributed.initialize: {name}={text} is not a whole number from 0 on")
+    return int(text)
+
+
+def _check_same(place: _Place | None) -> None:
+    """Raises where other processes were joined before than those that are asked for now."""
+    here = joined()
+    if place is not None and here != (place.processes, place.process):
+        raise RuntimeError(
+            f"distributed.initialize: process {place.process} of {place.processes} was asked for, but this is process "
+            f"{here[1]} of {here[0]} already; a process joins the others once"
+        )
