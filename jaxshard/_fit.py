@@ -74,7 +74,10 @@ def fit(
       patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them.
       callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host.
       on_run: each is called with the number of the step and the run after it, right after the step was started, so that
-        it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away.
+        it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away. One that
+        returns True ends the training after this step (`js.distributed.Preemption`); in several processes all must
+        return it after the same step. The method `paused()` of one that has it (`js.distributed.Watchdog`), a context,
+        is entered for what is no step: evaluation and these callbacks.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`jaxshard.plan.flops.train_flops`), for "flops_per_second", "mfu".
       profile: a folder for a `jax.profiler` trace of the third to the fifth step.
@@ -97,21 +100,22 @@ def fit(
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 run, metrics = step(run, batch)
             reader.add(done, metrics, _row_count(batch))
-            for function in on_run:
-                function(done, run)
+            with _aside(on_run):
+                ends = any([function(done, run) is True for function in on_run])
             if profile is not None and done - start == _TRACED[1]:
                 jax.block_until_ready(run)
                 trace.close()
 
             evaluates = evaluate is not None and (done == steps or done % (eval_every or steps) == 0)
-            records = reader.read(all=evaluates)
+            records = reader.read(all=evaluates or ends)
             if evaluate is not None and evaluates:
-                evaluation = evaluate(run)
+                with _aside(on_run):
+                    evaluation = evaluate(run)
                 losses.append(_loss_of(evaluation, patience))
                 records[-1] = records[-1]._replace(evaluation=evaluation)
                 reader.restart()
             _call(callbacks, records)
-            if patience is not None and evaluates and _is_stuck(losses, patience):
+            if ends or (patience is not None and evaluates and _is_stuck(losses, patience)):
                 break
         else:
             _call(callbacks, reader.read(all=True))
@@ -156,6 +160,15 @@ class _Reader:
             share = mfu(rate, self._device.device_kind, self._devices, num_cores=cores)
             speed |= {} if share is None else {"mfu": share}
         return speed
+
+
+def _aside(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:
+    """A context for what is no step, in which callbacks that watch the time of steps pause."""
+    with contextlib.ExitStack() as stack:
+        for function in on_run:
+            if hasattr(function, "paused"):
+                stack.enter_context(function.paused())
+        return stack.pop_all()
 
 
 def _call(callbacks: Sequence[Callable[[Record], Any]], records: Sequence[Record]) -> None:

@@ -1,5 +1,6 @@
 """The training loop, with a step of two lines, so that what is seen is the loop itself."""
 
+import contextlib
 import itertools
 import math
 from types import SimpleNamespace
@@ -102,6 +103,43 @@ def test_on_run_sees_every_run_before_the_next_step_takes_it():
     seen = []
     js.fit(new_run(), step, ones(), steps=3, on_run=[lambda number, run: seen.append((number, int(run.step)))])
     assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_on_run_ends_the_training_after_a_common_step():
+    history, batches = [], ones(10)
+    run = js.fit(
+        new_run(), step, batches, steps=7, evaluate=evaluations([1.0]), eval_every=4,
+        callbacks=[history.append], on_run=[lambda number, run: number == 2, lambda number, run: "no bool"],
+    )  # fmt: skip
+    assert int(run.step) == 2 and [record.step for record in history] == [1, 2] and len(list(batches)) == 8
+
+
+def test_a_callback_that_watches_steps_pauses_for_what_is_none():
+    class Watch:
+        def __init__(self):
+            self.now, self.seen = "step", []
+
+        def __call__(self, number, run):
+            self.seen.append(self.now)
+
+        @contextlib.contextmanager
+        def paused(self):
+            self.now = "paused"
+            yield
+            self.now = "step"
+
+    watch = Watch()
+
+    def watched(run, batch):
+        watch.seen.append(watch.now)
+        return step(run, batch)
+
+    def evaluate(run):
+        watch.seen.append(watch.now)
+        return {"loss": 1.0}
+
+    js.fit(new_run(), watched, ones(), steps=2, evaluate=evaluate, eval_every=1, on_run=[watch])
+    assert watch.seen == ["step", "paused", "paused"] * 2
 
 
 def test_batches_that_end_too_soon():
