@@ -101,7 +101,8 @@ def fit(
                 run, metrics = step(run, batch)
             reader.add(done, metrics, _row_count(batch))
             with _aside(on_run):
-                ends = any([function(done, run) is True for function in on_run])
+                answers = [function(done, run) for function in on_run]
+            ends = any(answer is True for answer in answers)
             if profile is not None and done - start == _TRACED[1]:
                 jax.block_until_ready(run)
                 trace.close()
