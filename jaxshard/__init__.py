@@ -57,5 +57,9 @@ from jaxshard.data import local_batches as local_batches
 from jaxshard.engines import auto as auto
 from jaxshard.engines import explicit as explicit
 from jaxshard.engines import pipelined as pipelined
+from jaxshard.export import from_bytes as from_bytes
+from jaxshard.export import load_safetensors as load_safetensors
+from jaxshard.export import save_safetensors as save_safetensors
+from jaxshard.export import to_bytes as to_bytes
 from jaxshard.parity import Parity as Parity
 from jaxshard.parity import parity as parity

@@ -109,12 +109,17 @@ def write_file(file: Path, content: bytes) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     draft.rename(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder outlast a power cut."""
     with contextlib.suppress(OSError):  # some file systems have no folders to flush
-        folder = os.open(file.parent, os.O_RDONLY)
+        number = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(number)
         finally:
-            os.close(folder)
+            os.close(number)
 
 
 def _seal(line: bytes) -> bytes:
