@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -26,30 +26,50 @@ def mesh(**axes: int) -> jax.sharding.Mesh:
     return js.make_mesh(jax.devices()[: int(np.prod(list(axes.values())))], **axes)
 
 
-def three() -> tuple[js.Strategy, jax.sharding.Mesh, Any]:
+Where = tuple[js.Strategy, jax.sharding.Mesh, Any]
+
+
+def three(devices: int) -> Where:
+    tensor, pipe = min(2, max(1, devices // 2)), min(2, devices)
     strategy = js.compose(js.fsdp("data", min_size=0), js.tensor(), js.pipeline())
-    return strategy, mesh(data=2, tensor=2, pipe=2), js.pipelined(microbatches=4)
+    return strategy, mesh(data=devices // (tensor * pipe), tensor=tensor, pipe=pipe), js.pipelined(microbatches=4)
 
 
-LAYOUTS: dict[str, Callable[[], tuple[js.Strategy, jax.sharding.Mesh, Any]]] = {
-    "one": lambda: (js.ddp("data"), mesh(data=1), js.auto()),
-    "ddp": lambda: (js.ddp("data"), mesh(data=8), js.auto()),
-    "zero1": lambda: (js.zero1("data", min_size=0), mesh(data=4), js.auto()),
-    "fsdp": lambda: (js.fsdp("data", min_size=0), mesh(data=8), js.explicit()),
-    "hsdp": lambda: (js.hsdp("replica", "data", min_size=0), mesh(replica=2, data=4), js.explicit()),
-    "tensor": lambda: (js.compose(js.zero2("data"), js.tensor()), mesh(data=2, tensor=2), js.auto()),
-    "pipeline": lambda: (js.pipeline(chunks=2), mesh(pipe=2), js.pipelined(microbatches=4)),
+def piped(devices: int) -> Where:
+    strategy, pipe = js.compose(js.ddp("data"), js.pipeline(chunks=2)), min(2, devices)
+    return strategy, mesh(data=devices // pipe, pipe=pipe), js.pipelined(microbatches=4)
+
+
+def tensor(devices: int) -> Where:
+    split = min(2, devices)
+    return js.compose(js.zero2("data"), js.tensor()), mesh(data=devices // split, tensor=split), js.auto()
+
+
+def hsdp(devices: int) -> Where:
+    groups = max(1, devices // 4)
+    return js.hsdp("replica", "data", min_size=0), mesh(replica=groups, data=devices // groups), js.explicit()
+
+
+LAYOUTS: dict[str, Callable[[int], Where]] = {
+    "ddp": lambda devices: (js.ddp("data"), mesh(data=devices), js.auto()),
+    "zero1": lambda devices: (js.zero1("data", min_size=0), mesh(data=devices), js.explicit()),
+    "zero2": lambda devices: (js.zero2("data", min_size=0), mesh(data=devices), js.explicit()),
+    "fsdp": lambda devices: (js.fsdp("data", min_size=0), mesh(data=devices), js.explicit()),
+    "hsdp": hsdp,
+    "tensor": tensor,
+    "pipeline": piped,
     "three": three,
 }
 
 
 class Made:
-    """A layout with its model: makes runs and steps."""
+    """A layout over so many devices with its model: makes runs and steps, compiled once."""
 
-    def __init__(self, name: str):
-        strategy, the_mesh, self.engine = LAYOUTS[name]()
+    def __init__(self, name: str, devices: int, tx: optax.GradientTransformation):
+        strategy, the_mesh, self.engine = LAYOUTS[name](devices)
         self.toy = small_gpt(DEPTH)
-        self.layout = js.layout(strategy, the_mesh, self.toy.init_fn, TX)
+        self.layout = js.layout(strategy, the_mesh, self.toy.init_fn, tx)
+        self.step = js.make_step(self.toy.loss_fn, tx, self.layout, engine=self.engine)
 
     def run(self) -> js.TrainState:
         """The same run for every layout, at step 3: no array is zero, nor like another."""
@@ -67,17 +87,18 @@ class Made:
         start = dict(zip(paths(params), jax.tree.leaves(params)))
         return jax.tree.unflatten(structure, [array(entry) for entry in wanted])
 
-    def steps(self, run: js.TrainState, count: int = 2) -> list[float]:
-        step, losses = js.make_step(self.toy.loss_fn, TX, self.layout, engine=self.engine), []
+    def train(self, run: js.TrainState, count: int) -> tuple[js.TrainState, list[float]]:
+        """The run after so many steps, and their losses; every step has other rows."""
+        losses = []
         for _ in range(count):
-            run, metrics = step(run, self.toy.batch)
+            run, metrics = self.step(run, jax.tree.map(partial(np.roll, shift=int(run.step), axis=-1), self.toy.batch))
             losses.append(float(metrics["loss"]))
-        return losses
+        return run, losses
 
 
 @cache
-def made(name: str) -> Made:
-    return Made(name)
+def made(name: str, devices: int = 8, tx: optax.GradientTransformation = TX) -> Made:
+    return Made(name, devices, tx)
 
 
 def assert_same(run: Any, expected: Any) -> None:
