@@ -67,7 +67,9 @@ def initialize(
             "at the top of the program, before anything creates an array or asks for jax.devices()"
         )
     jax.distributed.initialize(
-        *(place or ()),
+        coordinator_address=place.coordinator if place else None,
+        num_processes=place.processes if place else None,
+        process_id=place.process if place else None,
         # What was said is all there is: JAX would ask a cluster for the rest, such as one device per process on Slurm.
         cluster_detection_method="deactivate" if place else None,
         initialization_timeout=initialization_timeout,
