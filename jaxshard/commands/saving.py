@@ -130,6 +130,6 @@ def _newest_intact(folder: Path, newest: int) -> int:
 
 def _refuse(flags: dict[str, Any], why: str) -> None:
     for name, value in flags.items():
-        if value:
+        if value is not None and value is not False:
             shown = "" if value is True else f" {value}"
             raise ValueError(f"--{name}{shown} {why}")

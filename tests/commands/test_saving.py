@@ -1,0 +1,139 @@
+"""`jaxshard train --checkpoint --resume`: what is saved, from where a run goes on, and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint import describe
+from jaxshard.cli import main
+from jaxshard.commands.saving import EVERY, saving
+
+TINY = ["train", "--batch", "8", "--seq", "16", "--sample", "0", "--devices", "8"]
+NONE = {"checkpoint": None, "resume": False, "fall_back": False, "checkpoint_every": None, "keep": None}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder of steps 2 and 3, result): three steps without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    file = folder / "whole.json"
+    flags = ["--steps", "3", "--checkpoint", str(folder / "run"), "--checkpoint-every", "2", "--json", str(file)]
+    assert main([*TINY, *flags]) == 0
+    return folder / "run", json.loads(file.read_text())
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A copy of the steps."""
+    return shutil.copytree(whole[0], tmp_path / "run")
+
+
+def test_every_so_many_steps_and_the_last_one_are_saved(whole):
+    assert sorted(path.name for path in whole[0].iterdir()) == ["2", "3"]
+    assert whole[1]["start"] == 0 and len(whole[1]["losses"]) == 3
+    assert describe(whole[0]).data["batch"] == 8
+    assert main(["checkpoint", "verify", str(whole[0])]) == 0
+
+
+def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_the_whole_run(whole, folder, capsys):
+    """Bit for bit, and the damaged step is replaced."""
+    file = max((folder / "3" / "arrays").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    assert main([*TINY, "--steps", "3", "--checkpoint", str(folder), "--resume"]) == 2
+    assert str(file) in capsys.readouterr().err
+
+    result = folder.parent / "result.json"
+    again = ["--steps", "3", "--checkpoint", str(folder), "--resume", "--fall-back", "--json", str(result)]
+    assert main([*TINY, *again]) == 0
+    found = json.loads(result.read_text())
+    assert found["start"] == 2 and found["losses"] == whole[1]["losses"][2:]
+    assert found["loss_eval"] == whole[1]["loss_eval"]
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+
+
+def test_a_run_that_is_complete_takes_no_step(folder, capsys):
+    result = folder.parent / "result.json"
+    flags = ["--steps", "3", "--checkpoint", str(folder), "--resume", "--json", str(result)]
+    assert main([*TINY, *flags]) == 0
+    assert json.loads(result.read_text())["losses"] == [] and "none was left to take" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "1"], "has --seed 0, now it is 1: it would see other batches"),
+        (["--batch", "16"], "has --batch 8, now it is 16"),
+        (["--seq", "8"], "has --seq 16, now it is 8"),
+        (["--data", __file__], "has --data stdlib"),
+        (["--model", "llama-1m"], "has --model gpt-1m, now it is llama-1m"),
+    ],
+)
+def test_other_batches_are_refused(folder, capsys, flags, message):
+    given = [*TINY, "--steps", "3", "--checkpoint", str(folder), "--resume", *flags]
+    assert main(given) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_length_changes_the_learning_rate_and_says_so(whole):
+    saves = saving(**NONE | {"checkpoint": whole[0], "resume": True})
+    data = describe(whole[0]).data
+    assert saves.checked(data) == []
+    assert saves.checked(data | {"steps": 7}) == [
+        "the run so far had --steps 3, now it is 7: the learning rate changes"
+    ]
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path):
+    toy_layout, run = small_run()
+    js.save(tmp_path, run, toy_layout)
+    with pytest.raises(ValueError, match="was not saved by jaxshard train"):
+        saving(**NONE | {"checkpoint": tmp_path, "resume": True}).checked({"seed": 0})
+
+
+def small_run():
+    def init_fn(key):
+        return {"w": np.zeros((8, 8), np.float32)}
+
+    layout = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, optax.sgd(0.1))
+    return layout, js.init(init_fn, optax.sgd(0.1), layout, 0)
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "incomplete"])
+def test_without_a_step_a_run_starts_at_0(tmp_path, name):
+    folder = tmp_path / name
+    if name != "absent":
+        folder.mkdir()
+    if name == "incomplete":
+        (folder / "4").mkdir()
+    saves = saving(**NONE | {"checkpoint": folder, "resume": True, "fall_back": True})
+    assert saves.resumed is None and saves.every == EVERY == 10 and saves.restored(None) is None
+    assert "new" in saves.shown["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"resume": True}, "--resume needs a folder: add --checkpoint DIR"),
+        ({"checkpoint_every": 3}, "--checkpoint-every 3 needs a folder"),
+        ({"keep": 2}, "--keep 2 needs a folder"),
+        ({"fall_back": True, "checkpoint": "new"}, "--fall-back chooses the step to go on from: add --resume"),
+        ({"checkpoint": "new", "checkpoint_every": 0}, "--checkpoint-every 0: give a number above 0"),
+        ({"checkpoint": "new", "keep": -1}, "--keep -1: give a number above 0"),
+        ({"checkpoint": "file"}, "that is a file; give a folder"),
+        ({"checkpoint": "run"}, "a run is there, saved at step 3; add --resume to go on with it"),
+        ({"checkpoint": "spoiled", "resume": True, "fall_back": True}, "is intact, the newest is 3"),
+    ],
+)
+def test_wrong_flags(folder, flags, message):
+    (folder.parent / "file").write_text("")
+    (folder.parent / "spoiled" / "3").mkdir(parents=True)
+    (folder.parent / "spoiled" / "3" / "manifest.json").write_text("")
+    given = NONE | flags | ({"checkpoint": folder.parent / flags["checkpoint"]} if "checkpoint" in flags else {})
+    with pytest.raises(ValueError, match=message):
+        saving(**given)
