@@ -1,4 +1,4 @@
-"""`save_safetensors` and `to_bytes`: a model as safetensors, a piece at a time; files are there complete or not at all."""
+"""`save_safetensors` and `to_bytes`: a model as safetensors, piece by piece; files appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from jaxshard.export.names import stored_leaves, tensors
 from jaxshard.export.pieces import LIMIT, Piece, fetch, pieces
 
 MAX_BYTES = 5_000_000_000
+LEAST = 1 << 20
+"""Bytes of a piece where many processes write: each has one on every device."""
 INDEX = ".index.json"
 
 
@@ -168,7 +170,7 @@ def _write_all(drafts: dict[str, Path], files: dict[str, list[Source]], layout: 
     for first in range(0, len(names), count):
         group = names[first : first + count]
         mine = group[index] if index < len(group) else None
-        rows = zip_longest(*(_stream(files[name], layout, max(1 << 20, LIMIT // len(group))) for name in group))
+        rows = zip_longest(*(_stream(files[name], layout, max(LEAST, LIMIT // len(group))) for name in group))
         own = (row[index] for row in rows) if mine else (None for _ in rows)
         if mine is not None:
             try:
