@@ -32,6 +32,11 @@ def joined() -> tuple[int, int]:
     return distributed.global_state.num_processes, distributed.global_state.process_id
 
 
+def coordinator() -> Any:
+    """The client of JAX's coordinator, whose key-value store all processes share; None in a process on its own."""
+    return distributed.global_state.client
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which the type of `x` varies inside shard_map; always empty under check_vma=False."""
     kind = jax.typeof(x)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxshard._agreement import key_fact, run_facts
+from jaxshard._hosts import company
 from jaxshard._keys import typed_key
 from jaxshard._layout import Layout, check_transform, join_model, only, split_model
 from jaxshard._placement import Placement
@@ -40,11 +42,19 @@ def init(
 
     Raises:
       ValueError: `init_fn`, `tx` or `init_from` do not fit the layout; every leaf that differs is named.
+      js.distributed.Disagreement: in several processes, one has other versions, flags, mesh, layout or key.
     """
     check_transform(tx)
     key = typed_key(key)
+    hosts = company(layout.mesh)
+    if hosts is not None:
+        hosts.agree("js.init", run_facts(layout) | key_fact(key))
     if init_from is None:
-        return init_program(init_fn, tx, layout)(key)
+        program = init_program(init_fn, tx, layout)
+        if hosts is not None:
+            program = program.lower(key).compile()
+            hosts.meet("js.init, compiled")
+        return program(key)
     expected = join_model(layout.shapes.params, layout.shapes.state)
     check_same_tree(expected, init_from, "init_from does not fit the layout", "give what init_fn returns")
     _check_dtypes(expected, init_from)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxshard._agreement import batch_facts, program_text
+from jaxshard._hosts import company
 from jaxshard._layout import Layout, check_transform, merge, only
 from jaxshard._placement import Placement
 from jaxshard._state import TrainState, check_opt_state, check_run, run_shapes, run_shardings, store, unstore
@@ -38,6 +40,7 @@ def make_step(
       ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
         that does something else to blocks that `js.stack` stacked than to single ones.
       TypeError: a loss that is no scalar, `js.Mean` or `js.Loss`.
+      js.distributed.Disagreement: in several processes, by the first call: one has another batch or program.
     """
     return Step(loss_fn, tx, layout, engine or auto())
 
@@ -66,6 +69,7 @@ class Step:
         self._rows: PyTree = None
         self._jitted: Any = None
         self._compiled: Any = None
+        self._met = False
 
     @property
     def update_view(self) -> str:
@@ -85,7 +89,7 @@ class Step:
             raise ValueError(
                 "this run was donated to an earlier step, which took its arrays; go on with the run it returned"
             )
-        program = self._compile(run, batch)
+        program = self._compile(run, batch) if self._met else self._compile_together(run, batch)
         try:
             run, metrics = program(run, jax.device_put(batch, self._rows))
         except (TypeError, ValueError):
@@ -110,6 +114,17 @@ class Step:
         if self._compiled is None:
             self._compiled = program.lower(run, abstract(batch)).compile()
         return self._compiled
+
+    def _compile_together(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
+        """The compiled step once all processes have the same one, and are there to run it."""
+        hosts = company(self.layout.mesh)
+        if hosts is not None:
+            lowered = self._program(run, batch).lower(run, abstract(batch))
+            hosts.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})
+            self._compile(run, batch)
+            hosts.meet("the first step, compiled")
+        self._met = True
+        return self._compile(run, batch)
 
     def _program(self, run: TrainState, batch: PyTree) -> Any:
         shapes = abstract(batch)

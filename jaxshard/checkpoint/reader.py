@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxshard._agreement import run_facts
+from jaxshard._hosts import company, digest, everyone
 from jaxshard._layout import Layout
 from jaxshard._state import TrainState
 from jaxshard._tree import raise_all
@@ -18,7 +20,7 @@ from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import compare
 from jaxshard.checkpoint.folder import folder_of, root_of
 from jaxshard.checkpoint.leaves import Entry, entries
-from jaxshard.checkpoint.manifest import Manifest, Saved, read
+from jaxshard.checkpoint.manifest import Manifest, Saved, read, to_bytes
 
 
 def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = None, verify: bool = True) -> TrainState:
@@ -34,9 +36,11 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
       ValueError: the tree, a shape or a dtype differs from the layout (every such array is named, nothing is cast); a
         file is damaged, missing or was added (it is named with the arrays in it); a newer format; an incomplete step.
       FileNotFoundError: no such folder or step.
+      js.distributed.Disagreement: in several processes, one has other versions, flags, mesh or layout, or finds another
+        checkpoint.
     """
-    folder = folder_of(root_of(dir), step)
-    manifest, (wanted, structure) = read(folder), entries(layout)
+    folder, manifest = _found(dir, layout, step)
+    wanted, structure = entries(layout)
     _check_same(folder, manifest.arrays, wanted)
     if verify:
         check_intact(folder, manifest)
@@ -71,7 +75,8 @@ def check_intact(folder: Path, manifest: Manifest) -> None:
     """Raises unless every file of a step is as it was saved; each process reads a share of them."""
     processes = jax.process_count()
     problems = compare(folder, manifest, part=jax.process_index(), parts=processes)
-    if processes > 1:
+    if (hosts := everyone()) is not None:
+        hosts.meet("js.restore, checksums")  # one disk may be slow
         counts = np.asarray(multihost_utils.process_allgather(np.int32(len(problems)))).ravel()
         elsewhere = [index for index in np.flatnonzero(counts).tolist() if index != jax.process_index()]
         problems += [f"process {index} found damage in its share of the files" for index in elsewhere]
@@ -81,6 +86,22 @@ def check_intact(folder: Path, manifest: Manifest) -> None:
         f"{folder}: step {manifest.step} is damaged; restore another one (js.latest_step(dir, intact=True) finds the "
         "newest that is not)",
     )
+
+
+def _found(dir: str | os.PathLike[str], layout: Layout, step: int | None) -> tuple[Path, Manifest]:
+    """The step to restore, the same one in all processes."""
+    hosts = company(layout.mesh)
+    try:
+        folder = folder_of(root_of(dir), step)
+        manifest = read(folder)
+    except (ValueError, OSError) as error:
+        if hosts is not None:
+            hosts.agree("js.restore", run_facts(layout) | {"checkpoint": f"none: {type(error).__name__}: {error}"})
+        raise
+    if hosts is not None:
+        name = digest(np.frombuffer(to_bytes(manifest), np.uint8))
+        hosts.agree("js.restore", run_facts(layout) | {"checkpoint": f"step {manifest.step} ({name})"})
+    return folder, manifest
 
 
 def _check_same(folder: Path, saved: Sequence[Saved], wanted: Sequence[Entry]) -> None:

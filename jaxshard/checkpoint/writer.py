@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxshard._hosts import everyone
 from jaxshard._layout import Layout
 from jaxshard._state import TrainState, check_run
 from jaxshard._tree import raise_all
@@ -166,7 +167,8 @@ def _failed(folder: Path, error: Exception) -> OSError:
 
 def _in_first_process(fn: Callable[[], bool]) -> bool:
     """What a function returns in the first process, where alone it is called; raises in all of them if it fails."""
-    if jax.process_count() == 1:
+    hosts = everyone()
+    if hosts is None:
         return fn()
     failure: Exception | None = None
     answer = False
@@ -175,6 +177,7 @@ def _in_first_process(fn: Callable[[], bool]) -> bool:
             answer = fn()
         except (OSError, ValueError) as error:
             failure = error
+    hosts.meet("js.save")  # the first process may read a step that is there, and collectives don't wait long
     failed, answered = multihost_utils.broadcast_one_to_all(np.array([failure is not None, answer], np.int32)).tolist()
     if failed:
         raise failure or OSError("process 0 could not begin to save, and says why")

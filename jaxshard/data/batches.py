@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxshard._agreement import batch_facts, row_facts
+from jaxshard._hosts import company
 from jaxshard._tree import map_with_path, path_str
 from jaxshard._typing import PyTree
 from jaxshard.data.examples import Indexed
@@ -45,13 +47,18 @@ def batches(
 
     Raises:
       TypeError: a source that is none of these. By `next`: what the source raises.
+      js.distributed.Disagreement: in several processes, one has other batches: `start`, their shape, or the first row,
+        which shows another seed or corpus. (Of an iterable no batch is taken to look at it.)
     """
     if hasattr(source, "rows") and hasattr(source, "batch"):
+        _agree(layout, _step(start), lambda step: source.rows(step, np.zeros(1, np.int64)), source.batch)
         return _by_number(_placed_rows(source, layout, _step(start)), _step(start), prefetch)
     if isinstance(source, Mapping | str | bytes):
         raise TypeError(f"batches: a {type(source).__name__} is no source of batches; give an iterable of them")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         indexed: Any = source
+        if _step(start) < len(indexed):
+            _agree(layout, _step(start), indexed.__getitem__)
 
         def read(step: int) -> PyTree:
             if step >= len(indexed):
@@ -103,6 +110,20 @@ def _by_number(placed: Callable[[int], PyTree], start: int, prefetch: int) -> Ba
         return placed(step), step + 1
 
     return Batches(read, start, prefetch)
+
+
+def _agree(layout: Layout, step: int, read: Callable[[int], PyTree], rows: int | None = None) -> None:
+    """Raises in every process unless all begin with the same batch, of which each reads a row (or all, if not `rows`).
+
+    Does nothing in one process.
+    """
+    hosts = company(layout.mesh)
+    if hosts is None:
+        return
+    batch = jax.tree.map(np.asarray, read(step))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows or len(x), *x.shape[1:]), x.dtype), batch)
+    row = jax.tree.map(lambda x: x[:1], batch)
+    hosts.agree("js.batches", {"start": str(step)} | batch_facts(shapes) | row_facts(row))
 
 
 def _placed_rows(source: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:

@@ -1,4 +1,5 @@
 """Several processes: on one machine, on the hosts of a cluster or of a TPU pod."""
 
+from jaxshard._hosts import Disagreement as Disagreement
 from jaxshard.distributed.cluster import initialize as initialize
 from jaxshard.distributed.leaving import leave as leave
