@@ -11,12 +11,14 @@ from jaxshard.commands.audit import audit
 from jaxshard.commands.checkpoint import checkpoint
 from jaxshard.commands.doctor import doctor
 from jaxshard.commands.errors import UsageError
+from jaxshard.commands.launch import launch
 from jaxshard.commands.parity import parity
 from jaxshard.commands.schedule import schedule
 from jaxshard.commands.train import train
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "train": train,
+    "launch": launch,
     "audit": audit,
     "parity": parity,
     "schedule": schedule,
