@@ -35,9 +35,7 @@ def attempt(raw):
         return False
     theirs = {name: (DTYPES[x["dtype"]], tuple(x["shape"]), bytes(x["data"])) for name, x in deserialize(raw)}
     data = raw[made.length :]
-    assert theirs == {
-        name: (x.dtype, x.shape, data[x.start : x.start + x.size]) for name, x in made.tensors.items()
-    }
+    assert theirs == {name: (x.dtype, x.shape, data[x.start : x.start + x.size]) for name, x in made.tensors.items()}
     problems = []
     found = _opened("it", np.frombuffer(raw, np.uint8), problems)
     assert not problems

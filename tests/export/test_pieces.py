@@ -44,7 +44,13 @@ def mesh():
     return js.make_mesh(jax.devices(), x=4, y=2)
 
 
-SPECS = [P(None, None, None), P("x", None, "y"), P(None, ("x", "y"), None), P("y", "x", None), P(None, None, ("y", "x"))]
+SPECS = [
+    P(None, None, None),
+    P("x", None, "y"),
+    P(None, ("x", "y"), None),
+    P("y", "x", None),
+    P(None, None, ("y", "x")),
+]
 
 
 def spread(value, spec):
