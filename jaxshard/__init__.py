@@ -3,6 +3,10 @@
 from jaxshard import distributed as distributed
 from jaxshard import optim as optim
 from jaxshard import schedules as schedules
+from jaxshard._bad import Bad as Bad
+from jaxshard._bad import BadStep as BadStep
+from jaxshard._bad import Rollback as Rollback
+from jaxshard._bad import check_finite as check_finite
 from jaxshard._constrain import constrain as constrain
 from jaxshard._cross_entropy import cross_entropy as cross_entropy
 from jaxshard._eval import averaged as averaged

@@ -11,18 +11,20 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard._agreement import batch_facts, program_text
+from jaxshard._bad import bad_of, keep, sum_of_squares
 from jaxshard._hosts import company
 from jaxshard._layout import Layout, check_transform, merge, only
 from jaxshard._placement import Placement
 from jaxshard._state import TrainState, check_opt_state, check_run, run_shapes, run_shardings, store, unstore
-from jaxshard._tree import abstract, check_same_tree, map_with_path, path_str
+from jaxshard._tree import abstract, check_same_tree, map_with_path, path_str, paths
 from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import stacked_of
 from jaxshard.engines import auto
 from jaxshard.engines.accumulate import Engine
 from jaxshard.optim import check_elementwise, require_same_stacked
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
+"""Global scalars by name, and what was bad."""
 
 
 def make_step(
@@ -31,7 +33,9 @@ def make_step(
     """The compiled training step `step(run, batch) -> (run, metrics)`.
 
     `batch` is a tree of global arrays, [rows, ...] each; the run that goes in is donated. `metrics` has "loss",
-    "grad_norm" (the global 2-norm of the gradient) and what the loss reports, as global scalars. The optimizer runs
+    "grad_norm" (the global 2-norm of the gradient) and what the loss reports, as global scalars, and "bad", which says
+    whether loss and gradients were finite, parameter by parameter (see `js.check_finite`). If they were not, the run
+    that comes out is the one that went in, bit for bit, but for its step. The optimizer runs
     on the stored arrays where it is proven elementwise, else on logical ones (see `Step.update_view`). The random key
     of a step depends on the run's key and the step's number alone. Collectives: those of the engine, and an
     all-gather of every parameter whose optimizer state is split but which itself is not.
@@ -64,6 +68,7 @@ class Step:
         views = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, layout.opt_params)
         self.elementwise = check_elementwise(tx, params, views=views)
         self._update = make_update(tx, layout, stored=bool(self.elementwise))
+        self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(loss_fn, layout)
         self._batch: PyTree = None
         self._rows: PyTree = None
@@ -153,17 +158,24 @@ class Step:
         state = used(layout, layout.state, run.state)
         key = jax.random.fold_in(run.key, run.step)
         outcome, grads = self._value_and_grad(run.params, state, batch, key)
-        params, opt_state = self._update(run.params, grads, run.opt_state)
-        metrics = {"loss": outcome.value, "grad_norm": global_norm(grads)}
+        squares = jnp.stack([jnp.zeros((), jnp.float32), *map(sum_of_squares, jax.tree.leaves(grads))])
+        bad = bad_of(outcome.value, squares[1:], self._trained)
+        ok = ~bad.flags.any()
+        params, opt_state = self._update(run.params, grads, run.opt_state, ok)
+        metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum()), "bad": bad}
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
-        run = TrainState(run.step + 1, params, opt_state, store(layout.state, outcome.state), run.key)
-        return run, metrics
+        state = keep(ok, store(layout.state, outcome.state), run.state)
+        return TrainState(run.step + 1, params, opt_state, state, run.key), metrics
 
 
 def make_update(
     tx: optax.GradientTransformation, layout: Layout, *, stored: bool
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`fn(params, grads, opt_state) -> (params, opt_state)` on stored arrays; logical ones inside unless `stored`."""
+    """`fn(params, grads, opt_state, ok) -> (params, opt_state)` on stored arrays; logical ones inside unless `stored`.
+
+    Both are the old ones unless `ok`: parameters are chosen where the optimizer's state is, before they are gathered,
+    so that a gather still writes into the donated array.
+    """
     tx = optax.with_extra_args_support(tx)
     old_params, seen = only(layout.trainable, layout.params), layout.opt_params
 
@@ -175,7 +187,7 @@ def make_update(
             return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
         return store(placements, tree)
 
-    def update(params: PyTree, grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def update(params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array) -> tuple[PyTree, PyTree]:
         chosen = out(seen, moved(layout, only(layout.trainable, params), old_params, seen))
         grads = out(seen, moved(layout, grads, layout.grads, seen))
         old_state = out(layout.opt_state, opt_state)
@@ -184,9 +196,9 @@ def make_update(
             abstract(old_state), abstract(new_state), "tx.update returned another state than tx.init",
             "a compiled step needs the same arrays before and after; initialise them all in tx.init",
         )  # fmt: skip
-        fresh = spread(layout, back(seen, optax.apply_updates(chosen, updates)), seen)
+        fresh = spread(layout, back(seen, keep(ok, optax.apply_updates(chosen, updates), chosen)), seen)
         fresh = moved(layout, fresh, seen, old_params)
-        return merge(layout.trainable, fresh, params), back(layout.opt_state, new_state)
+        return merge(layout.trainable, fresh, params), keep(ok, back(layout.opt_state, new_state), opt_state)
 
     return update
 
@@ -213,12 +225,6 @@ def used(layout: Layout, placements: PyTree, tree: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(placement.view.invert(x), NamedSharding(layout.mesh, placement.use))
 
     return jax.tree.map(use, tree, placements)
-
-
-def global_norm(tree: PyTree) -> jax.Array:
-    """The 2-norm over all elements, summed in f32; padding is zero and counts nothing."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
 def check_batch(layout: Layout, batch: PyTree, microbatches: int) -> None:

@@ -50,8 +50,9 @@ def test_a_step_counts_and_returns_global_scalars():
     for number in range(3):
         assert int(run.step) == number
         run, metrics = step(run, batch_of())
-    assert set(metrics) == {"loss", "grad_norm"}
-    assert all(x.shape == () and x.sharding.is_fully_replicated for x in metrics.values())
+    assert set(metrics) == {"loss", "grad_norm", "bad"}
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(metrics))
+    assert metrics["loss"].shape == metrics["grad_norm"].shape == () and not metrics["bad"]
     assert jax.tree.map(lambda x: x.sharding, run) == jax.tree.map(lambda x: x.sharding, start()[0])
 
 

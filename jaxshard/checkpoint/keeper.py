@@ -10,11 +10,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+from jax.experimental import multihost_utils
 
+from jaxshard._bad import is_finite
 from jaxshard._compat import before_exit
 from jaxshard._layout import Layout
 from jaxshard._state import TrainState
 from jaxshard.checkpoint.folder import complete, remove, root_of
+from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.writer import begin
 
 
@@ -67,6 +70,27 @@ class Checkpointer:
             return
         finish = begin(self._root, run, self._layout, self._data() if self._data else None)
         self._pending, self._saved = self._worker.submit(self._finish, finish, step), step
+
+    def restore(self) -> tuple[TrainState, Any]:
+        """(the newest saved run whose parameters are finite, the data's position that was saved with it).
+
+        Newer ones are deleted: nobody wants them, and the steps will be saved again. For `js.Rollback`.
+
+        Raises:
+          ValueError: there is no such run, or it can't be restored, as `js.restore`.
+        """
+        self.wait_until_finished()
+        newest_first = list(reversed(complete(self._root)))
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("steps listed")  # before any of them is deleted
+        for step in newest_first:
+            run = restore(self._root, self._layout, step=step)
+            if is_finite(run.params):
+                self._saved = step
+                return run, describe(self._root, step=step).data
+            if jax.process_index() == 0:
+                remove(self._root / str(step))
+        raise ValueError(f"{self._root}: no run with finite parameters was saved; save one before the first step")
 
     def wait_until_finished(self) -> None:
         """Returns once the last save is on disk; raises what went wrong with it."""

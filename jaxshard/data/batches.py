@@ -17,7 +17,7 @@ from jaxshard._tree import map_with_path, path_str
 from jaxshard._typing import PyTree
 from jaxshard.data.examples import Indexed
 from jaxshard.data.source import Source
-from jaxshard.data.stream import Batches
+from jaxshard.data.stream import Batches, Read
 
 if TYPE_CHECKING:
     from jaxshard._layout import Layout
@@ -52,7 +52,7 @@ def batches(
     """
     if hasattr(source, "rows") and hasattr(source, "batch"):
         _agree(layout, _step(start), lambda step: source.rows(step, np.zeros(1, np.int64)), source.batch)
-        return _by_number(_placed_rows(source, layout, _step(start)), _step(start), prefetch)
+        return _by_number(_placed_rows(source, layout, _step(start)), start, prefetch)
     if isinstance(source, Mapping | str | bytes):
         raise TypeError(f"batches: a {type(source).__name__} is no source of batches; give an iterable of them")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
@@ -65,7 +65,7 @@ def batches(
                 raise StopIteration
             return _placed_whole(indexed[step], layout)
 
-        return _by_number(read, _step(start), prefetch)
+        return _by_number(read, start, prefetch)
     if not hasattr(source, "__iter__"):
         raise TypeError(
             f"batches: got {type(source).__name__}; give a source with `batch` and `rows(step, rows)`, such as "
@@ -102,14 +102,17 @@ def rows_here(sharding: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(*span) for span in spans] or [np.arange(0)]))
 
 
-def _by_number(placed: Callable[[int], PyTree], start: int, prefetch: int) -> Batches:
-    steps = itertools.count(start)
+def _by_number(placed: Callable[[int], PyTree], start: Any, prefetch: int) -> Batches:
+    def open(start: Any) -> tuple[Read, int]:
+        steps = itertools.count(_step(start))
 
-    def read() -> tuple[PyTree, int]:
-        step = next(steps)
-        return placed(step), step + 1
+        def read() -> tuple[PyTree, int]:
+            step = next(steps)
+            return placed(step), step + 1
 
-    return Batches(read, start, prefetch)
+        return read, _step(start)
+
+    return Batches(open, start, prefetch)
 
 
 def _agree(layout: Layout, step: int, read: Callable[[int], PyTree], rows: int | None = None) -> None:
@@ -175,37 +178,49 @@ def _placed_local(batch: PyTree, layout: Layout) -> PyTree:
 
 def _in_turn(iterable: Iterable[PyTree], place: Callable[[PyTree], PyTree], start: Any, prefetch: int) -> Batches:
     """The batches of an iterator, which saves its own position where it can."""
-    saved = start if isinstance(start, Mapping) else None
-    names = _state_names(iterable)
-    holder: Any = iterable
-    if names and saved is not None:
-        _set(holder, names, saved)  # before `iter`: torch's loaders begin there
-    iterator: Iterator[PyTree] = iter(iterable)
-    if names is None:
-        holder, names = iterator, _state_names(iterator)
+    once = isinstance(iterable, Iterator) and _state_names(iterable) is None
+    first: Any = None  # where an iterator stood, which knows no other way to its beginning
+
+    def open(start: Any) -> tuple[Read, Any]:
+        nonlocal first
+        saved = start if isinstance(start, Mapping) else None
+        dropped = 0
+        if saved is None and first is not None and isinstance(iterable, Iterator):
+            saved, dropped = first, _step(start) - first["batches"]
+            if dropped < 0:
+                raise ValueError(f"batches: {start} lies before batch {first['batches']}, where they were opened")
+        names = _state_names(iterable)
+        holder: Any = iterable
         if names and saved is not None:
-            _set(holder, names, saved)
-    if names is None and saved is not None:
-        raise TypeError(
-            f"batches: a position {_short(saved)} for a {type(iterable).__name__}, which has neither get_state and "
-            "set_state nor state_dict and load_state_dict; start it at a number of batches"
-        )
-    number = int(saved["batches"]) if saved is not None else _step(start)
-
-    def position(number: int) -> Any:
-        return number if names is None else {"batches": number, **_state(getattr(holder, names[0])())}
-
-    numbers = itertools.count(number + 1)
-    if saved is None:
-        for _ in itertools.islice(iterator, number):
+            _set(holder, names, saved)  # before `iter`: torch's loaders begin there
+        iterator: Iterator[PyTree] = iter(iterable)
+        if names is None:
+            holder, names = iterator, _state_names(iterator)
+            if names and saved is not None:
+                _set(holder, names, saved)
+        if names is None and saved is not None:
+            raise TypeError(
+                f"batches: a position {_short(saved)} for a {type(iterable).__name__}, which has neither get_state and "
+                "set_state nor state_dict and load_state_dict; start it at a number of batches"
+            )
+        number = int(saved["batches"]) + dropped if saved is not None else _step(start)
+        for _ in itertools.islice(iterator, dropped if saved is not None else number):
             pass
 
-    def read() -> tuple[PyTree, Any]:
-        batch = next(iterator)
-        after = position(next(numbers))
-        return place(batch), after
+        def position(number: int) -> Any:
+            return number if names is None else {"batches": number, **_state(getattr(holder, names[0])())}
 
-    return Batches(read, position(number), prefetch)
+        numbers = itertools.count(number + 1)
+        first = position(number) if first is None else first
+
+        def read() -> tuple[PyTree, Any]:
+            batch = next(iterator)
+            after = position(next(numbers))
+            return place(batch), after
+
+        return read, position(number)
+
+    return Batches(open, start, prefetch, once=once)
 
 
 def _state_names(holder: Any) -> tuple[str, str] | None:
