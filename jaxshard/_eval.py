@@ -70,7 +70,7 @@ def make_eval_step(
             )
         padded = jax.tree.map(lambda x: _pad_rows(x, size), batch) if rows < size else batch
         check_batch(layout, abstract(padded), 1)
-        placed = jax.device_put(padded, layout.batch_shardings(abstract(padded)))
+        placed = jax.tree.map(_place, padded, layout.batch_shardings(abstract(padded)))
         result = full(run, placed) if rows == size else short(run, placed, rows)
         return jax.block_until_ready(result)
 
@@ -167,6 +167,13 @@ def _masked(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
     if isinstance(metric, Max):
         return Max(jnp.max(jnp.where(counts, metric.value, lowest(metric.value.dtype))))
     return jax.tree.map(lambda x: jnp.sum(jnp.where(counts, x, 0)), metric)
+
+
+def _place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A global array, of which every process has the whole; `device_put` would have the processes compare it."""
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
 def _row_count(batch: PyTree) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+import jax
 import tyro
 
 from jaxshard.commands.audit import audit
@@ -15,6 +16,7 @@ from jaxshard.commands.launch import launch
 from jaxshard.commands.parity import parity
 from jaxshard.commands.schedule import schedule
 from jaxshard.commands.train import train
+from jaxshard.distributed import leave
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "train": train,
@@ -32,8 +34,16 @@ def main(args: Sequence[str] | None = None) -> int:
 
     2 is for wrong flags or data, with a line on standard error.
 
-    A flag that does not exist, or a value that can't be read, leaves through SystemExit(2), as in argparse.
+    A flag that does not exist, or a value that can't be read, leaves through SystemExit(2), as in argparse. One of
+    several processes does not return another status than 0, it ends at once: the others may be waiting for it.
     """
+    status = _status(args)
+    if status and jax.distributed.is_initialized():
+        leave(status)
+    return status
+
+
+def _status(args: Sequence[str] | None) -> int:
     try:
         status: int | None = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,

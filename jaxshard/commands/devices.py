@@ -6,42 +6,62 @@ import os
 
 import jax
 
-from jaxshard._compat import backend_is_initialized, default_devices
+from jaxshard._compat import backend_is_initialized, default_devices, joined
 
 SIMULATED = 8
 """How many CPU devices are simulated when no number is asked for."""
 
 
 def choose_devices(count: int | None) -> list[jax.Device]:
-    """The first `count` devices of the default backend, or all of them; must run before anything touches a device.
+    """`count` devices of the default backend, or all of them; must run before anything touches a device.
 
     Without an accelerator, and where JAX_PLATFORMS asks for one that is not there, the CPU appears as `count` devices,
-    else as many as JAX_NUM_CPU_DEVICES or XLA_FLAGS say, else eight.
+    else as many as JAX_NUM_CPU_DEVICES or XLA_FLAGS say, else eight. Of several processes each has its share of the
+    count or of the eight, the first ones of its own; what the environment says it says to each.
 
     Raises:
-      ValueError: a count below 1, or more than there are.
+      ValueError: a count below 1, more than there are, or one that the processes can't share.
     """
+    processes = joined()[0]
     if count is not None and count < 1:
         raise ValueError(f"--devices must be at least 1, got {count}")
-    if not backend_is_initialized() and (count is not None or not _is_simulated()):
-        jax.config.update("jax_num_cpu_devices", count or SIMULATED)
+    if count is not None and count % processes:
+        raise ValueError(_unshared(f"--devices {count}", processes))
+    eight = count is None and not backend_is_initialized() and not _is_simulated()
+    if not backend_is_initialized() and (count is not None or eight):
+        jax.config.update("jax_num_cpu_devices", max(1, (count or SIMULATED) // processes))
     found = default_devices()
     if found is None:
         jax.config.update("jax_platforms", "cpu")
         found = jax.devices()
-    if count is not None and count > len(found):
+    if eight and SIMULATED % processes and found[0].platform == "cpu":
+        raise ValueError(_unshared(f"{SIMULATED} simulated CPU devices", processes))
+    if count is None:
+        return found
+    if count > len(found):
         raise ValueError(
             f"--devices {count}: there are {len(found)} {found[0].platform} device(s); ask for at most {len(found)}, "
             "or set JAX_PLATFORMS=cpu to simulate them"
         )
-    return found[:count]
+    chosen: list[jax.Device] = []
+    for process in range(processes):
+        chosen += [device for device in found if device.process_index == process][: count // processes]
+    if len(chosen) < count:
+        raise ValueError(f"--devices {count}: not each of {processes} processes has {count // processes} of them")
+    return chosen
 
 
 def describe(devices: list[jax.Device]) -> str:
-    """What they are: "8 simulated CPU devices", "4 x NVIDIA H100 80GB HBM3"."""
+    """What they are: "8 simulated CPU devices", "4 x NVIDIA H100 80GB HBM3", "... in 2 processes"."""
+    processes = len({device.process_index for device in devices})
+    where = f" in {processes} processes" if processes > 1 else ""
     if devices[0].platform != "cpu":
-        return f"{len(devices)} x {devices[0].device_kind}"
-    return "1 CPU device" if len(devices) == 1 else f"{len(devices)} simulated CPU devices"
+        return f"{len(devices)} x {devices[0].device_kind}{where}"
+    return "1 CPU device" if len(devices) == 1 else f"{len(devices)} simulated CPU devices{where}"
+
+
+def _unshared(what: str, processes: int) -> str:
+    return f"{what} can't be divided over {processes} processes; give --devices a multiple of {processes}"
 
 
 def _is_simulated() -> bool:

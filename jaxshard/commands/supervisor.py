@@ -86,9 +86,11 @@ def run_together(command: Sequence[str], program: str, *, count: int, restarts: 
 
 def _environment() -> dict[str, str]:
     """Ours, with lines that come at once, and without a proxy between processes of this machine."""
-    ours = dict(os.environ)
-    direct = ours.get("no_grpc_proxy", ours.get("no_proxy", ""))
-    return {"PYTHONUNBUFFERED": "1"} | ours | {"no_grpc_proxy": f"{direct},localhost".strip(",")}
+    ours = {"PYTHONUNBUFFERED": "1"} | dict(os.environ)
+    if any(name in ours for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        direct = ours.get("no_grpc_proxy", ours.get("no_proxy", ""))
+        ours["no_grpc_proxy"] = f"{direct},localhost".strip(",")
+    return ours
 
 
 def _watch(group: _Group, events: _Events, grace: float) -> Outcome:

@@ -32,9 +32,9 @@ _WIDTH = 10
 """Of the names in front of facts."""
 
 
-def make_console(*, stderr: bool) -> Console:
+def make_console(*, stderr: bool, quiet: bool = False) -> Console:
     """A console for plain text: nothing is read as markup, and no colour codes go into files and pipes."""
-    return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+    return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
 
 
 def facts(console: Console, rows: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 
 from jaxshard import metrics
+from jaxshard._compat import joined
 from jaxshard._eval import evaluate, make_eval_step
 from jaxshard._fit import Record, fit
 from jaxshard._layout import human_bytes
@@ -27,6 +28,7 @@ from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, pred
 from jaxshard.commands.saving import saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.data import Corpus, batches, eval_batches, windows
+from jaxshard.distributed import initialize
 from jaxshard.models.decoder import Size
 from jaxshard.plan.audit import collectives, summary
 from jaxshard.plan.flops import train_flops
@@ -69,7 +71,9 @@ def train(
 ) -> None:
     """Train a language model, sharded over all accelerators, or over 8 simulated CPU devices.
 
-    Without any flag: a million parameters, the source of Python's standard library, two minutes on two cores.
+    Without any flag: a million parameters, the source of Python's standard library, two minutes on two cores. Several
+    processes (jaxshard launch, Slurm, Open MPI, Kubernetes, TPU pods) train together; devices, rows and steps are those
+    of all.
 
     Args:
       model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m or llama3-8b.
@@ -84,7 +88,7 @@ def train(
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
       chunks: stages per device of a pipeline; by default two where the model has enough blocks.
-      devices: use so many devices; simulated ones where there is no accelerator.
+      devices: use so many devices, over all processes; simulated ones where there is no accelerator.
       steps: optimizer steps in all; by default what suits the model.
       batch: rows of a step over all devices; by default what suits the model.
       seq: tokens in a row; by default what suits the model.
@@ -106,7 +110,12 @@ def train(
       tensorboard: write them for TensorBoard into this folder; needs tensorboardX.
       profile: write a profile of three steps into this folder.
     """
-    console = make_console(stderr=str(json) == "-")
+    with usage_errors():
+        initialize()
+    first = joined()[1] == 0
+    console = make_console(stderr=str(json) == "-", quiet=not first)
+    if not first:  # of several processes one speaks, and all compute
+        json = log = tensorboard = profile = None
     with usage_errors():
         check_positive(eval_every=eval_every, patience=patience, microbatches=microbatches, sample=sample or None)
         check_files(json=json, log=log)
