@@ -1,0 +1,186 @@
+"""Full and read-only disks: a clear error, the run as it was, the steps before it readable, the next save works.
+
+A small disk of its own fails below Orbax, in TensorStore's own writes too, and root is not spared.
+"""
+
+import re
+import resource
+from contextlib import contextmanager
+
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint import writer
+from jaxshard.checkpoint.checksums import damage
+from jaxshard.checkpoint.folder import numbered
+from jaxshard.cli import main
+from tests.checkpoint.runs import assert_same
+from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
+from tests.small_disk import small_disk
+
+PAGE = 4096
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", 100 * PAGE) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def step():
+    return js.make_step(loss_fn, TX, layout())
+
+
+def assert_nothing_but(root, steps):
+    """These steps, intact, and not a file besides."""
+    assert list(numbered(root)) == steps == sorted(int(path.name) for path in root.iterdir())
+    assert all(damage(path) == [] for path in numbered(root).values())
+
+
+def save_with(disk, free, root, number):
+    """Saves with so many free bytes; whether that went well. If not, only what was there before is there."""
+    disk.leave(free)
+    try:
+        js.save(root, at(number), layout())
+    except OSError as error:
+        message = rf"{re.escape(str(root / str(number)))}: this step could not be saved, .*stay as they are: .*\S"
+        assert re.match(message, str(error)) and "No space left on device" in str(error), error
+        saved = False
+    else:
+        saved = True
+    disk.empty()
+    return saved
+
+
+def sweep(disk, step_of_pages):
+    """A save at every number of free pages, from none to enough; at how many of them it went well."""
+    root, outcomes = disk.folder, []
+    js.save(root, at(1), layout())
+    expected = js.restore(root, layout(), step=1)
+    for pages in range(0, 64, step_of_pages):
+        outcomes.append(save_with(disk, pages * PAGE, root, 2))
+        assert_nothing_but(root, [1, 2] if outcomes[-1] else [1])
+        if outcomes[-1]:
+            writer.remove(root / "2")
+    assert_same(js.restore(root, layout()), expected)
+    js.save(root, at(2), layout())
+    assert_nothing_but(root, [1, 2])
+    return outcomes
+
+
+def test_a_disk_that_fills_up_anywhere_in_a_save(disk):
+    outcomes = sweep(disk, 7)
+    assert outcomes == sorted(outcomes) and 3 <= outcomes.count(False) < len(outcomes)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_at_any_page(disk):
+    outcomes = sweep(disk, 1)
+    assert outcomes == sorted(outcomes) and 20 <= outcomes.count(False) < len(outcomes)
+
+
+@pytest.fixture(scope="module")
+def unsaved(step):
+    """The losses of a run that was never saved."""
+    return losses_of(step, 7, [])
+
+
+def losses_of(step, count, on_run):
+    losses = []
+    js.fit(
+        new_run(),
+        step,
+        [BATCH] * count,
+        steps=count,
+        callbacks=[lambda one: losses.append(one.metrics["loss"])],
+        on_run=on_run,
+    )
+    return losses
+
+
+def lenient(checkpointer, errors):
+    """What a training loop does that would rather go on than stop."""
+
+    def save(number, run):
+        try:
+            checkpointer(number, run)
+        except OSError as error:
+            errors.append(str(error))
+
+    return save
+
+
+def test_training_goes_on_over_a_full_disk(disk, step, unsaved):
+    """Losses bit-equal to those of a run that was never saved; failures of the background come with the next call."""
+    errors = []
+    checkpointer = js.Checkpointer(disk.folder, layout(), every=1)
+
+    def weather(number, run):
+        if number == 3:
+            checkpointer.wait_until_finished()
+            disk.leave(3 * PAGE)
+        if number == 6:
+            with pytest.raises(OSError, match=r"/5: this step could not be saved"):
+                checkpointer.wait_until_finished()
+            disk.empty()
+
+    losses = losses_of(step, 7, [weather, lenient(checkpointer, errors)])
+    checkpointer.wait_until_finished()
+    assert losses == unsaved
+    # Step 4 was not begun: it is where the failure of step 3 was told. That of step 5 was told to `weather`.
+    assert len(errors) == 1 and "/3: this step could not be saved" in errors[0] and "No space left" in errors[0]
+    assert_nothing_but(disk.folder, [1, 2, 6, 7])
+
+
+def test_a_read_only_disk(disk):
+    """Nothing is written, everything is read: restoring, verifying and listing need no permission to write."""
+    root = disk.folder
+    saved = {number: js.save(root, at(number), layout()) for number in (1, 2)}
+    run = at(3)
+    with disk.read_only():
+        with pytest.raises(OSError, match=r"run/3: this step could not be saved, .*Read-only file system"):
+            js.save(root, run, layout())
+        with (
+            js.Checkpointer(root, layout(), every=1) as checkpointer,
+            pytest.raises(OSError, match="Read-only file system"),
+        ):
+            checkpointer(3, run)
+        assert js.save(root, at(2), layout()) == saved[2]  # it is there already
+        assert js.latest_step(root, intact=True) == 2
+        assert_same(js.restore(root, layout()), at(2))
+        assert main(["checkpoint", "verify", str(root)]) == 0
+    js.save(root, run, layout())
+    assert_nothing_but(root, [1, 2, 3])
+
+
+@contextmanager
+def largest_file(size):
+    """No file may grow beyond that: a fault below Orbax that needs no privileges."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 100, 10_000))])
+def test_training_goes_on_where_files_can_not_grow(size, tmp_path, step, unsaved):
+    errors, root = [], tmp_path / "run"
+    checkpointer = js.Checkpointer(root, layout(), every=1)
+
+    def weather(number, run):
+        if number == 2:
+            checkpointer.wait_until_finished()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        if number == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with largest_file(soft):
+        losses = losses_of(step, 5, [weather, lenient(checkpointer, errors)])
+        checkpointer.wait_until_finished()
+    assert losses == unsaved[:5]
+    assert len(errors) == 1 and re.search(r"/2: this step could not be saved, .*: .*\S", errors[0]), errors
+    assert_nothing_but(root, [1, 4, 5])
