@@ -1,0 +1,171 @@
+"""`jaxshard launch` with commands that need no JAX: output, exit statuses, restarts, and that nothing is left over."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxshard.cli import main
+from jaxshard.commands import supervisor
+
+LAUNCH = [sys.executable, "-m", "jaxshard", "launch"]
+
+
+def launch(*flags, script):
+    """The exit status where every process runs a script of bash."""
+    return main(["launch", *flags, "--", "bash", "-c", script])
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.02)
+
+
+def test_lines_keep_their_stream_and_stay_whole(capfd):
+    script = 'for i in 1 2 3; do printf "out"; sleep 0.03; printf "put $i\\n"; echo oops >&2; done; printf "no newline"'
+    assert launch("-n", "3", script=script) == 0
+    out, err = capfd.readouterr()
+    expected = ["output 1", "output 2", "output 3", "no newline"]
+    for index in range(3):
+        assert [line[4:] for line in out.splitlines() if line.startswith(f"[{index}] ")] == expected
+    assert len(out.splitlines()) == 12 and out.endswith("\n")
+    assert sorted(err.splitlines()) == [f"[{index}] oops" for index in range(3) for _ in range(3)]
+
+
+def test_every_process_knows_the_others(capfd):
+    assert launch("-n", "2", script="env | grep ^JAXSHARD_") == 0
+    lines = capfd.readouterr().out.splitlines()
+    for index in (0, 1):
+        env = dict(line[4:].split("=") for line in lines if line.startswith(f"[{index}]"))
+        assert env["JAXSHARD_PROCESS_ID"] == str(index) and env["JAXSHARD_NUM_PROCESSES"] == "2"
+        assert env["JAXSHARD_RESTARTS"] == "0"
+    assert len({line[4:] for line in lines if re.search(r"COORDINATOR_ADDRESS=localhost:\d+$", line)}) == 1
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit 7", 7), ("kill -9 $$", 137), ("kill -TERM $$", 143)])
+def test_the_status_is_that_of_the_first_failure_and_the_others_are_ended(end, status, tmp_path, capfd):
+    # The others, and what they started, would take minutes.
+    others = f"sleep 1000 & echo $$ $! > {tmp_path}/$JAXSHARD_PROCESS_ID; trap 'exit 9' TERM; wait"
+    one = f"while [ ! -e {tmp_path}/0 -o ! -e {tmp_path}/2 ]; do sleep 0.02; done; {end}"
+    started = time.monotonic()
+    assert launch("-n", "3", script=f"if [ $JAXSHARD_PROCESS_ID = 1 ]; then {one}; else {others}; fi") == status
+    assert time.monotonic() - started < 30
+    left = [int(pid) for index in "02" for pid in (tmp_path / index).read_text().split()]
+    assert len(left) == 4
+    wait_until(lambda: not any(map(alive, left)), seconds=5)  # killed, but the kernel takes its time
+    assert "process 1 " in capfd.readouterr().err
+
+
+def test_those_that_ignore_sigterm_are_killed(monkeypatch):
+    monkeypatch.setattr(supervisor, "SECONDS_TO_END", 0.3)
+    script = "trap '' TERM; if [ $JAXSHARD_PROCESS_ID = 0 ]; then exit 3; fi; while true; do sleep 0.05; done"
+    assert launch("-n", "2", script=script) == 3
+
+
+def test_all_are_started_again_on_another_port(capfd):
+    script = "echo $JAXSHARD_RESTARTS $JAXSHARD_COORDINATOR_ADDRESS; [ $JAXSHARD_RESTARTS = 2 ] || kill -9 $$"
+    assert launch("-n", "2", "--max-restarts", "5", script=script) == 0
+    out, err = capfd.readouterr()
+    attempts = {line[4:] for line in out.splitlines()}
+    assert len(attempts) == 3 and len({attempt.split()[1] for attempt in attempts}) == 3
+    assert err.count("starting all again") == 2 and "2 of 5" in err
+
+
+def test_restarts_are_counted(capfd):
+    assert launch("-n", "1", "--max-restarts", "2", script="echo again; exit 5") == 5
+    assert capfd.readouterr().out == "[0] again\n" * 3
+
+
+def test_wrong_usage_is_not_tried_again(capfd):
+    assert launch("-n", "1", "--max-restarts", "2", script="echo once; exit 2") == 2
+    assert capfd.readouterr().out == "[0] once\n"
+
+
+def test_flags_after_the_double_dash_are_the_commands_own(capfd):
+    assert main(["launch", "-n", "1", "--", "echo", "-n", "7", "--", "--help"]) == 0
+    assert capfd.readouterr().out == "[0] 7 -- --help\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-n", "2", "--", "no-such-command", "x"], "no-such-command: there is no such command on PATH"),
+        (["-n", "2"], "jaxshard launch -n 2 -- jaxshard train"),
+        (["-n", "0", "--", "true"], "--processes 0"),
+        (["-n", "2", "--max-restarts", "-1", "--", "true"], "--max-restarts -1"),
+    ],
+)
+def test_what_cant_be_run(flags, message, capsys):
+    assert main(["launch", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_command_beside_this_python_needs_no_path(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "executable", "/bin/bash")
+    monkeypatch.setattr(supervisor, "_argv", lambda program, command: [program, *command[1:]])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["launch", "-n", "1", "--", "echo", "found"]) == 0
+    assert capfd.readouterr().out == "[0] found\n"
+
+
+def test_signals_are_the_callers_again():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert launch("-n", "1", script="true") == 0
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_sigterm_and_interrupts_are_passed_on(tmp_path):
+    script = f"""
+        trap 'echo saved; exit 0' TERM
+        trap 'echo stopped; exit 130' INT
+        touch {tmp_path}/$JAXSHARD_RESTARTS$JAXSHARD_PROCESS_ID
+        while true; do sleep 0.05; done"""
+    for number, status, word in [(signal.SIGTERM, 0, "saved"), (signal.SIGINT, 130, "stopped")]:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        program = subprocess.Popen(
+            [*LAUNCH, "-n", "2", "--max-restarts", "3", "--", "bash", "-c", script], stdout=subprocess.PIPE, text=True
+        )
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        program.send_signal(number)
+        out, _ = program.communicate(timeout=30)
+        assert program.returncode == status and sorted(out.splitlines()) == [f"[0] {word}", f"[1] {word}"]
+        assert len(list(tmp_path.iterdir())) == 2, "it was started again"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel of Linux")
+def test_the_processes_are_its_children_and_die_with_it(tmp_path):
+    program = subprocess.Popen(
+        [*LAUNCH, "-n", "2", "--", "bash", "-c", f"trap '' TERM; touch {tmp_path}/$$; while true; do sleep 0.05; done"]
+    )
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    children = {int(file.name) for file in tmp_path.iterdir()}
+    tasks = Path(f"/proc/{program.pid}/task").glob("*/children")
+    assert {int(pid) for task in tasks for pid in task.read_text().split()} == children
+    program.kill()
+    program.wait()
+    wait_until(lambda: not any(map(alive, children)))
+
+
+def test_an_output_that_nobody_reads_ends_nothing(tmp_path):
+    script = f"for i in $(seq 20000); do echo a line that nobody reads $i; done; touch {tmp_path}/done"
+    reader, writer = os.pipe()
+    program = subprocess.Popen([*LAUNCH, "-n", "1", "--", "bash", "-c", script], stdout=writer)
+    os.close(writer)
+    os.close(reader)
+    assert program.wait(timeout=60) == 0 and (tmp_path / "done").exists()
