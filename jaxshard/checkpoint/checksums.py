@@ -43,8 +43,6 @@ def opened(folder: Path) -> tuple[Manifest | None, list[str]]:
         return read(folder), []
     except FileNotFoundError:
         return None, [f"{folder / NAME}: missing: the save was interrupted, or the file was deleted"]
-    except OSError as error:
-        return None, [f"{folder / NAME}: can't be read: {error.strerror}"]
     except ValueError as error:
         return None, [str(error)]
 

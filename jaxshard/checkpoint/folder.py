@@ -77,5 +77,6 @@ def folder_of(root: Path, step: int | None) -> Path:
 
 def remove(folder: Path) -> None:
     """Deletes a step; one that is half deleted does not exist."""
-    (folder / NAME).unlink(missing_ok=True)
+    if not (folder / NAME).is_dir():
+        (folder / NAME).unlink(missing_ok=True)
     shutil.rmtree(folder)

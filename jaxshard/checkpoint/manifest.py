@@ -83,12 +83,17 @@ def read(folder: Path) -> Manifest:
     """The manifest of a step's folder.
 
     Raises:
-      ValueError: as `from_bytes`, with the file's name; or it belongs to another step than the folder's name says.
+      ValueError: as `from_bytes`, with the file's name; or it can't be read, or belongs to another step than the
+        folder's name says.
       FileNotFoundError: the step is not complete.
     """
     file = folder / NAME
     try:
         manifest = from_bytes(file.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{file}: can't be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if folder.name != str(manifest.step):

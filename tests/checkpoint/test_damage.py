@@ -1,0 +1,156 @@
+"""Whatever is done to a file of a step is refused by its name before an array is read, and the step before is taken."""
+
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxshard as js
+from jaxshard.checkpoint import reader
+from jaxshard.checkpoint.checksums import files_of
+from jaxshard.checkpoint.manifest import NAME
+from jaxshard.cli import main
+from tests.checkpoint.runs import assert_same
+from tests.checkpoint.small import layout, new_run
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """A folder with steps 10 and 20, of which 20 is to be damaged, and the runs."""
+    root, run, later = tmp_path_factory.mktemp("damage") / "run", new_run(10), new_run(20)
+    js.save(root, run, layout())
+    js.save(root, later, layout())
+    return root, run, later
+
+
+def names_of(root):
+    return [*files_of(root / "20"), NAME]
+
+
+class Loads:
+    """Stands before the reader of arrays, and counts."""
+
+    def __init__(self, monkeypatch):
+        self.folders, load = [], reader.store.load
+        monkeypatch.setattr(reader.store, "load", lambda *args: (self.folders.append(args[0].name), load(*args))[1])
+
+
+def assert_refused(root, name, loads, run, capsys=None):
+    """By `restore`, which reads no array, and by the command; the step before is found and restored."""
+    with pytest.raises(ValueError, match="20") as caught:
+        js.restore(root, layout(), step=20)
+    assert f"{root / '20' / name}: " in str(caught.value).replace(f"{NAME} is missing", f"{NAME}: missing")
+    assert js.latest_step(root, intact=True) == 10 and loads.folders == []
+    assert_same(js.restore(root, layout(), step=js.latest_step(root, intact=True)), run)
+    assert loads.folders == ["10"]
+    loads.folders.clear()
+    if capsys is not None:
+        assert main(["checkpoint", "verify", str(root)]) == 1
+        shown = capsys.readouterr().out
+        assert str(root / "20" / name) in shown and "step 10: intact" in shown
+
+
+FAST, ALL = (32, 8), pytest.param(200, 50, marks=pytest.mark.slow, id="all")
+
+
+@pytest.mark.parametrize(("flips", "cuts"), [FAST, ALL])
+def test_every_flipped_bit_and_every_cut_is_refused(flips, cuts, steps, monkeypatch, capsys):
+    """Bits are drawn from the bits of all files together, cuts from all files alike; the seed is fixed."""
+    root, run, _ = steps
+    loads, numbers = Loads(monkeypatch), np.random.default_rng(0)
+    names = [name for name in names_of(root) if (root / "20" / name).stat().st_size]
+    sizes = np.array([(root / "20" / name).stat().st_size for name in names])
+    found, touched = 0, set()
+    for count in range(flips + cuts):
+        # Every other one in a file drawn alike: the large ones are 95 of 100 bits.
+        weights = sizes / sizes.sum() if count % 2 and count < flips else None
+        name = names[numbers.choice(len(names), p=weights)]
+        file = root / "20" / name
+        before = file.read_bytes()
+        at = int(numbers.integers(len(before)))
+        changed = bytearray(before)
+        changed[at] ^= 1 << int(numbers.integers(8))
+        file.write_bytes(changed if count < flips else before[:at])
+        assert_refused(root, name, loads, run, capsys if count % 10 == 0 else None)
+        file.write_bytes(before)
+        found, touched = found + 1, touched | {name}
+    assert found == flips + cuts and len(touched) >= min(len(names), 6)
+    assert js.latest_step(root, intact=True) == 20
+
+
+EDITS = st.tuples(
+    st.integers(0),
+    st.sampled_from(["byte", "insert", "delete", "cut", "lose", "add", "folder", "swap"]),
+    st.integers(0),
+)
+
+
+def edit(root, names, kind, number, place, more):
+    """Does something to one of these files; the name under which it is told."""
+    name = names[number % len(names)]
+    file = root / "20" / name
+    before = file.read_bytes()
+    at = place % max(1, len(before))
+    match kind:
+        case "byte" if before:
+            file.write_bytes(before[:at] + bytes([before[at] ^ (1 + place % 255)]) + before[at + 1 :])
+        case "insert" | "byte":
+            file.write_bytes(before[:at] + more + before[at:])
+        case "delete" if before:
+            file.write_bytes(before[:at] + before[at + 1 + place % 7 :])
+        case "cut" if before:
+            file.write_bytes(before[:at])
+        case "add":
+            name = f"{name}.{place % 10}"
+            (root / "20" / name).write_bytes(more)
+        case "folder":
+            file.unlink()
+            file.mkdir()
+        case "swap" if before != (other := root / "20" / names[(number + 1 + place) % len(names)]).read_bytes():
+            file.write_bytes(other.read_bytes())
+        case _:
+            file.unlink()
+    return name
+
+
+def check_edits(steps, tmp_path_factory, edits, loads, more):
+    """On a copy, which has one thing or several wrong: one of them is named."""
+    root = tmp_path_factory.mktemp("edited") / "run"
+    shutil.copytree(steps[0], root)
+    there, names = names_of(root), []
+    for number, kind, place in edits:
+        touched = there[number % len(there)]
+        names.append(edit(root, there, kind, number, place, more))
+        there.remove(touched)  # or the next one might undo it
+        if NAME in names or kind == "folder":
+            break  # without a manifest nothing else is known
+    try:
+        with pytest.raises(ValueError, match="20") as caught:
+            js.restore(root, layout(), step=20)
+        told = str(caught.value).replace(f"{NAME} is missing", f"{NAME}: missing")
+        named = [name for name in names if f"{root / '20' / name}: " in told]
+        assert NAME in named if NAME in names else sorted(set(named)) == sorted(set(names)), (names, told)
+        assert js.latest_step(root, intact=True) == 10 and loads.folders == []
+        assert main(["checkpoint", "verify", str(root)]) == 1
+        if "folder" in {kind for _, kind, _ in edits}:  # the oddest damage: a save replaces it as any other
+            js.save(root, steps[2], layout())
+            assert js.latest_step(root, intact=True) == 20
+    finally:
+        shutil.rmtree(root)
+
+
+@given(edits=st.lists(EDITS, min_size=1, max_size=3), more=st.binary(min_size=1, max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_any_edit_is_refused(steps, tmp_path_factory, edits, more):
+    with pytest.MonkeyPatch.context() as patch:
+        check_edits(steps, tmp_path_factory, edits, Loads(patch), more)
+
+
+@pytest.mark.slow
+@given(edits=st.lists(EDITS, min_size=1, max_size=3), more=st.binary(min_size=1, max_size=20))
+@settings(max_examples=500, deadline=None)
+def test_many_edits_are_refused(steps, tmp_path_factory, edits, more):
+    with pytest.MonkeyPatch.context() as patch:
+        check_edits(steps, tmp_path_factory, edits, Loads(patch), more)
