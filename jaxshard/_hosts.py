@@ -57,7 +57,7 @@ class Company:
         self.host = host or socket.gethostname()
         self.name = hashlib.sha256(repr(self.processes).encode()).hexdigest()[:12]
         self._numbers = itertools.count()
-        self._told = False
+        put(store, f"jaxshard/host/{process}", self.host, overwrite=True)
 
     @property
     def _first(self) -> int:
@@ -78,9 +78,6 @@ class Company:
             first one has: of long texts the first line that differs.
         """
         room = f"jaxshard/agree/{self.name}/{next(self._numbers)}"
-        if not self._told:
-            self._told = True
-            put(self.store, f"jaxshard/host/{self.process}", self.host, overwrite=True)
         put(self.store, f"{room}/here/{self.process}", self.host)
         facts = {"call": point} | dict(facts)
         found = self._collected(room, facts) if self.process == self._first else self._answered(room, facts)

@@ -33,36 +33,32 @@ class Preemption:
         with js.distributed.Preemption() as preemption:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
             checkpointer.save(run)
-        if preemption.stopped: print(f"told to stop: {preemption.told}")
 
-    Whoever is told leaves a note in JAX's key-value store; then each process says after which step it is and waits, in
-    `fit`, for the others to say so: all end after the step that follows the last of these. Looked for once a second by
-    a thread; a step costs nothing. A second SIGTERM, two seconds or more after the first, ends the process at once with
-    status 143, even if it hangs in a collective. After the context SIGTERM does what it did before; in several
-    processes it ends the process, where JAX by itself would ignore it.
+    Then `preemption.stopped` says whether the training was ended, and `preemption.told` which process got the signal.
 
-    (`jax.experimental.multihost_utils.reached_preemption_sync_point` finds a common step in the same way, but its
-    handler swallows every further signal.)
+    Looked for by a thread once a second; a step costs nothing. A second SIGTERM, two seconds or more after the first,
+    ends the process at once with status 143, even if it hangs in a collective. After the context SIGTERM does what it
+    did before; in several processes it ends the process, where JAX by itself would ignore it.
+
+    (`jax.experimental.multihost_utils.reached_preemption_sync_point` finds a common step in the same way as `Stop`,
+    but its handler swallows every further signal.)
 
     Raises:
       ValueError: entered in another thread than the main one, which alone may catch signals.
     """
 
     def __init__(self) -> None:
-        self._hosts: Company | None = None
-        self._told: str | None = None
+        self._stop: Stop | None = None
+        self._signalled: float | None = None
         self._stopped = False
-        self._first_signal: float | None = None
-        self._step, self._posted = -1, False
-        self._last: int | None = None
-        # Held while the processes find their common step, so that none goes on in the meantime.
-        self._lock = threading.Lock()
         self._closed = threading.Event()
 
     @property
     def told(self) -> str | None:
         """Which process got the signal; None as long as none did."""
-        return self._told
+        if self._stop is not None:
+            return self._stop.told
+        return None if self._signalled is None else "this process"
 
     @property
     def stopped(self) -> bool:
@@ -71,14 +67,13 @@ class Preemption:
 
     def __call__(self, step: int, run: Any) -> bool:
         """Whether the training is to end after this step."""
-        with self._lock:
-            self._step = step
-            ends = self._told is not None if self._hosts is None else self._last is not None and step >= self._last
-            self._stopped |= ends
-            return ends
+        ends = self._signalled is not None if self._stop is None else self._stop.after(step)
+        self._stopped |= ends
+        return ends
 
     def __enter__(self) -> Self:
-        self._hosts, self._room = everyone(), f"jaxshard/stop/{next(_rooms)}"
+        hosts, room = everyone(), f"jaxshard/stop/{next(_rooms)}"
+        self._stop = None if hosts is None else Stop(hosts, room)
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         self._handler = signal.signal(signal.SIGTERM, self._handle)
@@ -98,50 +93,78 @@ class Preemption:
         self._thread.join()
         self._ear.close()
         self._mouth.close()
-        if self._hosts is not None and not self._posted:
-            self._post(self._hosts)  # others may be asking just now
+        if self._stop is not None and error is None:
+            self._stop.leave()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._hosts is None:
-            self._told = "this process"
+        """Python's handler, which comes late where the main thread waits in a collective: the thread listens too."""
+        if self._signalled is None:
+            self._signalled = time.monotonic()
 
     def _listen(self) -> None:
-        """What the thread does: it hears signals even while the main thread waits in a collective."""
+        """What the thread does."""
+        heard = False
         while not self._closed.is_set():
             ready, _, _ = select.select([self._ear], [], [], _LOOK)
             if ready and signal.SIGTERM in self._ear.recv(64):
-                self._hear()
-            if self._hosts is not None and self._last is None:
-                self._settle(self._hosts)
+                if heard and time.monotonic() - (self._signalled or 0.0) >= _SAME:
+                    os._exit(KILLED)
+                self._handle(signal.SIGTERM, None)
+                if not heard and self._stop is not None:
+                    self._stop.tell()
+                if not heard:
+                    text = "jaxshard: SIGTERM: ends after the step under way; another one ends at once"
+                    print(text, file=sys.stderr, flush=True)
+                heard = True
+            if self._stop is not None:
+                self._stop.settle()
 
-    def _hear(self) -> None:
-        now = time.monotonic()
-        if self._first_signal is None:
-            self._first_signal = now
-            if self._hosts is None:
-                self._told = "this process"
-            else:
-                self._told = self._hosts.host_of(self._hosts.process)
-                put(self._hosts.store, f"{self._room}/told", self._told, overwrite=True)
-            print("jaxshard: SIGTERM: ends after the step under way; another one ends at once", file=sys.stderr)
-        elif now - self._first_signal >= _SAME:
-            os._exit(KILLED)
 
-    def _settle(self, hosts: Company) -> None:
-        """Finds the common last step, if any process was told to stop."""
-        told = self._told or look(hosts.store, f"{self._room}/told")
+class Stop:
+    """The step after which all processes stop, once one of them is told to.
+
+    That one leaves a note. Whoever sees it says after which step it is and goes no further before all others have said
+    so: all stop after the step that follows the last of these. `after` belongs to the main thread, `tell` and `settle`
+    to one that works while the main thread waits in a collective for a process that is at an earlier step.
+    """
+
+    def __init__(self, hosts: Company, room: str):
+        self.hosts, self.room = hosts, room
+        self.told: str | None = None
+        self._step, self._posted = -1, False
+        self._last: int | None = None
+        self._lock = threading.Lock()
+
+    def after(self, step: int) -> bool:
+        """Whether all stop after this step."""
+        with self._lock:
+            self._step = step
+            return self._last is not None and step >= self._last
+
+    def tell(self) -> None:
+        """Tells all processes that this one is to stop."""
+        self.told = self.hosts.host_of(self.hosts.process)
+        put(self.hosts.store, f"{self.room}/told", self.told, overwrite=True)
+
+    def settle(self) -> None:
+        """Finds the common step, if any process is to stop; waits for the others."""
+        if self._last is not None:
+            return
+        told = self.told or look(self.hosts.store, f"{self.room}/told")
         if told is None:
             return
         with self._lock:
-            self._told = told
-            self._post(hosts)
+            self.told = told
+            self.leave()
             steps = []
-            for other in hosts.processes:
-                while (step := wait(hosts.store, f"{self._room}/after/{other}", _LOOK)) is None:
+            for other in self.hosts.processes:
+                while (step := wait(self.hosts.store, f"{self.room}/after/{other}", _LOOK)) is None:
                     pass  # a process that died ends this one through JAX's heartbeat
                 steps.append(int(step))
             self._last = max(steps) + 1
 
-    def _post(self, hosts: Company) -> None:
-        put(hosts.store, f"{self._room}/after/{hosts.process}", str(self._step), overwrite=True)
-        self._posted = True
+    def leave(self) -> None:
+        """Says after which step this process is: the others ask only once, and not whether it has ended."""
+        if not self._posted:
+            put(self.hosts.store, f"{self.room}/after/{self.hosts.process}", str(self._step))
+            self._posted = True

@@ -83,7 +83,7 @@ class Watchdog:
         self._step = -1
         self._started: float | None = time.monotonic()
         self._spent, self._pauses = 0.0, 0
-        self._state = threading.Lock()
+        self._main, self._state = threading.get_ident(), threading.Lock()
         self._closed = threading.Event()
         self._alarmed = threading.Event()
         self._before: tuple[int, dict[int, Beat]] | None = None
@@ -120,7 +120,6 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self._hosts, self._room = everyone(), f"jaxshard/watch/{next(_rooms)}"
-        self._main = threading.get_ident()
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -175,7 +174,7 @@ class Watchdog:
         """The alarm, told to all; None where a process is busy with what is no step, or not heard long enough."""
         hosts, limit = self._hosts, self.limit
         if hosts is None:
-            return report(beat.seconds, limit, {0: ("this process", beat)}, [])
+            return report(beat, limit, {0: ("this process", beat)}, [])
         beats = self._beats(hosts)
         if self._before is None:
             self._before = beat.number, beats
@@ -189,7 +188,7 @@ class Watchdog:
                 print(f"jaxshard: watchdog: {text}: evaluates, saves or prints", file=sys.stderr, flush=True)
             return None
         silent = [who for who, name in names.items() if who not in beats or self._before[1].get(who) == beats[who]]
-        alarm = report(beat.seconds, limit, {who: (name, beats.get(who)) for who, name in names.items()}, silent)
+        alarm = report(beat, limit, {who: (name, beats.get(who)) for who, name in names.items()}, silent)
         put(hosts.store, f"{self._room}/alarm", alarm, overwrite=True)
         return alarm
 
@@ -217,11 +216,10 @@ class Watchdog:
             time.sleep(1.0)  # the store ends with this process, and JAX aborts those that still use it
 
 
-def report(seconds: float, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """What hangs, for how long, who holds it up, and a line per process: its name and its last sign of life."""
-    known = [beat for _, beat in beats.values() if beat is not None]
-    step = 1 + min((beat.step for beat in known), default=-1)
-    lines = [f"jaxshard: watchdog: step {step} takes {seconds:.0f} s, more than the limit of {limit:.0f} s"]
+def report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
+    """What hangs here, for how long, who holds it up, and a line per process: its name and its last sign of life."""
+    head = f"step {here.step + 1} takes {here.seconds:.0f} s, more than the limit of {limit:.0f} s"
+    lines = [f"jaxshard: watchdog: {head}"]
     lines += [f"  {guilty(beats, silent)}"] if len(beats) > 1 else []
     for who, (name, beat) in beats.items():
         if beat is None:

@@ -1,0 +1,116 @@
+"""SIGTERM: a run ends after a step, the same one in all processes."""
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxshard as js
+from jaxshard.distributed import preemption as module
+from jaxshard.distributed.preemption import Preemption, Stop
+from tests.distributed.store import members, together
+
+
+def trained(on_run, steps=7):
+    def step(run, batch):
+        return run._replace(step=run.step + 1), {"loss": jnp.float32(0)}
+
+    run = js.TrainState(jnp.int32(0), {}, (), (), jax.random.key(0))
+    return js.fit(run, step, [{"x": np.ones((1, 1))}] * steps, steps=steps, on_run=on_run)
+
+
+def test_one_process_ends_after_the_step_under_way(capsys):
+    def told(number, run):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with Preemption() as preemption:
+        run = trained([told, preemption])
+    assert int(run.step) == 3 and preemption.stopped and preemption.told == "this process"
+    assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
+    assert "SIGTERM: ends after the step under way" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_told_ends_by_itself():
+    with Preemption() as preemption:
+        run = trained([preemption])
+    assert int(run.step) == 7 and not preemption.stopped and preemption.told is None
+
+
+def test_a_second_signal_ends_the_process_at_once_even_while_the_main_thread_waits(monkeypatch):
+    ended = threading.Event()
+
+    def leave(status):
+        assert status == 143
+        ended.set()
+
+    monkeypatch.setattr(module, "os", SimpleNamespace(_exit=leave))
+    with Preemption():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)  # one more from the launcher: the same
+        assert not ended.wait(0.3)
+        monkeypatch.setattr(module, "_SAME", 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(30)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    told=st.dictionaries(st.integers(0, 2), st.integers(1, 12), min_size=1),
+    pauses=st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=3, max_size=3),
+    lockstep=st.booleans(),
+)
+def test_all_processes_stop_after_the_same_step(told, pauses, lockstep):
+    """Three processes whose steps wait for each other, or may run ahead as far as they like on their way."""
+    steps, hosts = 12, members(3)
+    together_step = threading.Barrier(3)
+
+    def process(number):
+        stop, over = Stop(hosts[number], "stop"), threading.Event()
+
+        def listen():
+            while not over.wait(pauses[number]):
+                if told.get(number, steps + 1) <= stop._step and stop.told is None:
+                    stop.tell()
+                stop.settle()
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        last = steps
+        for step in range(1, steps + 1):
+            if lockstep:
+                together_step.wait(30)
+            time.sleep(0.002)
+            if stop.after(step):
+                last = step
+                break
+        over.set()
+        thread.join()
+        stop.leave()
+        return last
+
+    ends = together([partial(process, number) for number in range(3)])
+    assert len(set(ends)) == 1, ends
+    assert ends[0] >= min(told.values())
+
+
+def test_a_process_that_is_through_holds_nobody_up():
+    hosts = members(2)
+    first, second = Stop(hosts[0], "stop"), Stop(hosts[1], "stop")
+    first.after(9)
+    first.leave()
+    second.after(8)
+    second.tell()
+    second.settle()
+    assert not second.after(9) and second.after(10)
+    assert second.told == "process 1 (host b)"
