@@ -37,11 +37,10 @@ class Rows:
         return {"x": x, "y": x.sum(axis=1)}
 
 
-def main(folder, log, steps):
-    js.distributed.initialize()
-    js.simulate_devices(1)
+def train(folder, log, steps, mesh, pause=0.0):
+    """Trains from the newest step in a folder on; every step is a line in the log."""
     tx = optax.adam(1e-2)
-    layout = js.layout(js.fsdp("data"), js.make_mesh(data=-1), init_fn, tx)
+    layout = js.layout(js.fsdp("data"), mesh, init_fn, tx)
     new = js.latest_step(folder) is None
     run = js.init(init_fn, tx, layout, key=0) if new else js.restore(folder, layout)
     step = js.make_step(loss_fn, tx, layout)
@@ -50,11 +49,14 @@ def main(folder, log, steps):
             run,
             step,
             js.batches(Rows(), layout, start=run.step),
-            steps=int(steps),
-            callbacks=[json_lines(log), lambda record: time.sleep(0.05)],
+            steps=steps,
+            callbacks=[json_lines(log), lambda record: time.sleep(pause)],
             on_run=[checkpointer],
         )
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    js.distributed.initialize()
+    js.simulate_devices(1)
+    folder, log, steps = sys.argv[1:]
+    train(folder, log, int(steps), js.make_mesh(data=-1), pause=0.05)
