@@ -1,0 +1,120 @@
+"""Where `initialize` finds the other processes, and what it says where it can't."""
+
+import sys
+import warnings
+
+import jax
+import pytest
+
+import jaxshard as js
+from jaxshard.distributed import cluster, leaving
+
+SLURM = {
+    "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}  # fmt: skip
+LAUNCHED = {cluster.COORDINATOR: "localhost:4711", cluster.PROCESSES: "4", cluster.INDEX: "3"}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What JAX is asked for, in a process that has touched no device."""
+    asked = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: asked.append(given))
+    monkeypatch.setattr(cluster, "backend_is_initialized", lambda: False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    return asked
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def put(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def test_nothing_happens_alone(joined, environment):
+    js.distributed.initialize()
+    js.distributed.initialize("localhost:4711", 1, 0)
+    environment(LAUNCHED | {cluster.PROCESSES: "1", cluster.INDEX: "0"})
+    js.distributed.initialize()
+    assert joined == [] and not hasattr(sys.excepthook, "leaves")
+
+
+def test_a_pod_that_belongs_to_no_indexed_job_is_alone(joined, environment):
+    environment({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        js.distributed.initialize()
+    assert joined == []
+
+
+def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined, environment):
+    environment(SLURM)
+    js.distributed.initialize()
+    environment(LAUNCHED)
+    js.distributed.initialize()
+    js.distributed.initialize("other:1", 3, 2, heartbeat_timeout=9, initialization_timeout=8)
+    names = "coordinator_address", "num_processes", "process_id", "cluster_detection_method"
+    assert [tuple(given[name] for name in names) for given in joined] == [
+        (None, None, None, None),
+        ("localhost:4711", 4, 3, "deactivate"),
+        ("other:1", 3, 2, "deactivate"),
+    ]
+    times = [(given["heartbeat_timeout_seconds"], given["initialization_timeout"]) for given in joined]
+    assert times == [(30, 300), (30, 300), (9, 8)]
+    assert sys.excepthook.leaves
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "message"),
+    [
+        (("host:1", 2), {}, "got coordinator_address=host:1, num_processes=2 without process_id; give all three"),
+        (("host:1", 2), LAUNCHED, "without process_id"),
+        ((), {cluster.PROCESSES: "2"}, f"without {cluster.COORDINATOR} and {cluster.INDEX}"),
+        ((), LAUNCHED | {cluster.INDEX: "first"}, f"{cluster.INDEX}=first is not a whole number"),
+        ((), LAUNCHED | {cluster.INDEX: "4"}, f"{cluster.INDEX}=4 is none of {cluster.PROCESSES}=4 processes"),
+        (("host:1", 2, -1), {}, "process_id=-1 is not a whole number"),
+        (("host", 2, 1), {}, "coordinator_address=host is not host:port"),
+        ((":12", 2, 1), {}, "coordinator_address=:12 is not host:port"),
+    ],
+)
+def test_half_an_answer_is_refused(joined, environment, given, variables, message):
+    environment(variables)
+    with pytest.raises(ValueError, match=message):
+        js.distributed.initialize(*given)
+    assert joined == []
+
+
+def test_after_the_first_device_it_is_too_late():
+    jax.devices()
+    with pytest.raises(RuntimeError, match="JAX has touched a device already"):
+        js.distributed.initialize("localhost:4711", 2, 0)
+
+
+def test_a_second_call_joins_the_same_processes(joined, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster, "joined", lambda: (2, 1))
+    js.distributed.initialize()
+    js.distributed.initialize("localhost:4711", 2, 1)
+    with pytest.raises(RuntimeError, match="process 0 of 2 was asked for, but this is process 1 of 2 already"):
+        js.distributed.initialize("localhost:4711", 2, 0)
+    assert joined == []
+
+
+def test_an_error_that_nobody_catches_leaves(monkeypatch, capsys):
+    left = []
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(leaving, "leave", left.append)
+    leaving.leave_on_error()
+    once = sys.excepthook
+    leaving.leave_on_error()
+    assert sys.excepthook is once
+    for error in (ValueError("wrong"), KeyboardInterrupt()):
+        sys.excepthook(type(error), error, None)
+    assert left == [1, 130] and "ValueError: wrong" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    sys.excepthook(ValueError, ValueError("at a prompt"), None)
+    assert left == [1, 130]
