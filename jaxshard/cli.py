@@ -16,7 +16,7 @@ from jaxshard.commands.launch import launch
 from jaxshard.commands.parity import parity
 from jaxshard.commands.schedule import schedule
 from jaxshard.commands.train import train
-from jaxshard.distributed import leave
+from jaxshard.distributed import Disagreement, leave
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "train": train,
@@ -32,7 +32,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 def main(args: Sequence[str] | None = None) -> int:
     """The exit status of a command line: 0, what the command returned (1 where a check found something), or 2.
 
-    2 is for wrong flags or data, with a line on standard error.
+    2 is for wrong flags or data, with a line on standard error, and for processes that were given different ones.
 
     A flag that does not exist, or a value that can't be read, leaves through SystemExit(2), as in argparse. One of
     several processes does not return another status than 0, it ends at once: the others may be waiting for it.
@@ -52,6 +52,9 @@ def _status(args: Sequence[str] | None) -> int:
             args=args,
         )
     except UsageError as error:
+        print(f"jaxshard: {error}", file=sys.stderr)
+        return 2
+    except Disagreement as error:
         print(f"jaxshard: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +30,7 @@ from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, pred
 from jaxshard.commands.saving import saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.data import Corpus, batches, eval_batches, windows
-from jaxshard.distributed import initialize
+from jaxshard.distributed import Preemption, Watchdog, initialize
 from jaxshard.models.decoder import Size
 from jaxshard.plan.audit import collectives, summary
 from jaxshard.plan.flops import train_flops
@@ -169,23 +171,32 @@ def train(
     compile_seconds = time.perf_counter() - started
     records: list[Record] = []
     eval_step = make_eval_step(network.evaluate, layout)
-    with progress(console, recipe.steps) as show, saves.checkpointers(layout, described) as keepers:
-        run = fit(
-            run,
-            step,
-            batches(source, layout, start=run.step),
-            steps=recipe.steps,
-            evaluate=lambda run: evaluate(eval_step, run, held_out),
-            eval_every=eval_every or max(1, recipe.steps // 4),
-            patience=patience,
-            callbacks=[records.append, *writers, show],
-            on_run=keepers,
-            tokens=recipe.batch * shape["seq"],
-            flops=train_flops(network.loss, layout.shapes.params, rows, layout.shapes.key),
-            profile=profile,
-        )
+    with (
+        progress(console, recipe.steps) as show,
+        saves.checkpointers(layout, described) as keepers,
+        Preemption() as preemption,
+    ):
+        with _watchdogs() as watchdogs:
+            run = fit(
+                run,
+                step,
+                batches(source, layout, start=run.step),
+                steps=recipe.steps,
+                evaluate=lambda run: evaluate(eval_step, run, held_out),
+                eval_every=eval_every or max(1, recipe.steps // 4),
+                patience=patience,
+                callbacks=[records.append, *writers, show],
+                on_run=[*keepers, preemption, *watchdogs],
+                tokens=recipe.batch * shape["seq"],
+                flops=train_flops(network.loss, layout.shapes.params, rows, layout.shapes.key),
+                profile=profile,
+            )
         for keeper in keepers:
             keeper.save(run)
+    if preemption.stopped and int(run.step) < recipe.steps:
+        goes_on = "--resume goes on" if keepers else "nothing was saved, for want of --checkpoint"
+        console.print(f"stopped by SIGTERM after step {int(run.step)} of {recipe.steps}; {goes_on}")
+        return
     result = (
         about
         | numbers(records)
@@ -198,6 +209,16 @@ def train(
     )
     tables(console, result)
     write_json(json, result)
+
+
+@contextlib.contextmanager
+def _watchdogs() -> Iterator[list[Watchdog]]:
+    """One where there are several processes, which may wait for each other."""
+    if jax.process_count() == 1:
+        yield []
+        return
+    with Watchdog() as watchdog:
+        yield [watchdog]
 
 
 def _described(model: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
