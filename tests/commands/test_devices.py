@@ -54,7 +54,5 @@ def test_each_accelerator_counts(processes):
 @pytest.mark.parametrize(("count", "message"), [(None, "8 simulated CPU devices"), (8, "--devices 8")])
 def test_what_does_not_divide_names_both_numbers(processes, count, message):
     processes(3, 2, "cpu")
-    with pytest.raises(
-        ValueError, match=f"{message} can't be divided over 3 processes; give --devices a multiple of 3"
-    ):
+    with pytest.raises(ValueError, match=f"{message} can't be divided over 3 processes; .* a multiple of 3"):
         choose_devices(count)
