@@ -31,6 +31,7 @@ from jaxshard.commands.saving import saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.data import Corpus, batches, eval_batches, windows
 from jaxshard.distributed import Preemption, Watchdog, initialize
+from jaxshard.distributed.leaving import end_on_sigterm
 from jaxshard.models.decoder import Size
 from jaxshard.plan.audit import collectives, summary
 from jaxshard.plan.flops import train_flops
@@ -114,6 +115,7 @@ def train(
     """
     with usage_errors():
         initialize()
+    end_on_sigterm()  # until there is a run to save
     first = joined()[1] == 0
     console = make_console(stderr=str(json) == "-", quiet=not first)
     if not first:  # of several processes one speaks, and all compute

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from types import TracebackType
 from typing import NoReturn
@@ -23,6 +24,11 @@ def leave(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
             stream.flush()
     os._exit(status)
+
+
+def end_on_sigterm() -> None:
+    """Gives SIGTERM back what Python knows it to do, by default to end the process: JAX, once joined, ignores it."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def leave_on_error() -> None:
