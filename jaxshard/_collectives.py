@@ -6,7 +6,8 @@ reduce-scatters on TPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +51,22 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.psum(x, tuple(axes)) if axes else x
 
 
-def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+class Sums(NamedTuple):
+    """How shares are added over devices: `scatter_sum` and `all_sum` of this file, or those of `_ordered`."""
+
+    scatter_sum: Callable[..., jax.Array]
+    all_sum: Callable[[jax.Array, Sequence[str]], jax.Array]
+
+
+NATIVE = Sums(scatter_sum, all_sum)
+
+
+def total(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Array:
     """The sum of a share of a loss, a weight or a metric over the axes; what is narrower than f32 is added in f32."""
     if x.dtype in _NARROW and axes:
         # Also because the CPU compiler aborts on a manual bf16 sum beside automatic axes (JAX 0.10 to 0.12).
-        return all_sum(x.astype(jnp.float32), axes).astype(x.dtype)
-    return all_sum(x, axes)
+        return sums.all_sum(x.astype(jnp.float32), axes).astype(x.dtype)
+    return sums.all_sum(x, axes)
 
 
 def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -93,6 +93,12 @@ def piece(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[
     return lambda *values: list(jax.core.eval_jaxpr(part, consts, *values))
 
 
+def replayed(program: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None]) -> list[Any]:
+    """The results of a program of which `rule(equation, values)` computes those equations where it returns a list."""
+    jaxpr, consts = open_jaxpr(program)
+    return _flat(jaxpr, consts, args, rule)
+
+
 def inlined(program: Any) -> Any:
     """The program with calls opened: jit, checkpoint, and functions with derivatives of their own."""
     jaxpr, consts = open_jaxpr(program)
@@ -104,7 +110,7 @@ _CALLS |= {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_c
 _CALLS |= {"custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
 
 
-def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Any = lambda eqn, values: None) -> list[Any]:
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(var: Any) -> Any:
@@ -115,10 +121,11 @@ def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
         with eqn.ctx.manager:
             if inner is not None:
-                out = _flat(*open_jaxpr(inner), values)
-            else:
+                out = _flat(*open_jaxpr(inner), values, rule)
+            elif (out := rule(eqn, values)) is None:
                 out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-        env.update(zip(eqn.outvars, out if inner is not None or eqn.primitive.multiple_results else [out], strict=True))
+                out = out if eqn.primitive.multiple_results else [out]
+        env.update(zip(eqn.outvars, out, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxshard._constrain import constraining
 from jaxshard._layout import Layout, join_model, merge, only
@@ -18,16 +20,19 @@ from jaxshard._train import check_batch, moved, used
 from jaxshard._tree import abstract
 from jaxshard._typing import PyTree
 from jaxshard.adapt.stacked import evaluation, stacked_of
+from jaxshard.engines.accumulate import Engine
 from jaxshard.engines.auto import auto, make_move
+from jaxshard.engines.explicit import combined, explicit, manual_axes, sums_of
+from jaxshard.engines.explicit import make_move as make_explicit_move
 from jaxshard.engines.forward import make_evaluate
-from jaxshard.engines.weights import make_call
+from jaxshard.engines.weights import make_call, users_code
 from jaxshard.optim import averaged_params
 
 Results = dict[str, Mean | Sum | Max]
 
 
 def make_eval_step(
-    eval_fn: Callable[[PyTree, PyTree], Results], layout: Layout
+    eval_fn: Callable[[PyTree, PyTree], Results], layout: Layout, *, engine: Engine | None = None
 ) -> Callable[[TrainState, PyTree], Results]:
     """`eval_step(run, batch) -> {name: js.Mean | js.Sum | js.Max}` of the whole batch; `js.combine` adds batches up.
 
@@ -36,26 +41,23 @@ def make_eval_step(
     weight zero: there `eval_fn` is mapped over single rows, so it must treat rows independently, and every `Sum` and
     `Mean` must be a sum over rows, to be evaluated on a short batch. The method `evaluate` of a `Stacked` model gathers
     one block at a time, or runs through the stages of a pipeline; other functions have all weights gathered first.
+
+    With the engine `js.explicit(reduction="ordered")` every device evaluates its own rows, which must then be
+    independent always, and the sums over devices are taken in one order; other engines make no difference.
     """
-    stages = _make_stages(eval_fn, layout)
+    apart = _make_apart(eval_fn, layout, engine)
     weigh = _make_weights(eval_fn, layout)
 
     @jax.jit
     def full(run: TrainState, batch: PyTree) -> Results:
-        return weigh(run, batch) if stages is None else stages(run.params, batch)
+        return weigh(run, batch) if apart is None else apart(run, batch)
 
     @jax.jit
     def short(run: TrainState, batch: PyTree, rows: jax.Array) -> Results:
-        if stages is not None:
-            return stages(run.params, batch, rows)
+        if apart is not None:
+            return apart(run, batch, rows)
 
-        def one(row: PyTree) -> Results:
-            return weigh(run, jax.tree.map(lambda x, whole: x[None] if whole.ndim else x, row, batch))
-
-        axes = jax.tree.map(lambda x: 0 if x.ndim else None, batch)
-        each = jax.vmap(one, in_axes=(axes,))(batch)
-        counts = jnp.arange(_row_count(batch)) < rows
-        return {name: _masked(metric, counts) for name, metric in each.items()}
+        return _of_first_rows(partial(weigh, run), batch, jnp.arange(_row_count(batch)) < rows)
 
     size = 0
 
@@ -131,11 +133,72 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
     return {name: float(metric.value) for name, metric in total.items()}
 
 
-def _make_stages(eval_fn: Callable, layout: Layout) -> Callable[..., Results] | None:
+def _make_apart(eval_fn: Callable, layout: Layout, engine: Engine | None) -> Callable[..., Results] | None:
+    """`fn(run, batch, rows=None)` where devices evaluate rows, or blocks, by themselves."""
+    if engine is not None and engine.reduction == "ordered":
+        return _make_ordered(eval_fn, layout, engine)
     stacked = stacked_of(eval_fn)
     if stacked is None or layout.pipeline is None or eval_fn.__name__ != "evaluate":
         return None
-    return make_evaluate(stacked, layout)
+    stages = make_evaluate(stacked, layout)
+    return lambda run, batch, rows=None: stages(run.params, batch, rows)
+
+
+def _make_ordered(eval_fn: Callable, layout: Layout, engine: Engine) -> Callable[..., Results]:
+    sums, axes = sums_of(engine, layout), layout.batch_axes
+    move = make_explicit_move(layout, explicit(reduction="ordered"))
+    stacked = stacked_of(eval_fn)
+    call = None
+    if stacked is not None and eval_fn.__name__ == "evaluate":
+        call = make_call(stacked.loss, layout, move, "everything")
+    frozen = jax.tree.map(lambda _: None, layout.shapes.params)
+
+    def weigh(params: PyTree, state: PyTree, batch: PyTree) -> Results:
+        if call is not None:
+            return evaluation(call(params, frozen, (), batch, None, 0))
+        weights = jax.tree.map(lambda p, x: move(p, None).gather(x), layout.params, params)
+        with users_code(layout):
+            return _results(eval_fn(join_model(weights, state), batch))
+
+    def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:
+        if rows is None:
+            found = weigh(params, state, batch)
+        else:
+            own = _row_count(batch)
+            first = lax.axis_index(axes) * own if axes else 0
+            found = _of_first_rows(partial(weigh, params, state), batch, first + jnp.arange(own) < rows)
+        return {name: combined(metric, axes, sums) for name, metric in found.items()}
+
+    def evaluate(run: TrainState, batch: PyTree, rows: jax.Array | None = None) -> Results:
+        state, manual = used(layout, layout.state, run.state), manual_axes(layout)
+        if not manual:
+            return on_device(run.params, state, batch, rows)
+        return jax.shard_map(
+            on_device,
+            mesh=layout.mesh,
+            in_specs=(
+                jax.tree.map(lambda placement: placement.store, layout.params),
+                PartitionSpec(),
+                jax.tree.map(lambda x: layout.batch_placement(x).store, batch),
+                PartitionSpec(),
+            ),
+            out_specs=PartitionSpec(),
+            axis_names=manual,
+            check_vma=False,
+        )(run.params, state, batch, rows)
+
+    return evaluate
+
+
+def _of_first_rows(weigh: Callable[[PyTree], Results], batch: PyTree, counts: jax.Array) -> Results:
+    """The results of those rows of a batch that count, bool[rows]."""
+
+    def one(row: PyTree) -> Results:
+        return weigh(jax.tree.map(lambda x, whole: x[None] if whole.ndim else x, row, batch))
+
+    axes = jax.tree.map(lambda x: 0 if x.ndim else None, batch)
+    each = jax.vmap(one, in_axes=(axes,))(batch)
+    return {name: _masked(metric, counts) for name, metric in each.items()}
 
 
 def _make_weights(eval_fn: Callable, layout: Layout) -> Callable[[TrainState, PyTree], Results]:

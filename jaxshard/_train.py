@@ -14,6 +14,7 @@ from jaxshard._agreement import batch_facts, program_text
 from jaxshard._bad import bad_of, keep, sum_of_squares
 from jaxshard._hosts import company
 from jaxshard._layout import Layout, check_transform, merge, only
+from jaxshard._ordered import totals
 from jaxshard._placement import Placement
 from jaxshard._state import TrainState, check_opt_state, check_run, run_shapes, run_shardings, store, unstore
 from jaxshard._tree import abstract, check_same_tree, map_with_path, path_str, paths
@@ -22,6 +23,7 @@ from jaxshard.adapt.stacked import stacked_of
 from jaxshard.engines import auto
 from jaxshard.engines.accumulate import Engine
 from jaxshard.optim import check_elementwise, require_same_stacked
+from jaxshard.optim.ordered import ordered
 
 Metrics = dict[str, Any]
 """Global scalars by name, and what was bad."""
@@ -67,7 +69,10 @@ class Step:
             require_same_stacked(tx, params)
         views = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, layout.opt_params)
         self.elementwise = check_elementwise(tx, params, views=views)
-        self._update = make_update(tx, layout, stored=bool(self.elementwise))
+        stored = bool(self.elementwise)
+        if engine.reduction == "ordered" and not stored:
+            tx, stored = ordered(tx, params, views, layout), True
+        self._update = make_update(tx, layout, stored=stored)
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(loss_fn, layout)
         self._batch: PyTree = None
@@ -79,6 +84,8 @@ class Step:
     @property
     def update_view(self) -> str:
         """On which view the optimizer runs, why, and what that costs."""
+        if self.engine.reduction == "ordered" and not self.elementwise:
+            return "stored view: the optimizer is elementwise but for sums over all parameters, which are ordered"
         if self.elementwise:
             return "stored view: the optimizer is elementwise and moves nothing"
         moved = [p for p in self.layout.placed() if p.role == "opt" and p.placement.view.stored != p.leaf.shape]
@@ -158,14 +165,22 @@ class Step:
         state = used(layout, layout.state, run.state)
         key = jax.random.fold_in(run.key, run.step)
         outcome, grads = self._value_and_grad(run.params, state, batch, key)
-        squares = jnp.stack([jnp.zeros((), jnp.float32), *map(sum_of_squares, jax.tree.leaves(grads))])
-        bad = bad_of(outcome.value, squares[1:], self._trained)
+        squares = self._squares(grads)
+        bad = bad_of(outcome.value, squares, self._trained)
         ok = ~bad.flags.any()
         params, opt_state = self._update(run.params, grads, run.opt_state, ok)
         metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum()), "bad": bad}
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
         state = keep(ok, store(layout.state, outcome.state), run.state)
         return TrainState(run.step + 1, params, opt_state, state, run.key), metrics
+
+    def _squares(self, grads: PyTree) -> jax.Array:
+        """f32[trained parameters]: the sum of squares of each gradient; padding is zero and counts nothing."""
+        arrays = jax.tree.leaves(grads)
+        if self.engine.reduction == "ordered":
+            specs = [placement.store for placement in jax.tree.leaves(self.layout.grads)]
+            return totals(sum_of_squares, arrays, specs, self.layout.mesh)
+        return jnp.stack([sum_of_squares(x) for x in arrays])
 
 
 def make_update(

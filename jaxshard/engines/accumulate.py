@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy, saveable_of
 from jaxshard.adapt.units import Units
 from jaxshard.engines.weights import Scatter
+
+Reduction = Literal["native", "ordered"]
 
 
 class Outcome(NamedTuple):
@@ -39,6 +41,7 @@ class Engine:
       reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
       remat: what the forward pass of a block or unit saves: "nothing", "dots", "everything" or a checkpoint policy.
       units: classes of modules of `js.linen` or `js.nnx` whose parameters are gathered while each of them runs.
+      reduction: sums over devices in whatever order the hardware likes ("native"), or in one order ("ordered").
     """
 
     microbatches: int = 1
@@ -47,6 +50,7 @@ class Engine:
     reduce_dtype: Any = None
     remat: RematPolicy = "everything"
     units: Sequence[type] = ()
+    reduction: Reduction = "native"
 
     def __post_init__(self) -> None:
         if not isinstance(self.microbatches, Integral) or isinstance(self.microbatches, bool) or self.microbatches < 1:
@@ -54,6 +58,8 @@ class Engine:
         object.__setattr__(self, "microbatches", int(self.microbatches))
         if self.scatter not in ("each", "end"):
             raise ValueError(f"scatter must be 'each' or 'end', got {self.scatter!r}")
+        if self.reduction not in ("native", "ordered"):
+            raise ValueError(f"reduction must be 'native' or 'ordered', got {self.reduction!r}")
         _check_dtype("compute_dtype", self.compute_dtype)
         _check_dtype("reduce_dtype", self.reduce_dtype)
         saveable_of(self.remat)

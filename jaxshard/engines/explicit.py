@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard._collectives import all_max, gather, scatter_sum, total
+from jaxshard._collectives import NATIVE, Sums, all_max, gather, total
 from jaxshard._layout import Layout, only
 from jaxshard._loss import Loss, Max, Mean, Sum
+from jaxshard._ordered import ORDERED
 from jaxshard._placement import Placement, axes_of, only_axes
 from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy
-from jaxshard.engines.accumulate import Engine, Outcome, Scatter, value_and_grad
+from jaxshard.engines.accumulate import Engine, Outcome, Reduction, Scatter, value_and_grad
 from jaxshard.engines.weights import MakeMove, Move, cast, make_call
 
 
@@ -28,20 +29,20 @@ class Explicit(Engine):
 
     def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
         """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
-        axes = layout.batch_axes
+        axes, sums = layout.batch_axes, sums_of(self, layout)
         call = make_call(loss_fn, layout, make_move(layout, self), self.remat, tuple(self.units))
 
         def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             turns, first_rows = _turns(batch, self.microbatches, axes)
             outcome, grads = value_and_grad(
                 lambda sinks, state, rows, row: _needs_mean(call(params, sinks, state, rows, key, row)),
-                _sinks(layout, self.scatter), state, turns, first_rows, total=lambda x: total(x, axes),
+                _sinks(layout, self.scatter), state, turns, first_rows, total=lambda x: total(x, axes, sums),
             )  # fmt: skip
             if self.scatter == "end":
                 reduce = partial(reduced, layout, self)
                 grads = jax.tree.map(reduce, layout.grads, grads, only(layout.trainable, layout.params))
-            metrics = {name: combined(metric, axes) for name, metric in outcome.metrics.items()}
-            return Outcome(total(outcome.value, axes), metrics, _agree(outcome.state, axes)), grads
+            metrics = {name: combined(metric, axes, sums) for name, metric in outcome.metrics.items()}
+            return Outcome(total(outcome.value, axes, sums), metrics, _agree(outcome.state, axes, sums)), grads
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             manual = manual_axes(layout)
@@ -72,6 +73,7 @@ def explicit(
     reduce_dtype: Any = None,
     remat: RematPolicy = "everything",
     units: Sequence[type] = (),
+    reduction: Reduction = "native",
 ) -> Explicit:
     """The engine that issues exactly the collectives of the layout.
 
@@ -91,8 +93,32 @@ def explicit(
         runs its parameters are whole: gathered just before, dropped after, gathered again in the backward pass. All
         other parameters are gathered at once. A unit inside another runs with the outer one; a class that never runs
         by itself is refused. The peak falls most with remat="nothing": activations are then one unit's too.
+      reduction: "ordered" adds over devices in one order, so that losses and parameters are the same bits for every
+        number of processes that the devices are spread over; "native" leaves the order to the hardware. Ordered, a
+        reduce-scatter is an all-to-all, and an all-reduce an all-to-all and an all-gather: as many bytes, but each
+        result is as large as the whole gradient until it is added up. Not beside tensor axes; the optimizer must be
+        elementwise but for sums over all parameters (a global norm). What the loss itself sums over devices by axis
+        name stays native.
     """
-    return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat, units)
+    return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat, units, reduction)
+
+
+def sums_of(engine: Engine, layout: Layout) -> Sums:
+    """How an engine adds over devices.
+
+    Raises:
+      ValueError: in one order, but over axes that the compiler handles.
+    """
+    if engine.reduction == "native":
+        return NATIVE
+    axes = sorted({axis for p in jax.tree.leaves(layout.params) for axis in axes_of(p.use)})
+    if axes or layout.pipeline is not None:
+        what = f"a pipeline over {layout.pipeline.axis!r}" if layout.pipeline else f"weights used split over {axes}"
+        raise ValueError(
+            f"reduction='ordered' orders the sums over the batch axes {list(layout.batch_axes)}, but the layout has "
+            f"{what}, whose sums the compiler orders as it likes; use reduction='native', or data axes alone"
+        )
+    return ORDERED
 
 
 def manual_axes(layout: Layout) -> set[str]:
@@ -133,7 +159,7 @@ def reduced(
     free = [axis for axis in (*layout.batch_axes, *also) if axis not in owned]
 
     def scatter(x: jax.Array) -> jax.Array:
-        return scatter_sum(x, grad.store, free, keep=owned)
+        return sums_of(engine, layout).scatter_sum(x, grad.store, free, keep=owned)
 
     share = grad.view.apply(cast(x, engine.reduce_dtype))
     return _nested(layout, scatter, grad.store)(share).astype(x.dtype)
@@ -187,15 +213,21 @@ def _needs_mean(loss: Loss) -> Loss:
     return loss
 
 
-def combined(metric: Mean | Sum | Max, axes: tuple[str, ...]) -> Mean | Sum | Max:
+def combined(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = NATIVE) -> Mean | Sum | Max:
     """A metric of all rows from those of each device."""
     if isinstance(metric, Max):
         return Max(all_max(metric.value, axes))
-    return jax.tree.map(lambda x: total(x, axes), metric)
+    return jax.tree.map(lambda x: total(x, axes, sums), metric)
 
 
-def _agree(state: PyTree, axes: tuple[str, ...]) -> PyTree:
+def _agree(state: PyTree, axes: tuple[str, ...], sums: Sums) -> PyTree:
     """The model's state: the same on every device where rows are independent; floats are averaged all the same."""
     if not axes:
         return state
-    return jax.tree.map(lambda x: lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def mean(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return lax.pmean(x, axes) if sums is NATIVE else sums.all_sum(x, axes) / lax.axis_size(axes)
+
+    return jax.tree.map(mean, state)

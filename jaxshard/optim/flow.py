@@ -197,7 +197,7 @@ def _equation(a: Any, b: Any, values: list[Value], scope: Scope) -> list[Value]:
     if name in ("psum", "psum_invariant"):
         return [_psum(a, value, scope) for value in values]
     if name in ELEMENTWISE:
-        share = _share(a, values)
+        share = _share(a, values) or _share(a, _scalars_as_shares(a, b, values, scope))
         return [share or _elementwise(a, b, [_total(value, scope) for value in values], scope)]
     if len(values) == 1 and (moved := _moved(a, b, values[0], scope)):
         return [moved]
@@ -297,6 +297,20 @@ def _share(a: Any, values: list[Value]) -> Value | None:
     )
     part = next((value for value in values if value.kind is Kind.PART), None)
     return part._replace(leaves=leaves) if part and linear and Kind.MIXED not in kinds else None
+
+
+def _scalars_as_shares(a: Any, b: Any, values: list[Value], scope: Scope) -> list[Value]:
+    """The arguments of a sum in which numbers that are whole arrays are shares like the sums of other arrays."""
+    leaves = {value.leaf for value in values if value.kind is Kind.LEAF}
+    alone = len(leaves) == 1 and not any(value.kind is Kind.PART for value in values)  # one array's, as any other
+    if not scope.total or a.primitive.name not in ("add", "add_any") or alone:
+        return values
+
+    def share(value: Value, x: Any, y: Any) -> Value:
+        scalar = value.kind is Kind.LEAF and value.pad == 0 and x.aval.shape == y.aval.shape == ()
+        return Value(Kind.PART, leaves=value.leaves) if scalar else value
+
+    return [share(*each) for each in zip(values, a.invars, b.invars, strict=True)]
 
 
 def _total(value: Value, scope: Scope) -> Value:

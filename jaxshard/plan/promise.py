@@ -34,6 +34,9 @@ Shape = tuple[int, ...]
 SLACK = 0.01
 """The share of the parameters' bytes that a compiler may move of its own accord: borders of padded arrays, indices."""
 
+_SCATTER = {"native": "reduce-scatter", "ordered": "all-to-all"}
+"""What scatters a sum, by the engine's reduction."""
+
 _SEQUENCE = ("sequence", "length", "positions")
 
 
@@ -123,6 +126,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     - every gradient reduced, scattered over the batch axes in its `store`, summed over the others; under auto once per
       use of a weight, which may be tied;
     - every parameter gathered over what splits its optimizer state alone;
+    - where sums have one order, an all-to-all for every reduce-scatter, and with an all-gather for every all-reduce;
     - scalars and metrics; under explicit the model's floating state; under auto sums over rows of no more numbers than
       the longest dimension of a parameter (statistics of a batch);
     - in a pipeline, permutes of activations over its axis, the gradients outside the blocks summed over it too, and
@@ -141,12 +145,12 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *itertools.chain.from_iterable(_weight(layout, engine, leaf, counts, auto) for leaf in leaves),
         *itertools.chain.from_iterable(_gradient(layout, engine, leaf, counts, auto) for leaf in leaves),
         *itertools.chain.from_iterable(_update(layout, leaf) for leaf in leaves),
-        *_state(layout, auto),
+        *_state(layout, engine, auto),
         *_metrics(layout, engine, metrics, auto),
         *_stages(layout, engine),
         *_features(layout, leaves),
         *_activations(layout, auto),
-        Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms"),
+        *_scalars(layout, engine),
     ]
     total = sum(bytes_of(leaf.shape, leaf.dtype) for leaf in leaves)
     return Promise(tuple(expected), tuple(_never(layout, leaves)), int(SLACK * total))
@@ -232,7 +236,7 @@ def _reductions(
     shape = [size // parts for size, parts in zip(grad.view.stored, splits_per_dim(mesh, only_axes(grad.store, owned)))]
     fewest = math.prod(grad.view.logical) // math.prod(splits_per_dim(mesh, only_axes(grad.store, owned)))
     one = Expected(
-        "reduce-scatter", (), tuple(shape), engine.reduce_dtype or leaf.dtype, 0 if auto else count, count,
+        _SCATTER[engine.reduction], (), tuple(shape), engine.reduce_dtype or leaf.dtype, 0 if auto else count, count,
         f"gradient of {leaf.path}", unpadded=fewest if auto else None,
         stack=leaf.shape[0] if sliced else 1,
     )  # fmt: skip
@@ -247,11 +251,24 @@ def _reductions(
     summed = replace(one, kind="all-reduce", shape=tuple(shape))
     if _rank(leaf.path, leaf.shape) == 1:
         summed = replace(summed, unpadded=_split_features(layout, math.prod(shape)))
-    yield from _over(mesh, summed, rest)
+    yield from _sum(layout, engine, summed, rest)
     if auto and split and len(free) > 1:
         yield from _over(mesh, replace(one, kind="all-reduce"), free)
     if auto and _splits_sequence(layout):
         yield from _over(mesh, replace(one, kind="all-reduce"), [*free, *_tensor_axes(layout)])
+
+
+def _sum(layout: Layout, engine: Engine, one: Expected, axes: Sequence[str]) -> Iterator[Expected]:
+    """`one`, an all-reduce over the axes; what stands for it where sums have one order (`_ordered.all_sum`)."""
+    count, size = axis_size(layout.mesh, tuple(axes)), math.prod(one.shape or ())
+    if engine.reduction == "native" or not jnp.issubdtype(one.dtype, jnp.inexact):
+        yield from _over(layout.mesh, one, axes)
+    elif size < count:
+        yield from _over(layout.mesh, replace(one, kind="all-gather", shape=(count, size), unpadded=None), axes)
+    else:
+        flat = replace(one, shape=(size + -size % count,), unpadded=None)
+        yield from _over(layout.mesh, replace(flat, kind="all-to-all"), axes)
+        yield from _over(layout.mesh, replace(flat, kind="all-gather"), axes)
 
 
 def _borders(one: Expected, shard: Shape) -> Expected:
@@ -278,7 +295,7 @@ def _move(layout: Layout, leaf: _Leaf, old: Placement, new: Placement, what: str
     yield from _gathers(layout.mesh, old, [axis for _, axis in kept], one, at_once=True)
 
 
-def _state(layout: Layout, auto: bool) -> Iterator[Expected]:
+def _state(layout: Layout, engine: Engine, auto: bool) -> Iterator[Expected]:
     """The model's state: gathered for use, and under explicit averaged over the batch axes."""
     arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.state)
     for (path, x), placement in zip(arrays, jax.tree.leaves(layout.state), strict=True):
@@ -286,7 +303,7 @@ def _state(layout: Layout, auto: bool) -> Iterator[Expected]:
         yield from _gathers(layout.mesh, placement, axes_of(placement.use), one, at_once=True)
         if not auto and jnp.issubdtype(x.dtype, jnp.floating):
             summed = replace(one, kind="all-reduce", unpadded=_split_features(layout, x.size))
-            yield from _over(layout.mesh, summed, layout.batch_axes)
+            yield from _sum(layout, engine, summed, layout.batch_axes)
 
 
 def _stages(layout: Layout, engine: Engine) -> Iterator[Expected]:
@@ -303,7 +320,20 @@ def _metrics(layout: Layout, engine: Engine, metrics: dict[str, PyTree], auto: b
             if x.size > 1:
                 least = 0 if auto else 1
                 one = Expected("all-reduce", (), tuple(x.shape), x.dtype, least, 1, f"metric {name}")
-                yield from _over(layout.mesh, one, axes)
+                yield from _sum(layout, engine, one, axes)
+
+
+def _scalars(layout: Layout, engine: Engine) -> Iterator[Expected]:
+    """Loss, weights, metrics and norms; in one order every device gathers the numbers of all, and adds them itself."""
+    yield Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms")
+    if engine.reduction == "ordered":
+        grads = jax.tree.leaves(layout.grads)
+        axes = {axis for placement in grads for axis in axes_of(placement.store)}
+        shape = (axis_size(layout.mesh, tuple(axes)), len(grads))
+        one = Expected("all-gather", (), shape, jnp.float32, 1, 1, "squares of the gradients, for their norm")
+        yield from _over(layout.mesh, one, axes)
+        each = (layout.mesh.size,)
+        yield Expected("all-gather", (), each, None, 0, None, "scalars of every device: loss, weights, metrics, sums")
 
 
 def _split_features(layout: Layout, size: int) -> int:
