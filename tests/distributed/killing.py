@@ -1,5 +1,6 @@
 """Kills processes of a `jaxshard launch` at random moments, and says what the run was like."""
 
+import contextlib
 import json
 import os
 import random
@@ -19,12 +20,14 @@ STUCK = 240
 """Seconds after which a launch that does nothing is broken."""
 
 
-def launch(*command, count, restarts=0):
+def launch(*command, count, restarts=0, **environment):
     """A started `jaxshard launch` of a command, in a process of its own."""
     flags = ["-n", str(count), "--max-restarts", str(restarts)]
     arguments = [sys.executable, "-m", "jaxshard", "launch", *flags, "--", *map(str, command)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | environment
+    return subprocess.Popen(
+        arguments, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finished(program):
@@ -49,9 +52,9 @@ def kill(program, count, moments, folder, log):
     seen = set()
     for moment in moments:
         pids = _until(program, lambda seen=seen: _new_children(program, seen, count))
-        seen = seen | pids
+        seen, began = seen | pids, time.time()
         before = js.latest_step(folder) or 0
-        _wait_for(moment, program, rng, folder, log)
+        _wait_for(moment, program, rng, folder, log, began)
         victim = rng.choice(sorted(pids))
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
@@ -83,7 +86,7 @@ def check(log, expected, kills):
     assert sum(after <= before for (before, _), (after, _) in pairwise(taken)) <= kills
 
 
-def _wait_for(moment, program, rng, folder, log):
+def _wait_for(moment, program, rng, folder, log, began):
     if moment == "start":
         time.sleep(rng.uniform(0.0, 4.0))
     elif moment == "step":
@@ -91,12 +94,17 @@ def _wait_for(moment, program, rng, folder, log):
         _until(program, lambda: _lines(log) >= lines)
         time.sleep(rng.uniform(0.0, 0.2))
     else:
-        _until(program, lambda: _is_saving(folder), look=0.0005)
-        time.sleep(rng.uniform(0.0, 0.02))
+        _until(program, lambda: _is_saving(folder, began), look=0.0005)
+        time.sleep(rng.uniform(0.0, 0.05))
 
 
-def _is_saving(folder):
-    return any(step.name.isdecimal() and not (step / NAME).exists() for step in Path(folder).glob("*"))
+def _is_saving(folder, began):
+    """Whether a step is being written, other than what an earlier kill left behind."""
+    for step in Path(folder).glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if step.name.isdecimal() and not (step / NAME).exists() and step.stat().st_mtime > began:
+                return True
+    return False
 
 
 def _lines(log):
