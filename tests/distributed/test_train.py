@@ -53,6 +53,7 @@ def test_two_processes_of_four_devices_train_like_one_of_eight(text, tmp_path, c
     assert {line[:3] for line in out.splitlines() if "Gloo" not in line} == {"[0]"}, "one process speaks"
 
 
+@pytest.mark.slow
 def test_what_the_processes_cant_share_is_refused_by_all():
     command = [sys.executable, "-m", "jaxshard"]
     done = subprocess.run(
