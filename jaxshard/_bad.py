@@ -44,13 +44,14 @@ class BadStep(FloatingPointError):
     """A loss or gradient that is not finite.
 
     Attributes:
+      what: the step and what was not finite, without the advice that the message ends with.
       step: the number of the step, or None where it is not known.
       run: from `js.fit`, the run as the steps left it, to go on with: the bad one changed nothing but its step.
     """
 
-    def __init__(self, message: str, step: int | None = None, run: TrainState | None = None):
-        super().__init__(message)
-        self.step, self.run = step, run
+    def __init__(self, what: str, advice: str = "", step: int | None = None, run: TrainState | None = None):
+        super().__init__(f"{what}. {advice}" if advice else what)
+        self.what, self.step, self.run = what, step, run
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Rollback:
     """The policy that goes back to a saved run and takes its steps again without the batch that was bad.
 
     Where the run itself is no longer finite, the batch before is to blame and left out instead. `restore` returns
-    (run, position of its batches, None where that is the step): the method of a `js.Checkpointer`. What was left out
+    (run, the position of its batches as they say it; anything else means the step): the method of a `js.Checkpointer`.
+    What was left out
     is remembered as long as the call of `js.fit` lasts. After `limit` returns to the same step the bad step raises.
     """
 
@@ -103,7 +105,7 @@ def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None
     if not isinstance(metrics.get("bad"), Bad):
         raise ValueError(f'check_finite: expected the metrics of a js.make_step, with "bad", got {sorted(metrics)}')
     if metrics["bad"]:
-        raise BadStep(f"{explain(metrics['bad'], float(metrics['loss']), step)}. {GO_ON}", step)
+        raise BadStep(explain(metrics["bad"], float(metrics["loss"]), step), GO_ON, step)
 
 
 GO_ON = (

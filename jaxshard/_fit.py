@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,7 +171,8 @@ class _Feed(Iterator[tuple[int, PyTree]]):
 
     def go_back(self, step: int, position: Any) -> None:
         """The next batch is that after `step`."""
-        self._batches.seek(step if position is None else position)  # type: ignore[attr-defined]  # checked above
+        known = isinstance(position, int) or (isinstance(position, Mapping) and "batches" in position)
+        self._batches.seek(position if known else step)  # type: ignore[attr-defined]  # checked above
         self._iterator, self._step = iter(self._batches), step
 
 
@@ -207,9 +208,10 @@ class _Guard:
             _call(callbacks, records[: number + 1])
             why = explain(bad, record.metrics["loss"], record.step)
             if self._policy == "raise":
-                raise BadStep(f"{why}. {GO_ON}", record.step, run)
+                raise BadStep(why, GO_ON, record.step, run)
             if self._policy == "skip":
-                raise BadStep(f"{why}, and so were all of the {IN_A_ROW} last steps: skip no more", record.step, run)
+                why += f", and so were all of the {IN_A_ROW} last steps: skipping does not help"
+                raise BadStep(why, step=record.step, run=run)
             return self._go_back(run, record.step, why)
         return None
 
@@ -223,8 +225,9 @@ class _Guard:
             raise BadStep(
                 f"{why}, after {self._policy.limit} returns to step {back}: leaving batches out does not help; lower "
                 "the learning rate, or start from an earlier saved run",
-                step, run,
-            )  # fmt: skip
+                step=step,
+                run=run,
+            )
         self._feed.left_out.add(step - 1 if spoiled and step - 1 > back else step)
         self._feed.go_back(back, position)
         self._reader.forget()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import tyro
 
+from jaxshard._bad import BadStep
 from jaxshard.commands.audit import audit
 from jaxshard.commands.checkpoint import checkpoint
 from jaxshard.commands.doctor import doctor
@@ -30,7 +31,8 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0, what the command returned (1 where a check found something), or 2.
+    """The exit status of a command line: 0, what the command returned (1 where a check found something, or
+    a step was bad), or 2.
 
     2 is for wrong flags or data, with a line on standard error, and for processes that were given different ones.
 
@@ -57,6 +59,9 @@ def _status(args: Sequence[str] | None) -> int:
     except Disagreement as error:
         print(f"jaxshard: {error}", file=sys.stderr)
         return 2
+    except BadStep as error:
+        print(f"jaxshard: {error.what}; see --bad-steps", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("jaxshard: interrupted", file=sys.stderr)
         return 130

@@ -20,7 +20,7 @@ StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 RematName = Literal["everything", "dots", "nothing"]
 
-_ENGINES = {"explicit": explicit, "auto": auto}
+_ENGINES: dict[str, Callable[..., Engine]] = {"explicit": explicit, "auto": auto}
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": ddp,
@@ -51,6 +51,8 @@ class Parallel(NamedTuple):
         """What runs, for the eye."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         shown = {"mesh": axes, "strategy": self.name, "engine": self.about["engine"]}
+        if self.engine.reduction == "ordered":
+            shown["engine"] += ", sums in one order"
         if "schedule" in self.about:
             shown["schedule"] = f"{self.about['schedule']}, {self.engine.microbatches} micro-batches"
         return shown
@@ -62,7 +64,7 @@ class Parallel(NamedTuple):
         made = {"strategy": self.name, "engine": engine, "microbatches": self.engine.microbatches}
         schedule = getattr(self.engine, "schedule", None)
         if schedule is None:
-            return made | {"remat": self.engine.remat}
+            return made | {"remat": self.engine.remat, "reduction": self.engine.reduction}
         name = schedule if isinstance(schedule, str) else schedule.name
         return made | {"schedule": name, "stash": getattr(self.engine, "stash", None)}
 
@@ -80,12 +82,14 @@ def parallel(
     topology: str | None = None,
     depth: int | None = None,
     batch: int | None = None,
+    ordered: bool = False,
 ) -> Parallel:
     """The mesh over the chosen devices, by default all on the axis data, the strategy over its axes, and the engine.
 
     `strategy` names the data strategy; an axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline.
     With a `topology` the mesh is over chips that are not here: it compiles, and holds no arrays. `depth` and `batch`,
-    where they are known, decide what was not said: chunks, and micro-batches of a pipeline.
+    where they are known, decide what was not said: chunks, and micro-batches of a pipeline. `ordered` adds over devices
+    in one order.
     """
     usual = {"replica": 2, "data": -1} if strategy == "hsdp" else {"data": -1}
     axes = usual if mesh is None else parse_axes(mesh)
@@ -96,10 +100,16 @@ def parallel(
     rows = 1
     for axis in usual:
         rows *= made.shape[axis]
+    if ordered and (not {"tensor", "pipe"}.isdisjoint(axes) or engine not in (None, "explicit")):
+        raise ValueError(
+            "--ordered: only the engine explicit adds in one order, and without the axes tensor and pipe; leave out "
+            f"{'--engine ' + engine if engine not in (None, 'explicit') else 'these axes'}, or --ordered"
+        )
     if "pipe" not in axes:
         _check_no_pipeline(mesh, engine, schedule, chunks)
         turns = microbatches or 1
-        runs: Engine = _ENGINES[engine or "explicit"](microbatches=turns, remat=remat or "everything")
+        options = {"reduction": "ordered"} if ordered else {}
+        runs = _ENGINES[engine or "explicit"](microbatches=turns, remat=remat or "everything", **options)
         return Parallel(made, compose(*split), runs, rows * turns, strategy)
     if engine not in (None, "pipelined"):
         raise ValueError(

@@ -47,9 +47,11 @@ def numbers(records: Sequence[Record]) -> dict[str, Any]:
         known = [record.speed[name] * record.seconds / seconds for record in records if name in record.speed]
         return sum(known) if known else None
 
-    evaluations = [{"step": record.step, **record.evaluation} for record in records if record.evaluation is not None]
+    latest = {record.step: record for record in records}.values()  # of a step that was taken again, the last time
+    evaluations = [{"step": record.step, **record.evaluation} for record in latest if record.evaluation is not None]
     return {
-        "losses": [finite(record.metrics["loss"]) for record in records],
+        "losses": [finite(record.metrics["loss"]) for record in latest],
+        "bad_steps": [record.step for record in latest if record.metrics["bad"]],
         "loss_eval": finite(evaluations[-1]["loss"]) if evaluations else None,
         "evaluations": [{name: finite(value) for name, value in one.items()} for one in evaluations],
         "tokens_per_second": mean("tokens_per_second"),

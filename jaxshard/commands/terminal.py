@@ -94,7 +94,8 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
     if result["mfu"] is not None:
         speed += f", {result['mfu']:.1%} of what the chips can do"
     times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
-    return {"loss": f"{loss} nats per {result['corpus']['unit']}", "speed": speed, "time": times}
+    told = {"loss": f"{loss} nats per {result['corpus']['unit']}", "speed": speed, "time": times}
+    return told | ({"bad steps": f"left out: {', '.join(map(str, bad))}"} if (bad := result["bad_steps"]) else {})
 
 
 def _bytes_table(sizes: dict[str, dict[str, int]]) -> Table:

@@ -6,13 +6,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 import tyro
 
 from jaxshard import metrics
+from jaxshard._bad import BadSteps, Rollback
 from jaxshard._compat import joined
 from jaxshard._eval import evaluate, make_eval_step
 from jaxshard._fit import Record, fit
@@ -58,6 +59,7 @@ def train(
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
     microbatches: Count = None,
     remat: RematName | None = None,
+    ordered: bool = False,
     lr: Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")] = None,
     eval_every: Count = None,
     patience: Count = None,
@@ -66,6 +68,7 @@ def train(
     checkpoint_every: Count = None,
     keep: Count = None,
     fall_back: bool = False,
+    bad_steps: Literal["raise", "skip", "rollback"] = "raise",
     sample: Annotated[int, tyro.conf.arg(metavar="N")] = 160,
     json: File = None,
     log: File = None,
@@ -99,6 +102,8 @@ def train(
       microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
       remat: what the forward pass of a block saves for the backward pass; by default everything, nothing in a
         pipeline.
+      ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
+        processes that the devices are spread over.
       lr: the highest learning rate of AdamW; by default what suits the model.
       eval_every: steps between evaluations; by default four in all.
       patience: stop after so many evaluations without a lower held-out loss.
@@ -107,6 +112,8 @@ def train(
       checkpoint_every: steps between saves; by default 10.
       keep: so many of the newest saves stay; by default all.
       fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged.
+      bad_steps: where loss or gradients are not finite, which changes nothing but the number of the step: raise ends
+        the training, skip leaves the batch out, rollback goes back to the newest step in --checkpoint first.
       sample: how many tokens to draw from the model at the end; 0 for none.
       json: write the results as one JSON object; - is standard output, and then nothing else goes there.
       log: append the numbers of every step to this file, one JSON object a line.
@@ -126,9 +133,11 @@ def train(
         saves = saving(
             checkpoint=checkpoint, resume=resume, fall_back=fall_back, checkpoint_every=checkpoint_every, keep=keep
         )
+        if bad_steps == "rollback" and checkpoint is None:
+            raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
         how = parallel(
             mesh=mesh, strategy=strategy, engine=engine, devices=devices, microbatches=microbatches, remat=remat,
-            schedule=schedule, chunks=chunks, depth=depth_of(model), batch=batch,
+            schedule=schedule, chunks=chunks, depth=depth_of(model), batch=batch, ordered=ordered,
         )  # fmt: skip
         the_mesh, turns = how.mesh, how.engine.microbatches
         size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=how.parts)
@@ -172,13 +181,18 @@ def train(
         run = jax.block_until_ready(init(network.init, tx, layout, seed) if run is None else run)
     compile_seconds = time.perf_counter() - started
     records: list[Record] = []
-    eval_step = make_eval_step(network.evaluate, layout)
+    eval_step = make_eval_step(network.evaluate, layout, engine=how.engine)
     with (
         progress(console, recipe.steps) as show,
         saves.checkpointers(layout, described) as keepers,
         Preemption() as preemption,
     ):
         with _watchdogs() as watchdogs:
+            policy: BadSteps = "raise" if bad_steps == "rollback" else bad_steps
+            if bad_steps == "rollback":
+                if saves.resumed is None:
+                    keepers[0].save(run)  # so that there is one to go back to from the first steps
+                policy = Rollback(keepers[0].restore)
             run = fit(
                 run,
                 step,
@@ -192,6 +206,7 @@ def train(
                 tokens=recipe.batch * shape["seq"],
                 flops=train_flops(network.loss, layout.shapes.params, rows, layout.shapes.key),
                 profile=profile,
+                bad_steps=policy,
             )
         for keeper in keepers:
             keeper.save(run)
