@@ -16,15 +16,16 @@ def backend_is_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def in_cluster() -> bool:
-    """Whether `jax.distributed.initialize()` would find a cluster to ask where the other processes are.
+def cluster_processes() -> int:
+    """How many processes `jax.distributed.initialize()` would join in the cluster that it finds; 1 without one.
 
     JAX takes every pod of Kubernetes for one of a Job, and fails in a notebook's: only those of an indexed Job count.
     """
     kinds = [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
     if "JOB_COMPLETION_INDEX" not in os.environ:
         kinds = [kind for kind in kinds if kind is not clusters.K8sCluster]
-    return any(kind.is_env_present() for kind in kinds)
+    kind = next((kind for kind in kinds if kind.is_env_present()), None)
+    return 1 if kind is None else kind.get_process_count()
 
 
 def joined() -> tuple[int, int]:

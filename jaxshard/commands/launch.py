@@ -45,11 +45,13 @@ def launch(
         check_positive(processes=processes, grace=grace)
         if max_restarts < 0:
             raise ValueError(f"--max-restarts {max_restarts}: give 0 or more")
-        program = _program(command)
+        if not hasattr(os, "killpg"):
+            raise ValueError(f"launch needs process groups, which {sys.platform} does not have; use Linux or macOS")
+        command = (_program(command), *command[1:])
     for restarts in range(max_restarts + 1):
         if restarts:
             say(f"starting all again, {restarts} of {max_restarts}")
-        outcome = run_together(command, program, count=processes, restarts=restarts, grace=grace)
+        outcome = run_together(command, count=processes, restarts=restarts, grace=grace)
         if outcome.status in (0, WRONG_USAGE) or outcome.interrupted is not None:
             break
     return outcome.status

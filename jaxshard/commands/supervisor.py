@@ -24,7 +24,7 @@ from jaxshard.distributed.cluster import COORDINATOR, INDEX, PROCESSES, RESTARTS
 SECONDS_TO_END = 5.0
 """After SIGTERM, for those whose sibling died: what they compute together can't go on anyway."""
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARDED = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGHUP"))
 
 _WRAPPER = """
 import ctypes, os, signal, sys
@@ -34,7 +34,7 @@ for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
 if os.getppid() != int(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)  # it died before
-os.execv(sys.argv[2], sys.argv[3:])
+os.execv(sys.argv[2], sys.argv[2:])
 """
 """Asks Linux to kill this process when its parent dies, however that happens, and becomes the command.
 
@@ -62,14 +62,15 @@ class _Signal(NamedTuple):
 _Events = SimpleQueue[_Ended | _Signal]
 
 
-def run_together(command: Sequence[str], program: str, *, count: int, restarts: int, grace: float) -> Outcome:
-    """Runs `command` `count` times at once, until all have ended with 0 or one has not; none is left running.
+def run_together(command: Sequence[str], *, count: int, restarts: int, grace: float) -> Outcome:
+    """Runs a command, whose first word is a file, `count` times at once, until all ended with 0 or one did not.
 
-    `program` is the file to run, `command[0]` what it is called. Each process finds the others by its environment
-    (`js.distributed.initialize`), is the leader of its own process group, and has its lines of output copied with
-    its number in front, to the stream that they were written to. Where one fails, all others get SIGTERM, and SIGKILL
-    `SECONDS_TO_END` later. SIGTERM, SIGINT and SIGHUP are passed on, and SIGKILL follows `grace` seconds later, or
-    at the second of these signals. Signals are the caller's again on return.
+    None is left running. Each process finds the others by its environment (`js.distributed.initialize`), leads its own
+    process group, which ends with it, and has its lines of output copied with its number in front, to the stream that
+    they were written to. Where one fails, all others get SIGTERM, and SIGKILL `SECONDS_TO_END` later. SIGTERM, SIGINT
+    and SIGHUP are passed on, and SIGKILL follows `grace` seconds later, or at the second of these signals. Signals are
+    the caller's again on return. On Linux the processes die with this one even where it is killed; what they started
+    themselves does not.
     """
     events: _Events = SimpleQueue()
     with _signals_to(events), _reserved_port() as port:
@@ -77,7 +78,7 @@ def run_together(command: Sequence[str], program: str, *, count: int, restarts: 
         group = _Group()
         try:
             for index in range(count):
-                group.add(_Process(index, command, program, shared | {INDEX: str(index)}, events))
+                group.add(_Process(index, command, shared | {INDEX: str(index)}, events))
             return _watch(group, events, grace)
         finally:
             group.send(signal.SIGKILL)
@@ -151,15 +152,13 @@ class _Group:
 class _Process:
     """One process, the threads that copy its output, and the one that reports its end."""
 
-    def __init__(
-        self, index: int, command: Sequence[str], program: str, environment: Mapping[str, str], events: _Events
-    ) -> None:
+    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: _Events) -> None:
         self.index = index
         self._events = events
         self._lock = threading.Lock()  # between sending a signal and the moment that the number belongs to another
         self._reaped = False
         self._popen = subprocess.Popen(
-            _argv(program, command),
+            _argv(command),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -188,9 +187,12 @@ class _Process:
             copier.join(max(0.0, end - time.monotonic()))
 
     def _wait(self) -> None:
-        os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
+        if hasattr(os, "waitid"):
             # While it is a zombie, its number and its group can't be another's.
+            os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            self._popen.wait()
+        with self._lock:
             _signal_group(self._popen.pid, signal.SIGKILL)
             code = self._popen.wait()
             self._reaped = True
@@ -202,11 +204,11 @@ def _signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def _argv(program: str, command: Sequence[str]) -> list[str]:
+def _argv(command: Sequence[str]) -> list[str]:
     """What to start: the command itself, on Linux by way of the wrapper."""
     if not sys.platform.startswith("linux"):
-        return [program, *command[1:]]
-    return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), program, *command]
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
 
 
 def _thread(target: Callable[[], None]) -> threading.Thread:

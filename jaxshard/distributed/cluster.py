@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxshard._compat import backend_is_initialized, in_cluster, joined
+from jaxshard._compat import backend_is_initialized, cluster_processes, joined
 from jaxshard.distributed.leaving import leave_on_error
 
 COORDINATOR, PROCESSES, INDEX = "JAXSHARD_COORDINATOR_ADDRESS", "JAXSHARD_NUM_PROCESSES", "JAXSHARD_PROCESS_ID"
@@ -59,7 +59,8 @@ def initialize(
         _check_same(place)
         leave_on_error()
         return
-    if place.processes == 1 if place else not in_cluster():
+    # Of one process JAX would still use the first GPU alone on Slurm.
+    if (place.processes if place else cluster_processes()) == 1:
         return
     if backend_is_initialized():
         raise RuntimeError(
@@ -72,6 +73,7 @@ def initialize(
         process_id=place.process if place else None,
         # What was said is all there is: JAX would ask a cluster for the rest, such as one device per process on Slurm.
         cluster_detection_method="deactivate" if place else None,
+        coordinator_bind_address=place.coordinator if place and place.is_local else None,
         initialization_timeout=initialization_timeout,
         heartbeat_timeout_seconds=heartbeat_timeout,
     )
@@ -82,6 +84,11 @@ class _Place(NamedTuple):
     coordinator: str
     processes: int
     process: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody outside this machine needs to reach the coordinator."""
+        return self.coordinator.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
 
 
 def _place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:

@@ -117,7 +117,7 @@ def test_what_cant_be_run(flags, message, capsys):
 
 def test_a_command_beside_this_python_needs_no_path(monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "/bin/bash")
-    monkeypatch.setattr(supervisor, "_argv", lambda program, command: [program, *command[1:]])
+    monkeypatch.setattr(supervisor, "_argv", list)
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["launch", "-n", "1", "--", "echo", "found"]) == 0
     assert capfd.readouterr().out == "[0] found\n"

@@ -43,6 +43,12 @@ def test_nothing_happens_alone(joined, environment):
     assert joined == [] and not hasattr(sys.excepthook, "leaves")
 
 
+def test_one_task_of_slurm_keeps_all_its_devices(joined, environment):
+    environment(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
+    js.distributed.initialize()
+    assert joined == []
+
+
 def test_a_pod_that_belongs_to_no_indexed_job_is_alone(joined, environment):
     environment({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     with warnings.catch_warnings():
@@ -57,11 +63,11 @@ def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined,
     environment(LAUNCHED)
     js.distributed.initialize()
     js.distributed.initialize("other:1", 3, 2, heartbeat_timeout=9, initialization_timeout=8)
-    names = "coordinator_address", "num_processes", "process_id", "cluster_detection_method"
+    names = "coordinator_address", "num_processes", "process_id", "cluster_detection_method", "coordinator_bind_address"
     assert [tuple(given[name] for name in names) for given in joined] == [
-        (None, None, None, None),
-        ("localhost:4711", 4, 3, "deactivate"),
-        ("other:1", 3, 2, "deactivate"),
+        (None, None, None, None, None),
+        ("localhost:4711", 4, 3, "deactivate", "localhost:4711"),
+        ("other:1", 3, 2, "deactivate", None),
     ]
     times = [(given["heartbeat_timeout_seconds"], given["initialization_timeout"]) for given in joined]
     assert times == [(30, 300), (30, 300), (9, 8)]
