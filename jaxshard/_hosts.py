@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard._compat import coordinator
+from jaxshard._notes import FAILED, look, put, wait
 
 _SLICE = 5.0
 """Seconds of one look: while a process waits in it, it hears nothing else."""
@@ -74,8 +75,9 @@ class Company:
         Moves a few hundred bytes per process; of a text of many lines its digest, and the text only if it differs.
 
         Raises:
-          Disagreement: in every process; names each process that differs from the first one, what it has, and what the
-            first one has: of long texts the first line that differs.
+          Disagreement: a process failed before it came here. Or, in every process, they differ: each that differs
+            from the first one is named, what it has, and what the first one has; of long texts the first line that
+            differs.
         """
         room = f"jaxshard/agree/{self.name}/{next(self._numbers)}"
         put(self.store, f"{room}/here/{self.process}", self.host)
@@ -86,7 +88,7 @@ class Company:
             raise Disagreement(message(point, found))
 
     def host_of(self, process: int) -> str:
-        """ "process 1 (host b)", as far as it has said its host."""
+        """The name of a process, such as process 1 (host b); without its host as long as it has not said it."""
         host = self.host if process == self.process else look(self.store, f"jaxshard/host/{process}")
         return f"process {process} (host {host})" if host else f"process {process}"
 
@@ -129,10 +131,18 @@ class Company:
             value = wait(self.store, f"{room}/{key}", _SLICE)
             if value is not None:
                 return value
+            self._check_alive(point)
             waited = time.monotonic() - start
             if waited >= tell:
                 tell = waited + min(60.0, tell)
                 self._say(room, point, waited)
+
+    def _check_alive(self, point: str) -> None:
+        """Raises if a process has said that it failed: it will not come."""
+        failed = [json.loads(text) for _, text in self.store.key_value_dir_get(FAILED)]
+        if failed:
+            lines = "".join(f"\n  - {who}: {why}" for who, why in failed)
+            raise Disagreement(f"{point}: waited in vain for a process that failed before it came here{lines}")
 
     def _say(self, room: str, point: str, waited: float) -> None:
         """Says for whom all wait, in the first process that is there."""
@@ -229,31 +239,6 @@ def message(point: str, found: Iterable[tuple[str, Difference]]) -> str:
         f"{point}: the processes differ and would hang in their first collective; start all of them from the same "
         f"code, data and flags{''.join(lines)}"
     )
-
-
-def put(store: Any, key: str, value: str, *, overwrite: bool = False) -> None:
-    """Leaves a note under a key."""
-    store.key_value_set(key, value, allow_overwrite=overwrite)
-
-
-def wait(store: Any, key: str, seconds: float) -> str | None:
-    """The note under a key, waited for so long; None if it did not come."""
-    try:
-        return str(store.blocking_key_value_get(key, max(1, int(1000 * seconds))))
-    except RuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return None
-
-
-def look(store: Any, key: str) -> str | None:
-    """The note under a key; None without one."""
-    try:
-        return str(store.key_value_try_get(key))
-    except RuntimeError as error:
-        if "NOT_FOUND" not in str(error):
-            raise
-        return None
 
 
 def digest(*arrays: np.ndarray) -> str:

@@ -9,6 +9,8 @@ import sys
 from types import TracebackType
 from typing import NoReturn
 
+from jaxshard._notes import tell_failure
+
 INTERRUPTED = 130
 """The exit status of a process that Ctrl-C ended."""
 
@@ -23,6 +25,8 @@ def leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
             stream.flush()
+    if status:
+        tell_failure(f"it left with status {status}; see what it printed")
     os._exit(status)
 
 
@@ -40,6 +44,8 @@ def leave_on_error() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
         if not hasattr(sys, "ps1"):
+            first_line = f"{kind.__name__}: {error}".splitlines()[0]
+            tell_failure(first_line)
             leave(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     hook.leaves = True  # type: ignore[attr-defined]

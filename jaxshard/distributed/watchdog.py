@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from jaxshard._hosts import Company, everyone, look, put
+from jaxshard._hosts import Company, everyone
+from jaxshard._notes import look, put
 
 HUNG = 75
 """The exit status of a process whose run hung: EX_TEMPFAIL, "try again"."""

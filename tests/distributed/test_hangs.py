@@ -23,6 +23,8 @@ TRAIN = """
             time.sleep(40)
 
     late("init")
+    if what == "fails" and index == 1:
+        raise FileNotFoundError("no such data")
     run = js.init(init_fn, tx, made(), 0)
     step = js.make_step(loss_fn, tx, made(), engine=js.explicit())
     late("batches")
@@ -82,6 +84,15 @@ def test_a_process_that_hangs_is_named_by_all_and_all_end(tmp_path):
         assert re.search(r"held up by process 1 \(host \S+\): busy with something else", process.err)
         assert "most recent call first" in process.err
     assert "in rows" in ended[1].err  # the stack of the thread that reads
+
+
+def test_a_process_that_fails_is_named_by_the_one_that_waits_for_it(tmp_path):
+    first, second = processes(TRAIN, "fails", str(tmp_path))
+    assert (first.status, second.status) == (1, 1), (first, second)
+    assert "FileNotFoundError: no such data" in second.err
+    assert re.search(
+        r"js.init: waited in vain .*\n  - process 1 \(host \S+\): FileNotFoundError: no such data", first.err
+    )
 
 
 def test_a_frozen_process_is_named(tmp_path):

@@ -1,5 +1,6 @@
 """Processes, played by threads around a dictionary, find out how they differ before they compute together."""
 
+import re
 import time
 from functools import partial
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxshard as js
-from jaxshard import _hosts
+from jaxshard import _hosts, _notes, cli
 from jaxshard._agreement import batch_facts, flags, key_fact, layout_text, program_text, row_facts, run_facts
 from jaxshard._hosts import Company, company, everyone, first_difference
 from tests.distributed.store import Store, members, together
@@ -101,6 +102,28 @@ def test_a_late_process_is_waited_for_and_named_by_one(monkeypatch, capsys):
     assert together([last, *(partial(member.meet, "js.save") for member in hosts[1:])]) == [None] * 4
     lines = capsys.readouterr().err.splitlines()
     assert lines and all("js.save: waiting for process 0 (host a) since" in line for line in lines), lines
+
+
+def test_nobody_waits_for_a_process_that_has_failed(monkeypatch):
+    monkeypatch.setattr(_hosts, "_SLICE", 0.05)
+    hosts = members(3)
+    monkeypatch.setattr(_notes, "coordinator", lambda: hosts[0].store)
+    monkeypatch.setattr(_notes, "joined", lambda: (3, 1))
+    _notes.tell_failure("FileNotFoundError: data.bin")
+    _notes.tell_failure("it left with status 1")
+    for outcome in together([partial(hosts[number].agree, "js.init", {}) for number in (0, 2)]):
+        assert isinstance(outcome, js.distributed.Disagreement)
+        assert "js.init: waited in vain" in str(outcome)
+        assert re.search(r"process 1 \(host \S+\): FileNotFoundError: data.bin$", str(outcome))
+
+
+def test_commands_tell_a_disagreement_in_a_line(monkeypatch, capsys):
+    def doctor() -> None:
+        raise js.distributed.Disagreement("js.init: the processes differ")
+
+    monkeypatch.setattr(cli, "COMMANDS", {"doctor": doctor, "other": doctor})
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "jaxshard: js.init: the processes differ\n"
 
 
 def test_an_error_of_the_store_is_no_late_process():
