@@ -131,21 +131,42 @@ def _name(path: tuple[Any, ...]) -> str:
 
 @lru_cache(maxsize=512)
 def _saver(placement: Placement, mesh: Mesh, sharding: NamedSharding, is_key: bool) -> Any:
-    moved = NamedSharding(mesh, logical_spec(placement, mesh)[1])
+    stored, moved = placement.sharding(mesh), NamedSharding(mesh, logical_spec(placement, mesh)[1])
 
     def convert(x: jax.Array) -> jax.Array:
-        x = placement.view.invert(jax.lax.with_sharding_constraint(x, moved))
-        return jax.random.key_data(x) if is_key else x
+        bits = _spread(_spread(_as_bits(x), stored), moved)
+        bits = placement.view.invert(bits)
+        return jax.random.key_data(bits) if is_key else _as(_spread(bits, sharding), x.dtype)
 
     return jax.jit(convert, out_shardings=sharding)
 
 
 @lru_cache(maxsize=512)
 def _storer(placement: Placement, mesh: Mesh, impl: Any) -> Any:
-    moved = NamedSharding(mesh, logical_spec(placement, mesh)[1])
+    stored, (logical, before) = placement.sharding(mesh), logical_spec(placement, mesh)
 
     def convert(x: jax.Array) -> jax.Array:
-        x = placement.view.apply(x if impl is None else jax.random.wrap_key_data(x, impl=impl))
-        return jax.lax.with_sharding_constraint(x, moved)
+        bits = _as_bits(x) if impl is None else jax.random.wrap_key_data(x, impl=impl)
+        bits = placement.view.apply(_spread(bits, NamedSharding(mesh, logical)))
+        bits = _spread(_spread(bits, NamedSharding(mesh, before)), stored)
+        return bits if impl is not None else _as(bits, x.dtype)
 
-    return jax.jit(convert, out_shardings=placement.sharding(mesh))
+    return jax.jit(convert, out_shardings=stored)
+
+
+def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Narrow floats as integers: XLA pads, cuts and sends them as f32 on a CPU (up to 0.12), which changes NaN's bits.
+
+    Constraints on both sides of a conversion keep it from being moved behind what it is there for.
+    """
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits in (8, 16)
+    return jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}") if narrow else x
+
+
+def _as(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `_as_bits`."""
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)

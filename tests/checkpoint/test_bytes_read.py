@@ -46,7 +46,7 @@ PROGRAM = """
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_process_reads_its_part(processes, tmp_path):
-    """Along another axis each of its devices needs a part of everything: some is read again, not more than per device."""
+    """Along another axis each of its devices needs a part of everything, and reads no more than all of it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"

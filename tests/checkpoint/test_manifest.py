@@ -33,12 +33,16 @@ def test_what_was_written_comes_back():
     assert to_bytes(GOOD).count(b"\n") == 2
 
 
-@settings(max_examples=100, deadline=None)
-@given(raw=st.binary(max_size=200))
-def test_bytes_are_refused(raw):
+def check_refused(raw):
     for content in (raw, raw + b"\n" + _seal(raw + b"\n")):
         with pytest.raises(ValueError):
             from_bytes(content)
+
+
+@settings(max_examples=100, deadline=None)
+@given(raw=st.binary(max_size=200))
+def test_bytes_are_refused(raw):
+    check_refused(raw)
 
 
 PLACES = [("step",), ("arrays",), ("files",), ("made",), ("format",), ("arrays", 0), ("files", "arrays/d/1")]
@@ -46,9 +50,7 @@ PLACES += [("arrays", 0, name) for name in Saved._fields] + [("files", "arrays/d
 PLACES += [("arrays", 0, "shape", 0), ("files", "arrays/d/1", 0)]
 
 
-@settings(max_examples=300, deadline=None)
-@given(place=st.sampled_from(PLACES), value=JSON, away=st.booleans())
-def test_anything_in_any_place_is_refused_or_is_what_it_says(place, value, away):
+def check_place(place, value, away):
     fields = json.loads(to_bytes(GOOD).splitlines()[0])
     inner = fields
     for key in place[:-1]:
@@ -61,6 +63,20 @@ def test_anything_in_any_place_is_refused_or_is_what_it_says(place, value, away)
     except ValueError:
         return
     assert json.loads(to_bytes(made).splitlines()[0]) == fields  # nothing was changed or overlooked
+
+
+@settings(max_examples=300, deadline=None)
+@given(place=st.sampled_from(PLACES), value=JSON, away=st.booleans())
+def test_anything_in_any_place_is_refused_or_is_what_it_says(place, value, away):
+    check_place(place, value, away)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(place=st.sampled_from(PLACES), value=JSON, away=st.booleans(), raw=st.binary(max_size=200))
+def test_many_manifests(place, value, away, raw):
+    check_place(place, value, away)
+    check_refused(raw)
 
 
 @settings(max_examples=100, deadline=None)

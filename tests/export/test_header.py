@@ -40,7 +40,9 @@ def attempt(raw):
     found = _opened("it", np.frombuffer(raw, np.uint8), problems)
     assert not problems
     for name, one in found.items():
-        assert one.array.shape == theirs[name][1] and one.array.tobytes() == theirs[name][2]
+        assert one.raw.tobytes() == theirs[name][2]
+        if math.prod(filter(None, one.tensor.shape)) < 2**31:  # NumPy has no larger arrays, be they empty or not
+            assert one.array.shape == theirs[name][1] and one.array.tobytes() == theirs[name][2]
     return True
 
 

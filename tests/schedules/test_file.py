@@ -165,17 +165,16 @@ LINE = st.tuples(
 ).map(lambda fields: ",".join(map(str, fields)))
 
 
-@given(
-    schedule=schedules(p=2, v=2, m=3),
-    edits=st.lists(
-        st.tuples(
-            st.integers(0, 200), st.sampled_from(["drop", "double", "new", "swap", "cut", "insert"]), LINE, st.text()
-        ),
-        max_size=3,
+EDITS = st.lists(
+    st.tuples(
+        st.integers(0, 200), st.sampled_from(["drop", "double", "new", "swap", "cut", "insert"]), LINE, st.text()
     ),
+    max_size=3,
 )
-@settings(max_examples=200, deadline=None)
-def test_edited_files(file, schedule, edits):
+FLIPS = st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3)
+
+
+def attempt_edited(file, schedule, edits):
     schedule.to_csv(file)
     lines = file.read_text(encoding="utf-8").split("\n")
     for place, edit, line, text in edits:
@@ -197,14 +196,33 @@ def test_edited_files(file, schedule, edits):
     assert accepted or edits
 
 
-@given(schedule=schedules(p=3, v=2, m=4), places=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3))
-@settings(max_examples=150, deadline=None)
-def test_flipped_bytes(file, schedule, places):
+def attempt_flipped(file, schedule, places):
     schedule.to_csv(file)
     content = bytearray(file.read_bytes())
     for place, byte in places:
         content[place % len(content)] = byte
     attempt(file, bytes(content))
+
+
+@given(schedule=schedules(p=2, v=2, m=3), edits=EDITS)
+@settings(max_examples=200, deadline=None)
+def test_edited_files(file, schedule, edits):
+    attempt_edited(file, schedule, edits)
+
+
+@given(schedule=schedules(p=3, v=2, m=4), places=FLIPS)
+@settings(max_examples=150, deadline=None)
+def test_flipped_bytes(file, schedule, places):
+    attempt_flipped(file, schedule, places)
+
+
+@pytest.mark.slow
+@given(schedule=schedules(p=3, v=2, m=4), edits=EDITS, places=FLIPS, content=st.binary(max_size=300))
+@settings(max_examples=5000, deadline=None)
+def test_many_files(file, schedule, edits, places, content):
+    attempt_edited(file, schedule, edits)
+    attempt_flipped(file, schedule, places)
+    attempt(file, HEADER.encode() + content)
 
 
 def test_the_file_of_a_schedule_is_plain(tmp_path):
