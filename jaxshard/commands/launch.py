@@ -52,7 +52,7 @@ def launch(
         if restarts:
             say(f"starting all again, {restarts} of {max_restarts}")
         outcome = run_together(command, count=processes, restarts=restarts, grace=grace)
-        if outcome.status in (0, WRONG_USAGE) or outcome.interrupted is not None:
+        if outcome.status in (0, WRONG_USAGE) or outcome.interrupted:
             break
     return outcome.status
 

@@ -24,6 +24,9 @@ from jaxshard.distributed.cluster import COORDINATOR, INDEX, PROCESSES, RESTARTS
 SECONDS_TO_END = 5.0
 """After SIGTERM, for those whose sibling died: what they compute together can't go on anyway."""
 
+_SAME = 2.0
+"""Seconds in which two signals count as one: schedulers signal a job more than once."""
+
 _FORWARDED = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGHUP"))
 
 _WRAPPER = """
@@ -43,11 +46,10 @@ In a process of its own, since Python code between fork and exec can deadlock wh
 
 
 class Outcome(NamedTuple):
-    """How the processes ended: an exit status (128 + n for signal n), of which process, and by which signal to us."""
+    """How the processes ended: the status of the first that failed (128 + n for signal n), and if we were told to."""
 
     status: int
-    process: int | None = None
-    interrupted: int | None = None
+    interrupted: bool
 
 
 class _Ended(NamedTuple):
@@ -79,10 +81,14 @@ def run_together(command: Sequence[str], *, count: int, restarts: int, grace: fl
         try:
             for index in range(count):
                 group.add(_Process(index, command, shared | {INDEX: str(index)}, events))
-            return _watch(group, events, grace)
+            outcome = _watch(group, events, grace)
         finally:
             group.send(signal.SIGKILL)
             group.join()
+    while not events.empty():  # a signal that came while the last lines were copied
+        if isinstance(events.get(), _Signal):
+            outcome = outcome._replace(interrupted=True)
+    return outcome
 
 
 def _environment() -> dict[str, str]:
@@ -96,7 +102,8 @@ def _environment() -> dict[str, str]:
 
 def _watch(group: _Group, events: _Events, grace: float) -> Outcome:
     """The outcome, once all processes have ended."""
-    outcome = Outcome(0)
+    status = 0
+    told: float | None = None
     deadline: float | None = None
     while group.running:
         try:
@@ -106,21 +113,21 @@ def _watch(group: _Group, events: _Events, grace: float) -> Outcome:
             deadline = None
             continue
         if isinstance(event, _Signal):
-            if outcome.interrupted is not None:
+            now = time.monotonic()
+            if told is None:
+                told, deadline = now, deadline or now + grace
+                group.send(event.number)
+            elif now - told >= _SAME:
                 group.send(signal.SIGKILL)
-                continue
-            outcome = outcome._replace(interrupted=event.number)
-            group.send(event.number)
-            deadline = deadline or time.monotonic() + grace
         else:
             group.running.discard(event.process)
-            if event.status and not outcome.status:
-                outcome = outcome._replace(status=event.status, process=event.process)
-                if outcome.interrupted is None:
+            if event.status and not status:
+                status = event.status
+                if told is None:
                     say(f"process {event.process} {_how(event.status)}" + "; ending the others" * bool(group.running))
                     group.send(signal.SIGTERM)
                     deadline = time.monotonic() + SECONDS_TO_END
-    return outcome
+    return Outcome(status, interrupted=told is not None)
 
 
 def _how(status: int) -> str:
@@ -232,7 +239,8 @@ def _copy(source: IO[bytes], target: int, index: int) -> None:
 
 def say(text: str) -> None:
     """A line of our own."""
-    print(f"jaxshard launch: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"jaxshard launch: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -148,6 +148,19 @@ def test_sigterm_and_interrupts_are_passed_on(tmp_path):
         assert len(list(tmp_path.iterdir())) == 2, "it was started again"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("pause", "status"), [(0.1, 0), (2.5, 137)])
+def test_a_second_sigterm_is_meant_unless_it_comes_with_the_first(pause, status, tmp_path):
+    script = f"trap 'touch {tmp_path}/told' TERM; touch {tmp_path}/there; for i in $(seq 60); do sleep 0.1; done"
+    program = subprocess.Popen([*LAUNCH, "-n", "1", "--", "bash", "-c", script])
+    wait_until(lambda: (tmp_path / "there").exists())
+    program.terminate()
+    wait_until(lambda: (tmp_path / "told").exists())
+    time.sleep(pause)
+    program.terminate()
+    assert program.wait(timeout=30) == status
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel of Linux")
 def test_the_processes_are_its_children_and_die_with_it(tmp_path):
     program = subprocess.Popen(
