@@ -52,15 +52,26 @@ def make_step(
 
 
 class Step:
-    """A training step of one batch shape, which it remembers so that nothing recompiles unseen; see `make_step`."""
+    """A training step of one batch shape, which it remembers so that nothing recompiles unseen; see `make_step`.
 
-    def __init__(self, loss_fn: LossFn, tx: optax.GradientTransformation, layout: Layout, engine: Engine):
+    `guarded` is for those who want to see what is not finite, such as `js.parity`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        tx: optax.GradientTransformation,
+        layout: Layout,
+        engine: Engine,
+        *,
+        guarded: bool = True,
+    ):
         if not isinstance(engine, Engine):
             got = type(engine).__name__
             raise TypeError(f"engine must be js.auto(...), js.explicit(...) or js.pipelined(...), got {got}")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function loss_fn(model, batch, key), got {type(loss_fn).__name__}")
-        self.loss_fn, self.layout, self.engine = loss_fn, layout, engine
+        self.loss_fn, self.layout, self.engine, self._guarded = loss_fn, layout, engine, guarded
         check_transform(tx)
         params = only(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))
@@ -167,7 +178,7 @@ class Step:
         outcome, grads = self._value_and_grad(run.params, state, batch, key)
         squares = self._squares(grads)
         bad = bad_of(outcome.value, squares, self._trained)
-        ok = ~bad.flags.any()
+        ok = ~bad.flags.any() if self._guarded else jnp.ones((), bool)
         params, opt_state = self._update(run.params, grads, run.opt_state, ok)
         metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum()), "bad": bad}
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}

@@ -21,7 +21,7 @@ from jaxshard._loss import Loss, Mean, as_loss
 from jaxshard._placement import Placement
 from jaxshard._state import init, run_key
 from jaxshard._strategy import Strategy
-from jaxshard._train import check_batch, make_step
+from jaxshard._train import Step, check_batch
 from jaxshard._tree import abstract, paths
 from jaxshard._typing import InitFn, LossFn, PyTree
 from jaxshard.engines import auto
@@ -164,7 +164,7 @@ def _compare(
         make = init_fn if start is model else _returning(start, init_fn)
         both = _recorded(tx)
         plan = layout(strategy, mesh, make, both, trainable=trainable)
-        step = make_step(loss_fn, both, plan, engine=engine)
+        step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
         check_batch(plan, abstract(batch), engine.microbatches)
         step_key = jax.random.fold_in(run_key(seed), 0)
         alone = _alone(loss_fn, tx, plan, start, batch, step_key, notes)
