@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard._ordered import all_sum, pairwise_sum, scatter_sum, totals
+from jaxshard.optim.elementwise import elementwise_but_for_totals
 from jaxshard.plan.compare import audit
 from tests.engines.ordered_program import train
 from tests.engines.programs import gpt_program, scalar_traffic, setups, traffic
@@ -175,7 +176,7 @@ def test_the_audit_knows_what_is_promised(name, options):
 
 def test_a_clipped_update_equals_the_native_one():
     """Parameters after two steps within 1e-6 of the native reduction's; what is padded included."""
-    toy, ends = linen_toy(), []
+    toy, ends = nnx_toy(), []
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
     for reduction in ("native", "ordered"):
         layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), toy.init_fn, tx)
@@ -206,6 +207,34 @@ def test_evaluation_in_one_order_equals_the_usual_one():
 
 
 # What is refused.
+
+
+def scaled(total):
+    """A transform that divides by what `total` makes of the gradients."""
+
+    def update(grads, state, params=None):
+        size = total(grads)
+        return jax.tree.map(lambda g: g / size, grads), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+@pytest.mark.parametrize(
+    ("total", "allowed"),
+    [
+        (lambda g: g["s"] ** 2 + g["t"] ** 2 + jnp.sum(g["w"] ** 2) + 1, True),
+        (lambda g: jnp.sum(g["w"] ** 2) + g["t"] ** 2 + g["s"] ** 2 + 1, True),
+        (lambda g: g["s"] ** 2 + g["t"] ** 2 + 1, False),
+        (lambda g: g["s"] ** 2 + jnp.sum(g["w"] ** 2) + 1, False),
+        (lambda g: g["s"] * g["t"] + jnp.sum(g["w"] ** 2) + 1, False),
+        (lambda g: jnp.sum(g["w"] ** 2, axis=0)[0] + 1, False),
+    ],
+)
+def test_scalars_are_a_part_of_the_sum_over_all_parameters(total, allowed):
+    """Of all, in any order, and of nothing less; their products are no sums."""
+    params = {"w": jnp.ones((4, 3)), "s": jnp.ones(()), "t": jnp.ones(())}
+    views = params | {"w": jnp.ones((8, 3))}
+    assert elementwise_but_for_totals(scaled(total), params, views) == allowed
 
 
 def test_what_the_compiler_would_order_is_refused_by_name():
