@@ -10,7 +10,7 @@ import pytest
 from jaxshard.cli import main
 from tests.distributed.killing import losses
 
-FLAGS = ["train", "--seq", "16", "--batch", "8", "--steps", "3", "--eval-every", "3"]
+FLAGS = ["train", "--seq", "16", "--batch", "16", "--steps", "3", "--eval-every", "3"]
 
 
 @pytest.fixture(scope="module")
