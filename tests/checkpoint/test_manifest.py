@@ -72,7 +72,7 @@ def test_anything_in_any_place_is_refused_or_is_what_it_says(place, value, away)
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=4000, deadline=None)
 @given(place=st.sampled_from(PLACES), value=JSON, away=st.booleans(), raw=st.binary(max_size=200))
 def test_many_manifests(place, value, away, raw):
     check_place(place, value, away)

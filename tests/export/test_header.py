@@ -212,7 +212,7 @@ def test_every_flipped_bit_is_found(ours):
 
 @pytest.mark.slow
 @given(edits=EDITS, fields=FIELDS, data=st.binary(max_size=24))
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=10_000, deadline=None)
 def test_many_edits(ours, edits, fields, data):
     attempt(edited(theirs(), edits))
     attempt(file_of(fields, data))

@@ -21,7 +21,7 @@ from tests.engines.pipes import small_gpt
 from tests.toys import model_order, start_of
 
 NAMES = ["ddp", "fsdp", "tensor", "pipeline", "three"]
-FAST = [("three", 8), ("pipeline", 4), ("fsdp", 8)]
+FAST = [("three", 8), ("pipeline", 4)]
 PRODUCT = [(name, devices) for name in NAMES for devices in (1, 2, 4, 8)]
 
 
@@ -65,7 +65,7 @@ def layout_of(there):
 
 @pytest.mark.parametrize(("name", "devices"), FAST)
 def test_round_trips(name, devices, tmp_path, compiling):
-    target = {"three": ("fsdp", 8), "pipeline": ("tensor", 2), "fsdp": ("three", 8)}[name]
+    target = {"three": ("fsdp", 8), "pipeline": ("tensor", 2)}[name]
     assert len(round_trip(name, devices, target, tmp_path)) == 1
 
 
@@ -201,14 +201,14 @@ def check_any_tree(spec, devices):
 
 
 @given(spec=TREES)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 def test_any_tree_of_any_dtypes(spec):
     check_any_tree(spec, 2)
 
 
 @pytest.mark.slow
 @given(spec=TREES, devices=st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_many_trees_of_any_dtypes(spec, devices):
     check_any_tree(spec, devices)
 

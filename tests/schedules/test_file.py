@@ -218,7 +218,7 @@ def test_flipped_bytes(file, schedule, places):
 
 @pytest.mark.slow
 @given(schedule=schedules(p=3, v=2, m=4), edits=EDITS, places=FLIPS, content=st.binary(max_size=300))
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 def test_many_files(file, schedule, edits, places, content):
     attempt_edited(file, schedule, edits)
     attempt_flipped(file, schedule, places)
