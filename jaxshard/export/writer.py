@@ -45,8 +45,9 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
     tensors there are several files, model-00001-of-00002.safetensors and so on, and model.safetensors.index.json says
     which tensor lies in which, as on Hugging Face; `load_safetensors` takes the same path for both.
 
-    No process holds more of the model on its host than a piece of 16 MiB, no device more than its shards, one array in
-    model order and a piece. Process k writes every count-th file from k on, so that no file has two writers.
+    No process holds more of the model on its host than a piece of 16 MiB, no device more than its shards and, for each
+    file being written, one array in model order (split as far as it divides) and a piece. Process k writes every
+    count-th file from k on, so that no file has two writers; all of them see one folder.
 
     Raises:
       ValueError: two tensors would have one name; safetensors lacks a dtype; the run is not one of this layout.
