@@ -6,10 +6,9 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
-import numpy as np
 import tyro
 
 from jaxshard import metrics
@@ -17,28 +16,22 @@ from jaxshard._bad import BadSteps, Rollback
 from jaxshard._compat import joined
 from jaxshard._eval import evaluate, make_eval_step
 from jaxshard._fit import Record, fit
-from jaxshard._layout import human_bytes
-from jaxshard._layout import layout as make_layout
-from jaxshard._state import init
-from jaxshard._train import check_batch, make_step
+from jaxshard._state import TrainState, init
+from jaxshard._train import make_step
+from jaxshard.checkpoint import Checkpointer
 from jaxshard.commands.devices import describe
-from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, File, Words, check_files, check_positive, corpus_of, size_of
+from jaxshard.commands.job import make_job
 from jaxshard.commands.parallel import EngineName, RematName, StrategyName, parallel
 from jaxshard.commands.program import depth_of
-from jaxshard.commands.result import compiled_bytes, corpus_facts, numbers, predicted_bytes, sampled, write_json
+from jaxshard.commands.result import compiled_bytes, numbers, predicted_bytes, sampled, write_json
 from jaxshard.commands.saving import saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
-from jaxshard.data import Corpus, batches, eval_batches, windows
+from jaxshard.data import batches
 from jaxshard.distributed import Preemption, Watchdog, initialize
 from jaxshard.distributed.leaving import end_on_sigterm
-from jaxshard.models.decoder import Size
 from jaxshard.plan.audit import collectives, summary
-from jaxshard.plan.flops import train_flops
-
-EVAL_TOKENS = 2**16
-"""How many held-out tokens an evaluation sees, evenly spaced over them."""
 
 
 def train(
@@ -139,93 +132,78 @@ def train(
             mesh=mesh, strategy=strategy, engine=engine, devices=devices, microbatches=microbatches, remat=remat,
             schedule=schedule, chunks=chunks, depth=depth_of(model), batch=batch, ordered=ordered,
         )  # fmt: skip
-        the_mesh, turns = how.mesh, how.engine.microbatches
         size = size_of(model, seq=seq, batch=batch, steps=steps, lr=lr, parts=how.parts)
-        recipe = size.recipe
-        facts(console, {"devices": describe(list(the_mesh.devices.flat))} | how.shown)
-        corpus = corpus_of(console, data, dtype, vocab)
-        shape = size.shape | {"vocab": corpus.vocab}
-        network = size.model(vocab=corpus.vocab)
-        tx = recipe.optimizer()
-        layout = make_layout(how.strategy, the_mesh, network.init, tx)
-        source = windows(corpus.train, batch=recipe.batch, seq=shape["seq"], seed=seed, vocab=corpus.vocab)
-        held_out = _held_out(corpus, 4 * recipe.batch // turns, shape["seq"])
-        rows = jax.eval_shape(lambda: source.rows(0, np.arange(recipe.batch)))
-        check_batch(layout, rows, turns)
-        described = _described(model, size, corpus, seed)
-        for change in saves.checked(described):
+        facts(console, {"devices": describe(list(how.mesh.devices.flat))} | how.shown)
+        job = make_job(model, how, size, corpus_of(console, data, dtype, vocab), seed)
+        for change in saves.checked(job.sequence):
             console.print(f"note: {change}")
-        run = saves.restored(layout)
+        run = saves.restored(job.layout)
         writers = _writers(log, tensorboard)
-    about = {
-        "model": model,
-        "params": sum(x.size for x in jax.tree.leaves(layout.shapes.params)),
-        "devices": the_mesh.size,
-        "device_kind": the_mesh.devices.flat[0].device_kind,
-        "mesh": dict(the_mesh.shape),
-        **how.about,
-        "seed": seed,
-        "size": shape,
-        "recipe": recipe._asdict(),
-        "corpus": corpus_facts(corpus),
-        "versions": versions(),
-        "start": saves.resumed or 0,
-    }
-    predicted = predicted_bytes(layout, rows)
-    facts(console, _planned(about, predicted) | saves.shown)
+    facts(console, job.shown | saves.shown)
 
     started = time.perf_counter()
-    step = make_step(network.loss, tx, layout, engine=how.engine)
+    step = make_step(job.network.loss, job.tx, job.layout, engine=how.engine)
     with console.status("compiling"):
-        compiled = step.compile(rows)
-        run = jax.block_until_ready(init(network.init, tx, layout, seed) if run is None else run)
+        compiled = step.compile(job.rows)
+        run = jax.block_until_ready(init(job.network.init, job.tx, job.layout, seed) if run is None else run)
     compile_seconds = time.perf_counter() - started
     records: list[Record] = []
-    eval_step = make_eval_step(network.evaluate, layout, engine=how.engine)
+    eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
     with (
-        progress(console, recipe.steps) as show,
-        saves.checkpointers(layout, described) as keepers,
+        progress(console, size.recipe.steps) as show,
+        saves.checkpointers(job.layout, job.sequence) as keepers,
         Preemption() as preemption,
     ):
+        policy = _policy(bad_steps, keepers, run)
         with _watchdogs() as watchdogs:
-            policy: BadSteps = "raise" if bad_steps == "rollback" else bad_steps
-            if bad_steps == "rollback":
-                if saves.resumed is None:
-                    keepers[0].save(run)  # so that there is one to go back to from the first steps
-                policy = Rollback(keepers[0].restore)
             run = fit(
                 run,
                 step,
-                batches(source, layout, start=run.step),
-                steps=recipe.steps,
-                evaluate=lambda run: evaluate(eval_step, run, held_out),
-                eval_every=eval_every or max(1, recipe.steps // 4),
+                batches(job.source, job.layout, start=run.step),
+                steps=size.recipe.steps,
+                evaluate=lambda run: evaluate(eval_step, run, job.held_out),
+                eval_every=eval_every or max(1, size.recipe.steps // 4),
                 patience=patience,
                 callbacks=[records.append, *writers, show],
                 on_run=[*keepers, preemption, *watchdogs],
-                tokens=recipe.batch * shape["seq"],
-                flops=train_flops(network.loss, layout.shapes.params, rows, layout.shapes.key),
+                tokens=job.tokens,
+                flops=job.flops,
                 profile=profile,
                 bad_steps=policy,
             )
         for keeper in keepers:
             keeper.save(run)
-    if preemption.stopped and int(run.step) < recipe.steps:
-        goes_on = "--resume goes on" if keepers else "nothing was saved, for want of --checkpoint"
-        console.print(f"stopped by SIGTERM after step {int(run.step)} of {recipe.steps}; {goes_on}")
-        return
+    stopped = preemption.stopped and int(run.step) < size.recipe.steps
     result = (
-        about
+        job.about
+        | {"start": saves.resumed or 0, "stopped": stopped}
         | numbers(records)
         | {
             "compile_seconds": compile_seconds,
-            "bytes_per_device": {"predicted": predicted, "compiled": compiled_bytes(compiled)},
-            "collectives": [row.as_dict() for row in summary(collectives(compiled, the_mesh))],
-            "sample": sampled(network, run, layout, corpus, length=sample, seed=seed),
+            "bytes_per_device": {
+                "predicted": predicted_bytes(job.layout, job.rows),
+                "compiled": compiled_bytes(compiled),
+            },
+            "collectives": [row.as_dict() for row in summary(collectives(compiled, how.mesh))],
+            # There is no time for a sample where something else is waiting for this process to end.
+            "sample": sampled(job.network, run, job.layout, job.corpus, length=0 if stopped else sample, seed=seed),
         }
     )
     tables(console, result)
     write_json(json, result)
+    if stopped:
+        goes_on = "--resume goes on" if keepers else "nothing was saved, for want of --checkpoint"
+        console.print(f"stopped by SIGTERM after step {int(run.step)} of {size.recipe.steps}; {goes_on}")
+
+
+def _policy(bad_steps: Literal["raise", "skip", "rollback"], keepers: list[Checkpointer], run: TrainState) -> BadSteps:
+    """What `fit` does about a bad step."""
+    if bad_steps != "rollback":
+        return bad_steps
+    (keeper,) = keepers
+    if int(run.step) == 0:
+        keeper.save(run)  # so that there is one to go back to from the first steps
+    return Rollback(keeper.restore)
 
 
 @contextlib.contextmanager
@@ -238,34 +216,6 @@ def _watchdogs() -> Iterator[list[Watchdog]]:
         yield [watchdog]
 
 
-def _described(model: str, size: Size, corpus: Corpus, seed: int) -> dict[str, Any]:
-    """What decides the run's batches and learning rates, to go on with the same ones."""
-    batch, steps, rate = size.recipe[:3]
-    corpus_id = f"{corpus.name} ({corpus.digest})"
-    shape = size.shape["seq"]
-    return {"model": model, "batch": batch, "seq": shape, "seed": seed, "corpus": corpus_id, "steps": steps, "lr": rate}
-
-
-def _held_out(corpus: Corpus, batch: int, seq: int) -> list[dict[str, np.ndarray]]:
-    """About `EVAL_TOKENS` held-out tokens in batches, whole ones where there are enough."""
-    count = EVAL_TOKENS // seq
-    limit = max(batch, count - count % batch)
-    return list(eval_batches(corpus.held_out, batch=batch, seq=seq, limit=limit, vocab=corpus.vocab))
-
-
 def _writers(log: Path | None, tensorboard: Path | None) -> list[metrics.Writer]:
     writers = [] if log is None else [metrics.json_lines(log)]
     return writers if tensorboard is None else [*writers, metrics.tensorboard(tensorboard)]
-
-
-def _planned(about: dict[str, Any], predicted: dict[str, int]) -> dict[str, str]:
-    size, recipe, corpus = about["size"], about["recipe"], about["corpus"]
-    unit = f"{corpus['unit']}s"
-    parts = {"param": "params", "grad": "grads", "opt": "optimizer"}
-    return {
-        "model": f"{about['model']}: {about['params']:,} parameters (width {size['width']}, {size['depth']} blocks)",
-        "data": f"{corpus['name']}: {corpus['train_tokens']:,} {unit}, {corpus['held_out_tokens']:,} held out",
-        "steps": f"{recipe['steps']:,} of {recipe['batch']} x {size['seq']} {unit}",
-        "per device": ", ".join(f"{name} {human_bytes(predicted[role])}" for role, name in parts.items())
-        + " (predicted)",
-    }
