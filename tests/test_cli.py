@@ -252,7 +252,7 @@ def test_tensorboard_that_is_not_installed_is_refused_before_training(data, monk
     assert 'pip install "jaxshard[viz]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--resume", "--checkpoint-every"])
+@pytest.mark.parametrize("flag", ["--restart", "--meshes"])
 def test_flags_that_do_not_exist_are_refused(flag, capsys):
     with pytest.raises(SystemExit) as error:
         main(["train", flag, "1"])
