@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxshard
+import jaxshard.distributed
 import jaxshard.optim
 import jaxshard.schedules
 from jaxshard import data, metrics, plot
@@ -53,7 +54,7 @@ def test_the_newcomer_blocks_are_there():
 
 
 def test_relative_links_of_the_readme_and_the_docs_lead_somewhere():
-    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#]+)", page.read_text())]
     relative = [(page, link) for page, link in links if "://" not in link]
     assert relative
@@ -76,7 +77,12 @@ def quick_starts(heading: str) -> list[str]:
 def api_page() -> str:
     """Every public name with its signature and the first line of its docstring."""
     lines = ["# Public names", "", "Written from the package by `tests/test_docs.py`; later versions add to this list."]
-    for module, prefix in ((jaxshard, "js"), (jaxshard.optim, "js.optim"), (jaxshard.schedules, "js.schedules")):
+    for module, prefix in (
+        (jaxshard, "js"),
+        (jaxshard.optim, "js.optim"),
+        (jaxshard.schedules, "js.schedules"),
+        (jaxshard.distributed, "js.distributed"),
+    ):
         lines += ["", f"## {prefix}", ""]
         for name, value in sorted(vars(module).items()):
             if not name.startswith("_") and not inspect.ismodule(value):
@@ -97,7 +103,8 @@ def _entry(name: str, value: object) -> list[str]:
 
 
 def _signature(value: object) -> str:
-    if not (inspect.isclass(value) or inspect.isfunction(value)) or getattr(value, "_is_protocol", False):
+    is_error = inspect.isclass(value) and issubclass(value, Exception)
+    if is_error or not (inspect.isclass(value) or inspect.isfunction(value)) or getattr(value, "_is_protocol", False):
         return ""
     signature = inspect.signature(value)
     words: list[str] = []
