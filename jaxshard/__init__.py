@@ -13,7 +13,6 @@ from jaxshard._eval import averaged as averaged
 from jaxshard._eval import evaluate as evaluate
 from jaxshard._eval import make_apply as make_apply
 from jaxshard._eval import make_eval_step as make_eval_step
-from jaxshard._fit import Record as Record
 from jaxshard._fit import fit as fit
 from jaxshard._hybrid import hybrid as hybrid
 from jaxshard._keys import row_keys as row_keys
@@ -29,6 +28,7 @@ from jaxshard._mesh import make_mesh as make_mesh
 from jaxshard._mesh import simulate_devices as simulate_devices
 from jaxshard._placement import Placement as Placement
 from jaxshard._placement import View as View
+from jaxshard._records import Record as Record
 from jaxshard._rules import RULES as RULES
 from jaxshard._state import TrainState as TrainState
 from jaxshard._state import init as init

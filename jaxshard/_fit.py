@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxshard._bad import GO_ON, IN_A_ROW, Bad, BadStep, BadSteps, Rollback, explain, is_finite
+from jaxshard._bad import BadSteps
+from jaxshard._guard import Feed, Guard
+from jaxshard._records import Metrics, Reader, Record, tell
 from jaxshard._state import TrainState
 from jaxshard._typing import PyTree
-from jaxshard.plan.hardware import mfu
-
-Metrics = dict[str, Any]
 
 _TRACED = (3, 5)
 """The steps, counted from the start of `fit`, that a profile shows: the first ones are not typical."""
-
-
-class Record(NamedTuple):
-    """One optimizer step in numbers that lie on the host.
-
-    Attributes:
-      step: how many optimizer steps the run has taken.
-      metrics: "loss", "grad_norm" and what else the step returned; "bad" is 1.0 where the batch changed nothing because
-        loss or gradients were not finite (both NaN for a batch that `js.Rollback` left out), else 0.0.
-      seconds: wall time since the step before, evaluation excluded; the first one of a `fit` may have compiled.
-      speed: "tokens_per_second" or "rows_per_second"; "flops_per_second" and "mfu" (model FLOPs utilisation, 1 is all
-        that the chips can do) where they are known.
-      evaluation: what `evaluate` returned after this step; None after most.
-    """
-
-    step: int
-    metrics: dict[str, float]
-    seconds: float
-    speed: dict[str, float]
-    evaluation: dict[str, float] | None = None
 
 
 def fit(
@@ -101,9 +78,9 @@ def fit(
     callbacks, on_run = tuple(callbacks), tuple(on_run)
     start = done = int(run.step)
     devices = run.step.sharding.device_set
-    reader = _Reader(devices, tokens=tokens, flops=flops)
-    feed = _Feed(batches, start, steps)
-    guard = _Guard(bad_steps, feed, reader)
+    reader = Reader(devices, tokens=tokens, flops=flops)
+    feed = Feed(batches, start, steps)
+    guard = Guard(bad_steps, feed, reader)
     losses: dict[int, float] = {}
     traced = False
 
@@ -135,153 +112,15 @@ def fit(
                 losses[done] = _loss_of(evaluation, patience)
                 records[-1] = records[-1]._replace(evaluation=evaluation)
                 reader.restart()
-            _call(callbacks, records)
+            tell(callbacks, records)
             if ends or (patience is not None and evaluates and _is_stuck([*losses.values()], patience)):
                 break
         else:
             records = reader.read(all=True)
             guard.after(run, records, callbacks, ends=True)
-            _call(callbacks, records)
+            tell(callbacks, records)
             _check_end(start, done, steps)
     return run
-
-
-class _Feed(Iterator[tuple[int, PyTree]]):
-    """(number of the step, its batch) up to the last step; can go back, and knows which batches are left out."""
-
-    def __init__(self, batches: Iterable[PyTree], step: int, steps: int):
-        self._batches, self._iterator, self._step, self._steps = batches, iter(batches), step, steps
-        self.left_out: set[int] = set()
-
-    def __next__(self) -> tuple[int, PyTree]:
-        if self._step >= self._steps:
-            raise StopIteration  # and no batch is drawn in vain
-        batch = next(self._iterator)
-        self._step += 1
-        return self._step, batch
-
-    def check_can_go_back(self) -> None:
-        seek = getattr(self._batches, "seek", None)
-        if seek is None or getattr(self._batches, "once", False):
-            kind = "batches of an iterator without a state" if seek else type(self._batches).__name__
-            raise TypeError(
-                f"fit: bad_steps=js.Rollback(...) needs batches that can go back, got {kind}; make them with "
-                "js.batches(source, layout) of a source, a list, or an iterable that saves its position"
-            )
-
-    def go_back(self, step: int, position: Any) -> None:
-        """The next batch is that after `step`."""
-        known = isinstance(position, int) or (isinstance(position, Mapping) and "batches" in position)
-        self._batches.seek(position if known else step)  # type: ignore[attr-defined]  # checked above
-        self._iterator, self._step = iter(self._batches), step
-
-
-class _Guard:
-    """What happens after bad steps."""
-
-    def __init__(self, policy: BadSteps, feed: _Feed, reader: _Reader):
-        if policy not in ("raise", "skip") and not isinstance(policy, Rollback):
-            raise ValueError(f"fit: bad_steps must be 'raise', 'skip' or js.Rollback(restore), got {policy!r}")
-        self._policy, self._feed, self._reader = policy, feed, reader
-        self._row = 0
-        self._returns: Counter[int] = Counter()
-        if isinstance(policy, Rollback):
-            feed.check_can_go_back()
-
-    def left_out(self, run: TrainState) -> tuple[TrainState, Metrics]:
-        """The run after a batch that is left out."""
-        return run._replace(step=run.step + 1), {"loss": math.nan, "grad_norm": math.nan, "bad": 1.0}
-
-    def after(
-        self, run: TrainState, records: list[Record], callbacks: Sequence[Callable[[Record], Any]], *, ends: bool
-    ) -> TrainState | None:
-        """The run to go on with instead, if a step among the records was bad and the policy is to go back.
-
-        Where the training `ends` there is nothing to go back for: the run is as if the batch had been skipped.
-        """
-        for number, record in enumerate(records):
-            bad = self._reader.bad.pop(record.step, None)
-            self._row = self._row + 1 if bad else 0
-            skips = self._policy == "skip" and self._row < IN_A_ROW
-            if bad is None or skips or (ends and isinstance(self._policy, Rollback)):
-                continue
-            _call(callbacks, records[: number + 1])
-            why = explain(bad, record.metrics["loss"], record.step)
-            if self._policy == "raise":
-                raise BadStep(why, GO_ON, record.step, run)
-            if self._policy == "skip":
-                why += f", and so were all of the {IN_A_ROW} last steps: skipping does not help"
-                raise BadStep(why, step=record.step, run=run)
-            return self._go_back(run, record.step, why)
-        return None
-
-    def _go_back(self, run: TrainState, step: int, why: str) -> TrainState:
-        assert isinstance(self._policy, Rollback)
-        spoiled = not is_finite(run.params)
-        saved, position = self._policy.restore()
-        back = int(saved.step)
-        self._returns[back] += 1
-        if self._returns[back] > self._policy.limit:
-            raise BadStep(
-                f"{why}, after {self._policy.limit} returns to step {back}: leaving batches out does not help; lower "
-                "the learning rate, or start from an earlier saved run",
-                step=step,
-                run=run,
-            )
-        self._feed.left_out.add(step - 1 if spoiled and step - 1 > back else step)
-        self._feed.go_back(back, position)
-        self._reader.forget()
-        return saved
-
-
-class _Reader:
-    """The numbers of steps under way: read as soon as they are there on a CPU, one step late elsewhere."""
-
-    def __init__(self, devices: Collection[jax.Device], *, tokens: int | None, flops: float | None):
-        self._device, self._devices = next(iter(devices)), len(devices)
-        self._late = self._device.platform != "cpu"
-        self._tokens, self._flops = tokens, flops
-        self._unread: deque[tuple[int, Metrics, int]] = deque()
-        self.bad: dict[int, Bad] = {}
-        self._mark = time.perf_counter()
-
-    def add(self, step: int, metrics: Metrics, rows: int) -> None:
-        self._unread.append((step, metrics, rows))
-
-    def read(self, *, all: bool) -> list[Record]:
-        """The records that are due, or all of them, which waits for the device."""
-        records = []
-        while len(self._unread) > (self._late and not all):
-            step, metrics, rows = self._unread.popleft()
-            metrics = jax.device_get(metrics)
-            numbers = {name: float(x) for name, x in metrics.items()}
-            bad = metrics.get("bad")
-            if isinstance(bad, Bad) and bad:
-                self.bad[step] = bad
-            seconds = time.perf_counter() - self._mark
-            self._mark += seconds
-            records.append(Record(step, numbers, seconds, self._speed(seconds, rows)))
-        return records
-
-    def forget(self) -> None:
-        """Drops what was not read, of steps that are taken again."""
-        self._unread.clear()
-        self.bad.clear()
-        self.restart()
-
-    def restart(self) -> None:
-        """Lets the time since the last reading not count."""
-        self._mark = time.perf_counter()
-
-    def _speed(self, seconds: float, rows: int) -> dict[str, float]:
-        unit, count = ("rows", rows) if self._tokens is None else ("tokens", self._tokens)
-        speed = {f"{unit}_per_second": count / seconds}
-        if self._flops is not None:
-            rate = speed["flops_per_second"] = self._flops / seconds
-            cores = getattr(self._device, "num_cores", None)
-            share = mfu(rate, self._device.device_kind, self._devices, num_cores=cores)
-            speed |= {} if share is None else {"mfu": share}
-        return speed
 
 
 def _aside(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:
@@ -291,12 +130,6 @@ def _aside(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.Exi
             if hasattr(function, "paused"):
                 stack.enter_context(function.paused())
         return stack.pop_all()
-
-
-def _call(callbacks: Sequence[Callable[[Record], Any]], records: Sequence[Record]) -> None:
-    for record in records:
-        for callback in callbacks:
-            callback(record)
 
 
 def _is_stuck(losses: Sequence[float], patience: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxshard._fit import Record
+from jaxshard._records import Record
 
 Writer = Callable[[Record], None]
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard._fit import _Reader
+from jaxshard._records import Reader
 from tests.checkpoint.runs import assert_same
 from tests.engines.pipes import small_gpt, stack_toy
 from tests.engines.programs import Program, scalar_traffic
@@ -271,7 +271,7 @@ def test_accelerators_learn_of_it_one_step_late():
     batches = [numbered(number, **({"y": np.nan} if number == 2 else {})) for number in range(6)]
     with pytest.MonkeyPatch.context() as patch:
         late = property(lambda self: True, lambda self, value: None)
-        patch.setattr(_Reader, "_late", late, raising=False)
+        patch.setattr(Reader, "_late", late, raising=False)
         with pytest.raises(js.BadStep, match="step 3 is bad") as bad:
             js.fit(js.init(init_fn, TX, layout, 0), step, batches, steps=6)
     assert bad.value.step == 3 and int(bad.value.run.step) == 4

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from jaxshard import schedules
-from jaxshard._fit import Record
+from jaxshard._records import Record
 from jaxshard.cli import main
 from jaxshard.commands.terminal import progress
 

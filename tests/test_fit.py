@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard._fit import _Reader
+from jaxshard._records import Reader
 
 
 def new_run(step=0):
@@ -175,7 +175,7 @@ def test_a_profile_is_written_even_of_a_short_run(tmp_path, steps):
 
 def test_accelerators_are_read_one_step_late_and_their_utilisation_is_known():
     chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
-    reader = _Reader([chip] * 4, tokens=10, flops=1e12)
+    reader = Reader([chip] * 4, tokens=10, flops=1e12)
     read = []
     for number in range(1, 4):
         reader.add(number, {"loss": jnp.float32(number)}, 4)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxshard import metrics
-from jaxshard._fit import Record
+from jaxshard._records import Record
 
 RECORDS = [
     Record(1, {"loss": 5.371376037597656, "grad_norm": 1.5}, 0.5, {"tokens_per_second": 4096.0}),

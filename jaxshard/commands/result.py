@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxshard._eval import make_apply
-from jaxshard._fit import Record
 from jaxshard._layout import Layout
+from jaxshard._records import Record
 from jaxshard._state import TrainState
 from jaxshard.data import Corpus
 from jaxshard.metrics import finite

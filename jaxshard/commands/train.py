@@ -15,7 +15,8 @@ from jaxshard import metrics
 from jaxshard._bad import BadSteps, Rollback
 from jaxshard._compat import joined
 from jaxshard._eval import evaluate, make_eval_step
-from jaxshard._fit import Record, fit
+from jaxshard._fit import fit
+from jaxshard._records import Record
 from jaxshard._state import TrainState, init
 from jaxshard._train import make_step
 from jaxshard.checkpoint import Checkpointer

@@ -33,7 +33,7 @@ _FAREWELL = 10.0
 
 _rooms = itertools.count()
 _PACKAGE = Path(__file__).parent.parent
-_WAITING = (str(Path(jax.__file__).parent), str(_PACKAGE / "_train.py"), str(_PACKAGE / "_fit.py"))
+_WAITING = (str(Path(jax.__file__).parent), str(_PACKAGE / "_train.py"), str(_PACKAGE / "_records.py"))
 """Where the Python code stands that waits for devices, and with them for other processes."""
 
 
