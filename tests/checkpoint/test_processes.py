@@ -36,9 +36,9 @@ PROGRAM = """
         except (ValueError, OSError) as error:
             print("refused", error)
     else:
-        run = js.restore(root, mine.layout)
-        assert int(run.step) == 3
-        for x, y in zip(jax.tree.leaves(run), jax.tree.leaves(mine.run()), strict=True):
+        run, saved = js.restore(root, mine.layout), mine.run()
+        assert int(run.step) == (3 if action == "restore" else 4)
+        for x, y in zip(jax.tree.leaves(run._replace(step=saved.step)), jax.tree.leaves(saved), strict=True):
             for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
                 if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
                     assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
@@ -76,6 +76,13 @@ def test_two_processes_save_and_one_restores(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_process_saves_and_two_restore(tmp_path):
+@pytest.mark.parametrize("count", [2, 4])
+def test_one_process_saves_and_several_restore(count, tmp_path):
     js.save(tmp_path, made("pipeline").run(), made("pipeline").layout)
-    assert all(output.endswith("restored\n") for output in in_processes(2, "restore", tmp_path))
+    assert all(output.endswith("restored\n") for output in in_processes(count, "restore", tmp_path))
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_four_restore(tmp_path):
+    in_processes(2, "save", tmp_path)
+    assert all(output.endswith("restored\n") for output in in_processes(4, "restore later", tmp_path))

@@ -41,6 +41,7 @@ def assert_same(one, several):
     assert several["bytes_per_device"]["predicted"] == one["bytes_per_device"]["predicted"]
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_train_like_one_of_eight(text, tmp_path, compiling):
     """Losses within 1e-6."""
     flags = [*FLAGS, "--data", text, "--sample", "3"]
