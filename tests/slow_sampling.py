@@ -1,11 +1,13 @@
-"""A plugin: `--slow-sample N` runs N of the slow tests; under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails."""
+"""A plugin: `--slow-sample N` runs N of the slow tests, none marked `slow(sampled=False)`; `--cases N` at most N cases of
+every test function; under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
 import pytest
 
@@ -17,23 +19,38 @@ CollectReports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("slow tests")
     group.addoption("--slow-sample", type=int, metavar="N", help="run only N of the selected slow tests")
-    group.addoption("--slow-seed", default="", metavar="TEXT", help="every text draws another sample")
+    group.addoption("--slow-seed", default="", metavar="TEXT", help="every text draws another sample, and other cases")
+    group.addoption("--cases", type=int, metavar="N", help="run at most N cases of every test function")
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    count = config.getoption("--slow-sample")
-    if count is None:
-        return
-    slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
-    kept = sample(slow, count, config.getoption("--slow-seed"))
-    dropped = [item for item in items if item.get_closest_marker("slow") and item.nodeid not in kept]
-    items[:] = [item for item in items if item not in set(dropped)]
-    config.hook.pytest_deselected(items=dropped)
+    count, most, seed = (config.getoption(name) for name in ("--slow-sample", "--cases", "--slow-seed"))
+    kept = {item.nodeid for item in items}
+    if count is not None:
+        slow = {item.nodeid: marker for item in items if (marker := item.get_closest_marker("slow"))}
+        sampled = [nodeid for nodeid, marker in slow.items() if marker.kwargs.get("sampled", True)]
+        kept = (kept - set(slow)) | sample(sampled, count, seed)
+    if most is not None:
+        kept = cases(kept, most, seed)
+    dropped = [item for item in items if item.nodeid not in kept]
+    items[:] = [item for item in items if item.nodeid in kept]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
 
 
-def sample(nodeids: list[str], count: int, seed: str = "") -> set[str]:
+def sample(nodeids: Iterable[str], count: int, seed: str = "") -> set[str]:
     """`count` of the node ids, by a hash: one case of every test function before a second case of any."""
+    return {nodeid for _, _, nodeid in sorted(_drawn(nodeids, seed))[:count]}
+
+
+def cases(nodeids: Iterable[str], most: int, seed: str = "") -> set[str]:
+    """At most so many cases of every test function, by a hash."""
+    return {nodeid for turn, _, nodeid in _drawn(nodeids, seed) if turn < most}
+
+
+def _drawn(nodeids: Iterable[str], seed: str) -> list[tuple[int, int, str]]:
+    """(how many cases of its function were drawn before, place, node id), in the order of a hash."""
     drawn = sorted(nodeids, key=lambda nodeid: hashlib.sha256(f"{seed}\n{nodeid}".encode()).digest())
     seen: Counter[str] = Counter()
     turns = []
@@ -41,7 +58,7 @@ def sample(nodeids: list[str], count: int, seed: str = "") -> set[str]:
         function = nodeid.partition("[")[0]
         turns.append((seen[function], order, nodeid))
         seen[function] += 1
-    return {nodeid for _, _, nodeid in sorted(turns)[:count]}
+    return turns
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: after pytest has told an xfail from a skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow_sampling import sample
+from tests.slow_sampling import cases, sample
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,6 +22,13 @@ def test_many(i): pass
 
 @pytest.mark.slow
 def test_single(): pass
+"""
+
+HOURS = """
+import pytest
+
+@pytest.mark.slow(sampled=False)
+def test_hours(): pass
 """
 
 SKIPS = """
@@ -79,6 +86,18 @@ def test_only_slow_tests_are_sampled(tmp_path):
     assert "3 passed, 7 deselected" in run_pytest(tmp_path, SUITE, "--slow-sample", "2")
     assert "2 passed, 8 deselected" in run_pytest(tmp_path, SUITE, "--slow-sample", "2", "-m", "slow")
     assert "10 passed" in run_pytest(tmp_path, SUITE)
+
+
+def test_what_takes_too_long_is_in_no_sample(tmp_path):
+    assert "3 passed, 8 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--slow-sample", "2")
+    assert "10 passed, 1 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--slow-sample", "99")
+
+
+def test_some_cases_of_every_function(tmp_path):
+    nodeids = [f"test_a.py::test_many[{i}]" for i in range(50)] + ["test_a.py::test_b", "test_b.py::test_b[0]"]
+    assert len(cases(nodeids, 1)) == 3 and len(cases(nodeids, 2)) == 4 and len(cases(nodeids, 99)) == 52
+    assert len({*cases(nodeids, 1)} | {*cases(nodeids, 1, "another")}) == 4
+    assert "3 passed, 7 deselected" in run_pytest(tmp_path, SUITE, "--cases", "1")
 
 
 def test_a_skipped_tpu_test_fails_only_where_tpu_is_required(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import jaxshard as js
 from tests.distributed.launched import processes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(sampled=False)  # minutes each
 
 TRAIN = """
     what, folder = sys.argv[1:]

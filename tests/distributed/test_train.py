@@ -88,7 +88,7 @@ def alone(text, tmp_path_factory):
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.slow(sampled=False)  # minutes each
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_and_devices(count, mesh, text, tmp_path, alone):
