@@ -1,5 +1,5 @@
-"""A plugin: `--slow-sample N` runs N of the slow tests, none marked `slow(sampled=False)`; `--cases N` at most N cases of
-every test function; under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
+"""A plugin: `--slow-sample N` runs N of the slow tests, none marked `slow(sampled=False)`; `--cases N` at most N cases
+of every test function; under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
 """
 
 from __future__ import annotations
