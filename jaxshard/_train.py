@@ -30,16 +30,22 @@ Metrics = dict[str, Any]
 
 
 def make_step(
-    loss_fn: LossFn, tx: optax.GradientTransformation, layout: Layout, *, engine: Engine | None = None
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    engine: Engine | None = None,
+    guarded: bool = True,
 ) -> Step:
     """The compiled training step `step(run, batch) -> (run, metrics)`.
 
     `batch` is a tree of global arrays, [rows, ...] each; the run that goes in is donated. `metrics` has "loss",
     "grad_norm" (the global 2-norm of the gradient) and what the loss reports, as global scalars, and "bad", which says
     whether loss and gradients were finite, parameter by parameter (see `js.check_finite`). If they were not, the run
-    that comes out is the one that went in, bit for bit, but for its step. The optimizer runs
-    on the stored arrays where it is proven elementwise, else on logical ones (see `Step.update_view`). The random key
-    of a step depends on the run's key and the step's number alone. Collectives: those of the engine, and an
+    that comes out is the one that went in, bit for bit, but for its step; `guarded=False`, without "bad", leaves what
+    is not finite to `tx`, such as `optax.zero_nans` and `optax.apply_if_finite`. The optimizer runs on the stored
+    arrays where it is proven elementwise, else on logical ones (see `Step.update_view`). The random key of a step
+    depends on the run's key and the step's number alone. Collectives: those of the engine, and an
     all-gather of every parameter whose optimizer state is split but which itself is not.
 
     Raises:
@@ -48,14 +54,11 @@ def make_step(
       TypeError: a loss that is no scalar, `js.Mean` or `js.Loss`.
       js.distributed.Disagreement: in several processes, by the first call: one has another batch or program.
     """
-    return Step(loss_fn, tx, layout, engine or auto())
+    return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded)
 
 
 class Step:
-    """A training step of one batch shape, which it remembers so that nothing recompiles unseen; see `make_step`.
-
-    `guarded` is for those who want to see what is not finite, such as `js.parity`.
-    """
+    """A training step of one batch shape, which it remembers so that nothing recompiles unseen; see `make_step`."""
 
     def __init__(
         self,
@@ -180,7 +183,8 @@ class Step:
         bad = bad_of(outcome.value, squares, self._trained)
         ok = ~bad.flags.any() if self._guarded else jnp.ones((), bool)
         params, opt_state = self._update(run.params, grads, run.opt_state, ok)
-        metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum()), "bad": bad}
+        metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum())}
+        metrics |= {"bad": bad} if self._guarded else {}
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
         state = keep(ok, store(layout.state, outcome.state), run.state)
         return TrainState(run.step + 1, params, opt_state, state, run.key), metrics

@@ -121,7 +121,7 @@ def sharded(model: Model, strategy: Callable[..., js.Strategy]) -> tuple[Trace, 
     tx = keeping_updates(model.case.make())
     layout = js.layout(strategy("data", min_size=0), js.make_mesh(data=DEVICES), model.init, tx)
     run = js.init(model.init, tx, layout, 0)
-    step = js.make_step(lambda model, batch, key: 0.0, tx, layout, engine=Given())
+    step = js.make_step(lambda model, batch, key: 0.0, tx, layout, engine=Given(), guarded=False)
     history = []
     for number in range(STEPS):
         run = run._replace(state=jax.device_put(model.grads(number), layout.shardings(layout.state)))
@@ -230,7 +230,7 @@ def test_what_needs_more_than_gradients_says_so(name: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         jax.eval_shape(lambda params: make().update(params, make().init(params), params), model.values(0))
     layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=DEVICES), model.init, make())
-    step = js.make_step(lambda model, batch, key: 0.0, make(), layout, engine=Given())
+    step = js.make_step(lambda model, batch, key: 0.0, make(), layout, engine=Given(), guarded=False)
     with pytest.raises(error, match=re.escape(message)):
         step.lower({"rows": np.zeros(DEVICES, np.float32)})
 
@@ -241,7 +241,7 @@ def test_a_state_that_grows_is_refused_by_name() -> None:
 
     model = Model(Case(make))
     layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=DEVICES), model.init, make())
-    step = js.make_step(lambda model, batch, key: 0.0, make(), layout, engine=Given())
+    step = js.make_step(lambda model, batch, key: 0.0, make(), layout, engine=Given(), guarded=False)
     with pytest.raises(ValueError, match=r"returned another state than tx\.init(?s:.*)0/measurements/norm: unexpected"):
         step.lower({"rows": np.zeros(DEVICES, np.float32)})
 

@@ -4,6 +4,7 @@ dir/<step>/arrays/          what Orbax wrote: one array per name, in model order
 dir/<step>/manifest.json    names, shapes and dtypes; checksums of all files; how it was made. Written last
 """
 
+from jaxshard.checkpoint.checksums import Damaged as Damaged
 from jaxshard.checkpoint.folder import latest_step as latest_step
 from jaxshard.checkpoint.keeper import Checkpointer as Checkpointer
 from jaxshard.checkpoint.reader import describe as describe

@@ -14,6 +14,10 @@ from jaxshard.checkpoint.store import ARRAYS, Extent
 _BLOCK = 1 << 22
 
 
+class Damaged(ValueError):
+    """A step whose files are not those that were saved."""
+
+
 def segments_of(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
     """Checksums of a whole file, which is on disk afterwards: one for every extent, and for the bytes between them."""
     segments = []
@@ -49,14 +53,18 @@ def opened(folder: Path) -> tuple[Manifest | None, list[str]]:
 
 def compare(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
     """What differs between the files of a step and its manifest; every `parts`-th file from `part` on is read."""
-    there, expected = files_of(folder), manifest.files
-    problems = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
-    for name in sorted(expected)[part::parts]:
-        if name not in there:
-            problems.append(f"{folder / name}: missing; {_touched(manifest, name, expected[name])}")
-        else:
-            problems += _compare_file(folder, manifest, name)
+    problems = compare_names(folder, manifest)
+    for name in sorted({*manifest.files} & {*files_of(folder)})[part::parts]:
+        problems += _compare_file(folder, manifest, name)
     return problems
+
+
+def compare_names(folder: Path, manifest: Manifest) -> list[str]:
+    """Which files of a step are missing or were added; none is read."""
+    there, expected = files_of(folder), manifest.files
+    added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
+    gone = [name for name in sorted(expected) if name not in there]
+    return added + [f"{folder / name}: missing; {_touched(manifest, name, expected[name])}" for name in gone]
 
 
 def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:

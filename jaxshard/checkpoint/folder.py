@@ -36,12 +36,25 @@ def complete(root: Path) -> dict[int, Path]:
     return {step: path for step, path in numbered(root).items() if (path / NAME).exists()}
 
 
+def check_root(root: Path) -> None:
+    """Raises for a file, and for the folder of one step; one that is absent or empty may become a folder of steps."""
+    if root.exists() and not root.is_dir():
+        raise NotADirectoryError(f"{root}: that is a file, not a folder of checkpoints")
+    if (root / NAME).exists():
+        raise ValueError(f"{root} is the folder of one step; give {root.parent} and step={root.name}")
+
+
 def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | None:
     """The number of the newest step in a folder of checkpoints; None where there is none, or no folder yet.
 
     A step that was not completely saved does not exist. `intact` compares every byte with its checksum, which reads the
     step, and falls back to the newest step where they all fit.
+
+    Raises:
+      ValueError: it is the folder of one step.
+      NotADirectoryError: it is a file.
     """
+    check_root(root_of(dir))
     for step, path in reversed(complete(root_of(dir)).items()):
         if not intact or not damage(path):
             return step
@@ -55,12 +68,9 @@ def folder_of(root: Path, step: int | None) -> Path:
       FileNotFoundError: there is no such folder, or no such step in it.
       ValueError: the folder is not one of checkpoints, the step not complete.
     """
-    if not root.is_dir():
-        raise (NotADirectoryError if root.exists() else FileNotFoundError)(
-            f"{root}: there is no such folder of checkpoints"
-        )
-    if (root / NAME).exists():
-        raise ValueError(f"{root} is the folder of one step; give {root.parent} and step={root.name}")
+    check_root(root)
+    if not root.exists():
+        raise FileNotFoundError(f"{root}: there is no such folder of checkpoints")
     steps, folders = complete(root), numbered(root)
     if not folders:
         raise ValueError(f"{root} is not a folder of checkpoints: it holds no folder that is named by a step")

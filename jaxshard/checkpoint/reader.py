@@ -17,7 +17,7 @@ from jaxshard._layout import Layout
 from jaxshard._state import TrainState
 from jaxshard._tree import raise_all
 from jaxshard.checkpoint import store
-from jaxshard.checkpoint.checksums import compare
+from jaxshard.checkpoint.checksums import Damaged, compare
 from jaxshard.checkpoint.folder import folder_of, root_of
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.manifest import Manifest, Saved, read, to_bytes
@@ -82,7 +82,7 @@ def check_intact(folder: Path, manifest: Manifest) -> None:
         problems += [f"process {index} found damage in its share of the files" for index in elsewhere]
     raise_all(
         problems,
-        ValueError,
+        Damaged,
         f"{folder}: step {manifest.step} is damaged; restore another one (js.latest_step(dir, intact=True) finds the "
         "newest that is not)",
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshard._layout import Layout
 from jaxshard._state import TrainState
-from jaxshard.checkpoint import Checkpointer, describe, latest_step, restore
+from jaxshard.checkpoint import Checkpointer, Damaged, describe, latest_step, restore
+from jaxshard.checkpoint.folder import complete, numbered, root_of
 
 EVERY = 10
 """Steps between saves where nothing is said."""
@@ -28,12 +30,16 @@ _CHANGES_RATE = {"steps": "--steps", "lr": "--lr"}
 
 
 class Saving(NamedTuple):
-    """A folder of checkpoints, or None; how often, and how many steps are kept; the step to go on from, or None."""
+    """A folder of checkpoints, or None; how often, and how many steps are kept; the step to go on from, or None.
+
+    `passed` are newer steps that are not gone on from, with the reason.
+    """
 
     folder: Path | None
     every: int
     keep: int | None
     resumed: int | None
+    passed: dict[int, str]
 
     @property
     def shown(self) -> dict[str, str]:
@@ -41,6 +47,7 @@ class Saving(NamedTuple):
         if self.folder is None:
             return {}
         begins = "new" if self.resumed is None else f"goes on from step {self.resumed}"
+        begins += "".join(f"; step {step} is {why} and will be replaced" for step, why in self.passed.items())
         return {"checkpoint": f"{self.folder}, every {self.every} steps; {begins}"}
 
     def restored(self, layout: Layout) -> TrainState | None:
@@ -51,7 +58,10 @@ class Saving(NamedTuple):
         """
         if self.folder is None or self.resumed is None:
             return None
-        return restore(self.folder, layout, step=self.resumed)
+        try:
+            return restore(self.folder, layout, step=self.resumed)
+        except Damaged as error:
+            raise Damaged(f"{error}; --fall-back goes on from the newest step that is intact") from error
 
     @contextlib.contextmanager
     def checkpointers(self, layout: Layout, about: dict[str, Any]) -> Iterator[list[Checkpointer]]:
@@ -89,33 +99,58 @@ class Saving(NamedTuple):
 
 
 def saving(
-    *, checkpoint: Path | None, resume: bool, fall_back: bool, checkpoint_every: int | None, keep: int | None
+    *,
+    checkpoint: Path | None,
+    resume: bool,
+    fall_back: bool,
+    checkpoint_every: int | None,
+    keep: int | None,
+    others: Sequence[Path | None] = (),
 ) -> Saving:
-    """What the flags say.
+    """What the flags say; `others` are what else the command writes, perhaps into the same folder.
 
     Raises:
-      ValueError: flags that need others; a folder with steps where --resume was not given.
+      ValueError: flags that need others; a folder with steps where --resume was not given; a folder of something else.
+      OSError: a folder that can't be written.
     """
     given = {"resume": resume, "fall-back": fall_back, "checkpoint-every": checkpoint_every, "keep": keep}
     if checkpoint is None:
         _refuse(given, "needs a folder: add --checkpoint DIR")
-        return Saving(None, EVERY, None, None)
+        return Saving(None, EVERY, None, None, {})
     if not resume:
         _refuse({"fall-back": fall_back}, "chooses the step to go on from: add --resume")
     for name, count in (("checkpoint-every", checkpoint_every), ("keep", keep)):
         if count is not None and count < 1:
             raise ValueError(f"--{name} {count}: give a number above 0")
-    if checkpoint.exists() and not checkpoint.is_dir():
-        raise ValueError(f"--checkpoint {checkpoint}: that is a file; give a folder")
     newest = latest_step(checkpoint)
+    _check_folder(checkpoint, others)
     if newest is not None and not resume:
         raise ValueError(
             f"--checkpoint {checkpoint}: a run is there, saved at step {newest}; add --resume to go on with it, or "
             "give another folder"
         )
-    if fall_back and newest is not None:
-        newest = _newest_intact(checkpoint, newest)
-    return Saving(checkpoint, checkpoint_every or EVERY, keep, newest)
+    begin = _newest_intact(checkpoint, newest) if fall_back and newest is not None else newest
+    passed = {step: "damaged" for step in complete(root_of(checkpoint)) if begin is not None and step > begin}
+    passed |= {
+        step: "incomplete"
+        for step in numbered(root_of(checkpoint))
+        if step > (-1 if begin is None else begin) and step not in passed
+    }
+    return Saving(checkpoint, checkpoint_every or EVERY, keep, begin, passed)
+
+
+def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:
+    """Raises where a folder holds something else than steps, or can't be written; makes it if it is absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {path.absolute() for path in others if path is not None}
+    seen = (path for path in folder.iterdir() if not path.name.startswith("."))
+    found = sorted(path.name for path in seen if path.absolute() not in own)
+    if found and not numbered(root_of(folder)):
+        raise ValueError(
+            f"--checkpoint {folder} is not a folder of checkpoints: it holds {found[0]} and no step; give another one"
+        )
+    with tempfile.TemporaryFile(dir=folder, prefix="."):
+        pass  # now, and not when there is something to lose
 
 
 def _newest_intact(folder: Path, newest: int) -> int:

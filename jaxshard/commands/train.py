@@ -119,14 +119,16 @@ def train(
     end_on_sigterm()  # until there is a run to save
     first = joined()[1] == 0
     console = make_console(stderr=str(json) == "-", quiet=not first)
+    written = (json, log, tensorboard, profile)
     if not first:  # of several processes one speaks, and all compute
         json = log = tensorboard = profile = None
     with usage_errors():
         check_positive(eval_every=eval_every, patience=patience, microbatches=microbatches, sample=sample or None)
         check_files(json=json, log=log)
         saves = saving(
-            checkpoint=checkpoint, resume=resume, fall_back=fall_back, checkpoint_every=checkpoint_every, keep=keep
-        )
+            checkpoint=checkpoint, resume=resume, fall_back=fall_back, checkpoint_every=checkpoint_every, keep=keep,
+            others=written,
+        )  # fmt: skip
         if bad_steps == "rollback" and checkpoint is None:
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
         how = parallel(
@@ -150,48 +152,46 @@ def train(
     compile_seconds = time.perf_counter() - started
     records: list[Record] = []
     eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
-    with (
-        progress(console, size.recipe.steps) as show,
-        saves.checkpointers(job.layout, job.sequence) as keepers,
-        Preemption() as preemption,
-    ):
-        policy = _policy(bad_steps, keepers, run)
-        with _watchdogs() as watchdogs:
-            run = fit(
-                run,
-                step,
-                batches(job.source, job.layout, start=run.step),
-                steps=size.recipe.steps,
-                evaluate=lambda run: evaluate(eval_step, run, job.held_out),
-                eval_every=eval_every or max(1, size.recipe.steps // 4),
-                patience=patience,
-                callbacks=[records.append, *writers, show],
-                on_run=[*keepers, preemption, *watchdogs],
-                tokens=job.tokens,
-                flops=job.flops,
-                profile=profile,
-                bad_steps=policy,
-            )
-        for keeper in keepers:
-            keeper.save(run)
-    stopped = preemption.stopped and int(run.step) < size.recipe.steps
-    result = (
-        job.about
-        | {"start": saves.resumed or 0, "stopped": stopped}
-        | numbers(records)
-        | {
-            "compile_seconds": compile_seconds,
-            "bytes_per_device": {
-                "predicted": predicted_bytes(job.layout, job.rows),
-                "compiled": compiled_bytes(compiled),
-            },
-            "collectives": [row.as_dict() for row in summary(collectives(compiled, how.mesh))],
-            # There is no time for a sample where something else is waiting for this process to end.
-            "sample": sampled(job.network, run, job.layout, job.corpus, length=0 if stopped else sample, seed=seed),
-        }
-    )
-    tables(console, result)
-    write_json(json, result)
+    with Preemption() as preemption:
+        with progress(console, size.recipe.steps) as show, saves.checkpointers(job.layout, job.sequence) as keepers:
+            policy = _policy(bad_steps, keepers, run)
+            with _watchdogs() as watchdogs:
+                run = fit(
+                    run,
+                    step,
+                    batches(job.source, job.layout, start=run.step),
+                    steps=size.recipe.steps,
+                    evaluate=lambda run: evaluate(eval_step, run, job.held_out),
+                    eval_every=eval_every or max(1, size.recipe.steps // 4),
+                    patience=patience,
+                    callbacks=[records.append, *writers, show],
+                    on_run=[*keepers, preemption, *watchdogs],
+                    tokens=job.tokens,
+                    flops=job.flops,
+                    profile=profile,
+                    bad_steps=policy,
+                )
+            for keeper in keepers:
+                keeper.save(run)
+        stopped = preemption.stopped and int(run.step) < size.recipe.steps
+        if stopped:  # and something else waits for this process to end
+            sample = 0
+        result = (
+            job.about
+            | {"start": saves.resumed or 0, "stopped": stopped}
+            | numbers(records)
+            | {
+                "compile_seconds": compile_seconds,
+                "bytes_per_device": {
+                    "predicted": predicted_bytes(job.layout, job.rows),
+                    "compiled": compiled_bytes(compiled),
+                },
+                "collectives": [row.as_dict() for row in summary(collectives(compiled, how.mesh))],
+                "sample": sampled(job.network, run, job.layout, job.corpus, length=sample, seed=seed),
+            }
+        )
+        tables(console, result)
+        write_json(json, result)
     if stopped:
         goes_on = "--resume goes on" if keepers else "nothing was saved, for want of --checkpoint"
         console.print(f"stopped by SIGTERM after step {int(run.step)} of {size.recipe.steps}; {goes_on}")

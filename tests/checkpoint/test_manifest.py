@@ -113,4 +113,4 @@ def test_the_command_shows_whatever_was_noted(made, tmp_path_factory):
     folder = tmp_path_factory.mktemp("noted") / "3"
     folder.mkdir()
     (folder / "manifest.json").write_bytes(to_bytes(GOOD._replace(made=made)))
-    assert _line(_row(folder, deep=False), deep=False).startswith("step 3: complete, 10 B in 3 files, 2 arrays")
+    assert _line(_row(folder, deep=False), deep=False).startswith("step 3: damaged, 10 B in 3 files, 2 arrays")

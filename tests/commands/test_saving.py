@@ -46,12 +46,14 @@ def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_th
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     assert main([*TINY, "--steps", "3", "--checkpoint", str(folder), "--resume"]) == 2
-    assert str(file) in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert str(file) in error and "--fall-back goes on from the newest step that is intact" in error
 
     result = folder.parent / "result.json"
     again = ["--steps", "3", "--checkpoint", str(folder), "--resume", "--fall-back", "--json", str(result)]
     assert main([*TINY, *again]) == 0
     found = json.loads(result.read_text())
+    assert "goes on from step 2; step 3 is damaged and will be replaced" in capsys.readouterr().out
     assert found["start"] == 2 and found["losses"] == whole[1]["losses"][2:]
     assert found["loss_eval"] == whole[1]["loss_eval"]
     assert main(["checkpoint", "verify", str(folder)]) == 0
@@ -96,6 +98,15 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
         saving(**NONE | {"checkpoint": tmp_path, "resume": True}).checked({"seed": 0})
 
 
+def test_a_file_is_no_folder_and_what_the_command_writes_itself_may_lie_in_it(tmp_path):
+    log = tmp_path / "run" / "log.jsonl"
+    log.parent.mkdir()
+    log.write_text("")
+    assert saving(**NONE | {"checkpoint": log.parent, "resume": True}, others=(None, log)).resumed is None
+    with pytest.raises(NotADirectoryError, match="that is a file, not a folder of checkpoints"):
+        saving(**NONE | {"checkpoint": log})
+
+
 def small_run():
     def init_fn(key):
         return {"w": np.zeros((8, 8), np.float32)}
@@ -113,7 +124,8 @@ def test_without_a_step_a_run_starts_at_0(tmp_path, name):
         (folder / "4").mkdir()
     saves = saving(**NONE | {"checkpoint": folder, "resume": True, "fall_back": True})
     assert saves.resumed is None and saves.every == EVERY == 10 and saves.restored(None) is None
-    assert "new" in saves.shown["checkpoint"]
+    assert "; new" in saves.shown["checkpoint"]
+    assert ("step 4 is incomplete and will be replaced" in saves.shown["checkpoint"]) == (name == "incomplete")
 
 
 @pytest.mark.parametrize(
@@ -125,14 +137,16 @@ def test_without_a_step_a_run_starts_at_0(tmp_path, name):
         ({"fall_back": True, "checkpoint": "new"}, "--fall-back chooses the step to go on from: add --resume"),
         ({"checkpoint": "new", "checkpoint_every": 0}, "--checkpoint-every 0: give a number above 0"),
         ({"checkpoint": "new", "keep": -1}, "--keep -1: give a number above 0"),
-        ({"checkpoint": "file"}, "that is a file; give a folder"),
+        ({"checkpoint": "run/3"}, "is the folder of one step; give .*run and step=3"),
+        ({"checkpoint": "other"}, "is not a folder of checkpoints: it holds notes.txt and no step"),
         ({"checkpoint": "run"}, "a run is there, saved at step 3; add --resume to go on with it"),
         ({"checkpoint": "spoiled", "resume": True, "fall_back": True}, "is intact, the newest is 3"),
     ],
 )
 def test_wrong_flags(folder, flags, message):
-    (folder.parent / "file").write_text("")
     (folder.parent / "spoiled" / "3").mkdir(parents=True)
+    (folder.parent / "other").mkdir()
+    (folder.parent / "other" / "notes.txt").write_text("")
     (folder.parent / "spoiled" / "3" / "manifest.json").write_text("")
     given = NONE | flags | ({"checkpoint": folder.parent / flags["checkpoint"]} if "checkpoint" in flags else {})
     with pytest.raises(ValueError, match=message):
