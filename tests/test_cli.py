@@ -89,7 +89,10 @@ CASES = [
 
 @pytest.mark.parametrize(
     "strategy, engine, kind",
-    [pytest.param(*case, marks=pytest.mark.slow if case[2] in ("npy", "bin") else ()) for case in CASES],
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[2] in ("npy", "bin") or case[0] == "hsdp" else ())
+        for case in CASES
+    ],
 )
 def test_every_strategy_and_engine_gives_the_losses_of_one_device(strategy, engine, kind, data, expected, capsys):
     """Losses within 1e-5 of one device's, relative: the second one has seen Adam, which amplifies rounding."""

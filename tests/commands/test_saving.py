@@ -59,6 +59,7 @@ def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_th
     assert main(["checkpoint", "verify", str(folder)]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_complete_takes_no_step(folder, capsys):
     result = folder.parent / "result.json"
     flags = ["--steps", "3", "--checkpoint", str(folder), "--resume", "--json", str(result)]

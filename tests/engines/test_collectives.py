@@ -145,7 +145,7 @@ def test_recomputing_a_block_gathers_its_added_biases_again(remat):
     [
         (optax.sgd(0.1), 72),
         # Clipping adds the sums of squares that it takes itself, one per gradient.
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 136),
+        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 136, marks=pytest.mark.slow),
     ],
     ids=["sgd", "clipped adam"],
 )

@@ -101,7 +101,7 @@ def test_totals_count_copies_once():
 @pytest.mark.parametrize(
     ("toy", "strategy", "options"),
     [
-        ("linen", "zero2", {}),
+        pytest.param("linen", "zero2", {}, marks=pytest.mark.slow),
         ("nnx", "hsdp", {"microbatches": 2}),
         pytest.param("gpt", "fsdp", {}, marks=pytest.mark.slow),
         pytest.param("gpt", "hsdp", {"scatter": "end", "microbatches": 2}, marks=pytest.mark.slow),
@@ -159,10 +159,9 @@ def test_clipping_by_the_global_norm_is_ordered_too():
     assert scalar_traffic(compiled) == {}
 
 
-@pytest.mark.parametrize("name", ["hsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"microbatches": 2}], ids=["one turn", "two turns"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", setups(0))
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=["one turn", "two turns"])
 def test_the_audit_knows_what_is_promised(name, options):
     toy = linen_toy() if options else gpt_toy()
     axes, strategy = setups(0)[name]

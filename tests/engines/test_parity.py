@@ -47,7 +47,7 @@ STRATEGIES = {
 }
 SPLIT = {"ddp": (), "zero1": ("opt",), "zero2": ("opt", "grad")}
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
-FAST = {(s, "nnx") for s in STRATEGIES} | {("fsdp", "gpt"), ("zero1", "gpt"), ("hsdp", "linen"), ("zero2", "linen")}
+FAST = {(s, "nnx") for s in STRATEGIES} | {("fsdp", "gpt"), ("hsdp", "linen")}
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ def everything(params, x, key):
 
 BLOCKS = [scanning, recomputing, own_derivative, calling, closing_over, leaving_out, linear, forgetting]
 BLOCKS += [dividing, everything]
-FAST = [("zero_bubble", "stage", everything), ("zero_bubble", "everything", dividing)]
+FAST = [("zero_bubble", "everything", dividing)]
 
 
 def products():

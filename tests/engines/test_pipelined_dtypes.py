@@ -60,6 +60,7 @@ def head_with_metrics(params, x, batch, key):
     return js.Loss(js.Mean(loss.totals[0], weight), metrics=metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the mesh axis 'tensor' splits nothing")
 def test_narrow_and_boolean_metrics_beside_an_automatic_axis(compiling):
     """A manual sum in bf16 aborts the CPU compiler there, so that no failure would be seen: the run would end."""
@@ -79,6 +80,7 @@ def test_narrow_and_boolean_metrics_beside_an_automatic_axis(compiling):
     assert int(metrics["most"]) == 2  # rows of a micro-batch on a device
 
 
+@pytest.mark.slow
 def test_short_batches_count_the_rows_that_there_are(compiling):
     model, tx = model_of(head_with_metrics), optax.sgd(0.1)
     mesh, strategy = js.hybrid(data=4, pipe=2)

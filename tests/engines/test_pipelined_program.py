@@ -83,6 +83,7 @@ def of_optimizer(tx: str) -> Counter:
     return over_pipe(collectives(compiled.compiled, compiled.mesh))
 
 
+@pytest.mark.slow
 def test_an_elementwise_optimizer_adds_no_collective():
     assert of_optimizer("adamw") == of_optimizer("sgd")
 

@@ -115,6 +115,7 @@ def test_weights_are_gathered_over_data_alone():
     }
 
 
+@pytest.mark.slow
 def test_padded_leaves_are_gathered_over_data_alone():
     """Width 36 over 8 devices of data is padded to 40; two heads over two devices of tensor."""
     sizes = {"width": 36, "heads": 2, "vocab": 34}
@@ -208,7 +209,7 @@ def test_sequence_parallelism_equals_one_device(engine):
     assert_equal_runs(trace, one_device(toy))
 
 
-@pytest.mark.parametrize("scatter", ["each", "end"])
+@pytest.mark.parametrize("scatter", ["each", pytest.param("end", marks=pytest.mark.slow)])
 def test_micro_batches_equal_one_device(scatter):
     """f32, loss 1e-6 relative, gradients 1e-5."""
     toy = ZOO["gpt"]()

@@ -61,7 +61,9 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("lamb", "averaged") else ()) for name in TRANSFORMS]
+)
 def test_equals_the_unstacked_model(name: str) -> None:
     """Parameters after three steps to 1e-5 of the largest."""
     plain = optax.with_extra_args_support(TRANSFORMS[name]())

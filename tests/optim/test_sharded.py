@@ -131,7 +131,9 @@ def assert_same(one: tuple[list[float], Any], many: tuple[list[float], Any]) -> 
         assert float(jnp.abs(a - b).max()) <= 1e-5 * max(float(jnp.abs(a).max()), 1e-3 * largest)
 
 
-@pytest.mark.parametrize(("axis", "check_vma"), [("data", True), ("data", False), (("x", "y"), True)])
+@pytest.mark.parametrize(
+    ("axis", "check_vma"), [("data", True), pytest.param("data", False, marks=pytest.mark.slow), (("x", "y"), True)]
+)
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "fsdp"])
 def test_eight_devices_equal_one(stage: str, axis: Any, check_vma: bool) -> None:
     """Losses to 1e-6, parameters to 1e-5, with clipping by the global norm and momentum, on odd shapes."""
