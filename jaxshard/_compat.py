@@ -2,11 +2,13 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src import clusters, distributed, xla_bridge
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend.core import Literal as Literal
 from jax.interpreters import partial_eval
 
@@ -137,3 +139,24 @@ def before_exit(fn: Callable[[], Any]) -> None:
     (https://github.com/python/cpython/issues/86128).
     """
     threading._register_atexit(fn)  # type: ignore[attr-defined]  # private, so the stubs lack it
+
+
+def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
+    """Turns JAX's persistent compilation cache off, with a warning, where several CPU devices compute together.
+
+    Loaded from it the collectives of a program that do not depend on each other are no longer in one order: some
+    devices wait in one and some in the other, until XLA ends the process after 40 s (seen with JAX 0.10.2; to try it
+    with a newer one, run `jaxshard train` out of the cache several times on a busy machine).
+    """
+    config: Any = jax.config
+    if not config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        return
+    if mesh.size == 1 or not isinstance(mesh, jax.sharding.Mesh) or mesh.devices.flat[0].platform != "cpu":
+        return
+    config.update("jax_enable_compilation_cache", False)
+    reset_cache()
+    warnings.warn(
+        f"the compilation cache in {config.jax_compilation_cache_dir} is not used: programs of several CPU devices that "
+        "are loaded from it can hang in their collectives",
+        stacklevel=3,
+    )

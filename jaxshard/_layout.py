@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from jaxshard._compat import avoid_compilation_cache
 from jaxshard._loss import Model
 from jaxshard._mesh import axis_names
 from jaxshard._placement import Placement, axes_of, whole
@@ -149,6 +150,9 @@ def layout(
 ) -> Layout:
     """The `Layout` of a training run; traces `init_fn` and `tx.init` on shapes only and touches no device.
 
+    On several CPU devices JAX's persistent compilation cache is turned off, with a warning: programs that come out of
+    it can hang there.
+
     `trainable` freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
     parameters. A frozen parameter has no gradient and no optimizer state.
 
@@ -169,6 +173,7 @@ def layout(
     if not callable(init_fn):
         raise TypeError(f"init_fn must be a function of a key, got {type(init_fn).__name__}")
     _check_mesh(mesh)
+    avoid_compilation_cache(mesh)
     _batch_axes(strategy, mesh)  # an error about rows now rather than with the first batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     model = jax.eval_shape(init_fn, key)

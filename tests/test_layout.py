@@ -333,3 +333,27 @@ def test_trainable_as_a_tree_and_wrong_trees():
         layout(js.ddp(), trainable=lambda path: False)
     with pytest.raises(ValueError, match="tree of booleans like the parameters"):
         layout(js.ddp(), trainable={"dense": True})
+
+
+def test_programs_of_several_cpu_devices_dont_come_out_of_the_compilation_cache(tmp_path):
+    """Loaded from it they can hang."""
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_enable_compilation_cache": True}
+    before = {name: getattr(jax.config, name) for name in settings}
+
+    def made(devices):
+        return js.layout(
+            js.ddp(), js.make_mesh(jax.devices()[:devices], data=-1), lambda key: jnp.ones(8), optax.sgd(1)
+        )
+
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        made(1)
+        assert jax.config.jax_enable_compilation_cache
+        with pytest.warns(UserWarning, match="programs of several CPU devices that are loaded from it can hang"):
+            made(8)
+        assert not jax.config.jax_enable_compilation_cache
+        made(8)  # warns once
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

@@ -19,13 +19,12 @@ def killed(tmp_path, moments, steps, processes_of_the_whole):
     command = [sys.executable, "-m", "jaxshard", "train", "--data", text, "--devices", 2, "--seq", 16, "--batch", 8]
     command += ["--steps", steps, "--eval-every", steps, "--checkpoint-every", 2, "--keep", 3, "--sample", 0]
     flags = ["--checkpoint", folder, "--resume", "--log", log, "--json", result]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    program = launch(*command, *flags, count=2, restarts=len(moments), **cache)
+    program = launch(*command, *flags, count=2, restarts=len(moments))
     pids = kill(program, 2, moments, folder, log)
     output = finished(program)
     assert output.count("was ended by SIGKILL; ending the others") == len(moments)
     whole = ["--checkpoint", tmp_path / "whole", "--log", tmp_path / "whole.log", "--json", tmp_path / "whole.json"]
-    finished(launch(*command, *whole, count=processes_of_the_whole, **cache))
+    finished(launch(*command, *whole, count=processes_of_the_whole))
     check(log, tmp_path / "whole.log", len(moments))
     mine, expected = (json.loads(file.read_text()) for file in (result, tmp_path / "whole.json"))
     assert mine["losses"] == expected["losses"][mine["start"] :] and mine["loss_eval"] == expected["loss_eval"]
