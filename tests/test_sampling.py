@@ -1,4 +1,4 @@
-"""The pytest plugin `tests.slow_sampling`, run on small test files of its own."""
+"""The pytest plugin `tests.sampling`, run on small test files of its own."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow_sampling import cases, sample
+from tests.sampling import sample
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,7 +60,7 @@ def test_one(): pass
 def run_pytest(folder: Path, text: str, *options: str, **environment: str) -> str:
     (folder / "test_made.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  tpu\n")
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.slow_sampling", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.sampling", "-p", "no:cacheprovider", *options]
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAXSHARD_"))}
     done = subprocess.run(
         command, cwd=folder, env=outside | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True, text=True
@@ -82,22 +82,15 @@ def test_every_function_comes_before_a_second_case_of_any():
     assert functions == {"test_a.py::test_many", "test_a.py::test_b", "test_b.py::test_b"}
 
 
-def test_only_slow_tests_are_sampled(tmp_path):
-    assert "3 passed, 7 deselected" in run_pytest(tmp_path, SUITE, "--slow-sample", "2")
-    assert "2 passed, 8 deselected" in run_pytest(tmp_path, SUITE, "--slow-sample", "2", "-m", "slow")
+def test_only_what_is_selected_is_sampled(tmp_path):
+    assert "2 passed, 8 deselected" in run_pytest(tmp_path, SUITE, "--sample", "2", "-m", "slow")
+    assert "3 passed, 7 deselected" in run_pytest(tmp_path, SUITE, "--sample", "3")
     assert "10 passed" in run_pytest(tmp_path, SUITE)
 
 
 def test_what_takes_too_long_is_in_no_sample(tmp_path):
-    assert "3 passed, 8 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--slow-sample", "2")
-    assert "10 passed, 1 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--slow-sample", "99")
-
-
-def test_some_cases_of_every_function(tmp_path):
-    nodeids = [f"test_a.py::test_many[{i}]" for i in range(50)] + ["test_a.py::test_b", "test_b.py::test_b[0]"]
-    assert len(cases(nodeids, 1)) == 3 and len(cases(nodeids, 2)) == 4 and len(cases(nodeids, 99)) == 52
-    assert len({*cases(nodeids, 1)} | {*cases(nodeids, 1, "another")}) == 4
-    assert "3 passed, 7 deselected" in run_pytest(tmp_path, SUITE, "--cases", "1")
+    assert "2 passed, 9 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--sample", "2")
+    assert "10 passed, 1 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--sample", "99")
 
 
 def test_a_skipped_tpu_test_fails_only_where_tpu_is_required(tmp_path):

@@ -1,5 +1,5 @@
-"""A plugin: `--slow-sample N` runs N of the slow tests, none marked `slow(sampled=False)`; `--cases N` at most N cases
-of every test function; under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
+"""A plugin: `--sample N` runs N of the selected tests, none marked `slow(sampled=False)`, a case of every test function
+before a second one of any; under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
 """
 
 from __future__ import annotations
@@ -17,40 +17,30 @@ CollectReports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("slow tests")
-    group.addoption("--slow-sample", type=int, metavar="N", help="run only N of the selected slow tests")
-    group.addoption("--slow-seed", default="", metavar="TEXT", help="every text draws another sample, and other cases")
-    group.addoption("--cases", type=int, metavar="N", help="run at most N cases of every test function")
+    group = parser.getgroup("samples")
+    group.addoption("--sample", type=int, metavar="N", help="run only N of the selected tests")
+    group.addoption("--sample-seed", default="", metavar="TEXT", help="every text draws another sample")
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    count, most, seed = (config.getoption(name) for name in ("--slow-sample", "--cases", "--slow-seed"))
-    kept = {item.nodeid for item in items}
-    if count is not None:
-        slow = {item.nodeid: marker for item in items if (marker := item.get_closest_marker("slow"))}
-        sampled = [nodeid for nodeid, marker in slow.items() if marker.kwargs.get("sampled", True)]
-        kept = (kept - set(slow)) | sample(sampled, count, seed)
-    if most is not None:
-        kept = cases(kept, most, seed)
+    count = config.getoption("--sample")
+    if count is None:
+        return
+    eligible = [item.nodeid for item in items if _is_sampled(item)]
+    kept = sample(eligible, count, config.getoption("--sample-seed"))
     dropped = [item for item in items if item.nodeid not in kept]
     items[:] = [item for item in items if item.nodeid in kept]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
+    config.hook.pytest_deselected(items=dropped)
+
+
+def _is_sampled(item: pytest.Item) -> bool:
+    slow = item.get_closest_marker("slow")
+    return slow is None or slow.kwargs.get("sampled", True)
 
 
 def sample(nodeids: Iterable[str], count: int, seed: str = "") -> set[str]:
     """`count` of the node ids, by a hash: one case of every test function before a second case of any."""
-    return {nodeid for _, _, nodeid in sorted(_drawn(nodeids, seed))[:count]}
-
-
-def cases(nodeids: Iterable[str], most: int, seed: str = "") -> set[str]:
-    """At most so many cases of every test function, by a hash."""
-    return {nodeid for turn, _, nodeid in _drawn(nodeids, seed) if turn < most}
-
-
-def _drawn(nodeids: Iterable[str], seed: str) -> list[tuple[int, int, str]]:
-    """(how many cases of its function were drawn before, place, node id), in the order of a hash."""
     drawn = sorted(nodeids, key=lambda nodeid: hashlib.sha256(f"{seed}\n{nodeid}".encode()).digest())
     seen: Counter[str] = Counter()
     turns = []
@@ -58,7 +48,7 @@ def _drawn(nodeids: Iterable[str], seed: str) -> list[tuple[int, int, str]]:
         function = nodeid.partition("[")[0]
         turns.append((seen[function], order, nodeid))
         seen[function] += 1
-    return turns
+    return {nodeid for _, _, nodeid in sorted(turns)[:count]}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: after pytest has told an xfail from a skip
