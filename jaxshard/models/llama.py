@@ -90,7 +90,7 @@ SIZES = {
     # Not tuned: gpt-1m's recipe. On the standard library 1.67 nats per held-out byte (one seed), in 67 CPU seconds.
     "llama-1m": Size(
         {"vocab": 256, "width": 144, "depth": 4, "heads": 8, "kv_heads": 4, "hidden": 384, "seq": 32},
-        Recipe(batch=64, steps=320, learning_rate=2.5e-3, warmup=20),
+        Recipe(batch=64, steps=320, learning_rate=2.5e-3, warmup=80),
         llama,
     ),
     # Table 3 of Grattafiori et al. 2024; batch, warm-up and steps of its section 3.4.1, which are the 405B's.
