@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxshard.commands.launch import launch
 from jaxshard.commands.train import train
@@ -35,7 +36,6 @@ def test_the_scripts_parse(name):
 
 
 def test_the_jobset_parses():
-    yaml = pytest.importorskip("yaml")
     jobset = yaml.safe_load((FOLDER / "jobset.yaml").read_text())
     (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]

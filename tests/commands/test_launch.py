@@ -12,6 +12,7 @@ import pytest
 
 from jaxshard.cli import main
 from jaxshard.commands import supervisor
+from tests.distributed.killing import alive
 
 LAUNCH = [sys.executable, "-m", "jaxshard", "launch"]
 
@@ -19,14 +20,6 @@ LAUNCH = [sys.executable, "-m", "jaxshard", "launch"]
 def launch(*flags, script):
     """The exit status where every process runs a script of bash."""
     return main(["launch", *flags, "--", "bash", "-c", script])
-
-
-def alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def wait_until(condition, seconds=30):
