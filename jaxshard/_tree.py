@@ -71,7 +71,7 @@ def check_same_tree(expected: PyTree, received: PyTree, what: str, fix: str) -> 
     problems = [f"{path}: missing, expected {_describe(want[path])}" for path in want if path not in got]
     problems += [f"{path}: unexpected, {_describe(got[path])}" for path in got if path not in want]
     for path in want:
-        if path in got and _describe(want[path]) != _describe(got[path]):
+        if path in got and _kind(want[path]) != _kind(got[path]):
             problems.append(f"{path}: expected {_describe(want[path])}, got {_describe(got[path])}")
     if not problems and not same_structure(expected, received):
         problems.append(f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(received)}")
@@ -84,8 +84,13 @@ def same_structure(a: PyTree, b: PyTree) -> bool:
     return bool(first == jax.tree.structure(b))
 
 
+def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
+    return jnp.result_type(array), jnp.shape(array)
+
+
 def _describe(array: Any) -> str:
-    return f"{jnp.result_type(array)}{list(jnp.shape(array))}"
+    dtype, shape = _kind(array)
+    return f"{dtype}{list(shape)}"
 
 
 def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:

@@ -5,16 +5,21 @@ Orbax writes one data file per process (OCDBT), an index and some small files, h
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxshard.checkpoint.snapshot import Pieces
+
 ARRAYS = "arrays"
 """The folder of Orbax in the folder of a step."""
 _STATE = "state"
+_uses = itertools.count()
 _KEY = re.compile(r"(.*)/(?:c(?:/\d+)*|zarr\.json)", re.DOTALL)
 _VALUE = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
 
@@ -27,29 +32,77 @@ class Extent(NamedTuple):
     array: int
 
 
-def start(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
-    """Begins to save arrays into folder/arrays; returns the function that waits until all processes are done.
+def save(folder: Path, arrays: Mapping[str, Pieces]) -> None:
+    """Writes arrays into folder/arrays; every process calls it with its own pieces, and all return together.
 
-    The arrays are on the host when this returns, and may be donated. Every process calls it, and writes its shards.
+    No device takes part, and processes wait for each other through the coordinator: training may go on meanwhile.
     """
-    from orbax.checkpoint.experimental import v1  # half a second, which only those pay who save
+    from orbax.checkpoint import args
 
-    context = v1.Context()
-    saving = context.array.saving
-    saving.use_compression = False  # weights do not compress, and it takes longer than writing
-    saving.enable_write_sharding_file = False  # the layout says how arrays are spread
-    saving.array_metadata_store = None
-    context.asynchronous.create_directories_asynchronously = False  # where that fails, threads wait for 5 minutes
-    with context:
-        return v1.save_async(folder / ARRAYS, dict(arrays), checkpointable_name=_STATE).result
+    with _checkpointer() as checkpointer:
+        checkpointer.save(folder / ARRAYS, args.Composite(**{_STATE: args.PyTreeSave(dict(arrays))}))
 
 
 def load(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays in folder/arrays, spread as asked; every process reads the chunks that its shards lie in."""
-    from orbax.checkpoint.experimental import v1
+    from orbax.checkpoint import ArrayRestoreArgs, args
 
-    loaded: dict[str, jax.Array] = v1.load(folder / ARRAYS, dict(arrays), checkpointable_name=_STATE)
-    return loaded
+    wanted = {
+        path: ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype) for path, x in arrays.items()
+    }
+    with _checkpointer() as checkpointer:
+        restore = args.PyTreeRestore(dict(arrays), restore_args=wanted)
+        loaded: Mapping[str, Any] = checkpointer.restore(folder / ARRAYS, args.Composite(**{_STATE: restore}))
+    return dict(loaded[_STATE])
+
+
+def _checkpointer() -> Any:
+    """Orbax as it is used here; its barriers, of a name of their own each time, are not collectives."""
+    import orbax.checkpoint as ocp  # half a second, which only those pay who save
+
+    together = ocp.options.MultiprocessingOptions(
+        active_processes=set(range(jax.process_count())), barrier_sync_key_prefix=f"{next(_uses)}"
+    )
+    trees = ocp.PyTreeCheckpointHandler(
+        use_zarr3=True,
+        use_compression=False,  # weights do not compress, and it takes longer than writing
+        multiprocessing_options=together,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array | Pieces, _writer())),
+    )
+    ordered = ocp.options.AsyncOptions(create_directories_asynchronously=False)  # not beside the first writes
+    options = ocp.CompositeOptions(multiprocessing_options=together, async_options=ordered)
+    handler = ocp.CompositeCheckpointHandler(composite_options=options, **{_STATE: trees})
+    return ocp.Checkpointer(handler, multiprocessing_options=together)
+
+
+def _writer() -> Any:
+    """Orbax's handler of arrays, for pieces of them."""
+    from orbax.checkpoint import type_handlers
+
+    class Writer(type_handlers.ArrayHandler):
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> list[Any]:
+            import tensorstore
+
+            async with tensorstore.Transaction(atomic=True) as transaction:  # one index for all arrays
+                await asyncio.gather(*(_write(x, info, transaction) for x, info in zip(values, infos, strict=True)))
+            return []
+
+    return Writer()
+
+
+async def _write(x: Pieces, info: Any, transaction: Any) -> None:
+    """Writes the pieces of one array; the first process, which has some of them or none, also writes its shape."""
+    import tensorstore
+    from orbax.checkpoint import type_handlers
+
+    process = jax.process_index()
+    spec = type_handlers.get_json_tspec_write(info, True, x.shape, x.chunk, x.dtype, process_index=process)
+    opened = {"open": True, "context": info.ts_context, "transaction": transaction}
+    if process == 0:
+        await tensorstore.open(tensorstore.Spec(spec), create=True, **opened)
+    array = await tensorstore.open(tensorstore.Spec(spec), assume_metadata=True, **opened)
+    writes = (array[where].write(block, can_reference_source_data_indefinitely=True) for where, block in x.blocks())
+    await asyncio.gather(*writes)
 
 
 def extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Extent]]:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,9 +24,10 @@ from jaxshard._tree import raise_all
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import damage, files_of, segments_of
 from jaxshard.checkpoint.folder import remove, root_of
-from jaxshard.checkpoint.leaves import Entry, entries, unsupported
+from jaxshard.checkpoint.leaves import entries, unsupported
 from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, from_bytes, to_bytes, write, write_file
 from jaxshard.checkpoint.reader import restore
+from jaxshard.checkpoint.snapshot import snapshot
 
 _WAIT, _LOOK = 1200.0, 0.05
 """Seconds that processes wait for each other's checksums, and between two looks."""
@@ -62,30 +63,22 @@ def begin(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[]
         raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
     step = int(run.step)
     folder = root / str(step)
-    manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))
     if _in_first_process(lambda: _prepare(folder)):
         if not _holds(root, run, layout):
             raise ValueError(f"{folder}: step {step} of another run is there; save into another folder, or delete it")
         return lambda: folder
-    try:
-        wait = store.start(folder, _arrays(run, wanted, layout))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _failed(folder, error) from error
+    arrays = snapshot(list(zip(wanted, jax.tree.leaves(run), strict=True)))
 
     def finish() -> Path:
+        manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))
         try:
-            wait()
+            store.save(folder, arrays)
             _commit(folder, manifest, jax.process_index(), jax.process_count())
         except (OSError, ValueError, RuntimeError) as error:
             raise _failed(folder, error) from error
         return folder
 
     return finish
-
-
-def _arrays(run: TrainState, wanted: Sequence[Entry], layout: Layout) -> dict[str, jax.Array]:
-    pairs = zip(wanted, jax.tree.leaves(run), strict=True)
-    return {entry.path: entry.to_saved(x, layout.mesh) for entry, x in pairs if not entry.is_empty}
 
 
 def _prepare(folder: Path) -> bool:

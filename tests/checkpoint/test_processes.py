@@ -19,9 +19,20 @@ PROGRAM = """
     address, index, count, action, root = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 8 // int(count))
     jax.distributed.initialize(address, int(count), int(index))
+    import threading
     import numpy as np
+    from jax.experimental import multihost_utils
     import jaxshard as js
     from jaxshard._state import run_key
+
+    def in_the_main_thread(collective):
+        def call(*args, **kwargs):
+            assert threading.current_thread() is threading.main_thread(), "beside those of training"
+            return collective(*args, **kwargs)
+        return call
+
+    for name in ("sync_global_devices", "broadcast_one_to_all", "process_allgather"):
+        setattr(multihost_utils, name, in_the_main_thread(getattr(multihost_utils, name)))
     from tests.checkpoint.runs import made
     mine = made("three")
     if action == "save":
