@@ -16,7 +16,7 @@ from tests.checkpoint.runs import assert_same, made
 PROGRAM = """
     import sys
     import jax
-    address, index, count, action, root = sys.argv[1:]
+    address, index, count, action, root, which = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 8 // int(count))
     jax.distributed.initialize(address, int(count), int(index))
     import threading
@@ -34,7 +34,7 @@ PROGRAM = """
     for name in ("sync_global_devices", "broadcast_one_to_all", "process_allgather"):
         setattr(multihost_utils, name, in_the_main_thread(getattr(multihost_utils, name)))
     from tests.checkpoint.runs import made
-    mine = made("three")
+    mine = made(which)
     if action == "save":
         run = mine.run()
         later = run._replace(step=run.step + 1)
@@ -57,7 +57,7 @@ PROGRAM = """
 """
 
 
-def in_processes(count, action, root):
+def in_processes(count, action, root, name="three"):
     """What each of them printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -65,7 +65,7 @@ def in_processes(count, action, root):
     arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
     started = [
         subprocess.Popen(
-            [*arguments, str(index), str(count), action, str(root)],
+            [*arguments, str(index), str(count), action, str(root), name],
             stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         for index in range(count)
@@ -75,13 +75,19 @@ def in_processes(count, action, root):
     return outputs
 
 
+def bytes_below(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 @pytest.mark.slow
-def test_two_processes_save_and_one_restores(tmp_path):
-    outputs = in_processes(2, "save", tmp_path)
+@pytest.mark.parametrize("name", ["three", "ddp"])
+def test_two_processes_save_and_one_restores(name, tmp_path):
+    outputs = in_processes(2, "save", tmp_path, name)
     assert all("refused" in output and "step 4 of another run is there" in output for output in outputs)
     assert [path.name for path in tmp_path.iterdir()] == ["4"] and damage(tmp_path / "4") == []
     assert describe(tmp_path).made["processes"] == 2
-    assert any("ocdbt.process_1" in name for name in describe(tmp_path).files)
+    written = [bytes_below(tmp_path / "4" / "arrays" / "state" / f"ocdbt.process_{index}") for index in range(2)]
+    assert min(written) > sum(written) / 4, "both write, also what lies in both"
     back, expected = js.restore(tmp_path, made("zero1").layout), made("zero1").run()
     assert_same(back, expected._replace(step=expected.step + 1))
 
