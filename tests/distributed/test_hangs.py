@@ -141,7 +141,8 @@ def test_jaxshard_train_is_stopped_and_goes_on(launcher, tmp_path):
         assert program.returncode == 0, output
     step = js.latest_step(folder, intact=True)
     assert f"stopped by SIGTERM after step {step} of 5000; --resume goes on" in output, output
-    assert not result.exists()
+    found = json.loads(result.read_text())
+    assert found["stopped"] and found["start"] == 0 and len(found["losses"]) == step
     subprocess.run([*command, "--steps", str(step + 2)], env=environment, check=True, capture_output=True, timeout=200)
     found = json.loads(result.read_text())
-    assert found["start"] == step and len(found["losses"]) == 2
+    assert not found["stopped"] and found["start"] == step and len(found["losses"]) == 2
