@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -51,7 +52,7 @@ class Checkpointer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._saved: int | None = None
-        before_exit(self.wait_until_finished)
+        before_exit(self._wait_at_exit)
 
     def __call__(self, step: int, run: TrainState) -> None:
         """Saves the run if its step is one of those to be saved."""
@@ -69,7 +70,7 @@ class Checkpointer:
         if step == self._saved:
             return
         finish = begin(self._root, run, self._layout, self._data() if self._data else None)
-        self._pending, self._saved = self._worker.submit(self._finish, finish, step), step
+        self._pending = self._worker.submit(self._finish, finish, step)
 
     def restore(self) -> tuple[TrainState, Any]:
         """(the newest saved run whose parameters are finite, the data's position that was saved with it).
@@ -94,13 +95,10 @@ class Checkpointer:
 
     def wait_until_finished(self) -> None:
         """Returns once the last save is on disk; raises what went wrong with it."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                pending.result()
-            except OSError:
-                self._saved = None
-                raise
+        if self._pending is not None:
+            wait([self._pending])  # where it is interrupted, the save is still pending
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def __enter__(self) -> Self:
         return self
@@ -117,8 +115,16 @@ class Checkpointer:
         finally:
             self._worker.shutdown()
 
+    def _wait_at_exit(self) -> None:
+        """Never raises: that would keep other checkpointers from finishing."""
+        try:
+            self.wait_until_finished()
+        except Exception as error:
+            print(f"jaxshard: {error}", file=sys.stderr, flush=True)
+
     def _finish(self, finish: Callable[[], Path], step: int) -> None:
         finish()
+        self._saved = step
         if self._keep is not None and jax.process_index() == 0:
             steps = complete(self._root)
             for old in [other for other in steps if other != step][: max(0, len(steps) - self._keep)]:

@@ -49,6 +49,8 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
         found = store.load(folder, {entry.path: shapes[entry.path] for entry in wanted if not entry.is_empty})
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{folder}: its arrays can't be read: {' '.join(str(error).split())}") from error
+    if (hosts := company(layout.mesh)) is not None:
+        hosts.meet("js.restore, arrays")  # one disk may be slow, and collectives don't wait long
 
     def stored(entry: Entry) -> jax.Array:
         shape = shapes[entry.path]

@@ -52,8 +52,8 @@ class Pieces:
 def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, Pieces]:
     """The pieces of all arrays that are not empty, by their paths; the arrays may be donated afterwards.
 
-    Nothing is computed on a device and nothing is sent between them: a shard of a pipeline is several pieces. Of an
-    array that lies on several devices one copy is taken, of each array another, so that they share the work.
+    Nothing is sent between devices, nor computed but the words of random keys: a shard of a pipeline is several blocks.
+    Of an array that lies on several devices one copy is taken, of each array another, so that they share the work.
     """
     chosen = [(entry, _words(entry, x), number) for number, (entry, x) in enumerate(arrays) if not entry.is_empty]
     shards = {entry.path: _shards_to_write(x, number) for entry, x, number in chosen}

@@ -6,7 +6,6 @@ Orbax writes one data file per process (OCDBT), an index and some small files, h
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from jaxshard.checkpoint.snapshot import Pieces
 ARRAYS = "arrays"
 """The folder of Orbax in the folder of a step."""
 _STATE = "state"
-_uses = itertools.count()
 _KEY = re.compile(r"(.*)/(?:c(?:/\d+)*|zarr\.json)", re.DOTALL)
 _VALUE = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
 
@@ -32,37 +30,39 @@ class Extent(NamedTuple):
     array: int
 
 
-def save(folder: Path, arrays: Mapping[str, Pieces]) -> None:
+def save(folder: Path, arrays: Mapping[str, Pieces], name: str) -> None:
     """Writes arrays into folder/arrays; every process calls it with its own pieces, and all return together.
 
-    No device takes part, and processes wait for each other through the coordinator: training may go on meanwhile.
+    No device takes part, and processes wait for each other through the coordinator, by a name that no other save has:
+    training may go on meanwhile.
     """
     from orbax.checkpoint import args
 
-    with _checkpointer() as checkpointer:
+    with _checkpointer(name, set(range(jax.process_count()))) as checkpointer:
         checkpointer.save(folder / ARRAYS, args.Composite(**{_STATE: args.PyTreeSave(dict(arrays))}))
 
 
 def load(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays in folder/arrays, spread as asked; every process reads the chunks that its shards lie in."""
+    """The arrays in folder/arrays, spread as asked; every process reads the chunks that its shards lie in.
+
+    Processes don't wait for each other.
+    """
     from orbax.checkpoint import ArrayRestoreArgs, args
 
     wanted = {
         path: ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype) for path, x in arrays.items()
     }
-    with _checkpointer() as checkpointer:
+    with _checkpointer("load", {jax.process_index()}) as checkpointer:
         restore = args.PyTreeRestore(dict(arrays), restore_args=wanted)
         loaded: Mapping[str, Any] = checkpointer.restore(folder / ARRAYS, args.Composite(**{_STATE: restore}))
     return dict(loaded[_STATE])
 
 
-def _checkpointer() -> Any:
-    """Orbax as it is used here; its barriers, of a name of their own each time, are not collectives."""
+def _checkpointer(name: str, processes: set[int]) -> Any:
+    """Orbax as it is used here; with the processes given, its barriers are those of the coordinator."""
     import orbax.checkpoint as ocp  # half a second, which only those pay who save
 
-    together = ocp.options.MultiprocessingOptions(
-        active_processes=set(range(jax.process_count())), barrier_sync_key_prefix=f"{next(_uses)}"
-    )
+    together = ocp.options.MultiprocessingOptions(active_processes=processes, barrier_sync_key_prefix=name)
     trees = ocp.PyTreeCheckpointHandler(
         use_zarr3=True,
         use_compression=False,  # weights do not compress, and it takes longer than writing

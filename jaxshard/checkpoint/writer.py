@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,13 +27,16 @@ from jaxshard._tree import raise_all
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import damage, files_of, segments_of
 from jaxshard.checkpoint.folder import remove, root_of
-from jaxshard.checkpoint.leaves import entries, unsupported
+from jaxshard.checkpoint.leaves import Entry, entries, unsupported
 from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, from_bytes, to_bytes, write, write_file
 from jaxshard.checkpoint.reader import restore
 from jaxshard.checkpoint.snapshot import snapshot
 
 _WAIT, _LOOK = 1200.0, 0.05
 """Seconds that processes wait for each other's checksums, and between two looks."""
+_writing: set[Path] = set()
+_changed = threading.Condition()
+_saves = itertools.count()  # every process begins the same saves in the same order
 
 
 def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
@@ -50,35 +56,82 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
 def begin(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
     """Starts a save; the function that it returns, which may run in another thread, writes the rest.
 
-    What is left to do needs no device: the run may be donated.
+    What is left to do needs no device: the run may be donated. A save of the same step that is still being written is
+    waited for.
     """
-    check_run(layout, run)
     wanted, _ = entries(layout)
+    arrays = _checked(run, layout, wanted)
+    if json.loads(json.dumps(data, allow_nan=False)) != data:
+        raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
+    step = int(run.step)
+    folder = root / str(step)
+    with ExitStack() as stack:
+        stack.enter_context(_alone(folder))
+        if _in_first_process(lambda: _prepare(folder)):
+            if not _holds(root, run, layout):
+                problem = f"step {step} of another run is there; save into another folder, or delete it"
+                raise ValueError(f"{folder}: {problem}")
+            return lambda: folder
+        stack.enter_context(_all_or_nothing(folder))
+        name, pieces = f"save {next(_saves)} of {step}", snapshot(arrays)
+        rest = stack.pop_all()
+
+    def finish() -> Path:
+        with rest:
+            store.save(folder, pieces, name)
+            manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))
+            _commit(folder, manifest, jax.process_index(), jax.process_count())
+        return folder
+
+    return finish
+
+
+def _checked(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> list[tuple[Entry, jax.Array]]:
+    """The arrays of a run; raises unless they are those of the layout and can be saved."""
+    check_run(layout, run)
+    arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(run), strict=True))
     raise_all(
         (f"{entry.path}: {entry.dtype}" for entry in wanted if unsupported(entry)),
         ValueError,
         "arrays of these dtypes can't be saved; keep them in another, such as uint8",
     )
-    if json.loads(json.dumps(data, allow_nan=False)) != data:
-        raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
-    step = int(run.step)
-    folder = root / str(step)
-    if _in_first_process(lambda: _prepare(folder)):
-        if not _holds(root, run, layout):
-            raise ValueError(f"{folder}: step {step} of another run is there; save into another folder, or delete it")
-        return lambda: folder
-    arrays = snapshot(list(zip(wanted, jax.tree.leaves(run), strict=True)))
+    raise_all(
+        (f"{entry.path}: {type(x).__name__}" for entry, x in arrays if not isinstance(x, jax.Array)),
+        ValueError,
+        "these are no arrays of JAX; save a run that js.init, a step or js.restore has made",
+    )
+    raise_all(
+        (entry.path for entry, x in arrays if x.is_deleted()),
+        ValueError,
+        "these arrays are gone, for a step was given their memory; save the run that the step returned",
+    )
+    return arrays
 
-    def finish() -> Path:
-        manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))
-        try:
-            store.save(folder, arrays)
-            _commit(folder, manifest, jax.process_index(), jax.process_count())
-        except (OSError, ValueError, RuntimeError) as error:
-            raise _failed(folder, error) from error
-        return folder
 
-    return finish
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits for a save of this step that is being written, and keeps others waiting."""
+    with _changed:
+        _changed.wait_for(lambda: folder not in _writing)
+        _writing.add(folder)
+    try:
+        yield
+    finally:
+        with _changed:
+            _writing.discard(folder)
+            _changed.notify_all()
+
+
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[None]:
+    """Leaves nothing of a save that fails or is interrupted."""
+    try:
+        yield
+    except Exception as error:
+        raise _failed(folder, error) from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _prepare(folder: Path) -> bool:

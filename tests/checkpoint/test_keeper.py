@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint import describe, manifest, writer
+from jaxshard._state import run_key
+from jaxshard.checkpoint import describe, keeper, manifest, writer
 from jaxshard.checkpoint.checksums import damage
 from jaxshard.checkpoint.folder import numbered
 from jaxshard.checkpoint.manifest import NAME
@@ -200,6 +201,101 @@ def test_a_kill_at_any_time_leaves_a_step_that_is_intact(tmp_path):
         complete = [number for number, path in numbered(root).items() if (path / NAME).exists()]
         assert complete and all(damage(root / str(number)) == [] for number in complete)
         assert len(numbered(root)) - len(complete) <= 1
+
+
+def slowly(monkeypatch, fail=None):
+    """Saves take half a second, and those of a step fail."""
+    save = writer.store.save
+
+    def slow(folder, *rest):
+        time.sleep(0.5)
+        if fail is not None and folder.name == fail[0]:
+            raise fail[1]
+        save(folder, *rest)
+
+    monkeypatch.setattr(writer.store, "save", slow)
+
+
+def test_two_saves_of_one_step_at_a_time_are_one_after_the_other(tmp_path, monkeypatch):
+    slowly(monkeypatch)
+    with js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
+        checkpointer(1, at(1))
+        assert js.save(tmp_path, at(1), layout()) == tmp_path / "1"
+        assert damage(tmp_path / "1") == []
+        checkpointer(2, at(2))
+        with pytest.raises(ValueError, match="step 2 of another run is there"):
+            js.save(tmp_path, at(2)._replace(key=run_key(at(2).key)), layout())
+    assert steps_of(tmp_path) == [1, 2] and damage(tmp_path / "2") == []
+
+
+@pytest.mark.parametrize("error", [KeyError("chunk"), MemoryError("no memory"), AssertionError("not so")])
+def test_an_error_of_any_kind_leaves_nothing_and_the_step_can_be_saved_again(error, tmp_path, monkeypatch):
+    with monkeypatch.context() as patches:
+        slowly(patches, fail=("1", error))
+        checkpointer = js.Checkpointer(tmp_path, layout(), every=1)
+        checkpointer(1, at(1))
+        with pytest.raises(OSError, match="1: this step could not be saved") as caught:
+            checkpointer.wait_until_finished()
+    assert caught.value.__cause__ is error and list(tmp_path.iterdir()) == []
+    checkpointer.save(at(1))
+    checkpointer.wait_until_finished()
+    assert js.latest_step(tmp_path, intact=True) == 1
+
+
+def test_an_interrupted_wait_still_tells_what_went_wrong(tmp_path, monkeypatch):
+    slowly(monkeypatch, fail=("1", OSError("bad disk")))
+    checkpointer = js.Checkpointer(tmp_path, layout(), every=1)
+    checkpointer(1, at(1))
+    with monkeypatch.context() as patches:
+        patches.setattr(keeper, "wait", lambda pending: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer(2, at(2))
+    with pytest.raises(OSError, match="bad disk"):
+        checkpointer(2, at(2))
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    slowly(monkeypatch, fail=("1", KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        js.save(tmp_path, at(1), layout())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_that_are_gone_or_are_none_are_named(tmp_path):
+    gone = new_run()
+    gone.params["w"].delete()
+    with pytest.raises(ValueError, match=r"arrays are gone, .* the run that the step returned\n  - params/w$"):
+        js.save(tmp_path, gone, layout())
+    with pytest.raises(ValueError, match=r"no arrays of JAX; .*\n  - step: int32$"):
+        js.save(tmp_path, at(1)._replace(step=np.int32(1)), layout())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_while_one_save_fails_finishes_the_other(tmp_path):
+    program = """
+        import jax, sys, time
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jaxshard as js
+        from jaxshard.checkpoint import writer
+        from tests.checkpoint.small import at, layout
+        save = writer.store.save
+        def slow(folder, *rest):
+            time.sleep(1)
+            if folder.parent.name == "bad":
+                raise OSError("bad disk")
+            save(folder, *rest)
+        writer.store.save = slow
+        for name in ("good", "bad"):
+            js.Checkpointer(f"{sys.argv[1]}/{name}", layout(), every=1)(1, at(1))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, check=True, timeout=100, env=environment, capture_output=True, text=True)
+    assert js.latest_step(tmp_path / "good", intact=True) == 1 and js.latest_step(tmp_path / "bad") is None
+    lines = [line for line in ended.stderr.splitlines() if "bad" in line]
+    assert len(lines) == 1 and lines[0].startswith("jaxshard: ") and "bad disk" in lines[0]
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow
