@@ -116,7 +116,7 @@ class Checkpointer:
             self._worker.shutdown()
 
     def _wait_at_exit(self) -> None:
-        """Never raises: that would keep other checkpointers from finishing."""
+        """Never raises: Python would then not call what else waits for the end, such as another checkpointer."""
         try:
             self.wait_until_finished()
         except Exception as error:

@@ -13,6 +13,9 @@ import numpy as np
 from jaxshard._placement import View
 from jaxshard.checkpoint.leaves import Entry
 
+Block = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
+"""Where it lies in an array, and what lies there."""
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -25,16 +28,14 @@ class Pieces:
     dtype: np.dtype[Any]
     chunk: tuple[int, ...]
     view: View
-    shards: tuple[tuple[tuple[slice, ...], np.ndarray[Any, Any]], ...]
+    shards: tuple[Block, ...]
 
-    def blocks(self) -> Iterator[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]:
-        """(where it lies in the array, the block) of every block, without padding: views of the shards."""
+    def blocks(self) -> Iterator[Block]:
+        """All blocks, in model order and without padding: views of the shards."""
         for index, shard in self.shards:
             yield from self._blocks_of(index, shard)
 
-    def _blocks_of(
-        self, index: tuple[slice, ...], shard: np.ndarray[Any, Any]
-    ) -> Iterator[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]:
+    def _blocks_of(self, index: tuple[slice, ...], shard: np.ndarray[Any, Any]) -> Iterator[Block]:
         """One block for each index of the dimensions that came with the cut."""
         cut, stored = self.view.cut, self.view.stored
         starts = [where.start or 0 for where in index]

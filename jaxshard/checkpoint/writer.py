@@ -35,6 +35,7 @@ from jaxshard.checkpoint.snapshot import snapshot
 _WAIT, _LOOK = 1200.0, 0.05
 """Seconds that processes wait for each other's checksums, and between two looks."""
 _writing: set[Path] = set()
+"""Folders of the steps that this process is writing; `_changed` tells when one of them is done."""
 _changed = threading.Condition()
 _saves = itertools.count()  # every process begins the same saves in the same order
 
@@ -127,7 +128,7 @@ def _all_or_nothing(folder: Path) -> Iterator[None]:
     """Leaves nothing of a save that fails or is interrupted."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of Orbax, TensorStore or the disk: whatever it is, half a step must not stay
         raise _failed(folder, error) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
