@@ -31,9 +31,9 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshard._loss import as_loss
-from jaxshard._typing import PyTree
 from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.loss import as_loss
+from jaxshard.core.types import PyTree
 
 PIPE, DATA = "pipe", "data"
 

@@ -1,69 +1,155 @@
-"""Train a Flax model and an optax optimizer on any mesh, with the same result as on one device."""
+"""Train a Flax model and an optax optimizer on any mesh, with the same result as on one device.
 
-from jaxshard import distributed as distributed
-from jaxshard import optim as optim
-from jaxshard import schedules as schedules
-from jaxshard._bad import Bad as Bad
-from jaxshard._bad import BadStep as BadStep
-from jaxshard._bad import Rollback as Rollback
-from jaxshard._bad import check_finite as check_finite
-from jaxshard._constrain import constrain as constrain
-from jaxshard._cross_entropy import cross_entropy as cross_entropy
-from jaxshard._eval import averaged as averaged
-from jaxshard._eval import evaluate as evaluate
-from jaxshard._eval import make_apply as make_apply
-from jaxshard._eval import make_eval_step as make_eval_step
-from jaxshard._fit import fit as fit
-from jaxshard._hybrid import hybrid as hybrid
-from jaxshard._keys import row_keys as row_keys
-from jaxshard._layout import Layout as Layout
-from jaxshard._layout import layout as layout
-from jaxshard._loss import Loss as Loss
-from jaxshard._loss import Max as Max
-from jaxshard._loss import Mean as Mean
-from jaxshard._loss import Model as Model
-from jaxshard._loss import Sum as Sum
-from jaxshard._loss import combine as combine
-from jaxshard._mesh import make_mesh as make_mesh
-from jaxshard._mesh import simulate_devices as simulate_devices
-from jaxshard._placement import Placement as Placement
-from jaxshard._placement import View as View
-from jaxshard._records import Record as Record
-from jaxshard._rules import RULES as RULES
-from jaxshard._state import TrainState as TrainState
-from jaxshard._state import init as init
-from jaxshard._state import logical as logical
-from jaxshard._strategy import Strategy as Strategy
-from jaxshard._strategy import batch as batch
-from jaxshard._strategy import compose as compose
-from jaxshard._strategy import ddp as ddp
-from jaxshard._strategy import fsdp as fsdp
-from jaxshard._strategy import hsdp as hsdp
-from jaxshard._strategy import pipeline as pipeline
-from jaxshard._strategy import shard as shard
-from jaxshard._strategy import tensor as tensor
-from jaxshard._strategy import zero1 as zero1
-from jaxshard._strategy import zero2 as zero2
-from jaxshard._train import Step as Step
-from jaxshard._train import make_step as make_step
-from jaxshard._tree import Leaf as Leaf
-from jaxshard.adapt.linen import linen as linen
-from jaxshard.adapt.nnx import nnx as nnx
-from jaxshard.adapt.scanned import scanned as scanned
-from jaxshard.adapt.stack import stack as stack
-from jaxshard.adapt.stacked import Stacked as Stacked
-from jaxshard.checkpoint import Checkpointer as Checkpointer
-from jaxshard.checkpoint import latest_step as latest_step
-from jaxshard.checkpoint import restore as restore
-from jaxshard.checkpoint import save as save
-from jaxshard.data import batches as batches
-from jaxshard.data import local_batches as local_batches
-from jaxshard.engines import auto as auto
-from jaxshard.engines import explicit as explicit
-from jaxshard.engines import pipelined as pipelined
-from jaxshard.export import from_bytes as from_bytes
-from jaxshard.export import load_safetensors as load_safetensors
-from jaxshard.export import save_safetensors as save_safetensors
-from jaxshard.export import to_bytes as to_bytes
-from jaxshard.parity import Parity as Parity
-from jaxshard.parity import parity as parity
+Every name is imported when it is first used, so that `import jaxshard` does not import JAX. The lists below say where
+each name lives: the first for type checkers and readers, the second for Python. A test holds them together.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxshard import data as data
+    from jaxshard import distributed as distributed
+    from jaxshard import models as models
+    from jaxshard import optim as optim
+    from jaxshard import plan as plan
+    from jaxshard import schedules as schedules
+    from jaxshard.adapt.linen import linen as linen
+    from jaxshard.adapt.nnx import nnx as nnx
+    from jaxshard.adapt.scanned import scanned as scanned
+    from jaxshard.adapt.stack import stack as stack
+    from jaxshard.adapt.stacked import Stacked as Stacked
+    from jaxshard.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from jaxshard.checkpoint.checksums import Damaged as Damaged
+    from jaxshard.checkpoint.folder import latest_step as latest_step
+    from jaxshard.checkpoint.reader import restore as restore
+    from jaxshard.checkpoint.safetensors.reader import from_bytes as from_bytes
+    from jaxshard.checkpoint.safetensors.reader import load_safetensors as load_safetensors
+    from jaxshard.checkpoint.safetensors.writer import save_safetensors as save_safetensors
+    from jaxshard.checkpoint.safetensors.writer import to_bytes as to_bytes
+    from jaxshard.checkpoint.writer import save as save
+    from jaxshard.checks.collectives.compare import audit as audit
+    from jaxshard.checks.collectives.found import collectives as collectives
+    from jaxshard.checks.parity import Parity as Parity
+    from jaxshard.checks.parity import parity as parity
+    from jaxshard.core.constrain import constrain as constrain
+    from jaxshard.core.cross_entropy import cross_entropy as cross_entropy
+    from jaxshard.core.keys import row_keys as row_keys
+    from jaxshard.core.layout import Layout as Layout
+    from jaxshard.core.layout import layout as layout
+    from jaxshard.core.loss import Loss as Loss
+    from jaxshard.core.loss import Max as Max
+    from jaxshard.core.loss import Mean as Mean
+    from jaxshard.core.loss import Model as Model
+    from jaxshard.core.loss import Sum as Sum
+    from jaxshard.core.loss import combine as combine
+    from jaxshard.core.mesh import make_mesh as make_mesh
+    from jaxshard.core.mesh import simulate_devices as simulate_devices
+    from jaxshard.core.placement import Placement as Placement
+    from jaxshard.core.placement import View as View
+    from jaxshard.core.rules import RULES as RULES
+    from jaxshard.core.strategy import Strategy as Strategy
+    from jaxshard.core.strategy import batch as batch
+    from jaxshard.core.strategy import compose as compose
+    from jaxshard.core.strategy import ddp as ddp
+    from jaxshard.core.strategy import fsdp as fsdp
+    from jaxshard.core.strategy import hsdp as hsdp
+    from jaxshard.core.strategy import hybrid as hybrid
+    from jaxshard.core.strategy import pipeline as pipeline
+    from jaxshard.core.strategy import shard as shard
+    from jaxshard.core.strategy import tensor as tensor
+    from jaxshard.core.strategy import zero1 as zero1
+    from jaxshard.core.strategy import zero2 as zero2
+    from jaxshard.core.tree import Leaf as Leaf
+    from jaxshard.data.batches import batches as batches
+    from jaxshard.data.batches import local_batches as local_batches
+    from jaxshard.engines.auto import auto as auto
+    from jaxshard.engines.explicit import explicit as explicit
+    from jaxshard.engines.pipeline.engine import pipelined as pipelined
+    from jaxshard.training import metrics as metrics
+    from jaxshard.training.evaluate import averaged as averaged
+    from jaxshard.training.evaluate import evaluate as evaluate
+    from jaxshard.training.evaluate import make_apply as make_apply
+    from jaxshard.training.evaluate import make_eval_step as make_eval_step
+    from jaxshard.training.fit import fit as fit
+    from jaxshard.training.non_finite import Bad as Bad
+    from jaxshard.training.non_finite import BadStep as BadStep
+    from jaxshard.training.non_finite import Rollback as Rollback
+    from jaxshard.training.non_finite import check_finite as check_finite
+    from jaxshard.training.records import Record as Record
+    from jaxshard.training.state import TrainState as TrainState
+    from jaxshard.training.state import init as init
+    from jaxshard.training.state import logical as logical
+    from jaxshard.training.step import Step as Step
+    from jaxshard.training.step import make_step as make_step
+
+_ROOMS = ("data", "distributed", "models", "optim", "plan", "schedules")
+
+_NAMES = {
+    "adapt.linen": ("linen",),
+    "adapt.nnx": ("nnx",),
+    "adapt.scanned": ("scanned",),
+    "adapt.stack": ("stack",),
+    "adapt.stacked": ("Stacked",),
+    "checkpoint.checkpointer": ("Checkpointer",),
+    "checkpoint.checksums": ("Damaged",),
+    "checkpoint.folder": ("latest_step",),
+    "checkpoint.reader": ("restore",),
+    "checkpoint.safetensors.reader": ("from_bytes", "load_safetensors"),
+    "checkpoint.safetensors.writer": ("save_safetensors", "to_bytes"),
+    "checkpoint.writer": ("save",),
+    "checks.collectives.compare": ("audit",),
+    "checks.collectives.found": ("collectives",),
+    "checks.parity": ("Parity", "parity"),
+    "core.constrain": ("constrain",),
+    "core.cross_entropy": ("cross_entropy",),
+    "core.keys": ("row_keys",),
+    "core.layout": ("Layout", "layout"),
+    "core.loss": ("Loss", "Max", "Mean", "Model", "Sum", "combine"),
+    "core.mesh": ("make_mesh", "simulate_devices"),
+    "core.placement": ("Placement", "View"),
+    "core.rules": ("RULES",),
+    "core.strategy": (
+        "Strategy",
+        "batch",
+        "compose",
+        "ddp",
+        "fsdp",
+        "hsdp",
+        "hybrid",
+        "pipeline",
+        "shard",
+        "tensor",
+        "zero1",
+        "zero2",
+    ),
+    "core.tree": ("Leaf",),
+    "data.batches": ("batches", "local_batches"),
+    "engines.auto": ("auto",),
+    "engines.explicit": ("explicit",),
+    "engines.pipeline.engine": ("pipelined",),
+    "training.evaluate": ("averaged", "evaluate", "make_apply", "make_eval_step"),
+    "training.fit": ("fit",),
+    "training.non_finite": ("Bad", "BadStep", "Rollback", "check_finite"),
+    "training.records": ("Record",),
+    "training.state": ("TrainState", "init", "logical"),
+    "training.step": ("Step", "make_step"),
+}
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted([*_MODULES, *_ROOMS, "metrics"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS or name == "metrics":
+        value: Any = importlib.import_module(f"jaxshard.{'training.metrics' if name == 'metrics' else name}")
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(f"jaxshard.{_MODULES[name]}"), name)
+    else:
+        raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

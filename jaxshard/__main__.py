@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 
 sys.exit(main())

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxshard._tree import path_str, raise_all
+from jaxshard.core.tree import path_str, raise_all
 
 
 def check_closure(loss_fn: Callable[..., Any], mesh: Mesh) -> None:

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from flax import errors
 from flax import linen as nn
 
-from jaxshard._tree import raise_all
-from jaxshard._typing import PyTree
 from jaxshard.adapt.units import (
     Adapted,
     Save,
@@ -28,6 +26,8 @@ from jaxshard.adapt.units import (
     with_state,
     zeros_of,
 )
+from jaxshard.core.tree import raise_all
+from jaxshard.core.types import PyTree
 
 _INSPECTED = "intermediates"
 

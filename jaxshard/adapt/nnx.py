@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from jaxshard._tree import path_str, raise_all
-from jaxshard._typing import PyTree
 from jaxshard.adapt.units import (
     Adapted,
     Save,
@@ -26,6 +24,8 @@ from jaxshard.adapt.units import (
     parted,
     with_state,
 )
+from jaxshard.core.tree import path_str, raise_all
+from jaxshard.core.types import PyTree
 
 
 def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[..., Any]) -> Nnx:

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxshard._compat import Literal, open_jaxpr, piece, scan_counts
-from jaxshard._keys import typed_key
-from jaxshard._loss import Loss, Mean, Model
-from jaxshard._tree import BLOCKS, abstract, paths, raise_all
-from jaxshard._typing import PyTree
 from jaxshard.adapt.linen import Linen, linen
-from jaxshard.adapt.program import Program, depending, needed, pairs, variables
 from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.compat import Literal, open_jaxpr, piece, scan_counts
+from jaxshard.core.jaxpr import Program, depending, needed, pairs, variables
+from jaxshard.core.keys import typed_key
+from jaxshard.core.loss import Loss, Mean, Model
+from jaxshard.core.tree import BLOCKS, abstract, paths, raise_all
+from jaxshard.core.types import PyTree
 
 Path = tuple[str, ...]
 

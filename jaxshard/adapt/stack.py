@@ -11,14 +11,14 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from jaxshard._loss import Loss, Mean, Model
-from jaxshard._tree import BLOCKS, paths, raise_all
-from jaxshard._typing import PyTree
 from jaxshard.adapt.linen import LinenInit, LinenModel, names_in
 from jaxshard.adapt.nnx import Nnx
-from jaxshard.adapt.program import Program, needed, pairs
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.units import call_loss, check_loss, dim_names_of, zeros_of
+from jaxshard.core.jaxpr import Program, needed, pairs
+from jaxshard.core.loss import Loss, Mean, Model
+from jaxshard.core.tree import BLOCKS, paths, raise_all
+from jaxshard.core.types import PyTree
 
 _BLOCK = "block"
 

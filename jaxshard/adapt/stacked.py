@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard._keys import advance
-from jaxshard._loss import Loss, Max, Mean, Sum, as_loss
-from jaxshard._tree import BLOCKS, abstract, check_same_tree
-from jaxshard._typing import PyTree
+from jaxshard.core.keys import advance
+from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss
+from jaxshard.core.tree import BLOCKS, abstract, check_same_tree
+from jaxshard.core.types import PyTree
 
 RematPolicy = str | Callable[..., bool]
 

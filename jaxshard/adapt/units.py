@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard._loss import Max, Mean, Model, Sum, as_loss
-from jaxshard._tree import map_with_path, path_str, raise_all
-from jaxshard._typing import InitFn, LossFn, PyTree
 from jaxshard.adapt.stacked import evaluation
+from jaxshard.core.loss import Max, Mean, Model, Sum, as_loss
+from jaxshard.core.tree import map_with_path, path_str, raise_all
+from jaxshard.core.types import InitFn, LossFn, PyTree
 
 Units = tuple[type, ...]
 Save = Callable[..., Any]

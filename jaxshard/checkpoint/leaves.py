@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshard._layout import Layout
-from jaxshard._mesh import axis_names, axis_size
-from jaxshard._placement import Placement, axes_of, spec_entry, whole
-from jaxshard._state import TrainState
-from jaxshard._tree import leaf_of
 from jaxshard.checkpoint.manifest import Saved
+from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import axis_names, axis_size
+from jaxshard.core.placement import Placement, axes_of, spec_entry, whole
+from jaxshard.core.tree import leaf_of
+from jaxshard.training.state import TrainState
 
 
 class Entry(NamedTuple):

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxshard._agreement import run_facts
-from jaxshard._hosts import company, digest, everyone
-from jaxshard._layout import Layout
-from jaxshard._state import TrainState
-from jaxshard._tree import raise_all
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import Damaged, compare
 from jaxshard.checkpoint.folder import folder_of, root_of
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.manifest import Manifest, Saved, read, to_bytes
+from jaxshard.core.layout import Layout
+from jaxshard.core.tree import raise_all
+from jaxshard.distributed.agree import company, digest, everyone
+from jaxshard.distributed.facts import run_facts
+from jaxshard.training.state import TrainState
 
 
 def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = None, verify: bool = True) -> TrainState:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxshard._placement import View
 from jaxshard.checkpoint.leaves import Entry
+from jaxshard.core.placement import View
 
 Block = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
 """Where it lies in an array, and what lies there."""

@@ -20,10 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxshard._hosts import everyone
-from jaxshard._layout import Layout
-from jaxshard._state import TrainState, check_run
-from jaxshard._tree import raise_all
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import damage, files_of, segments_of
 from jaxshard.checkpoint.folder import remove, root_of
@@ -31,6 +27,10 @@ from jaxshard.checkpoint.leaves import Entry, entries, unsupported
 from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, from_bytes, to_bytes, write, write_file
 from jaxshard.checkpoint.reader import restore
 from jaxshard.checkpoint.snapshot import snapshot
+from jaxshard.core.layout import Layout
+from jaxshard.core.tree import raise_all
+from jaxshard.distributed.agree import everyone
+from jaxshard.training.state import TrainState, check_run
 
 _WAIT, _LOOK = 1200.0, 0.05
 """Seconds that processes wait for each other's checksums, and between two looks."""

@@ -1,1 +1,4 @@
-"""The commands of the command line, one module each."""
+"""The command line: `main` finds the command, every command is a file.
+
+Imports every room; only `__main__` imports it. A command's file is imported when the command is used.
+"""

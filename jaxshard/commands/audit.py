@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxshard._layout import layout as make_layout
-from jaxshard._train import check_batch, make_step
-from jaxshard._tree import abstract
+from jaxshard.checks.collectives.compare import Comparison
+from jaxshard.checks.collectives.compare import audit as audit_step
 from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, File, Words, check_files, check_positive
@@ -17,8 +16,9 @@ from jaxshard.commands.parallel import EngineName, RematName, StrategyName, para
 from jaxshard.commands.program import depth_of, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.plan.compare import Comparison
-from jaxshard.plan.compare import audit as audit_step
+from jaxshard.core.layout import layout as make_layout
+from jaxshard.core.tree import abstract
+from jaxshard.training.step import check_batch, make_step
 
 
 def audit(

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from jaxshard._layout import human_bytes
 from jaxshard.checkpoint.checksums import compare, compare_names, opened
 from jaxshard.checkpoint.folder import folder_of, numbered, root_of
 from jaxshard.checkpoint.manifest import NAME, Manifest
@@ -16,6 +15,7 @@ from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, File, check_files
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
+from jaxshard.core.layout import human_bytes
 
 
 def checkpoint(

@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from jaxshard._compat import backend_is_initialized, default_devices, joined
+from jaxshard.core.compat import backend_is_initialized, default_devices, joined
 
 SIMULATED = 8
 """How many CPU devices are simulated when no number is asked for."""

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+from jaxshard.core.our_code import is_ours
 
 
 class UsageError(Exception):
@@ -34,6 +34,6 @@ def refusals() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if not raised_in.is_relative_to(_PACKAGE):
+        if not is_ours(raised_in):
             raise
         raise UsageError(" ".join(str(error).split())) from error

@@ -10,9 +10,9 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from jaxshard import data
-from jaxshard.models import SIZES
+from jaxshard.data import corpus
 from jaxshard.models.decoder import Size
+from jaxshard.models.sizes import SIZES
 
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
@@ -51,19 +51,19 @@ def check_files(**files: Path | None) -> None:
             raise ValueError(f"--{name} {file}: the folder {file.parent} does not exist; make it, or give another file")
 
 
-def corpus_of(console: Console, path: Path | None, dtype: str | None, vocab: int | None) -> data.Corpus:
+def corpus_of(console: Console, path: Path | None, dtype: str | None, vocab: int | None) -> corpus.Corpus:
     """The corpus at a path, or the standard library; what loading leaves out is noted on the console."""
     if path is None:
         if dtype is not None or vocab is not None:
             raise ValueError("--dtype and --vocab describe a file of token ids; name it with --data")
-        return data.stdlib()
+        return corpus.stdlib()
     try:
         kind = None if dtype is None else np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"--dtype {dtype}: there is no such dtype; use one such as uint16 or int32") from error
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        corpus = data.load(path, dtype=kind, vocab=vocab)
+        found = corpus.load(path, dtype=kind, vocab=vocab)
     for warning in caught:
         console.print(f"note: {warning.message}")
-    return corpus
+    return found

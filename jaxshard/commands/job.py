@@ -8,16 +8,18 @@ import jax
 import numpy as np
 import optax
 
-from jaxshard._layout import Layout, human_bytes
-from jaxshard._layout import layout as make_layout
-from jaxshard._train import check_batch
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.parallel import Parallel
 from jaxshard.commands.result import corpus_facts, predicted_bytes
-from jaxshard.data import Corpus, eval_batches, windows
+from jaxshard.core.layout import Layout, human_bytes
+from jaxshard.core.layout import layout as make_layout
+from jaxshard.cost.flops import train_flops
+from jaxshard.data import windows
+from jaxshard.data.corpus import Corpus
 from jaxshard.data.source import Source
+from jaxshard.data.windows import eval_batches
 from jaxshard.models.decoder import Decoder, Size
-from jaxshard.plan.flops import train_flops
+from jaxshard.training.step import check_batch
 
 EVAL_TOKENS = 2**16
 """How many held-out tokens an evaluation sees, evenly spaced over them."""

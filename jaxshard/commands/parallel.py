@@ -8,13 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxshard._mesh import make_mesh
-from jaxshard._strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.commands.devices import choose_devices
-from jaxshard.engines import auto, explicit, pipelined
+from jaxshard.core.mesh import make_mesh
+from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.engines.accumulate import Engine
+from jaxshard.engines.auto import auto
+from jaxshard.engines.explicit import explicit
+from jaxshard.engines.pipeline.engine import pipelined
 from jaxshard.plan.topology import topology_mesh
-from jaxshard.schedules import ONE_CHUNK, Schedule, full_name
+from jaxshard.schedules.named import ONE_CHUNK, full_name
+from jaxshard.schedules.schedule import Schedule
 
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]

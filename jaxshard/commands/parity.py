@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import tyro
 from rich.text import Text
 
-from jaxshard._difference import Difference
+from jaxshard.checks.difference import Difference
+from jaxshard.checks.parity import DIFFERS, Parity
+from jaxshard.checks.parity import parity as compare
 from jaxshard.commands.devices import describe
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
@@ -17,10 +19,8 @@ from jaxshard.commands.parallel import EngineName, StrategyName, parallel
 from jaxshard.commands.program import Program, depth_of, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.metrics import finite
-from jaxshard.models import SIZES
-from jaxshard.parity import DIFFERS, Parity
-from jaxshard.parity import parity as compare
+from jaxshard.models.sizes import SIZES
+from jaxshard.training.metrics import finite
 
 _ROWS, _SEQ = 16, 32
 """Of the batch of a ready-made size: at most 512 tokens, since long sums lose digits."""

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import optax
 
-from jaxshard._layout import check_transform
-from jaxshard._typing import InitFn, LossFn, PyTree
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import size_of
-from jaxshard.models import SIZES
+from jaxshard.core.layout import check_transform
+from jaxshard.core.types import InitFn, LossFn, PyTree
+from jaxshard.models.sizes import SIZES
 
 _ORDER = "(init_fn, loss_fn, tx, batch)"
 _RETURNS = f"a function without arguments that returns {_ORDER}"

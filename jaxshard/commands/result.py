@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxshard._eval import make_apply
-from jaxshard._layout import Layout
-from jaxshard._records import Record
-from jaxshard._state import TrainState
-from jaxshard.data import Corpus
-from jaxshard.metrics import finite
+from jaxshard.core.layout import Layout
+from jaxshard.data.corpus import Corpus
 from jaxshard.models.decoder import Decoder, sample
+from jaxshard.training.evaluate import make_apply
+from jaxshard.training.metrics import finite
+from jaxshard.training.records import Record
+from jaxshard.training.state import TrainState
 
 _PROMPT, _TEMPERATURE = 32, 0.8
 

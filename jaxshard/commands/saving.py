@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxshard._layout import Layout
-from jaxshard._state import TrainState
-from jaxshard.checkpoint import Checkpointer, Damaged, describe, latest_step, restore
-from jaxshard.checkpoint.folder import complete, numbered, root_of
+from jaxshard.checkpoint.checkpointer import Checkpointer
+from jaxshard.checkpoint.checksums import Damaged
+from jaxshard.checkpoint.folder import complete, latest_step, numbered, root_of
+from jaxshard.checkpoint.reader import describe, restore
+from jaxshard.core.layout import Layout
+from jaxshard.training.state import TrainState
 
 EVERY = 10
 """Steps between saves where nothing is said."""

@@ -12,10 +12,10 @@ from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, File, check_files, check_positive
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.plot import plot_schedule
 from jaxshard.schedules.chart import WIDTH
 from jaxshard.schedules.file import COLUMNS
 from jaxshard.schedules.named import NAMES, full_name, named
+from jaxshard.schedules.plot import plot_schedule
 from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.stats import Costs, Stats
 

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from jaxshard._layout import human_bytes
-from jaxshard._records import Record
+from jaxshard.core.layout import human_bytes
+from jaxshard.training.records import Record
 
 _ROLES = {
     "param": "parameters",

@@ -11,15 +11,8 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from jaxshard import metrics
-from jaxshard._bad import BadSteps, Rollback
-from jaxshard._compat import joined
-from jaxshard._eval import evaluate, make_eval_step
-from jaxshard._fit import fit
-from jaxshard._records import Record
-from jaxshard._state import TrainState, init
-from jaxshard._train import make_step
-from jaxshard.checkpoint import Checkpointer
+from jaxshard.checkpoint.checkpointer import Checkpointer
+from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, File, Words, check_files, check_positive, corpus_of, size_of
@@ -29,10 +22,19 @@ from jaxshard.commands.program import depth_of
 from jaxshard.commands.result import compiled_bytes, numbers, predicted_bytes, sampled, write_json
 from jaxshard.commands.saving import saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
-from jaxshard.data import batches
-from jaxshard.distributed import Preemption, Watchdog, initialize
-from jaxshard.distributed.leaving import end_on_sigterm
-from jaxshard.plan.audit import collectives, summary
+from jaxshard.core.compat import joined
+from jaxshard.data.batches import batches
+from jaxshard.distributed.cluster import initialize
+from jaxshard.distributed.hard_exit import end_on_sigterm
+from jaxshard.distributed.preemption import Preemption
+from jaxshard.distributed.watchdog import Watchdog
+from jaxshard.training import metrics
+from jaxshard.training.evaluate import evaluate, make_eval_step
+from jaxshard.training.fit import fit
+from jaxshard.training.non_finite import BadSteps, Rollback
+from jaxshard.training.records import Record
+from jaxshard.training.state import TrainState, init
+from jaxshard.training.step import make_step
 
 
 def train(

@@ -1,7 +1,7 @@
 """Data: token corpora, indexed global sources and mixtures of them, and the global batches on the devices.
 
 The sequence of global batches depends on (seed, step) alone: which rows a host reads follows from the layout, never the
-other way round, and the position in the data is the step.
+other way round, and the position in the data is the step. Imports `core/` and `distributed/`.
 """
 
 from jaxshard.data.batches import batches as batches

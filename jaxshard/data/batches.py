@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxshard._agreement import batch_facts, row_facts
-from jaxshard._hosts import company
-from jaxshard._tree import map_with_path, path_str
-from jaxshard._typing import PyTree
+from jaxshard.core.tree import map_with_path, path_str
+from jaxshard.core.types import PyTree
 from jaxshard.data.examples import Indexed
 from jaxshard.data.source import Source
 from jaxshard.data.stream import Batches, Read
+from jaxshard.distributed.agree import company
+from jaxshard.distributed.facts import batch_facts, row_facts
 
 if TYPE_CHECKING:
-    from jaxshard._layout import Layout
+    from jaxshard.core.layout import Layout
 
 _STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 """How iterators save their position: Grain's names, torch's and Hugging Face's."""

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxshard._tree import check_same_tree, path_str
-from jaxshard._typing import PyTree
+from jaxshard.core.tree import check_same_tree, path_str
+from jaxshard.core.types import PyTree
 from jaxshard.data.order import permute
 from jaxshard.data.source import places
 

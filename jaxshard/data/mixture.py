@@ -11,8 +11,8 @@ from numbers import Rational, Real
 import jax
 import numpy as np
 
-from jaxshard._tree import check_same_tree
-from jaxshard._typing import PyTree
+from jaxshard.core.tree import check_same_tree
+from jaxshard.core.types import PyTree
 from jaxshard.data.order import permute
 from jaxshard.data.source import Source, places
 

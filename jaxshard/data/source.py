@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxshard._typing import PyTree
+from jaxshard.core.types import PyTree
 
 
 class Source(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jaxshard._typing import PyTree
+from jaxshard.core.types import PyTree
 
 Read = Callable[[], tuple[PyTree, Any]]
 

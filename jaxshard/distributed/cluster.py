@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxshard._compat import backend_is_initialized, cluster_processes, joined
-from jaxshard.distributed.leaving import leave_on_error
+from jaxshard.core.compat import backend_is_initialized, cluster_processes, joined
+from jaxshard.distributed.hard_exit import leave_on_error
 
 COORDINATOR, PROCESSES, INDEX = "JAXSHARD_COORDINATOR_ADDRESS", "JAXSHARD_NUM_PROCESSES", "JAXSHARD_PROCESS_ID"
 """The environment that says what the arguments of `initialize` say; `jaxshard launch` sets it."""

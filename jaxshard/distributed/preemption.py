@@ -13,8 +13,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from jaxshard._hosts import Company, everyone
-from jaxshard._notes import look, put, wait
+from jaxshard.distributed.agree import Company, everyone
+from jaxshard.distributed.key_value import look, put, wait
 
 KILLED = 143
 """The exit status after a second SIGTERM: what a shell says of a process that the signal ended."""

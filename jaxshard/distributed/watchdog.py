@@ -12,15 +12,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from types import CodeType, TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 
-from jaxshard._hosts import Company, everyone
-from jaxshard._notes import look, put
+from jaxshard.distributed.agree import Company, everyone
+from jaxshard.distributed.key_value import look, put
 
 HUNG = 75
 """The exit status of a process whose run hung: EX_TEMPFAIL, "try again"."""
@@ -32,9 +32,18 @@ _FAREWELL = 10.0
 """Seconds in which every process is to write its report before the first of them ends."""
 
 _rooms = itertools.count()
-_PACKAGE = Path(__file__).parent.parent
-_WAITING = (str(Path(jax.__file__).parent), str(_PACKAGE / "_train.py"), str(_PACKAGE / "_records.py"))
-"""Where the Python code stands that waits for devices, and with them for other processes."""
+_JAX = str(Path(jax.__file__).parent)
+_waiting: set[CodeType] = set()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def waits_for_devices(fn: _Function) -> _Function:
+    """Marks a function as one that waits for devices, and with them for other processes: hang reports say so.
+
+    Code of JAX itself is known to wait; this is for ours that calls compiled programs or reads their results.
+    """
+    _waiting.add(fn.__code__)
+    return fn
 
 
 class Beat(NamedTuple):
@@ -253,7 +262,7 @@ def where(thread: int) -> tuple[bool, str]:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return False, "(ended)"
-    waits = frame.f_code.co_filename.startswith(_WAITING)
+    waits = frame.f_code in _waiting or frame.f_code.co_filename.startswith(_JAX)
     places: list[str] = []
     while frame is not None and len(places) < 4:
         code = frame.f_code

@@ -1,8 +1,5 @@
-"""Engines: how the gradient is computed. Small values from which a `value_and_grad` is made."""
+"""How the gradient is computed: `auto`, `explicit` and, in `pipeline/`, `pipelined`.
 
-from jaxshard.engines.auto import Auto as Auto
-from jaxshard.engines.auto import auto as auto
-from jaxshard.engines.explicit import Explicit as Explicit
-from jaxshard.engines.explicit import explicit as explicit
-from jaxshard.engines.pipelined import Pipelined as Pipelined
-from jaxshard.engines.pipelined import pipelined as pipelined
+An engine is a small value from which a `value_and_grad` is made; it never touches an optimizer. Imports `core/`,
+`adapt/` and `schedules/`.
+"""

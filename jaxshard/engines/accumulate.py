@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxshard._layout import Layout
-from jaxshard._loss import Loss, Max, Mean, Sum, weighted_sum
-from jaxshard._tree import abstract, check_same_tree
-from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy, saveable_of
 from jaxshard.adapt.units import Units
-from jaxshard.engines.weights import Scatter
+from jaxshard.core.layout import Layout
+from jaxshard.core.loss import Loss, Max, Mean, Sum, weighted_sum
+from jaxshard.core.tree import abstract, check_same_tree
+from jaxshard.core.types import LossFn, PyTree
+from jaxshard.engines.just_in_time import Scatter
 
 Reduction = Literal["native", "ordered"]
 

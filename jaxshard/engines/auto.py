@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard._keys import row_stride
-from jaxshard._layout import Layout
-from jaxshard._loss import Loss
-from jaxshard._placement import Placement, spec_entry
-from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.core.keys import row_stride
+from jaxshard.core.layout import Layout
+from jaxshard.core.loss import Loss
+from jaxshard.core.placement import Placement, spec_entry
+from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.accumulate import Engine, Outcome, Scatter, value_and_grad
-from jaxshard.engines.weights import MakeMove, Move, cast, make_call
+from jaxshard.engines.just_in_time import MakeMove, Move, cast, make_call
 
 
 @dataclass(frozen=True)

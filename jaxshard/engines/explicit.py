@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard._collectives import NATIVE, Sums, all_max, gather, total
-from jaxshard._layout import Layout, only
-from jaxshard._loss import Loss, Max, Mean, Sum
-from jaxshard._ordered import ORDERED
-from jaxshard._placement import Placement, axes_of, only_axes
-from jaxshard._typing import LossFn, PyTree
 from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, total
+from jaxshard.core.layout import Layout, only
+from jaxshard.core.loss import Loss, Max, Mean, Sum
+from jaxshard.core.ordered_sums import ORDERED
+from jaxshard.core.placement import Placement, axes_of, only_axes
+from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.accumulate import Engine, Outcome, Reduction, Scatter, value_and_grad
-from jaxshard.engines.weights import MakeMove, Move, cast, make_call
+from jaxshard.engines.just_in_time import MakeMove, Move, cast, make_call
 
 
 @dataclass(frozen=True)

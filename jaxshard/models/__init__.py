@@ -1,7 +1,13 @@
-"""Ready-made models of all families."""
+"""Ready-made models: decoder-only transformers described as `js.Stacked` models, with the sizes people ask for.
 
-from jaxshard.models import gpt, llama
-from jaxshard.models.decoder import Size
+Imports `core/` and `adapt/`.
+"""
 
-SIZES: dict[str, Size] = gpt.SIZES | llama.SIZES
-"""Every ready-made size; `SIZES["gpt2"].model(vocab=256)` is one of them with another vocabulary."""
+from jaxshard.models.decoder import Decoder as Decoder
+from jaxshard.models.decoder import Recipe as Recipe
+from jaxshard.models.decoder import Size as Size
+from jaxshard.models.decoder import logits as logits
+from jaxshard.models.decoder import sample as sample
+from jaxshard.models.gpt import gpt as gpt
+from jaxshard.models.llama import llama as llama
+from jaxshard.models.sizes import SIZES as SIZES

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from jaxshard._constrain import constrain
-from jaxshard._cross_entropy import cross_entropy
-from jaxshard._keys import row_keys
-from jaxshard._loss import Loss, Mean
-from jaxshard._typing import PyTree
 from jaxshard.adapt.stacked import BLOCKS, Stacked
+from jaxshard.core.constrain import constrain
+from jaxshard.core.cross_entropy import cross_entropy
+from jaxshard.core.keys import row_keys
+from jaxshard.core.loss import Loss, Mean
+from jaxshard.core.types import PyTree
 
 STDDEV = 0.02
 """Of the normal distribution from which weights are drawn."""

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxshard._constrain import constrain, splits
-from jaxshard._keys import row_keys
-from jaxshard._typing import PyTree
+from jaxshard.core.constrain import constrain, splits
+from jaxshard.core.keys import row_keys
+from jaxshard.core.types import PyTree
 from jaxshard.models.decoder import (
     HEADS,
     RESIDUAL,

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jaxshard._constrain import constrain, splits
-from jaxshard._typing import PyTree
+from jaxshard.core.constrain import constrain, splits
+from jaxshard.core.types import PyTree
 from jaxshard.models.decoder import (
     HEADS,
     RESIDUAL,

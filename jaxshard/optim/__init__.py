@@ -1,26 +1,29 @@
-"""Optimizer transforms for sharded training; every one is an ordinary optax transform."""
+"""Optimizer transforms for sharded training; every one is an ordinary optax transform.
 
-from .averaging import AveragedState as AveragedState
-from .averaging import averaged as averaged
-from .averaging import averaged_params as averaged_params
-from .clipping import clip_by_global_norm as clip_by_global_norm
-from .clipping import global_norm as global_norm
-from .elementwise import Reason as Reason
-from .elementwise import Report as Report
-from .elementwise import check_elementwise as check_elementwise
-from .elementwise import require_elementwise as require_elementwise
-from .master import MasterState as MasterState
-from .master import master as master
-from .per_block import PerBlockState as PerBlockState
-from .per_block import per_block as per_block
-from .sharded import fsdp as fsdp
-from .sharded import gather_params as gather_params
-from .sharded import param_specs as param_specs
-from .sharded import shard_params as shard_params
-from .sharded import state_specs as state_specs
-from .sharded import zero1 as zero1
-from .sharded import zero2 as zero2
-from .stacking import require_same_stacked as require_same_stacked
-from .stacking import stacking_changes as stacking_changes
-from .tensor import tensor as tensor
-from .tensor import tensor_state_specs as tensor_state_specs
+The wrappers are here, the proofs about a transform in `proof/`. Imports `core/` only.
+"""
+
+from jaxshard.optim.averaging import AveragedState as AveragedState
+from jaxshard.optim.averaging import averaged as averaged
+from jaxshard.optim.averaging import averaged_params as averaged_params
+from jaxshard.optim.clipping import clip_by_global_norm as clip_by_global_norm
+from jaxshard.optim.clipping import global_norm as global_norm
+from jaxshard.optim.master import MasterState as MasterState
+from jaxshard.optim.master import master as master
+from jaxshard.optim.per_block import PerBlockState as PerBlockState
+from jaxshard.optim.per_block import per_block as per_block
+from jaxshard.optim.proof.elementwise import Reason as Reason
+from jaxshard.optim.proof.elementwise import Report as Report
+from jaxshard.optim.proof.elementwise import check_elementwise as check_elementwise
+from jaxshard.optim.proof.elementwise import require_elementwise as require_elementwise
+from jaxshard.optim.proof.stacking import require_same_stacked as require_same_stacked
+from jaxshard.optim.proof.stacking import stacking_changes as stacking_changes
+from jaxshard.optim.sharded import fsdp as fsdp
+from jaxshard.optim.sharded import gather_params as gather_params
+from jaxshard.optim.sharded import param_specs as param_specs
+from jaxshard.optim.sharded import shard_params as shard_params
+from jaxshard.optim.sharded import state_specs as state_specs
+from jaxshard.optim.sharded import zero1 as zero1
+from jaxshard.optim.sharded import zero2 as zero2
+from jaxshard.optim.tensor import tensor as tensor
+from jaxshard.optim.tensor import tensor_state_specs as tensor_state_specs

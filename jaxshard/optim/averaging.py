@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard._typing import PyTree
+from jaxshard.core.types import PyTree
 
 
 class AveragedState(NamedTuple):

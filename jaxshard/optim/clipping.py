@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard._collectives import all_sum
-from jaxshard._mesh import axis_names
-from jaxshard._tree import path_str
-from jaxshard._typing import AxisName, PyTree
+from jaxshard.core.collectives import all_sum
+from jaxshard.core.mesh import axis_names
+from jaxshard.core.tree import path_str
+from jaxshard.core.types import AxisName, PyTree
 
 
 def clip_by_global_norm(

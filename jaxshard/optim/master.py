@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxshard._typing import PyTree
+from jaxshard.core.types import PyTree
 
 
 class MasterState(NamedTuple):

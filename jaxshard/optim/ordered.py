@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxshard._compat import Literal, inlined, open_jaxpr, replayed
-from jaxshard._layout import Layout
-from jaxshard._ordered import totals
-from jaxshard._typing import PyTree
-from jaxshard.optim.elementwise import check_elementwise, elementwise_but_for_totals
+from jaxshard.core.compat import Literal, inlined, open_jaxpr, replayed
+from jaxshard.core.layout import Layout
+from jaxshard.core.ordered_sums import totals
+from jaxshard.core.types import PyTree
+from jaxshard.optim.proof.elementwise import check_elementwise, elementwise_but_for_totals
 
 
 def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.GradientTransformation:

@@ -8,11 +8,11 @@ import jax
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from jaxshard._compat import open_jaxpr
-from jaxshard._tree import BLOCKS, abstract, path_str, raise_all
-from jaxshard._typing import PyTree
-from jaxshard.optim.elementwise import coupled_leaves, describe
-from jaxshard.optim.slices import in_slices
+from jaxshard.core.compat import open_jaxpr
+from jaxshard.core.tree import BLOCKS, abstract, path_str, raise_all
+from jaxshard.core.types import PyTree
+from jaxshard.optim.proof.elementwise import coupled_leaves, describe
+from jaxshard.optim.proof.marked import in_slices
 
 
 class PerBlockState(NamedTuple):

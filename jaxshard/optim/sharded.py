@@ -16,13 +16,13 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard._collectives import all_sum, gather, scatter_sum
-from jaxshard._compat import varying_axes
-from jaxshard._mesh import axis_names
-from jaxshard._tree import abstract, map_with_path, path_str, raise_all
-from jaxshard._typing import AxisName, PyTree
-from jaxshard.optim.elementwise import require_elementwise
-from jaxshard.optim.traced import path_ending
+from jaxshard.core.collectives import all_sum, gather, scatter_sum
+from jaxshard.core.compat import varying_axes
+from jaxshard.core.mesh import axis_names
+from jaxshard.core.tree import abstract, map_with_path, path_str, raise_all
+from jaxshard.core.types import AxisName, PyTree
+from jaxshard.optim.proof.elementwise import require_elementwise
+from jaxshard.optim.proof.trace import path_ending
 
 Reduce = Literal["mean", "sum"]
 

@@ -11,15 +11,15 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxshard._collectives import all_sum
-from jaxshard._compat import varying_axes
-from jaxshard._mesh import axis_names
-from jaxshard._placement import axes_of, spec_entry
-from jaxshard._tree import abstract, map_with_path, path_str, paths, raise_all, same_structure
-from jaxshard._typing import AxisName, PyTree
-from jaxshard.optim.elementwise import require_elementwise
+from jaxshard.core.collectives import all_sum
+from jaxshard.core.compat import varying_axes
+from jaxshard.core.mesh import axis_names
+from jaxshard.core.placement import axes_of, spec_entry
+from jaxshard.core.tree import abstract, map_with_path, path_str, paths, raise_all, same_structure
+from jaxshard.core.types import AxisName, PyTree
+from jaxshard.optim.proof.elementwise import require_elementwise
+from jaxshard.optim.proof.trace import path_ending
 from jaxshard.optim.sharded import OnParts, axis_parts, is_checked, shard_shape, split_of
-from jaxshard.optim.traced import path_ending
 
 
 def tensor(

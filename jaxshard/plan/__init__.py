@@ -1,1 +1,27 @@
-"""What a layout will cost and what a compiled step really does: memory, collectives, topologies."""
+"""What a layout will cost before it runs: memory, topologies, FLOPs, and the collectives that are promised and found.
+
+Imports `core/`, `cost/` and `checks/`, whose public names it shows as `js.plan`; only `commands/` imports it.
+"""
+
+from jaxshard.checks.collectives.compare import Comparison as Comparison
+from jaxshard.checks.collectives.compare import Surprise as Surprise
+from jaxshard.checks.collectives.compare import compare as compare
+from jaxshard.checks.collectives.found import Collective as Collective
+from jaxshard.checks.collectives.found import Row as Row
+from jaxshard.checks.collectives.found import arrays_only as arrays_only
+from jaxshard.checks.collectives.found import split_scalars as split_scalars
+from jaxshard.checks.collectives.found import summary as summary
+from jaxshard.checks.collectives.found import table as table
+from jaxshard.checks.collectives.promise import Expected as Expected
+from jaxshard.checks.collectives.promise import Never as Never
+from jaxshard.checks.collectives.promise import Promise as Promise
+from jaxshard.checks.collectives.promise import promise as promise
+from jaxshard.cost.flops import model_flops as model_flops
+from jaxshard.cost.flops import train_flops as train_flops
+from jaxshard.cost.hardware import Chip as Chip
+from jaxshard.cost.hardware import chip as chip
+from jaxshard.cost.hardware import mfu as mfu
+from jaxshard.plan.memory import tiled_argument_bytes as tiled_argument_bytes
+from jaxshard.plan.memory import tiled_bytes as tiled_bytes
+from jaxshard.plan.topology import topology_devices as topology_devices
+from jaxshard.plan.topology import topology_mesh as topology_mesh

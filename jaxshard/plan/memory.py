@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard._layout import Layout
-from jaxshard._typing import PyTree
+from jaxshard.core.layout import Layout
+from jaxshard.core.types import PyTree
 
 _LANES, _SUBLANES = 128, 8
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxshard._mesh import make_mesh, solve_sizes
+from jaxshard.core.mesh import make_mesh, solve_sizes
 
 
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:

@@ -1,4 +1,7 @@
-"""Schedules of a pipeline as tables: the named ones, your own, and what they cost."""
+"""Schedules of a pipeline as tables: the named ones, your own, what they cost, and pictures of them.
+
+Imports `core/` only.
+"""
 
 from jaxshard.schedules.named import NAMES as NAMES
 from jaxshard.schedules.named import ONE_CHUNK as ONE_CHUNK
@@ -8,6 +11,8 @@ from jaxshard.schedules.named import interleaved as interleaved
 from jaxshard.schedules.named import named as named
 from jaxshard.schedules.named import one_f_one_b as one_f_one_b
 from jaxshard.schedules.named import zero_bubble as zero_bubble
+from jaxshard.schedules.plot import plot_schedule as plot_schedule
+from jaxshard.schedules.plot import schedule_figure as schedule_figure
 from jaxshard.schedules.runs import Run as Run
 from jaxshard.schedules.runs import embed_grad_runs as embed_grad_runs
 from jaxshard.schedules.runs import embed_runs as embed_runs

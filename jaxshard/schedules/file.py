@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from jaxshard._tree import raise_all
+from jaxshard.core.tree import raise_all
 from jaxshard.schedules.table import KINDS, Kind, Op, Table, is_name, listed, problems
 
 COLUMNS = ("tick", "device", "op", "chunk", "microbatch")

@@ -14,7 +14,7 @@ from flax import linen as nn
 from optax import contrib
 
 import jaxshard as js
-from jaxshard.plan.audit import collectives
+from jaxshard.checks.collectives.found import collectives
 from tests.toys import (
     CLASSES,
     Toy,

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxshard as js
-from jaxshard.plan.audit import collectives
+from jaxshard.checks.collectives.found import collectives
 from tests.toys import (
     CLASSES,
     FEATURES,

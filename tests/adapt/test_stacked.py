@@ -10,7 +10,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.adapt.stacked import stacked_of
-from jaxshard.plan.audit import collectives
+from jaxshard.checks.collectives.found import collectives
 from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, sharded
 
 TX = optax.sgd(0.1)

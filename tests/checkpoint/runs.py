@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 import jaxshard as js
-from jaxshard._state import _put
-from jaxshard._tree import paths
 from jaxshard.checkpoint.leaves import Entry, entries
-from tests.engines.pipes import small_gpt
+from jaxshard.core.tree import paths
+from jaxshard.training.state import _put
+from tests.engines.pipeline.pipes import small_gpt
 from tests.toys import start_of
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

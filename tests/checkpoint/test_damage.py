@@ -11,7 +11,7 @@ import jaxshard as js
 from jaxshard.checkpoint import reader
 from jaxshard.checkpoint.checksums import files_of
 from jaxshard.checkpoint.manifest import NAME
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import layout, new_run
 

@@ -13,7 +13,7 @@ import jaxshard as js
 from jaxshard.checkpoint import writer
 from jaxshard.checkpoint.checksums import damage
 from jaxshard.checkpoint.folder import numbered
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
 from tests.small_disk import small_disk

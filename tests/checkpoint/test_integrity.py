@@ -12,7 +12,7 @@ import jaxshard as js
 from jaxshard.checkpoint import manifest
 from jaxshard.checkpoint.checksums import damage, files_of
 from jaxshard.checkpoint.manifest import NAME
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 from tests.checkpoint.small import at, layout
 
 

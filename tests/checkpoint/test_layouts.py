@@ -5,9 +5,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard._placement import Placement, View
 from jaxshard.checkpoint.leaves import entries, logical_spec, saver, storer
-from jaxshard.plan.audit import collectives
+from jaxshard.checks.collectives.found import collectives
+from jaxshard.core.placement import Placement, View
 from tests.checkpoint.runs import made
 
 

@@ -9,8 +9,8 @@ import textwrap
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint import describe
 from jaxshard.checkpoint.checksums import damage
+from jaxshard.checkpoint.reader import describe
 from tests.checkpoint.runs import assert_same, made
 
 PROGRAM = """

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint import describe, manifest
+from jaxshard.checkpoint import manifest
 from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.reader import describe
 from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import TX, at, init_fn, layout
 

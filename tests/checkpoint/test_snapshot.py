@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard._placement import Placement, View
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.snapshot import snapshot
+from jaxshard.core.placement import Placement, View
 from tests.checkpoint.runs import LAYOUTS, made
 
 AXES = {"x": 2, "y": 2, "z": 2}

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 from tests.toys import quick_compile
 
 TINY = ["train", "--batch", "8", "--seq", "8", "--sample", "0", "--devices", "8", "--strategy", "zero2"]

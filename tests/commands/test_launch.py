@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxshard.cli import main
 from jaxshard.commands import supervisor
+from jaxshard.commands.main import main
 from tests.distributed.killing import alive
 
 LAUNCH = [sys.executable, "-m", "jaxshard", "launch"]

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 
 from ..toys import quick_compile
 

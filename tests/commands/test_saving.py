@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint import describe
-from jaxshard.cli import main
+from jaxshard.checkpoint.reader import describe
+from jaxshard.commands.main import main
 from jaxshard.commands.saving import EVERY, saving
 
 TINY = ["train", "--batch", "8", "--seq", "16", "--sample", "0", "--devices", "8"]

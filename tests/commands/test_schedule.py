@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 from jaxshard.schedules import interleaved, named
 
 SIZES = ["--stages", "4", "--microbatches", "16"]

@@ -4,7 +4,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard._mesh import make_mesh
+from jaxshard.core.mesh import make_mesh
 
 
 class Rows:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxshard._hosts import Company
+from jaxshard.distributed.agree import Company
 
 
 class Store:

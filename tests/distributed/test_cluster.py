@@ -7,7 +7,8 @@ import jax
 import pytest
 
 import jaxshard as js
-from jaxshard.distributed import cluster, leaving
+from jaxshard.distributed import cluster
+from jaxshard.distributed import hard_exit as leaving
 
 SLURM = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxshard.cli import main
+from jaxshard.commands.main import main
 from tests.distributed.killing import losses
 
 FLAGS = ["train", "--seq", "16", "--batch", "16", "--steps", "3", "--eval-every", "3"]

@@ -172,7 +172,7 @@ def test_all_processes_end_and_name_the_one_that_is_behind(monkeypatch, ended, c
         while len(ended) < 2 and time.monotonic() < give_up:
             time.sleep(0.05)
 
-    monkeypatch.setattr(module, "_WAITING", (threading.__file__,))
+    monkeypatch.setattr(module, "_JAX", threading.__file__)
     in_two_processes(monkeypatch, second)
     assert ended == [75, 75]
     text = capfd.readouterr().err

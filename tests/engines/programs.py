@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.checks.collectives.found import collectives, split_scalars
 from jaxshard.models.gpt import gpt
-from jaxshard.plan.audit import collectives, split_scalars
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 

@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard._eval import _make_weights
-from jaxshard._state import run_shapes
 from jaxshard.models.gpt import gpt
 from jaxshard.plan.topology import topology_mesh
+from jaxshard.training.evaluate import _make_weights
+from jaxshard.training.state import run_shapes
 from tests.engines.programs import (
     Program,
     elements,

@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard._ordered import all_sum, pairwise_sum, scatter_sum, totals
-from jaxshard.optim.elementwise import elementwise_but_for_totals
-from jaxshard.plan.compare import audit
+from jaxshard.checks.collectives.compare import audit
+from jaxshard.core.ordered_sums import all_sum, pairwise_sum, scatter_sum, totals
+from jaxshard.optim.proof.elementwise import elementwise_but_for_totals
 from tests.engines.ordered_program import train
 from tests.engines.programs import gpt_program, scalar_traffic, setups, traffic
 from tests.engines.test_collectives import FSDP_GATHERS, SIZES

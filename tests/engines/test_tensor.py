@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.plan.audit import Collective, arrays_only, collectives
-from jaxshard.plan.compare import audit
+from jaxshard.checks.collectives.compare import audit
+from jaxshard.checks.collectives.found import Collective, arrays_only, collectives
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import Program, gpt_program, tpu
 from tests.toys import assert_equal_runs, one_device, quick_compile, sharded

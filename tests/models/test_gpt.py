@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard._keys import row_keys
+from jaxshard.core.keys import row_keys
 from jaxshard.models.gpt import SIZES, Recipe, gpt, logits, sample
 
 SMALL = {"vocab": 65, "width": 32, "depth": 2, "heads": 4, "seq": 12}

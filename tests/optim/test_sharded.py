@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxshard import optim
+from jaxshard.checks.collectives.found import collectives
 from jaxshard.optim.sharded import shard_shape, split_of
-from jaxshard.plan.audit import collectives
 
 from . import fast_jit
 

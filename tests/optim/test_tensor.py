@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxshard import optim
-from jaxshard.plan.audit import collectives
+from jaxshard.checks.collectives.found import collectives
 
 from . import fast_jit
 

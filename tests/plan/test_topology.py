@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.checks.collectives.found import Row, collectives, split_scalars, summary
 from jaxshard.plan import topology
-from jaxshard.plan.audit import Row, collectives, split_scalars, summary
 from jaxshard.plan.topology import topology_devices, topology_mesh
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

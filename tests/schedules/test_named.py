@@ -6,17 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshard.schedules import (
-    Costs,
-    Op,
-    Schedule,
-    gpipe,
-    head_runs,
-    interleaved,
-    named,
-    one_f_one_b,
-    zero_bubble,
-)
+from jaxshard.schedules import Costs, Op, Schedule, gpipe, head_runs, interleaved, named, one_f_one_b, zero_bubble
 from tests.schedules.tables import SPLITS, make, runs, sizes
 
 costs = st.builds(Costs, st.floats(0.1, 10), st.floats(0.1, 10))

@@ -1,0 +1,325 @@
+"""The collectives of a compiled step: what communicates, over which mesh axes, how often, how much, and from where.
+
+The optimized program is what runs, so this reads its text, loops with their trip counts. Not seen: communication inside
+custom kernels (remote copies of Pallas) and transfers to the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from jax.sharding import Mesh
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.groups import UNKNOWN, Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
+from jaxshard.checks.collectives.source import source_of, user_of
+from jaxshard.core.compat import device_order
+
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+_COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
+_CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-call)\(")
+
+
+class HasText(Protocol):
+    """What `jax.jit(...).lower(...).compile()` returns, as far as it is needed here."""
+
+    def as_text(self) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a compiled program, as one device sees it.
+
+    Attributes:
+      kind: one of `KINDS`.
+      axes: the mesh axes it communicates over, in mesh order; `("?",)` where its groups match no product of mesh axes.
+      count: executions per step, the trip counts of enclosing loops multiplied; None where one of them is not known.
+      dtype: the dtype as compiled (the CPU compiler promotes bf16 collectives to f32).
+      shapes: the whole, unscattered arrays; several where the compiler combined operations.
+      sizes: bytes of each of them in one execution.
+      source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
+        `near file:line`, where the operand comes from, if the compiler lost it; else the operation's name.
+      frames: `file:line` of all frames, from the innermost outwards.
+      op: the operation's name in the program.
+      op_name: the path of JAX names that led to it.
+      groups: groups, or pairs of source and target, of positions in `mesh.devices.flat`.
+      conditional: whether it is in a branch of a conditional; `count` is then of a step that always takes that branch.
+      user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int | None
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    source: str
+    frames: tuple[str, ...]
+    op: str
+    op_name: str
+    groups: Groups
+    conditional: bool = False
+    user: str = ""
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of the whole, unscattered arrays times `count`; None where that is unknown."""
+        return None if self.count is None else self.count * sum(self.sizes)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest array."""
+        return max(math.prod(shape) for shape in self.shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """All collectives of one kind over the same axes; `count` and `bytes` are None where a trip count is unknown."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int | None
+    bytes: int | None
+    conditional: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row for JSON: kind, axis (several joined by "+"), count, bytes."""
+        return {"kind": self.kind, "axis": "+".join(self.axes), "count": self.count, "bytes": self.bytes}
+
+
+def collectives(compiled: HasText | str, mesh: Mesh) -> tuple[Collective, ...]:
+    """The collectives of a compiled step, one record per operation, in the order of the program.
+
+    Bytes are of the whole array on one device: the result of an all-gather, the operand of a reduce-scatter,
+    all-reduce, all-to-all or permute. Operations of a device with itself are left out. An asynchronous operation counts
+    once, and the fusions of all-reduce and slice on TPU count as the reduce-scatters they are.
+
+    Args:
+      compiled: what `jax.jit(f).lower(...).compile()` returned, or its text.
+      mesh: the mesh it was compiled for: positions in a program are positions in `mesh.devices.flat`.
+
+    Raises:
+      TypeError: a program that is lowered but not compiled.
+      ValueError: a program for another number of devices, or for the same devices in another order.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    module = hlo.parse(text or "")
+    _check_mesh(compiled, module, mesh)
+    records: dict[tuple[str, str], Collective] = {}
+    for found in _walk(module, hlo.Scope(module.computations[module.entry]), 1, False):
+        record = _record(module, mesh, found)
+        key = (found.scope.computation.name, found.op.name)
+        if record is not None:
+            records[key] = _both(records[key], record) if key in records else record
+    return tuple(records.values())
+
+
+class _Found(NamedTuple):
+    """A collective operation that the walk came upon."""
+
+    op: hlo.Op
+    scope: hlo.Scope
+    kind: str
+    times: int | None
+    conditional: bool
+
+
+def _check_mesh(compiled: HasText | str, module: hlo.Module, mesh: Mesh) -> None:
+    if module.devices != mesh.size:
+        sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        raise ValueError(
+            f"the program was compiled for {module.devices} device(s), the mesh ({sizes}) has {mesh.size}; compile it "
+            "with arguments or in_shardings on this mesh"
+        )
+    order = device_order(compiled) or tuple(mesh.devices.flat)
+    if order != tuple(mesh.devices.flat):
+        theirs, ours = ([device.id for device in devices] for devices in (order, mesh.devices.flat))
+        raise ValueError(
+            f"the program was compiled for the devices {theirs} in this order, the mesh has {ours}; pass the mesh it "
+            "was compiled for"
+        )
+
+
+def _walk(module: hlo.Module, scope: hlo.Scope, times: int | None, conditional: bool) -> Iterator[_Found]:
+    """Every collective that runs when a computation runs `times`, those of the computations it calls included."""
+    for name, line in scope.computation.lines.items():
+        if _COLLECTIVE.search(line):
+            op = scope.computation[name]
+            if kind := _kind(scope, op):
+                yield _Found(op, scope, kind, times, conditional)
+        elif _CALLING.search(line):
+            op = scope.computation[name]
+            for inner, turns in _calls(module, scope, op):
+                total = None if times is None or turns is None else times * turns
+                yield from _walk(module, inner, total, conditional or op.opcode == "conditional")
+
+
+def _calls(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
+    """The computations that an operation runs, and how often each; the branches of a conditional once."""
+    if op.opcode == "while":
+        turns = hlo.trip_count(module, scope, op)
+        body, condition = (module.computations[op.callee(name)] for name in ("body", "condition"))
+        yield hlo.Scope(body, scope, op, op.operands, body), turns
+        yield hlo.Scope(condition, scope, op, op.operands, body), None if turns is None else turns + 1
+    elif op.opcode == "conditional":
+        for name, operand in zip(op.callees, op.operands[1:], strict=True):
+            yield hlo.Scope(module.computations[name], scope, op, (operand,)), 1
+    else:
+        for name in op.callees:
+            yield hlo.Scope(module.computations[name], scope, op, op.operands), 1
+
+
+def _kind(scope: hlo.Scope, op: hlo.Op) -> str | None:
+    """The kind of a collective; None where the line only mentions one, or continues one that is counted elsewhere."""
+    kind = op.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    if scope.caller is None or scope.caller.opcode != "fusion":
+        return kind
+    # TPU repeats an asynchronous collective in every fusion that overlaps with it; the first one starts it.
+    users = list(_users(scope.computation, op.name))
+    if "chain_id=" in op.attributes and not any('"AsyncCollectiveStart"' in user.attributes for user in users):
+        return None
+    sliced = kind == "all-reduce" and any(user.opcode == "dynamic-slice" for user in users)
+    return "reduce-scatter" if sliced else kind
+
+
+def _users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
+    """The operations that use a value, also as an element of a tuple or in another shape."""
+    for op in (computation[user] for user in computation.lines):
+        if name in op.operands:
+            yield op
+            if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):
+                yield from _users(computation, op.name)
+
+
+def _record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
+    """The record of an operation, None where no device communicates with another."""
+    op, kind = found.op, found.kind
+    if kind == "collective-permute":
+        groups = parse_pairs(_attribute(op, "source_target_pairs"))
+        axes = axes_of_pairs(groups, mesh)
+    else:
+        groups = parse_groups(_attribute(op, "replica_groups"), mesh.size)
+        axes = axes_of_groups(groups, mesh)
+    if not axes:
+        return None
+    arrays = _whole_arrays(found.scope.computation, op, kind, len(groups[0]))
+    source = source_of(module, found.scope, op)
+    return Collective(
+        kind=kind,
+        axes=axes,
+        count=found.times,
+        dtype="+".join(dict.fromkeys(dtype for dtype, _ in arrays)),
+        shapes=tuple(shape for _, shape in arrays),
+        sizes=tuple(hlo.nbytes(array) for array in arrays),
+        source=source.line,
+        frames=source.frames,
+        op=op.name,
+        op_name=source.op_name,
+        groups=groups,
+        conditional=found.conditional,
+        user=user_of(module, found.scope, op),
+    )
+
+
+def _attribute(op: hlo.Op, name: str) -> str:
+    """The text of an attribute in nested braces, or all that follows where it is written otherwise."""
+    found = re.search(rf"\b{name}=(\{{(?:\{{[\d,]*\}},?)*\}}|.*)", op.attributes)
+    return "{}" if found is None else found[1]
+
+
+def _whole_arrays(computation: hlo.Computation, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:
+    """The unscattered arrays, from the operands: their types are the same for asynchronous operations."""
+    sources = [computation[name] for name in op.operands]
+    if kind == "reduce-scatter":  # TPU pads inside its fusions, so that every shard has whole tiles
+        sources = [computation[one.operands[0]] if one.opcode == "pad" else one for one in sources]
+    operands = tuple(array for one in sources for array in hlo.arrays(one.type))
+    if kind == "all-gather":
+        dim = int((op.attribute("dimensions") or "{0}").strip("{}"))
+        return tuple((dtype, (*shape[:dim], shape[dim] * width, *shape[dim + 1 :])) for dtype, shape in operands)
+    if kind == "all-to-all" and len(operands) == width:
+        dtype, piece = operands[0]  # one operand per peer: the pieces of one array
+        return ((dtype, (width, *piece)),)
+    in_place = "slice_sizes=" in op.attributes or kind == "ragged-all-to-all"  # further operands: output and offsets
+    return operands[:1] if in_place else operands
+
+
+def _both(first: Collective, again: Collective) -> Collective:
+    """The record of an operation in a computation that is called from several places."""
+    count = None if first.count is None or again.count is None else first.count + again.count
+    return dataclasses.replace(first, count=count, conditional=first.conditional and again.conditional)
+
+
+def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collective, ...]:
+    """The collectives of arrays with more than `above` elements; what the compiler combined is taken apart."""
+    return split_scalars(found, above=above)[0]
+
+
+def split_scalars(
+    found: Iterable[Collective], *, above: int = 1
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """The collectives of arrays with more than `above` elements, and those of the others (losses, norms, counters)."""
+    arrays: list[Collective] = []
+    scalars: list[Collective] = []
+    for one in found:
+        large = [math.prod(shape) > above for shape in one.shapes]
+        arrays += [_keep(one, large)] if any(large) else []
+        scalars += [_keep(one, [not size for size in large])] if not all(large) else []
+    return tuple(arrays), tuple(scalars)
+
+
+def _keep(one: Collective, kept: list[bool]) -> Collective:
+    shapes = tuple(shape for shape, keep in zip(one.shapes, kept, strict=True) if keep)
+    sizes = tuple(size for size, keep in zip(one.sizes, kept, strict=True) if keep)
+    return dataclasses.replace(one, shapes=shapes, sizes=sizes)
+
+
+def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
+    """One row per kind and axes, in the order of `KINDS`, with counts and bytes added up."""
+    rows: dict[tuple[str, tuple[str, ...]], Row] = {}
+    for one in found:
+        row = rows.get((one.kind, one.axes), Row(one.kind, one.axes, 0, 0))
+        count, size = _plus(row.count, one.count), _plus(row.bytes, one.bytes)
+        rows[one.kind, one.axes] = Row(one.kind, one.axes, count, size, row.conditional or one.conditional)
+    return tuple(sorted(rows.values(), key=lambda row: (KINDS.index(row.kind), row.axes)))
+
+
+def _plus(left: int | None, right: int | None) -> int | None:
+    return None if left is None or right is None else left + right
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows as aligned plain text, with notes on what is not known exactly; `no collectives` if there are none."""
+    rows = tuple(rows)
+    if not rows:
+        return "no collectives"
+    cells = [("collective", "axis", "count", "bytes")]
+    for row in rows:
+        count = "?" if row.count is None else f"{row.count:,}"
+        size = "?" if row.bytes is None else f"{row.bytes:,}"
+        cells.append((row.kind, "+".join(row.axes), count + "*" * row.conditional, size))
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    lines = [
+        f"{kind:<{widths[0]}}  {axis:<{widths[1]}}  {count:>{widths[2]}}  {size:>{widths[3]}}"
+        for kind, axis, count, size in cells
+    ]
+    if any(row.count is None for row in rows):
+        lines.append("count ?: inside a loop whose number of turns is only known while it runs")
+    if any(row.conditional for row in rows):
+        lines.append("count *: inside a conditional, counted as if that branch were always taken")
+    if any(row.axes == UNKNOWN for row in rows):
+        lines.append("axis ?: among groups of devices that are no product of mesh axes")
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""Constraints on activations by the names of their dimensions: a no-op in a program that has no mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import spec_entry
+from jaxshard.core.strategy import Tensor, parts_of
+
+_FREE = PartitionSpec.UNCONSTRAINED
+
+# JAX compiles a function again where this differs, so that one traced on a single device is never reused on a mesh.
+_current = jax.make_user_context(default_value=None)
+
+
+def constrain(x: jax.Array, names: Sequence[str | None], *, grad: Sequence[str | None] | None = None) -> jax.Array:
+    """`x` with its dimensions split as the strategy of the step that is being compiled splits these names.
+
+    One name per dimension: "batch" is split over the batch axes, any other name as the rules of `js.tensor` say, and
+    None is whole. In a program that is not one of jaxshard's steps, or has no tensor axis and no batch axes, `x` comes
+    back as it is. Under `js.explicit` each device has its own rows, so that "batch" says nothing there.
+
+    The cotangent of `x` is constrained as `grad` says, or alike. With sequence parallelism, what enters a
+    column-parallel layer is whole forward and split backward, so that its partial sums are scattered:
+
+        h = js.constrain(h, ("batch", None, None), grad=("batch", "sequence", None))
+
+    Collectives: those that bring `x` there from where it was.
+
+    Raises:
+      ValueError: another number of names than dimensions; a name that no rule knows; a dimension that the axis does
+        not divide.
+    """
+    grad = names if grad is None else grad
+    for given in (names, grad):
+        if len(given) != x.ndim:
+            raise ValueError(f"constrain: {len(given)} names {tuple(given)} for an array of shape {list(x.shape)}")
+    activations: Activations | None = _current.value
+    return x if activations is None else activations.constrain(x, names, grad)
+
+
+def splits(name: str, size: int | None = None) -> bool:
+    """Whether the strategy of the step that is being compiled splits dimensions of this name, and of this size."""
+    activations: Activations | None = _current.value
+    if activations is None:
+        return False
+    mesh = activations.layout.mesh
+    return any(
+        part.rules.fate(name) == "split" and (size is None or size % axis_size(mesh, part.axis) == 0)
+        for part in activations.tensors()
+    )
+
+
+def constraining(layout: Layout) -> AbstractContextManager[None]:
+    """A context in which `constrain` follows the layout."""
+    context: AbstractContextManager[None] = _current(Activations(layout))
+    return context
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _constrained(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, forward)
+
+
+def _forward(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> tuple[jax.Array, None]:
+    return jax.lax.with_sharding_constraint(x, forward), None
+
+
+def _backward(forward: NamedSharding, backward: NamedSharding, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(cotangent, backward),)
+
+
+_constrained.defvjp(_forward, _backward)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Where activations live under a layout; two of the same layout are equal."""
+
+    layout: Layout
+
+    def __hash__(self) -> int:
+        return id(self.layout)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Activations) and other.layout is self.layout
+
+    def constrain(self, x: jax.Array, names: Sequence[str | None], grad: Sequence[str | None]) -> jax.Array:
+        mesh, manual = self._mesh()
+        if set(mesh.axis_names) <= manual:
+            return x
+
+        def sharding(names: Sequence[str | None]) -> NamedSharding:
+            axes = [self._axes(name, size) for name, size in zip(names, x.shape, strict=True)]
+            entries = [e if e is _FREE else spec_entry(tuple(a for a in e if a not in manual)) for e in axes]
+            return NamedSharding(mesh, PartitionSpec(*entries))
+
+        # A name of its own: the constraints that bring weights are never saved for the backward pass, these may be.
+        return checkpoint_name(_constrained(sharding(names), sharding(grad), x), "constrained")
+
+    def _mesh(self) -> tuple[Mesh, frozenset[str]]:
+        """The mesh, and the axes that an enclosing `shard_map` handles."""
+        inside = jax.sharding.get_abstract_mesh()
+        manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]
+        return (inside if manual else self.layout.mesh), frozenset(manual)  # type: ignore[return-value]
+
+    def _axes(self, name: str | None, size: int) -> Any:
+        if name is None:
+            return ()
+        if name == "batch":
+            axes = self.layout.batch_axes
+            parts = 1
+            for axis in axes:
+                parts *= self.layout.mesh.shape[axis]
+            return axes if size % parts == 0 else _FREE
+        return tuple(axis for part in self.tensors() for axis in part.entry(name, size, self.layout.mesh))
+
+    def tensors(self) -> list[Tensor]:
+        return [part for part in parts_of(self.layout.strategy) if isinstance(part, Tensor)]

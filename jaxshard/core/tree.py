@@ -1,0 +1,106 @@
+"""Leaves with their paths, and errors that name all of the bad ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.core.types import PyTree
+
+BLOCKS = "blocks"
+"""The key of the stacked parameters of a model made of blocks, and the logical name of their first dimension."""
+
+
+class Leaf(NamedTuple):
+    """One array of a tree without its values.
+
+    `names` holds a logical name per dimension, or None; `named_by` says which rule gave a parameter its names.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[str | None, ...]
+    named_by: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_floating(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.inexact)
+
+
+def path_str(path: tuple[Any, ...]) -> str:
+    """A key path as words joined by slashes: params["a"][0].b is "a/0/b"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+
+
+def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | None = None) -> Leaf:
+    """The record of one array or ShapeDtypeStruct."""
+    shape = tuple(array.shape)
+    return Leaf(path_str(path), shape, array.dtype, names or (None,) * len(shape))
+
+
+def map_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """`jax.tree.map` whose function receives the key path first."""
+    return jax.tree_util.tree_map_with_path(fn, tree, *rest)
+
+
+def paths(tree: PyTree) -> list[str]:
+    """The path of every leaf, in the order of the leaves."""
+    return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def raise_all(problems: Iterable[str], error: type[Exception], headline: str) -> None:
+    """Raises one error that lists every problem; does nothing without any."""
+    found = list(problems)
+    if found:
+        raise error(headline + "".join(f"\n  - {problem}" for problem in found))
+
+
+def check_same_tree(expected: PyTree, received: PyTree, what: str, fix: str) -> None:
+    """Raises unless both trees have the same leaves with the same shapes and dtypes; names every leaf that differs."""
+    want = {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(expected)}
+    got = {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(received)}
+    problems = [f"{path}: missing, expected {_describe(want[path])}" for path in want if path not in got]
+    problems += [f"{path}: unexpected, {_describe(got[path])}" for path in got if path not in want]
+    for path in want:
+        if path in got and _kind(want[path]) != _kind(got[path]):
+            problems.append(f"{path}: expected {_describe(want[path])}, got {_describe(got[path])}")
+    if not problems and not same_structure(expected, received):
+        problems.append(f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(received)}")
+    raise_all(problems, ValueError, f"{what}; {fix}")
+
+
+def same_structure(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees have the same nodes."""
+    first: Any = jax.tree.structure(a)
+    return bool(first == jax.tree.structure(b))
+
+
+def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
+    return jnp.result_type(array), jnp.shape(array)
+
+
+def _describe(array: Any) -> str:
+    dtype, shape = _kind(array)
+    return f"{dtype}{list(shape)}"
+
+
+def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array without padding; a typed random key counts its words."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        return bytes_of(data.shape, data.dtype)
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """The tree with every array replaced by its shape and dtype."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)

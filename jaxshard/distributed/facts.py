@@ -1,0 +1,102 @@
+"""What processes compare before they compute together: versions, flags, mesh, layout, batch, program."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxshard.core.layout import Layout
+from jaxshard.core.tree import path_str
+from jaxshard.core.types import PyTree
+from jaxshard.distributed.agree import digest
+
+_PACKAGES = ("jax", "jaxlib", "jaxshard", "flax", "optax")
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_disable_most_optimizations",
+    "jax_use_shardy_partitioner",
+)
+"""JAX's settings that change what is computed, or the program of it."""
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_OWN = ("dump", "host_platform_device_count", "_dir", "_path", "_file")
+"""Parts of the names of compiler flags that hosts may have each their own of."""
+
+
+def run_facts(layout: Layout) -> dict[str, str]:
+    """What has to be the same in all processes before a run is made: versions, flags, mesh and layout."""
+    mesh = layout.mesh
+    shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    devices = " ".join(str(device.id) for device in mesh.devices.flat)
+    return {
+        **{f"version of {name}": version for name, version in _versions().items()},
+        **{f"setting {name}": str(getattr(jax.config, name, None)) for name in _SETTINGS},
+        **{name: flags(os.environ.get(name, "")) for name in _VARIABLES},
+        "mesh": shape,
+        "devices of the mesh": devices,
+        "layout": layout_text(layout),
+    }
+
+
+def layout_text(layout: Layout) -> str:
+    """A line per array: its role, path, shape, where it rests and what computation sees."""
+    lines = [
+        f"{role} {leaf.path} {leaf.dtype}{list(leaf.shape)} stored {list(p.view.stored)} {p.store} used {p.use}"
+        for role, leaf, p in layout.placed()
+    ]
+    return "\n".join(["role path dtype[shape] placement", *lines])
+
+
+def flags(text: str) -> str:
+    """Compiler flags in one order, without those that a host may have its own of, such as where it dumps."""
+    chosen = [flag for flag in text.split() if not any(part in flag.split("=")[0] for part in _OWN)]
+    return " ".join(sorted(chosen))
+
+
+def key_fact(key: jax.Array) -> dict[str, str]:
+    """A random key in words; nothing where this process can't read it."""
+    if not key.is_fully_addressable and not key.is_fully_replicated:
+        return {}
+    words = np.asarray(jax.random.key_data(key)).ravel().tolist()
+    return {"random key": f"{words} ({jax.random.key_impl(key)})"}
+
+
+def batch_facts(batch: PyTree) -> dict[str, str]:
+    """The shape and dtype of every array of a batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return {f"batch {path_str(path)}": f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
+
+
+def row_facts(row: PyTree) -> dict[str, str]:
+    """The values of a row that every process can read: of the same data, drawn with the same seed."""
+    leaves = [(path_str(path), np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(row)]
+
+    def shown(x: np.ndarray) -> str:
+        values = ", ".join(str(value) for value in x.ravel()[:6])
+        return f"{digest(x)} ({values}{', ...' if x.size > 6 else ''})"
+
+    return {f"first row of the data, {path}": shown(x) for path, x in leaves}
+
+
+def _versions() -> dict[str, str]:
+    def version(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "(not installed)"
+
+    return {"Python": ".".join(platform.python_version_tuple()[:2])} | {name: version(name) for name in _PACKAGES}
+
+
+def program_text(lowered: Any) -> str:
+    """A lowered program without source locations, which differ with the folder that the code lies in."""
+    return str(lowered.as_text())

@@ -1,0 +1,166 @@
+"""`fit`: a training loop that reads top to bottom; what writes, draws or saves comes in as callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxshard.core.types import PyTree
+from jaxshard.training.non_finite import BadSteps
+from jaxshard.training.records import Metrics, Reader, Record, tell
+from jaxshard.training.recovery import Feed, Guard
+from jaxshard.training.state import TrainState
+
+_TRACED = (3, 5)
+"""The steps, counted from the start of `fit`, that a profile shows: the first ones are not typical."""
+
+
+def fit(
+    run: TrainState,
+    step: Callable[[TrainState, PyTree], tuple[TrainState, Metrics]],
+    batches: Iterable[PyTree],
+    *,
+    steps: int,
+    evaluate: Callable[[TrainState], dict[str, float]] | None = None,
+    eval_every: int | None = None,
+    patience: int | None = None,
+    callbacks: Iterable[Callable[[Record], Any]] = (),
+    on_run: Iterable[Callable[[int, TrainState], Any]] = (),
+    tokens: int | None = None,
+    flops: float | None = None,
+    profile: str | Path | None = None,
+    bad_steps: BadSteps = "raise",
+) -> TrainState:
+    """The run after `steps` optimizer steps in total (fewer where it stopped early); the run that goes in is donated.
+
+    Every batch is a step. On a CPU the numbers of a step are read at once, on accelerators one step late, so that the
+    device never waits for Python. A list's `append` is a callback that keeps the history:
+
+        history = []
+        run = js.fit(run, step, batches, steps=1000, callbacks=[history.append],
+                     evaluate=lambda run: js.evaluate(eval_step, run, held_out), eval_every=100, patience=3)
+
+    Args:
+      step: what `js.make_step` returned, or any function `(run, batch) -> (run, metrics)` with scalar metrics.
+      steps: the total, counted by `run.step`: a run that has taken them already comes back as it is.
+      evaluate: `evaluate(run) -> {name: number}`, called every `eval_every` steps and after the last one.
+      patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them.
+      callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host.
+      on_run: each is called with the number of the step and the run after it, right after the step was started, so that
+        it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away. One that
+        returns True ends the training after this step (`js.distributed.Preemption`); in several processes all must
+        return it after the same step. The method `paused()` of one that has it (`js.distributed.Watchdog`), a context,
+        is entered for what is no step: evaluation and these callbacks.
+      tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
+      flops: model FLOPs of a step over all devices (`jaxshard.cost.flops.train_flops`), for "flops_per_second", "mfu".
+      profile: a folder for a `jax.profiler` trace of the third to the fifth step.
+      bad_steps: what to do about a loss or gradient that is not finite, known as late as all numbers. Such a step
+        changes nothing but its number, so that later steps have the batches and random keys that they would have had.
+        "raise" stops; "skip" goes on, and the records count; `js.Rollback(checkpointer.restore)` goes back to a saved
+        run and takes its steps again without that batch: their records come again, and `batches` must be those of
+        `js.batches` or `js.local_batches`, or have their `seek`. All three need the "bad" of `js.make_step`; without
+        it nothing is looked at.
+
+    Raises:
+      BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
+        one that goes on being bad.
+      ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
+        `patience` with an evaluation that has no "loss".
+    """
+    _check_evaluation(evaluate, eval_every, patience)
+    callbacks, on_run = tuple(callbacks), tuple(on_run)
+    start = done = int(run.step)
+    devices = run.step.sharding.device_set
+    reader = Reader(devices, tokens=tokens, flops=flops)
+    feed = Feed(batches, start, steps)
+    guard = Guard(bad_steps, feed, reader)
+    losses: dict[int, float] = {}
+    traced = False
+
+    with contextlib.ExitStack() as trace:
+        for done, batch in feed:
+            if profile is not None and not traced and done - start == min(_TRACED[0], steps - start):
+                traced = True  # once, also where steps are taken again
+                trace.enter_context(jax.profiler.trace(str(profile)))
+            with jax.profiler.StepTraceAnnotation("train", step_num=done):
+                run, metrics = guard.left_out(run) if done in feed.left_out else step(run, batch)
+            reader.add(done, metrics, _row_count(batch))
+            with _aside(on_run):
+                answers = [function(done, run) for function in on_run]
+            ends = any(answer is True for answer in answers)
+            if profile is not None and done - start == _TRACED[1]:
+                jax.block_until_ready(run)
+                trace.close()
+
+            evaluates = evaluate is not None and (done == steps or done % (eval_every or steps) == 0)
+            records = reader.read(all=evaluates or ends or done == steps)
+            with _aside(on_run):
+                earlier = guard.after(run, records, callbacks, ends=ends)
+            if earlier is not None:
+                run = earlier
+                continue
+            if evaluate is not None and evaluates:
+                with _aside(on_run):
+                    evaluation = evaluate(run)
+                losses[done] = _loss_of(evaluation, patience)
+                records[-1] = records[-1]._replace(evaluation=evaluation)
+                reader.restart()
+            tell(callbacks, records)
+            if ends or (patience is not None and evaluates and _is_stuck([*losses.values()], patience)):
+                break
+        else:
+            records = reader.read(all=True)
+            guard.after(run, records, callbacks, ends=True)
+            tell(callbacks, records)
+            _check_end(start, done, steps)
+    return run
+
+
+def _aside(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:
+    """A context for what is no step, in which callbacks that watch the time of steps pause."""
+    with contextlib.ExitStack() as stack:
+        for function in on_run:
+            if hasattr(function, "paused"):
+                stack.enter_context(function.paused())
+        return stack.pop_all()
+
+
+def _is_stuck(losses: Sequence[float], patience: int) -> bool:
+    """Whether none of the last `patience` losses was below the lowest before them; NaN is below nothing."""
+    before, last = losses[:-patience], losses[-patience:]
+    lowest = min((loss for loss in before if not math.isnan(loss)), default=math.inf)
+    return bool(before) and not any(loss < lowest for loss in last)
+
+
+def _loss_of(evaluation: dict[str, float], patience: int | None) -> float:
+    if patience is not None and "loss" not in evaluation:
+        raise ValueError(f'fit: patience needs an evaluation with a "loss", got {sorted(evaluation)}')
+    return evaluation.get("loss", math.nan)
+
+
+def _row_count(batch: PyTree) -> int:
+    return max((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), default=0)
+
+
+def _check_evaluation(evaluate: Any, eval_every: int | None, patience: int | None) -> None:
+    for name, value in (("eval_every", eval_every), ("patience", patience)):
+        if value is not None and value < 1:
+            raise ValueError(f"fit: {name} must be at least 1, got {value}")
+        if value is not None and evaluate is None:
+            raise ValueError(f"fit: {name}={value} needs evaluate=, a function run -> {{name: number}}")
+    if patience is not None and eval_every is None:
+        raise ValueError(f"fit: patience={patience} counts evaluations, so it needs eval_every=")
+
+
+def _check_end(start: int, done: int, steps: int) -> None:
+    if start == done < steps:
+        raise ValueError(f"fit: no batch for step {start + 1} of {steps}; the data is empty or its iterator used up")
+    if done < steps:
+        warnings.warn(f"fit: the batches ended after step {done} of {steps}; repeat them to go on", stacklevel=3)

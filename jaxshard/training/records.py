@@ -1,0 +1,94 @@
+"""`Record`: an optimizer step in numbers, and `Reader`, which brings them to the host without holding a device up."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxshard.cost.hardware import mfu
+from jaxshard.distributed.watchdog import waits_for_devices
+from jaxshard.training.non_finite import Bad
+
+Metrics = dict[str, Any]
+
+
+class Record(NamedTuple):
+    """One optimizer step in numbers that lie on the host.
+
+    Attributes:
+      step: how many optimizer steps the run has taken.
+      metrics: "loss", "grad_norm" and what else the step returned; "bad" is 1.0 where the batch changed nothing because
+        loss or gradients were not finite (both NaN for a batch that `js.Rollback` left out), else 0.0.
+      seconds: wall time since the step before, evaluation excluded; the first one of a `fit` may have compiled.
+      speed: "tokens_per_second" or "rows_per_second"; "flops_per_second" and "mfu" (model FLOPs utilisation, 1 is all
+        that the chips can do) where they are known.
+      evaluation: what `evaluate` returned after this step; None after most.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    seconds: float
+    speed: dict[str, float]
+    evaluation: dict[str, float] | None = None
+
+
+class Reader:
+    """The numbers of steps under way: read as soon as they are there on a CPU, one step late elsewhere."""
+
+    def __init__(self, devices: Collection[jax.Device], *, tokens: int | None, flops: float | None):
+        self._device, self._devices = next(iter(devices)), len(devices)
+        self._late = self._device.platform != "cpu"
+        self._tokens, self._flops = tokens, flops
+        self._unread: deque[tuple[int, Metrics, int]] = deque()
+        self.bad: dict[int, Bad] = {}
+        self._mark = time.perf_counter()
+
+    def add(self, step: int, metrics: Metrics, rows: int) -> None:
+        self._unread.append((step, metrics, rows))
+
+    @waits_for_devices
+    def read(self, *, all: bool) -> list[Record]:
+        """The records that are due, or all of them, which waits for the device."""
+        records = []
+        while len(self._unread) > (self._late and not all):
+            step, metrics, rows = self._unread.popleft()
+            metrics = jax.device_get(metrics)
+            numbers = {name: float(x) for name, x in metrics.items()}
+            bad = metrics.get("bad")
+            if isinstance(bad, Bad) and bad:
+                self.bad[step] = bad
+            seconds = time.perf_counter() - self._mark
+            self._mark += seconds
+            records.append(Record(step, numbers, seconds, self._speed(seconds, rows)))
+        return records
+
+    def forget(self) -> None:
+        """Drops what was not read, of steps that are taken again."""
+        self._unread.clear()
+        self.bad.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """Lets the time since the last reading not count."""
+        self._mark = time.perf_counter()
+
+    def _speed(self, seconds: float, rows: int) -> dict[str, float]:
+        unit, count = ("rows", rows) if self._tokens is None else ("tokens", self._tokens)
+        speed = {f"{unit}_per_second": count / seconds}
+        if self._flops is not None:
+            rate = speed["flops_per_second"] = self._flops / seconds
+            cores = getattr(self._device, "num_cores", None)
+            share = mfu(rate, self._device.device_kind, self._devices, num_cores=cores)
+            speed |= {} if share is None else {"mfu": share}
+        return speed
+
+
+def tell(callbacks: Sequence[Callable[[Record], Any]], records: Sequence[Record]) -> None:
+    """Calls each with every record, in order."""
+    for record in records:
+        for callback in callbacks:
+            callback(record)

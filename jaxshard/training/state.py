@@ -1,0 +1,223 @@
+"""`TrainState`: everything a training run carries from step to step, born where its layout wants it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxshard.core.keys import typed_key
+from jaxshard.core.layout import Layout, check_transform, join_model, only, split_model
+from jaxshard.core.placement import Placement
+from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
+from jaxshard.core.types import InitFn, PyTree
+from jaxshard.distributed.agree import company
+from jaxshard.distributed.facts import key_fact, run_facts
+
+
+class TrainState(NamedTuple):
+    """A training run: arrays as the layout stores them.
+
+    `step` counts optimizer steps (int32), `key` is the run's random key, `state` the model's own mutable state (()
+    without).
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    state: PyTree
+    key: jax.Array
+
+
+def init(
+    init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout, key: jax.Array | int, *, init_from: PyTree = None
+) -> TrainState:
+    """A `TrainState` at step 0, every array born as the layout stores it: no device ever holds a whole split array.
+
+    The parameters are bit for bit those of `init_fn(key)` on one device. `init_from` takes given ones instead: what
+    `init_fn` would return, as NumPy or JAX arrays in model order, which are copied straight to their shards.
+
+    Raises:
+      ValueError: `init_fn`, `tx` or `init_from` do not fit the layout; every leaf that differs is named.
+      js.distributed.Disagreement: in several processes, one has other versions, flags, mesh, layout or key.
+    """
+    check_transform(tx)
+    key = typed_key(key)
+    hosts = company(layout.mesh)
+    if hosts is not None:
+        hosts.agree("js.init", run_facts(layout) | key_fact(key))
+    if init_from is None:
+        program = init_program(init_fn, tx, layout)
+        if hosts is not None:
+            program = program.lower(key).compile()
+            hosts.meet("js.init, compiled")
+        return program(key)
+    expected = join_model(layout.shapes.params, layout.shapes.state)
+    check_same_tree(expected, init_from, "init_from does not fit the layout", "give what init_fn returns")
+    _check_dtypes(expected, init_from)
+    params, state = split_model(init_from)
+    params = jax.tree.map(lambda x, p: _put(x, p, layout), params, layout.params)
+    state = jax.tree.map(lambda x, p: _put(x, p, layout), state, layout.state)
+
+    def start(params: PyTree) -> PyTree:
+        opt_state = tx.init(only(layout.trainable, unstore(layout.params, params)))
+        check_opt_state(layout, opt_state)
+        return store(layout.opt_state, opt_state)
+
+    opt_state = jax.jit(start, out_shardings=layout.shardings(layout.opt_state))(params)
+    return _born(layout, key)._replace(params=params, opt_state=opt_state, state=state)
+
+
+def init_program(init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout) -> Any:
+    """The jitted function `key -> TrainState` behind `init`, to lower and compile."""
+
+    def build(key: jax.Array) -> TrainState:
+        params, state = split_model(init_fn(key))
+        check_model(layout, params, state)
+        opt_state = tx.init(only(layout.trainable, params))
+        check_opt_state(layout, opt_state)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=store(layout.params, params),
+            opt_state=store(layout.opt_state, opt_state),
+            state=store(layout.state, state),
+            key=run_key(key),
+        )
+
+    return jax.jit(build, out_shardings=run_shardings(layout))
+
+
+def run_key(key: jax.Array) -> jax.Array:
+    """The key from which the steps' keys are made: another than the one that made the parameters."""
+    return jax.random.fold_in(key, 1)
+
+
+def run_shardings(layout: Layout) -> Any:
+    """How every array of a run is spread."""
+    alone = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
+    trees = (layout.params, layout.opt_state, layout.state)
+    params, opt_state, state = map(layout.shardings, trees)
+    return _run(alone, params, opt_state, state, alone)
+
+
+def run_shapes(layout: Layout) -> Any:
+    """The shapes of a run as stored, with their shardings: what `lower` takes instead of arrays."""
+
+    def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(placement.view.stored, x.dtype, sharding=placement.sharding(layout.mesh))
+
+    shapes, shardings = layout.shapes, run_shardings(layout)
+    return _run(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=shardings.step),
+        jax.tree.map(stored, shapes.params, layout.params),
+        jax.tree.map(stored, shapes.opt_state, layout.opt_state),
+        jax.tree.map(stored, shapes.state, layout.state),
+        jax.ShapeDtypeStruct((), shapes.key.dtype, sharding=shardings.key),
+    )
+
+
+def _run(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any) -> TrainState:
+    """A run of anything: shapes, shardings."""
+    return TrainState(step, params, opt_state, state, key)
+
+
+def logical(run: TrainState, layout: Layout) -> TrainState:
+    """The run in model order without padding: what `init_fn` and `tx.init` would have made on one device.
+
+    Raises:
+      ValueError: the run is not one of this layout; every leaf that differs is named.
+    """
+    check_run(layout, run)
+
+    @jax.jit
+    def convert(run: TrainState) -> TrainState:
+        return run._replace(
+            params=unstore(layout.params, run.params),
+            opt_state=unstore(layout.opt_state, run.opt_state),
+            state=unstore(layout.state, run.state),
+        )
+
+    return convert(run)
+
+
+def store(placements: PyTree, tree: PyTree) -> PyTree:
+    """logical -> stored, leaf by leaf."""
+    return jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements)
+
+
+def unstore(placements: PyTree, tree: PyTree) -> PyTree:
+    """stored -> logical, leaf by leaf."""
+    return jax.tree.map(lambda x, placement: placement.view.invert(x), tree, placements)
+
+
+_REMAKE = "make the layout again from the same init_fn and tx"
+
+
+def check_model(layout: Layout, params: PyTree, state: PyTree) -> None:
+    """Raises unless a logical model is the one that the layout was made for; names every leaf that differs."""
+    shapes = layout.shapes
+    check_same_tree(shapes.params, abstract(params), "the parameters changed since the layout was made", _REMAKE)
+    check_same_tree(shapes.state, abstract(state), "the model's state changed since the layout was made", _REMAKE)
+
+
+def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
+    """Raises unless a logical optimizer state is of the transform that the layout was made for."""
+    shapes = layout.shapes.opt_state
+    check_same_tree(shapes, abstract(opt_state), "tx is not the one that the layout was made for", _REMAKE)
+
+
+def check_run(layout: Layout, run: TrainState) -> None:
+    """Raises unless a run has the arrays of the layout and they lie where it stores them; names every other leaf."""
+    expected, fix = run_shapes(layout), "make it with js.init and the same layout"
+    check_same_tree(abstract(expected), abstract(run), "the run does not fit the layout", fix)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(run), jax.tree.leaves(expected), strict=True)
+    elsewhere = [
+        f"{path_str(path)}: {x.sharding}, expected {want.sharding}"
+        for (path, x), want in pairs
+        if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(want.sharding, x.ndim)
+    ]
+    raise_all(elsewhere, ValueError, f"arrays of the run do not lie where the layout stores them; {fix}")
+
+
+def _check_dtypes(expected: PyTree, given: PyTree) -> None:
+    """Raises for arrays that JAX would cast on the way, such as NumPy's float64."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
+    raise_all(
+        (
+            f"{path_str(path)}: {x.dtype}, expected {want.dtype}"
+            for (path, x), want in pairs
+            if _dtype(x, want) != want.dtype
+        ),
+        ValueError,
+        "init_from has other dtypes than the layout; cast it yourself",
+    )
+
+
+def _dtype(x: Any, want: Any) -> Any:
+    return getattr(x, "dtype", want.dtype)  # Python numbers have none: they take the parameter's
+
+
+def _born(layout: Layout, key: jax.Array) -> TrainState:
+    step, key = jax.jit(
+        lambda key: (jnp.zeros((), jnp.int32), run_key(key)),
+        out_shardings=(run_shardings(layout).step, run_shardings(layout).key),
+    )(key)
+    return TrainState(step, (), (), (), key)
+
+
+def _put(x: Any, placement: Placement, layout: Layout) -> jax.Array:
+    """A copy of a given array as the layout stores it: each device receives its shard alone."""
+    sharding, view = placement.sharding(layout.mesh), placement.view
+    if isinstance(x, jax.Array):
+        if x.committed and x.sharding.device_set != sharding.device_set:
+            # A step donates its run, and what the caller gave must outlive that: device_put alone may share a buffer,
+            # may_alias=False or not (JAX 0.10 and 0.12).
+            return jax.device_put(view.apply(jnp.copy(x)), sharding)
+        return jax.jit(view.apply, out_shardings=sharding)(x)
+    stored = np.zeros(view.padded, jnp.result_type(x))
+    stored[tuple(slice(size) for size in view.logical)] = x
+    stored = stored.reshape(view.stored)
+    return jax.make_array_from_callback(stored.shape, sharding, lambda index: stored[index])

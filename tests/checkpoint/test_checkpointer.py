@@ -1,0 +1,314 @@
+"""Saving while a run goes on; full disks, missing permissions and kills leave the steps before."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint import checkpointer as keeper
+from jaxshard.checkpoint import manifest, writer
+from jaxshard.checkpoint.checksums import damage
+from jaxshard.checkpoint.folder import numbered
+from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.reader import describe
+from jaxshard.training.state import run_key
+from tests.checkpoint.runs import assert_same
+from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
+
+
+@pytest.fixture(scope="module")
+def step():
+    return js.make_step(loss_fn, TX, layout())
+
+
+def steps_of(root):
+    return list(numbered(root))
+
+
+def test_fit_saves_in_the_background_and_keeps_the_newest(step, tmp_path):
+    runs = {}
+    with js.Checkpointer(tmp_path, layout(), every=2, keep=2) as checkpointer:
+        saved = [checkpointer, lambda number, run: runs.update({number: jax.tree.map(lambda x: x + 0, run.params)})]
+        run = js.fit(new_run(), step, [BATCH] * 7, steps=7, on_run=saved)
+        checkpointer.save(run)
+        checkpointer.save(run)
+    assert steps_of(tmp_path) == [6, 7]
+    for number in (6, 7):  # as it was then, although the steps after it were given the same arrays
+        back = js.restore(tmp_path, layout(), step=number)
+        assert int(back.step) == number and damage(tmp_path / str(number)) == []
+        assert_same(back.params, runs[number])
+
+
+def test_what_was_restored_goes_on_as_if_nothing_had_been(step, tmp_path):
+    run, losses = new_run(), []
+    for number in range(5):
+        if number == 2:
+            js.save(tmp_path, run, layout())
+        run, metrics = step(run, BATCH)
+        losses.append(float(metrics["loss"]))
+    back, again = js.restore(tmp_path, layout()), []
+    for _ in range(3):
+        back, metrics = step(back, BATCH)
+        again.append(float(metrics["loss"]))
+    assert again == losses[2:]
+    assert_same(back, run)
+    other = js.make_step(loss_fn, TX, layout(4))
+    _, metrics = other(js.restore(tmp_path, layout(4)), BATCH)
+    assert float(metrics["loss"]) == pytest.approx(losses[2], rel=1e-6)
+
+
+def test_a_file_that_can_not_be_written_leaves_the_step_before(tmp_path):
+    """The limit stands for a full disk: TensorStore's own writes fail, in the background."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpointer = js.Checkpointer(tmp_path, layout(), every=1, keep=1)
+    checkpointer(1, at(1))
+    checkpointer.wait_until_finished()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        checkpointer(2, at(2))
+        with pytest.raises(OSError, match=r"/2: this step could not be saved, .*File too large") as caught:
+            checkpointer(3, at(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.__cause__ is not None
+    assert steps_of(tmp_path) == [1] and damage(tmp_path / "1") == []
+    checkpointer(3, at(3))
+    checkpointer.wait_until_finished()
+    assert steps_of(tmp_path) == [3] and int(js.restore(tmp_path, layout()).step) == 3
+
+
+@pytest.mark.parametrize("place", ["flush", "rename"])
+def test_a_full_disk_at_the_manifest_leaves_the_step_before(place, tmp_path, monkeypatch):
+    js.save(tmp_path, at(1), layout())
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if place == "flush":
+        monkeypatch.setattr(manifest.os, "fsync", full)
+    else:
+        monkeypatch.setattr(manifest.Path, "rename", full)
+    with pytest.raises(OSError, match=r"2: this step could not be saved, .*No space left on device"):
+        js.save(tmp_path, at(2), layout())
+    assert steps_of(tmp_path) == [1] and js.latest_step(tmp_path, intact=True) == 1
+
+
+def test_no_permission(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(writer.Path, "mkdir", refuse)
+    with pytest.raises(OSError, match=r"run/2: this step could not be saved, .*Permission denied"):
+        js.save(tmp_path / "run", at(2), layout())
+    checkpointer = js.Checkpointer(tmp_path / "run", layout(), every=1)
+    with pytest.raises(OSError, match="Permission denied"):
+        checkpointer(2, at(2))
+    monkeypatch.undo()
+    checkpointer(2, at(2))
+    checkpointer.wait_until_finished()
+    assert steps_of(tmp_path / "run") == [2]
+
+
+def test_an_error_of_the_loop_comes_first_and_that_of_the_save_is_noted(tmp_path, monkeypatch):
+    def broken(*args):
+        raise OSError("gone")
+
+    monkeypatch.setattr(writer, "write", broken)
+    with pytest.raises(KeyError, match="loop") as caught, js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
+        checkpointer(1, at(1))
+        raise KeyError("loop")
+    assert "this step could not be saved" in caught.value.__notes__[0]
+    with pytest.raises(OSError, match="gone"), js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
+        checkpointer(1, at(1))
+    assert steps_of(tmp_path) == []
+
+
+def test_keeping_never_deletes_what_was_just_saved(tmp_path):
+    for number in (100, 200):
+        js.save(tmp_path, at(number), layout())
+    with js.Checkpointer(tmp_path, layout(), every=5, keep=1, data=lambda: {"epoch": 3}) as checkpointer:
+        checkpointer(4, at(4))
+        checkpointer(5, at(5))
+    assert steps_of(tmp_path) == [5] and describe(tmp_path).data == {"epoch": 3}
+
+
+def test_a_step_without_its_manifest_is_not_counted_and_is_replaced(tmp_path):
+    (js.save(tmp_path, at(5), layout()) / NAME).unlink()
+    with js.Checkpointer(tmp_path, layout(), every=5, keep=1) as checkpointer:
+        checkpointer(5, at(5))
+    assert damage(tmp_path / "5") == []
+
+
+def test_sizes_are_checked(tmp_path):
+    for name in ("every", "keep"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            js.Checkpointer(tmp_path, layout(), **({"every": 1} | {name: 0}))
+
+
+def test_processes_share_the_checksums(tmp_path, monkeypatch):
+    """Three processes that see one folder: what each of them would do, one after the other."""
+    monkeypatch.setattr(writer, "_commit", lambda *args: made.append(args[:2]))
+    made = []
+    js.save(tmp_path, at(5), layout())
+    monkeypatch.undo()
+    ((folder, start),) = made
+    monkeypatch.setattr(writer, "_wait_for", lambda file, folder: None)
+    for process in (2, 1):
+        writer._commit(folder, start, process, 3)
+        assert js.latest_step(tmp_path) is None
+    writer._commit(folder, start, 0, 3)
+    assert damage(folder) == [] and int(js.restore(tmp_path, layout()).step) == 5
+
+
+def test_a_process_that_failed_is_not_waited_for(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="another process could not save"):
+        writer._wait_for(tmp_path / "5" / NAME, tmp_path / "5")
+    monkeypatch.setattr(writer, "_WAIT", 0.0)
+    with pytest.raises(OSError, match="did not appear within 0 s"):
+        writer._wait_for(tmp_path / NAME, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_time_leaves_a_step_that_is_intact(tmp_path):
+    program = """
+        import jax, sys
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jax.numpy as jnp, numpy as np, optax, jaxshard as js
+        init = lambda key: {"w": jax.random.normal(key, (2048, 1024))}
+        layout = js.layout(js.fsdp("data"), js.make_mesh(data=2), init, optax.adam(1e-3))
+        run = js.init(init, optax.adam(1e-3), layout, 0)
+        checkpointer = js.Checkpointer(sys.argv[1], layout, every=1)
+        for step in range(1, 1000):
+            checkpointer(step, run._replace(step=jax.device_put(np.int32(step), run.step.sharding)))
+            if step == 2:
+                print("going", flush=True)
+    """
+    numbers = np.random.default_rng(0)
+    for trial in range(6):
+        root = tmp_path / str(trial)
+        command = [sys.executable, "-c", textwrap.dedent(program), str(root)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"JAX_PLATFORMS": "cpu"}) as process:
+            assert process.stdout.readline() == b"going\n"
+            time.sleep(numbers.uniform(0, 1))
+            process.send_signal(signal.SIGKILL)
+        complete = [number for number, path in numbered(root).items() if (path / NAME).exists()]
+        assert complete and all(damage(root / str(number)) == [] for number in complete)
+        assert len(numbered(root)) - len(complete) <= 1
+
+
+def slowly(monkeypatch, fail=None):
+    """Saves take half a second, and those of a step fail."""
+    save = writer.store.save
+
+    def slow(folder, *rest):
+        time.sleep(0.5)
+        if fail is not None and folder.name == fail[0]:
+            raise fail[1]
+        save(folder, *rest)
+
+    monkeypatch.setattr(writer.store, "save", slow)
+
+
+def test_two_saves_of_one_step_at_a_time_are_one_after_the_other(tmp_path, monkeypatch):
+    slowly(monkeypatch)
+    with js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
+        checkpointer(1, at(1))
+        assert js.save(tmp_path, at(1), layout()) == tmp_path / "1"
+        assert damage(tmp_path / "1") == []
+        checkpointer(2, at(2))
+        with pytest.raises(ValueError, match="step 2 of another run is there"):
+            js.save(tmp_path, at(2)._replace(key=run_key(at(2).key)), layout())
+    assert steps_of(tmp_path) == [1, 2] and damage(tmp_path / "2") == []
+
+
+@pytest.mark.parametrize("error", [KeyError("chunk"), MemoryError("no memory"), AssertionError("not so")])
+def test_an_error_of_any_kind_leaves_nothing_and_the_step_can_be_saved_again(error, tmp_path, monkeypatch):
+    with monkeypatch.context() as patches:
+        slowly(patches, fail=("1", error))
+        checkpointer = js.Checkpointer(tmp_path, layout(), every=1)
+        checkpointer(1, at(1))
+        with pytest.raises(OSError, match="1: this step could not be saved") as caught:
+            checkpointer.wait_until_finished()
+    assert caught.value.__cause__ is error and list(tmp_path.iterdir()) == []
+    checkpointer.save(at(1))
+    checkpointer.wait_until_finished()
+    assert js.latest_step(tmp_path, intact=True) == 1
+
+
+def test_an_interrupted_wait_still_tells_what_went_wrong(tmp_path, monkeypatch):
+    slowly(monkeypatch, fail=("1", OSError("bad disk")))
+    checkpointer = js.Checkpointer(tmp_path, layout(), every=1)
+    checkpointer(1, at(1))
+    with monkeypatch.context() as patches:
+        patches.setattr(keeper, "wait", lambda pending: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer(2, at(2))
+    with pytest.raises(OSError, match="bad disk"):
+        checkpointer(2, at(2))
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    slowly(monkeypatch, fail=("1", KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        js.save(tmp_path, at(1), layout())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_that_are_gone_or_are_none_are_named(tmp_path):
+    gone = new_run()
+    gone.params["w"].delete()
+    with pytest.raises(ValueError, match=r"arrays are gone, .* the run that the step returned\n  - params/w$"):
+        js.save(tmp_path, gone, layout())
+    with pytest.raises(ValueError, match=r"no arrays of JAX; .*\n  - step: int32$"):
+        js.save(tmp_path, at(1)._replace(step=np.int32(1)), layout())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_while_one_save_fails_finishes_the_other(tmp_path):
+    program = """
+        import jax, sys, time
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jaxshard as js
+        from jaxshard.checkpoint import writer
+        from tests.checkpoint.small import at, layout
+        save = writer.store.save
+        def slow(folder, *rest):
+            time.sleep(1)
+            if folder.parent.name == "bad":
+                raise OSError("bad disk")
+            save(folder, *rest)
+        writer.store.save = slow
+        for name in ("good", "bad"):
+            js.Checkpointer(f"{sys.argv[1]}/{name}", layout(), every=1)(1, at(1))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, check=True, timeout=100, env=environment, capture_output=True, text=True)
+    assert js.latest_step(tmp_path / "good", intact=True) == 1 and js.latest_step(tmp_path / "bad") is None
+    lines = [line for line in ended.stderr.splitlines() if "bad" in line]
+    assert len(lines) == 1 and lines[0].startswith("jaxshard: ") and "bad disk" in lines[0]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_without_waiting_has_saved(tmp_path):
+    program = """
+        import jax, sys
+        jax.config.update("jax_num_cpu_devices", 2)
+        import jaxshard as js
+        from tests.checkpoint.small import at, layout
+        js.Checkpointer(sys.argv[1], layout(), every=1)(1, at(1))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=100, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert js.latest_step(tmp_path, intact=True) == 1

@@ -1,0 +1,308 @@
+"""Programs whose communication is known: axes, counts with loops, bytes of whole arrays, source lines."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.checks.collectives.found import Row, arrays_only, collectives, split_scalars, summary, table
+
+F32 = 4
+
+
+def mesh_of(order=None, **axes):
+    devices = np.array(jax.devices())[np.arange(8) if order is None else order]
+    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+CUBE = {"a": 2, "b": 2, "c": 2}
+RING = [(0, 1), (1, 0)]
+
+
+def compile_manual(mesh, function, shape=(32, 16), dtype=jnp.float32):
+    """The function on each device's own [32, 16] array."""
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
+
+
+def audit_manual(mesh, function, shape=(32, 16), dtype=jnp.float32):
+    return collectives(compile_manual(mesh, function, shape, dtype), mesh)
+
+
+WHOLE = 32 * 16 * F32
+
+
+@pytest.mark.parametrize(
+    ("function", "row"),
+    [
+        (lambda x: lax.psum(x, "b"), Row("all-reduce", ("b",), 1, WHOLE)),
+        (lambda x: lax.psum(x, ("c", "a")), Row("all-reduce", ("a", "c"), 1, WHOLE)),
+        (lambda x: lax.pmax(x, ("a", "b", "c")), Row("all-reduce", ("a", "b", "c"), 1, WHOLE)),
+        (lambda x: lax.all_gather(x, "b", tiled=True), Row("all-gather", ("b",), 1, 2 * WHOLE)),
+        (lambda x: lax.all_gather(x, "c", axis=1, tiled=True), Row("all-gather", ("c",), 1, 2 * WHOLE)),
+        (lambda x: lax.all_gather(x, ("b", "a")), Row("all-gather", ("a", "b"), 1, 4 * WHOLE)),
+        (lambda x: lax.psum_scatter(x, "a", tiled=True), Row("reduce-scatter", ("a",), 1, WHOLE)),
+        (
+            lambda x: lax.psum_scatter(x, ("c", "b"), scatter_dimension=1, tiled=True),
+            Row("reduce-scatter", ("b", "c"), 1, WHOLE),
+        ),
+        (lambda x: lax.all_to_all(x, "c", 0, 1, tiled=True), Row("all-to-all", ("c",), 1, WHOLE)),
+        (lambda x: lax.all_to_all(x, ("a", "b"), 0, 0, tiled=True), Row("all-to-all", ("a", "b"), 1, WHOLE)),
+        (lambda x: lax.ppermute(x, "a", RING), Row("collective-permute", ("a",), 1, WHOLE)),
+        (lambda x: lax.ppermute(x, "c", [(0, 1)]), Row("collective-permute", ("c",), 1, WHOLE)),
+        (
+            lambda x: lax.ppermute(x, ("a", "b"), [(i, (i + 1) % 4) for i in range(4)]),
+            Row("collective-permute", ("a", "b"), 1, WHOLE),
+        ),
+    ],
+)
+def test_every_kind_with_its_axes_and_bytes(function, row):
+    assert summary(audit_manual(mesh_of(**CUBE), function)) == (row,)
+
+
+def test_elements_and_shapes_are_those_of_whole_arrays():
+    mesh = mesh_of(**CUBE)
+    (gather,) = audit_manual(mesh, lambda x: lax.all_gather(x, "b", axis=1, tiled=True))
+    assert (gather.shapes, gather.elements, gather.dtype) == (((32, 32),), 1024, "f32")
+    (scatter,) = audit_manual(mesh, lambda x: lax.psum_scatter(x, "b", tiled=True))
+    assert (scatter.shapes, scatter.elements) == (((32, 16),), 512)
+    (exchange,) = audit_manual(mesh, lambda x: lax.all_to_all(x, "b", 0, 0, tiled=True))
+    assert exchange.elements == 512
+
+
+def test_bytes_follow_the_dtype():
+    (gather,) = audit_manual(mesh_of(data=8), lambda x: lax.all_gather(x, "data"), (4,), jnp.int8)
+    assert (gather.dtype, gather.bytes) == ("s8", 32)
+    (gather,) = audit_manual(mesh_of(data=8), lambda x: lax.all_gather(x, "data"), (), jnp.bool_)
+    assert (gather.dtype, gather.bytes) == ("pred", 8)
+
+
+@pytest.mark.parametrize("order", [[3, 1, 4, 0, 5, 2, 7, 6], [0, 2, 4, 6, 1, 3, 5, 7]])
+def test_positions_in_a_mesh_of_devices_in_another_order(order):
+    mesh = mesh_of(order, a=2, b=4)
+
+    def function(x):
+        return lax.psum(x, "b") + lax.psum(lax.all_gather(x, ("b", "a")).sum(0), "a")
+
+    assert summary(audit_manual(mesh, function)) == (
+        Row("all-reduce", ("a",), 1, WHOLE),
+        Row("all-reduce", ("b",), 1, WHOLE),
+        Row("all-gather", ("a", "b"), 1, 8 * WHOLE),
+    )
+
+
+def test_axes_of_size_one_do_not_communicate():
+    mesh = mesh_of(one=1, data=8)
+    assert audit_manual(mesh, lambda x: lax.psum(x, "one")) == ()
+    (reduced,) = audit_manual(mesh, lambda x: lax.psum(x, ("one", "data")))
+    assert reduced.axes == ("data",)
+    assert audit_manual(mesh, lambda x: lax.ppermute(x, "data", [(i, i) for i in range(8)])) == ()
+
+
+def test_groups_that_are_no_product_of_axes_are_kept():
+    mesh = mesh_of(data=8)
+    halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (reduced,) = audit_manual(mesh, lambda x: lax.psum(x, "data", axis_index_groups=halves))
+    assert (reduced.axes, reduced.groups) == (("?",), ((0, 1, 2, 3), (4, 5, 6, 7)))
+    assert "axis ?: among groups of devices" in table(summary([reduced]))
+
+
+def test_trip_counts_of_nested_scans_multiply():
+    def inner(x, _):
+        return lax.psum(x, "b") * 0.5, None
+
+    def outer(x, _):
+        x, _ = lax.scan(inner, x, None, length=3)
+        return lax.ppermute(x, "c", RING), None
+
+    found = audit_manual(mesh_of(**CUBE), lambda x: lax.scan(outer, lax.psum(x, "a"), None, length=5)[0])
+    assert summary(found) == (
+        Row("all-reduce", ("a",), 1, WHOLE),
+        Row("all-reduce", ("b",), 15, 15 * WHOLE),
+        Row("collective-permute", ("c",), 5, 5 * WHOLE),
+    )
+
+
+def test_forward_and_backward_of_a_scan_over_gathered_weights():
+    mesh = mesh_of(data=8)
+
+    def step(w, x):
+        @jax.checkpoint
+        def block(x, w):
+            return jnp.tanh(x @ lax.all_gather(w, "data", tiled=True)), None
+
+        return jax.grad(lambda w: lax.scan(block, x, w)[0].sum())(w)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=P(None, "data"))
+    arrays = jax.ShapeDtypeStruct((6, 16, 16), jnp.float32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    found = collectives(jax.jit(mapped).lower(*arrays).compile(), mesh)
+    layer = 16 * 16 * F32
+    assert summary(found) == (
+        Row("reduce-scatter", ("data",), 6, 6 * layer),
+        Row("all-gather", ("data",), 12, 12 * layer),
+    )
+
+
+def test_a_loop_whose_turns_the_data_decide_has_no_count():
+    def function(x):
+        turns = x[0, 0].astype(jnp.int32)
+        return lax.fori_loop(0, turns, lambda _, x: lax.ppermute(x, "data", [(0, 1)]), lax.psum(x, "data"))
+
+    known, unknown = audit_manual(mesh_of(data=8), function)
+    assert (known.kind, known.count, known.bytes) == ("all-reduce", 1, WHOLE)
+    assert (unknown.kind, unknown.count, unknown.bytes) == ("collective-permute", None, None)
+    text = table(summary([known, unknown]))
+    assert "collective-permute  data      ?      ?" in text
+    assert "count ?: inside a loop whose number of turns is only known while it runs" in text
+    (row,) = summary([unknown, unknown])
+    assert row.as_dict() == {"kind": "collective-permute", "axis": "data", "count": None, "bytes": None}
+
+
+def test_a_collective_in_the_condition_of_a_loop():
+    def function(x):
+        return lax.while_loop(lambda x: lax.psum(x, "data").sum() < 3, lambda x: x * 2, x)
+
+    (reduced,) = audit_manual(mesh_of(data=8), function)
+    assert (reduced.kind, reduced.axes, reduced.count) == ("all-reduce", ("data",), None)
+
+
+def test_branches_of_a_conditional_are_marked():
+    def function(x):
+        return lax.cond(x[0, 0] > 0, lambda x: lax.psum(x, "b"), lambda x: lax.pmax(x, "c"), x)
+
+    found = audit_manual(mesh_of(**CUBE), function)
+    assert {(one.axes, one.count, one.conditional) for one in found} == {(("b",), 1, True), (("c",), 1, True)}
+    assert "all-reduce  b        1*  2,048" in table(summary(found))
+
+
+def test_combined_scalars_and_arrays_are_taken_apart():
+    def function(x):
+        return lax.psum((x, x.sum(), 2 * x[:8]), "data")
+
+    found = audit_manual(mesh_of(data=8), function)
+    assert summary(found) == (Row("all-reduce", ("data",), len(found), WHOLE + F32 + WHOLE // 4),)
+    arrays, scalars = split_scalars(found)
+    assert sorted(shape for one in arrays for shape in one.shapes) == [(8, 16), (32, 16)]
+    assert sum(one.bytes for one in arrays) == WHOLE + WHOLE // 4
+    assert [one.shapes for one in scalars] == [((),)]
+    assert arrays_only(found) == arrays
+    assert sum(one.bytes for one in arrays_only(found, above=8 * 16)) == WHOLE
+
+
+def test_a_program_that_the_compiler_partitions():
+    """Tensor parallelism of one hidden layer: its output is summed over tensor, gradients and loss over data."""
+    mesh = mesh_of(data=4, tensor=2)
+
+    def split(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    def step(w1, w2, x):
+        def loss(w1, w2):
+            return jnp.mean((jnp.tanh(x @ w1) @ w2) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(w1, w2)
+
+    weights = split(None, "tensor"), split("tensor", None)
+    jitted = jax.jit(step, in_shardings=(*weights, split("data")), out_shardings=(split(), weights))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(32, 64), (64, 32), (16, 32)]]
+    arrays, scalars = split_scalars(collectives(jitted.lower(*shapes).compile(), mesh))
+    assert {one.axes for one in arrays} == {("tensor",), ("data",)}
+    size = {axes: sum(one.bytes for one in arrays if one.axes == axes) for axes in [("tensor",), ("data",)]}
+    assert size == {("tensor",): 4 * 32 * F32, ("data",): 2 * 32 * 32 * F32}
+    assert {(one.kind, one.axes, one.bytes) for one in scalars} == {("all-reduce", ("data",), F32)}
+
+
+def test_resharding_names_the_parts_of_axes_that_it_exchanges():
+    mesh = mesh_of(data=4, tensor=2)
+    spec, other = NamedSharding(mesh, P("data", "tensor")), NamedSharding(mesh, P("tensor", "data"))
+    jitted = jax.jit(lambda x: x * 2, in_shardings=spec, out_shardings=other)
+    found = collectives(jitted.lower(jax.ShapeDtypeStruct((16, 32), jnp.float32)).compile(), mesh)
+    axes = {one.kind: one.axes for one in found}
+    assert axes == {"all-to-all": ("?",), "collective-permute": ("data", "tensor")}
+    (exchange,) = [one for one in found if one.kind == "all-to-all"]
+    assert sorted(map(sorted, exchange.groups)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def line_of(function, needle):
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if needle in line)}"
+
+
+def test_sources_are_lines_of_the_users_file():
+    def helper(x):
+        return lax.psum(x, "a")  # the innermost line
+
+    def function(x):
+        return lax.all_gather(helper(x), "b")  # calls
+
+    mesh = mesh_of(**CUBE)
+    reduced, gathered = audit_manual(mesh, function)
+    assert reduced.source == line_of(helper, "# the innermost line")
+    assert gathered.source == line_of(function, "# calls")
+    assert reduced.frames[:2] == (reduced.source, gathered.source)
+    assert "psum" in reduced.op_name
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, use_bias=False)(x)  # the user's layer
+
+
+def test_the_source_of_a_librarys_operation_is_the_users_call():
+    mesh = mesh_of(data=8)
+    rows, columns = NamedSharding(mesh, P("data", None)), NamedSharding(mesh, P(None, "data"))
+    weights = {"params": {"Dense_0": {"kernel": jax.ShapeDtypeStruct((64, 8), jnp.float32)}}}
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    jitted = jax.jit(Net().apply, in_shardings=(rows, columns), out_shardings=NamedSharding(mesh, P()))
+    (reduced,) = collectives(jitted.lower(weights, x).compile(), mesh)
+    assert reduced.kind == "all-reduce"
+    assert reduced.source == line_of(Net, "# the user's layer")
+    assert "linear.py" in reduced.frames[0]
+
+
+def test_rows_print_as_a_table_and_as_json():
+    def function(x):
+        return lax.psum_scatter(lax.psum(lax.psum(x, "b"), ("a", "c")), "a", tiled=True)
+
+    rows = summary(audit_manual(mesh_of(**CUBE), function))
+    assert table(rows).splitlines() == [
+        "collective      axis  count  bytes",
+        "all-reduce      a+c       1  2,048",
+        "all-reduce      b         1  2,048",
+        "reduce-scatter  a         1  2,048",
+    ]
+    assert [row.as_dict() for row in rows][:2] == [
+        {"kind": "all-reduce", "axis": "a+c", "count": 1, "bytes": 2048},
+        {"kind": "all-reduce", "axis": "b", "count": 1, "bytes": 2048},
+    ]
+    assert table(()) == "no collectives"
+
+
+def test_a_program_without_collectives():
+    assert audit_manual(mesh_of(data=8), lambda x: x * 2) == ()
+
+
+def test_a_program_that_is_not_compiled_is_refused():
+    mesh = mesh_of(data=8)
+    mapped = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P(), out_specs=P())
+    lowered = jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32))
+    with pytest.raises(TypeError, match=r"pass what jax\.jit\(\.\.\.\)\.lower\(\.\.\.\)\.compile\(\) returns"):
+        collectives(lowered, mesh)
+
+
+def test_a_program_for_other_devices_is_refused():
+    mesh = mesh_of(data=4, tensor=2)
+    small = jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
+    with pytest.raises(ValueError, match=r"compiled for 1 device\(s\), the mesh \(data=4, tensor=2\) has 8"):
+        collectives(small, mesh)
+    compiled = compile_manual(mesh, lambda x: lax.psum(x, "data"))
+    other = mesh_of([1, 0, 2, 3, 4, 5, 6, 7], data=4, tensor=2)
+    with pytest.raises(ValueError, match=r"devices \[0, 1, 2, .* in this order, the mesh has \[1, 0, 2,"):
+        collectives(compiled, other)

@@ -1,0 +1,342 @@
+"""js.parity: passes what is right; finds what is wrong, names its leaves and says why."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import jaxshard as js
+from tests.toys import cross_entropy, gpt_toy, quick_compile
+
+ROWS, FEATURES, CLASSES = 16, 12, 7
+LEAVES = {f"Dense_{number}/{leaf}" for number in (0, 1) for leaf in ("kernel", "bias")}
+NUMBERS = r"the total of the loss over the whole batch is [\d.]+, those of its 8 parts add up to [\d.]+: "
+
+
+@pytest.fixture(autouse=True)
+def quickly():
+    with quick_compile():
+        yield
+
+
+class Net(nn.Module):
+    """An MLP 12 -> 16 -> 7, with batch statistics or dropout if asked for."""
+
+    norm: bool = False
+    axis: str | None = None
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=False, axis_name=self.axis)(x)
+        x = nn.Dropout(self.rate, deterministic=self.rate == 0)(x)
+        return nn.Dense(CLASSES)(jnp.tanh(x))
+
+
+def init_fn(key):
+    return Net().init(key, jnp.zeros((1, FEATURES)))["params"]
+
+
+def make_batch():
+    """Rows whose weights rise from 0 to 2, so that devices hold very different shares."""
+    x = np.random.default_rng(0).normal(size=(ROWS, FEATURES)).astype(np.float32)
+    return {"x": x, "y": np.arange(ROWS) % CLASSES, "weights": np.linspace(0, 2, ROWS, dtype=np.float32)}
+
+
+def plain(params, batch, key):
+    return cross_entropy(Net().apply({"params": params}, batch["x"]), batch)
+
+
+def run(loss_fn=plain, *, init=init_fn, engine=None, tx=None, strategy=None, axes=None, batch=None, **options):
+    mesh, strategy = js.make_mesh(**(axes or {"data": 8})), strategy or js.ddp()
+    batch = make_batch() if batch is None else batch
+    return js.parity(
+        init, loss_fn, tx or optax.sgd(0.1), strategy, mesh, batch, engine=engine or js.explicit(), **options
+    )
+
+
+def check_fails(report, why, *, kinds=("gradient", "loss")):
+    """What differs, by kind, and the causes by the start of what is said of them."""
+    assert not report.ok
+    assert tuple(sorted({one.what for one in report.failures})) == kinds
+    with pytest.raises(AssertionError) as error:
+        report.check()
+    assert str(report) in str(error.value) and str(error.value).count("why: ") == len(why), report
+    assert all(one.name in str(error.value).splitlines()[0] for one in report.failures)
+    for pattern in why:
+        assert any(re.search(pattern, line) for line in report.why), report
+
+
+# What is right passes.
+
+
+@pytest.mark.parametrize(
+    "strategy, axes, engine",
+    [
+        (js.zero2(min_size=1), {"data": 8}, js.explicit()),
+        (js.compose(js.fsdp(min_size=1), js.tensor([("Dense_0/kernel", (None, "mlp")), ("mlp", "split")])),
+         {"data": 4, "tensor": 2}, js.explicit(microbatches=2)),
+        (js.hsdp(min_size=1), {"replica": 2, "data": 4}, js.auto()),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:tensor. ")
+def test_a_right_step_passes(strategy, axes, engine):
+    """Loss to 1e-6, gradients and updates to 1e-5; Adam's own amplification is not charged."""
+    report = run(strategy=strategy, axes=axes, engine=engine, tx=optax.adam(0.1))
+    report.check()
+    assert report.ok and not report.failures and not report.why and not report.notes
+    names = {one.name for one in report.differences}
+    assert names == {"loss"} | {f"{what} {leaf}" for what in ("gradient", "update") for leaf in LEAVES}
+    allowed = {one.what: one.allowed for one in report.differences}
+    assert allowed == pytest.approx({"loss": 1e-6, "gradient": 1e-5, "update": 1e-5})
+    assert report.losses[0] == pytest.approx(report.losses[1], rel=1e-6) and report.losses[1] > 1
+    assert max(one.error for one in report.differences) > 0, "another order of summation leaves its trace"
+    lines = str(report).splitlines()
+    assert lines[0].endswith("against one device, in f32: all 9 arrays agree") and len(lines) == 8
+    assert re.match(r"  loss \d\.\d+, on one device \d\.\d+: \S+ apart, allowed 1e-06  ok$", lines[1])
+    assert [line.split() for line in lines[2:4]] == [["gradient", "update"], ["allowed", "1e-05", "1e-05"]]
+    assert {line.split()[0] for line in lines[4:]} == LEAVES and all(line.endswith("ok") for line in lines[4:])
+
+
+@pytest.mark.slow
+def test_a_model_of_blocks_with_row_keys_passes():
+    """Loss to 1e-6, gradients and updates to 1e-5, over a data and a tensor axis, with dropout."""
+    toy = gpt_toy(vocab=64, dropout=0.2)
+    strategy = js.compose(js.zero2(min_size=1), js.tensor())
+    report = run(toy.loss_fn, init=toy.init_fn, strategy=strategy, axes={"data": 2, "tensor": 4}, batch=toy.batch)
+    report.check()
+    assert len(report.differences) == 33
+
+
+# What is wrong is found and explained.
+
+
+def init_norm(key):
+    variables = Net(norm=True).init(key, jnp.zeros((2, FEATURES)))
+    return js.Model(variables["params"], variables["batch_stats"])
+
+
+def norm(axis, model, batch, key):
+    variables = {"params": model.params, "batch_stats": model.state}
+    logits, new = Net(norm=True, axis=axis).apply(variables, batch["x"], mutable=["batch_stats"])
+    return js.Loss(cross_entropy(logits, batch), new["batch_stats"])
+
+
+def test_batch_statistics_of_local_rows():
+    """Loss to 1e-6, gradients, updates and state to 1e-5 with the axis or under auto; wrong by a lot without."""
+    report = run(partial(norm, None), init=init_norm)
+    check_fails(
+        report,
+        [NUMBERS + r"the rows are not independent .*nn.BatchNorm\(axis_name="],
+        kinds=("gradient", "loss", "state"),
+    )
+    assert {one.leaf for one in report.failures if one.what == "state"} == {"BatchNorm_0/var"}
+    assert next(one for one in report.failures if one.leaf == "Dense_1/kernel").error > 0.1
+    report = run(partial(norm, "data"), init=init_norm)
+    report.check()
+    assert report.notes == ("the loss names mesh axes, so that on one device they were given size 1",)
+    assert {one.name for one in report.differences} >= {"state BatchNorm_0/mean", "state BatchNorm_0/var"}
+    run(partial(norm, None), init=init_norm, engine=js.auto()).check()
+
+
+def local_mean(params, batch, key):
+    return js.Mean(plain(params, batch, key).value, 1.0)
+
+
+def mean_of_means(params, batch, key):
+    return js.Mean(plain(params, batch, key).value * len(batch["x"]), len(batch["x"]))
+
+
+def fixed_weight(params, batch, key):
+    return js.Mean(plain(params, batch, key).totals[0], 16.0)
+
+
+def summed_twice(params, batch, key):
+    mean = plain(params, batch, key)
+    return js.Mean(lax.psum(mean.totals[0], "data"), mean.weights[0])
+
+
+WEIGHT = r"the weight of js.Mean is no sum over rows: that of the whole batch is {}, those of its 8 parts add up to {};"
+
+
+@pytest.mark.parametrize(
+    "loss_fn, why",
+    [
+        (local_mean, [WEIGHT.format(1, 8)]),
+        pytest.param(
+            mean_of_means,
+            [NUMBERS + "the rows are not independent .* a mean of local means"],
+            marks=pytest.mark.slow,
+        ),
+        (fixed_weight, [WEIGHT.format(16, 128), "8 times too small, and 8 is the size of axis 'data'"]),
+        (summed_twice, ["8 times too large, and 8 is the size of axis 'data'", r"leave collectives .*\(psum, pmean\)"]),
+    ],
+)
+def test_losses_whose_parts_do_not_add_up(loss_fn, why):
+    check_fails(run(loss_fn), why)
+
+
+@pytest.mark.slow
+def test_the_factor_is_the_product_of_the_axes_that_give_it():
+    report = run(fixed_weight, strategy=js.hsdp(), axes={"replica": 2, "data": 4})
+    check_fails(report, ["8 times too small, and 8 is the size of axes 'replica' x 'data'", WEIGHT.format(16, 128)])
+
+
+def stock_dropout(params, batch, key):
+    return cross_entropy(Net(rate=0.5).apply({"params": params}, batch["x"], rngs={"dropout": key}), batch)
+
+
+def own_key(params, batch, key):
+    return stock_dropout(params, batch, jax.random.key(3))
+
+
+def row_dropout(params, batch, key):
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (FEATURES,)))(js.row_keys(key, len(batch["x"])))
+    return plain(params, batch | {"x": jnp.where(kept, 2 * batch["x"], 0)}, key)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, why",
+    [
+        (
+            stock_dropout,
+            r"random numbers for all rows at once \(nn.Dropout does\).*js.row_keys\(key, rows\), or use js.au",
+        ),
+        (own_key, "random numbers from a key of its own, which repeat on every device; draw .* js.row_keys"),
+    ],
+)
+def test_random_numbers_that_depend_on_the_device(loss_fn, why):
+    check_fails(run(loss_fn), [NUMBERS + "the loss draws " + why])
+
+
+@pytest.mark.parametrize(
+    "loss_fn, engine",
+    [
+        (stock_dropout, js.auto()),
+        (row_dropout, js.explicit(microbatches=2)),
+        pytest.param(row_dropout, js.auto(microbatches=2), marks=pytest.mark.slow),
+    ],
+)
+def test_random_numbers_of_rows_pass(loss_fn, engine):
+    """Loss to 1e-6, gradients to 1e-5."""
+    run(loss_fn, engine=engine).check()
+
+
+def init_experts(key):
+    keys = jax.random.split(key)
+    return {
+        "router": jax.random.normal(keys[0], (FEATURES, 4)),
+        "experts": jax.random.normal(keys[1], (4, FEATURES, CLASSES)),
+    }
+
+
+def capacity(params, batch, key):
+    """One of four experts per row, each with room for a quarter of the rows at hand; the others are dropped."""
+    gates = jax.nn.softmax(batch["x"] @ params["router"])
+    chosen = jax.nn.one_hot(gates.argmax(-1), 4)
+    fits = (jnp.cumsum(chosen, 0) * chosen).sum(-1) <= max(1, len(batch["x"]) // 4)
+    outputs = jnp.einsum("bf,efc,be->bc", batch["x"], params["experts"], chosen * gates)
+    return cross_entropy(jnp.where(fits[:, None], outputs, 0), batch)
+
+
+def test_capacity_over_the_rows_at_hand():
+    """Loss to 1e-6, gradients to 1e-5 under auto."""
+    check_fails(
+        run(capacity, init=init_experts), [NUMBERS + r"the rows are not independent .*js.auto\(\), which is right"]
+    )
+    run(capacity, init=init_experts, engine=js.auto()).check()
+
+
+# What else is said.
+
+
+def test_numbers_that_are_not_finite_fail():
+    batch = make_batch()
+    batch["x"][0, 0] = np.nan
+    report = run(batch=batch)
+    check_fails(report, [], kinds=("gradient", "loss", "update"))
+    assert "not finite: loss, gradient Dense_0/bias, " in str(report)
+    assert "on both sides at the same places, so that nothing can be said" in str(report)
+
+
+def test_lower_precision_is_computed_in_f32():
+    """Loss to 1e-6, gradients and updates to 1e-5, though parameters, batch and engine have bf16."""
+    batch = make_batch() | {"x": make_batch()["x"].astype(jnp.bfloat16)}
+    report = run(
+        init=lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_fn(key)),
+        engine=js.explicit(compute_dtype=jnp.bfloat16),
+        batch=batch,
+    )
+    report.check()
+    assert report.notes == (
+        "compute_dtype and reduce_dtype of the engine were left out: all is computed in f32",
+        "batch in bfloat16 were cast to float32",
+        "parameters in bfloat16 were cast to float32",
+    )
+
+
+def test_an_optimizer_that_depends_on_the_layout():
+    """The gradients agree to 1e-5: it is the update that is at fault."""
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(None)  # another update every time that it is traced
+        return jax.tree.map(lambda u: u * len(calls), updates), state
+
+    report = run(tx=optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    check_fails(report, ["given the same gradients the optimizer alone differs"], kinds=("update",))
+
+
+def test_frozen_parameters_and_updates_of_nothing():
+    """Loss to 1e-6, gradients to 1e-5."""
+    report = run(tx=optax.sgd(0.0), trainable=lambda path: path.startswith("Dense_1"))
+    report.check()
+    assert {one.leaf for one in report.differences if one.what == "gradient"} == {"Dense_1/kernel", "Dense_1/bias"}
+    assert report.notes == ("all updates are zero on one device, so that nothing is said about the optimizer",)
+
+
+def test_products_are_computed_in_full_precision():
+    """GPUs and TPUs multiply f32 in less by default."""
+    seen = []
+
+    def loss_fn(params, batch, key):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return plain(params, batch, key)
+
+    run(loss_fn).check()
+    assert set(seen) == {"float32"} and len(seen) >= 2 and jax.config.jax_default_matmul_precision is None
+
+
+def test_state_that_each_device_computes_from_its_rows():
+    """The loss and gradients agree to 1e-6 and 1e-5: it is the state alone that is at fault."""
+
+    def loss_fn(model, batch, key):
+        loss = plain(model.params, batch, key)
+        return js.Loss(loss, {"largest": batch["x"].max(), "seen": model.state["seen"] + 1})
+
+    def init(key):
+        return js.Model(init_fn(key), {"largest": jnp.zeros(()), "seen": jnp.zeros((), jnp.int32)})
+
+    report = run(loss_fn, init=init)
+    check_fails(report, ["new state is computed by each device from its own rows: .*js.auto"], kinds=("state",))
+    assert [one.name for one in report.failures] == ["state largest"]
+
+
+def test_what_can_not_be_compared_is_refused():
+    with pytest.raises(TypeError, match=r"return js.Mean\(total, weight\)"):
+        run(lambda *args: plain(*args).value)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match="must be made of this process's own devices"):
+        js.parity(init_fn, plain, optax.sgd(0.1), js.ddp(), mesh, make_batch())
+    with pytest.raises(NameError, match="unbound axis name: other"):
+        run(lambda params, batch, key: js.Mean(lax.psum(1.0, "other"), 1.0))

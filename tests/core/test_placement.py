@@ -1,0 +1,143 @@
+"""Views and placements: what is stored comes back, and shards have the shapes that are promised."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jaxshard as js
+from jaxshard.core.placement import axes_of, spec_entry, split_dims, splits_per_dim, whole
+from jaxshard.core.tree import Leaf
+from tests.toys import quick_compile
+
+SHAPES = st.lists(st.integers(1, 9), max_size=3).map(tuple)
+
+
+@st.composite
+def views(draw):
+    """Any padding, then dimensions cut in two or merged."""
+    logical = draw(SHAPES)
+    padded = tuple(size + draw(st.integers(0, 3)) for size in logical)
+    stored = list(padded)
+    if stored and draw(st.booleans()):
+        dim = draw(st.integers(0, len(stored) - 1))
+        parts = draw(st.sampled_from([n for n in range(1, stored[dim] + 1) if stored[dim] % n == 0]))
+        stored[dim : dim + 1] = [parts, stored[dim] // parts]
+    elif len(stored) > 1 and draw(st.booleans()):
+        stored[0:2] = [stored[0] * stored[1]]
+    return js.View(logical, padded, tuple(stored))
+
+
+def numbers(shape):
+    return np.arange(1, math.prod(shape) + 1, dtype=np.float32).reshape(shape)
+
+
+@settings(max_examples=12, deadline=None)
+@given(view=views())
+def test_a_view_gives_back_what_it_stored_and_pads_with_zeros(view):
+    x = numbers(view.logical)
+    with quick_compile():
+        stored = np.asarray(view.apply(x))
+        assert stored.shape == view.stored
+        np.testing.assert_array_equal(view.invert(stored), x)
+        assert np.count_nonzero(stored) == x.size
+        full = numbers(view.stored)
+        np.testing.assert_array_equal(view.clear_padding(full), view.apply(view.invert(full)))
+
+
+def test_clearing_the_padding_of_nan():
+    view = js.View((3,), (4,), (4,))
+    np.testing.assert_array_equal(view.clear_padding(jnp.array([1, 2, 3, jnp.nan])), [1, 2, 3, 0])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    blocks=st.integers(1, 9), chunks=st.integers(1, 3), devices=st.integers(1, 3), tail=SHAPES, pad=st.integers(0, 2)
+)
+def test_a_cut_view_stores_blocks_in_pipeline_order(blocks, chunks, devices, tail, pad):
+    """Block i in stage i // each, stage k as chunk k // devices of device k % devices; zeros behind the last block."""
+    each = -(-blocks // (chunks * devices))
+    wide = tuple(size + pad for size in tail)
+    view = js.View((blocks, *tail), (blocks, *wide), (blocks, *wide)).cut_first((chunks, devices, each))
+    assert view.stored == (chunks, devices, each, *wide) and view.cut == 2
+    x = numbers(view.logical)
+    with quick_compile():
+        stored = np.asarray(view.apply(x))
+        for chunk, device, place in np.ndindex(chunks, devices, each):
+            number = (chunk * devices + device) * each + place
+            slice_ = stored[(chunk, device, place, *(slice(size) for size in tail))]
+            np.testing.assert_array_equal(slice_, x[number] if number < blocks else 0)
+        assert np.count_nonzero(stored) == x.size
+        np.testing.assert_array_equal(view.invert(stored), x)
+        full = numbers(view.stored)
+        np.testing.assert_array_equal(view.clear_padding(full), view.apply(view.invert(full)))
+    assert view.tail() == js.View(tail, wide, wide)
+    assert [view.origin(dim) for dim in range(len(view.stored))] == [0, 0, 0, *range(1, len(tail) + 1)]
+    assert [view.at(dim) for dim in range(1, len(tail) + 1)] == list(range(3, len(tail) + 3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=SHAPES, axes=st.sampled_from(["x", "y", ("x", "y"), ("y", "x")]))
+def test_fills_split_every_array_of_more_than_one_element_evenly(shape, axes):
+    mesh = js.make_mesh(x=4, y=2)
+    leaf = Leaf("w", shape, jnp.float32, (None,) * len(shape))
+    placement = js.shard(axes, ["param"], min_size=0)("param", leaf, whole(leaf), mesh)
+    parts = math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
+    if leaf.size == 1:
+        assert placement.why == "one element" and placement.store == placement.use
+        return
+    assert placement.use == P(*(None,) * len(shape))
+    assert sorted(axes_of(placement.store)) == sorted((axes,) if isinstance(axes, str) else axes)
+    assert placement.shard_shape(mesh) == placement.sharding(mesh).shard_shape(placement.view.stored)
+    assert math.prod(placement.shard_shape(mesh)) * parts == math.prod(placement.view.stored)
+    if any(size % parts == 0 for size in shape):
+        assert not placement.view.is_padded
+        dim = next(dim for dim, entry in enumerate(placement.store) if entry is not None)
+        assert shape[dim] == max(size for size in shape if size % parts == 0)
+    else:  # padded by less than one row per device, where that costs least
+        least = min(math.prod(shape) // size * (size + -size % parts) for size in shape)
+        assert math.prod(placement.view.padded) == least
+
+
+def test_a_second_axis_takes_another_dimension():
+    mesh = js.make_mesh(x=4, y=2)
+    leaf = Leaf("w", (16, 6), jnp.float32, (None, None))
+    both = js.compose(js.shard("x", ["param"], min_size=0), js.shard("y", ["param"], min_size=0))
+    placement = both("param", leaf, whole(leaf), mesh)
+    assert placement.store == P("x", "y")
+    assert placement.shard_shape(mesh) == (4, 3)
+    assert placement.bytes_per_device(mesh, jnp.bfloat16) == 24
+
+
+def test_one_slice_of_stacked_blocks():
+    leaf = Leaf("blocks/w", (48, 10, 7), jnp.float32, ("blocks", None, None))
+    placement = js.shard("data", ["param"], min_size=0)("param", leaf, whole(leaf), js.make_mesh(data=8))
+    # Dim 0 would divide, but stacks the blocks; 7 of 8 wastes less than 10 of 16.
+    assert placement.view.stored == (48, 10, 8) and placement.store == P(None, None, "data")
+    tail = placement.tail()
+    assert tail.view == js.View((10, 7), (10, 8), (10, 8)) and tail.store == P(None, "data")
+
+
+def test_specs_in_parts():
+    mesh = js.make_mesh(x=4, y=2)
+    spec = P(("x", "y"), None)
+    assert axes_of(spec) == ("x", "y") and split_dims(spec) == [(0, "x"), (0, "y")]
+    assert splits_per_dim(mesh, spec) == (8, 1)
+    assert spec_entry(()) is None and spec_entry(("x",)) == "x" and spec_entry(("x", "y")) == ("x", "y")
+
+
+@pytest.mark.parametrize("size", [1001, 7, 8])
+def test_padding_is_stored_where_the_placement_says(size):
+    mesh = js.make_mesh(data=8)
+    leaf = Leaf("w", (size,), jnp.float32, (None,))
+    placement = js.shard("data", ["param"], min_size=0)("param", leaf, whole(leaf), mesh)
+    x = jax.jit(placement.view.apply, out_shardings=placement.sharding(mesh))(numbers((size,)))
+    assert {shard.data.shape for shard in x.addressable_shards} == {(-(-size // 8),)}
+    np.testing.assert_array_equal(placement.view.invert(np.asarray(x)), numbers((size,)))

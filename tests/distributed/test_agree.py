@@ -1,0 +1,208 @@
+"""Processes, played by threads around a dictionary, find out how they differ before they compute together."""
+
+import re
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxshard as js
+from jaxshard.commands import main as cli
+from jaxshard.distributed import agree as _hosts
+from jaxshard.distributed import key_value as _notes
+from jaxshard.distributed.agree import Company, company, everyone, first_difference
+from jaxshard.distributed.facts import batch_facts, flags, key_fact, layout_text, program_text, row_facts, run_facts
+from tests.distributed.store import Store, members, together
+
+
+def agreed(hosts, facts, point="js.init"):
+    """What each process got from agreeing, with the facts of each."""
+    return together([partial(member.agree, point, mine) for member, mine in zip(hosts, facts, strict=True)])
+
+
+VALUES = st.sampled_from(["", "8", "16", "one\ntwo", "one\n" * 400, "one\n" * 399 + "two\n", "x" * 1200])
+FACTS = st.dictionaries(st.sampled_from(["seed", "mesh", "batch x", "program"]), VALUES, max_size=3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(base=FACTS, changes=st.lists(st.one_of(st.just({}), FACTS), min_size=2, max_size=3))
+def test_all_processes_raise_the_same_or_none_does(base, changes):
+    facts = [base, *(base | change for change in changes)]
+    outcomes = agreed(members(len(facts)), facts)
+    differing = [number for number, mine in enumerate(facts) if mine != base]
+    if not differing:
+        assert outcomes == [None] * len(facts)
+        return
+    assert all(isinstance(outcome, js.distributed.Disagreement) for outcome in outcomes)
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    for number in range(1, len(facts)):
+        name = f"process {number} (host {'abcd'[number]})"
+        assert (name in str(outcomes[0])) == (number in differing)
+    for number in differing:
+        short = {item for item in facts[number] if facts[number][item] != base.get(item)}
+        assert any(f" {item} " in str(outcomes[0]) for item in short)
+
+
+def test_a_difference_is_named_with_both_values_and_those_who_share_it():
+    facts = [
+        {"batch x": "float32[8]"},
+        {"batch x": "float32[16]"},
+        {"batch x": "float32[8]"},
+        {"batch x": "float32[16]"},
+    ]
+    error = str(agreed(members(4), facts)[2])
+    assert "js.init: the processes differ" in error
+    assert error.endswith(
+        "\n  - process 1 (host b), process 3 (host d): batch x float32[16], process 0 (host a): float32[8]"
+    )
+
+
+def test_a_process_at_another_point_is_told_so_and_nothing_else():
+    hosts = members(2)
+    outcomes = together([lambda: hosts[0].agree("js.init", {"seed": "0"}), lambda: hosts[1].agree("js.restore", {})])
+    for outcome in outcomes:
+        assert str(outcome).count("\n") == 1
+        assert str(outcome).endswith("process 1 (host b): call js.restore, process 0 (host a): js.init")
+
+
+def test_points_are_counted_and_forgotten():
+    hosts = members(3)
+    for number in range(5):
+        assert agreed(hosts, [{"seed": "0", "layout": "a\nb"}] * 3, f"point {number}") == [None] * 3
+    assert len([key for key in hosts[0].store.notes if "/agree/" in key]) <= 20
+    assert together([partial(member.meet, "here") for member in hosts]) == [None] * 3
+    # After a difference they go on together.
+    assert all(agreed(hosts, [{"seed": "0"}, {"seed": "0"}, {"seed": "1"}]))
+    assert agreed(hosts, [{"seed": "0"}] * 3) == [None] * 3
+
+
+def test_a_late_process_is_waited_for_and_named_by_one(monkeypatch, capsys):
+    monkeypatch.setattr(_hosts, "_SLICE", 0.05)
+    monkeypatch.setattr(_hosts, "_TELL", 0.2)
+    hosts = members(4)
+
+    def late():
+        time.sleep(1.0)
+        hosts[2].agree("js.init", {})
+
+    others = [partial(hosts[number].agree, "js.init", {}) for number in (0, 1, 3)]
+    assert together([*others, late]) == [None] * 4
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all("js.init: waiting for process 2 (host c) since" in line for line in lines), lines
+
+    # A first process that is late is named by the next one.
+    def last():
+        time.sleep(0.5)
+        hosts[0].meet("js.save")
+
+    assert together([last, *(partial(member.meet, "js.save") for member in hosts[1:])]) == [None] * 4
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all("js.save: waiting for process 0 (host a) since" in line for line in lines), lines
+
+
+def test_nobody_waits_for_a_process_that_has_failed(monkeypatch):
+    monkeypatch.setattr(_hosts, "_SLICE", 0.05)
+    hosts = members(3)
+    monkeypatch.setattr(_notes, "coordinator", lambda: hosts[0].store)
+    monkeypatch.setattr(_notes, "joined", lambda: (3, 1))
+    _notes.tell_failure("FileNotFoundError: data.bin")
+    _notes.tell_failure("it left with status 1")
+    for outcome in together([partial(hosts[number].agree, "js.init", {}) for number in (0, 2)]):
+        assert isinstance(outcome, js.distributed.Disagreement)
+        assert "js.init: waited in vain" in str(outcome)
+        assert re.search(r"process 1 \(host \S+\): FileNotFoundError: data.bin$", str(outcome))
+
+
+def test_commands_tell_a_disagreement_in_a_line(monkeypatch, capsys):
+    def doctor() -> None:
+        raise js.distributed.Disagreement("js.init: the processes differ")
+
+    monkeypatch.setattr(cli, "command_of", lambda name: doctor)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "jaxshard: js.init: the processes differ\n"
+
+
+def test_an_error_of_the_store_is_no_late_process():
+    class Gone(Store):
+        def blocking_key_value_get(self, key, timeout_in_ms):
+            raise RuntimeError("UNAVAILABLE: failed to connect")
+
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        Company(Gone(), 1, range(2), "b").meet("js.init")
+
+
+def test_many_processes_are_counted():
+    facts = [{"seed": "0"}] + [{"seed": "1"}] * 11
+    assert "process 8 (host i) and 3 more: seed 1, process 0 (host a): 0" in str(agreed(members(12), facts)[0])
+
+
+def test_of_a_program_the_line_that_causes_the_difference_is_shown():
+    first = "%0 = constant 1\n%1 = add %0, %0\nreturn %1"
+    other = "%9 = constant 1\n%2 = subtract %9, %9\nreturn %2"
+    assert first_difference(other, first) == ("line 2: %2 = subtract %9, %9", "line 2: %1 = add %0, %0")
+    assert first_difference("%1 = a", "%2 = a") == ("line 1: %1 = a", "line 1: %2 = a")
+    assert first_difference("a\nb", "a") == ("line 2: b", "line 2: (ends)")
+    assert first_difference("a", None) == ("another", "one too long to be shown")
+    here, there = first_difference("x" * 5000 + "here" + "y" * 5000, "x" * 5000 + "there" + "y" * 5000)
+    assert "here" in here and "there" in there and len(here) < 200 and here.startswith("line 1: ...")
+
+
+def test_one_process_has_no_company():
+    assert company(js.make_mesh(data=8)) is None and everyone() is None
+
+
+def init_fn(key):
+    return {"w": jax.random.normal(key, (64, 512)), "b": jnp.zeros(512)}
+
+
+def test_a_layout_has_a_line_per_array_and_another_strategy_differs_in_those_that_it_moves():
+    tx, mesh = optax.sgd(0.1, momentum=0.9), js.make_mesh(data=8)
+    texts = [layout_text(js.layout(strategy, mesh, init_fn, tx)) for strategy in (js.zero2("data"), js.fsdp("data"))]
+    lines = [text.splitlines() for text in texts]
+    assert len(lines[0]) == len(lines[1]) == 1 + 6
+    assert [a.split()[:3] for a, b in zip(*lines, strict=True) if a != b] == [["param", "w", "float32[64,"]]
+
+
+def test_what_is_compared_before_a_run_is_made():
+    layout = js.layout(js.fsdp("data"), js.make_mesh(data=8), init_fn, optax.sgd(0.1))
+    facts = run_facts(layout)
+    assert facts["version of jax"] == jax.__version__ and facts["mesh"] == "data=8"
+    assert facts["devices of the mesh"] == "0 1 2 3 4 5 6 7"
+    turned = js.make_mesh(jax.devices()[::-1], data=8)
+    other = run_facts(js.layout(js.fsdp("data"), turned, init_fn, optax.sgd(0.1)))
+    assert [item for item in facts if facts[item] != other[item]] == ["devices of the mesh"]
+    with jax.enable_x64(True):
+        assert run_facts(layout)["setting jax_enable_x64"] != facts["setting jax_enable_x64"]
+
+
+def test_flags_that_a_host_may_have_its_own_of_are_left_out():
+    own = "--xla_dump_to=/tmp/host0 --xla_force_host_platform_device_count=8"
+    assert flags(f"--xla_b=1 {own} --xla_a=2") == flags("--xla_a=2 --xla_b=1") == "--xla_a=2 --xla_b=1"
+
+
+def test_a_seed_is_the_key_made_of_it():
+    assert key_fact(jax.random.key(7)) == {"random key": "[0, 7] (threefry2x32)"}
+    assert key_fact(jax.random.key(7, impl="rbg")) != key_fact(jax.random.key(7))
+
+
+def test_batches_and_rows_in_words():
+    batch = {"x": np.zeros((8, 3), np.float32), "scale": np.float32(1)}
+    assert batch_facts(batch) == {"batch x": "float32[8, 3]", "batch scale": "float32[]"}
+    rows = [row_facts({"tokens": np.arange(start, start + 8)}) for start in (0, 1, 0)]
+    assert rows[0] == rows[2] != rows[1]
+    assert "(0, 1, 2, 3, 4, 5, ...)" in rows[0]["first row of the data, tokens"]
+
+
+def test_a_program_does_not_depend_on_the_folder_of_its_code():
+    def text(file):
+        space = {"jnp": jnp}
+        exec(compile("\n" * len(file) + "def loss(x):\n    return jnp.tanh(x).sum()", file, "exec"), space)
+        return program_text(jax.jit(space["loss"]).lower(jnp.ones(3)))
+
+    assert text("/here/model.py") == text("/somewhere/else/model.py") and "tanh" in text("/here/model.py")

@@ -1,0 +1,123 @@
+"""The files in docs/clusters: they parse, their flags exist, and their shells do what they say with stand-ins."""
+
+import inspect
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxshard.commands.launch import launch
+from jaxshard.commands.train import train
+
+FOLDER = Path(__file__).parents[2] / "docs" / "clusters"
+FILES = ["slurm.sbatch", "jobset.yaml", "tpu.sh", "README.md"]
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+def jobset_command():
+    """The shell in the JobSet."""
+    lines = (FOLDER / "jobset.yaml").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.strip() == "- |") + 1
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    body = [line for line in lines[start:] if len(line) - len(line.lstrip()) >= indent]
+    return "\n".join(line[indent:] for line in body[: lines[start:].index("                  volumeMounts:")])
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu.sh"])
+def test_the_scripts_parse(name):
+    subprocess.run(["bash", "-n", str(FOLDER / name)], check=True)
+
+
+def test_the_jobset_parses():
+    jobset = yaml.safe_load((FOLDER / "jobset.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    host, _, port = environment["JAXSHARD_COORDINATOR_ADDRESS"].partition(":")
+    assert host == f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
+    assert int(port) == container["ports"][0]["containerPort"]
+    assert int(environment["JAXSHARD_NUM_PROCESSES"]) == spec["parallelism"] == spec["completions"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in spec["template"]["spec"]["volumes"]
+    }
+    assert container["command"] == ["bash", "-c", jobset_command() + "\n"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_flags_exist(name):
+    text = (FOLDER / name).read_text().replace("\\\n", " ")
+    commands = re.findall(r"jaxshard (train|launch) ([^&`\n]*)", text)
+    flags = {"train": set(inspect.signature(train).parameters), "launch": set(inspect.signature(launch).parameters)}
+    found = [(command, flag) for command, rest in commands for flag in re.findall(r"--([a-z][a-z-]*)", rest)]
+    known = flags["train"] | flags["launch"]
+    assert found and {flag.replace("-", "_") for _, flag in found} <= known
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """Makes programs on PATH from scripts; `calls` is what they wrote down."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    calls = tmp_path / "calls"
+
+    def made(**scripts):
+        for name, script in scripts.items():
+            (folder / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {calls}\n{script}\n')
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        return calls
+
+    return made
+
+
+SAVES = "trap 'sleep 0.2; exit 0' TERM; while true; do sleep 0.02; done"
+
+
+def run(command, calls, *, terminate, **environment):
+    program = subprocess.Popen(["bash", *command], env=os.environ | environment)
+    if terminate:
+        end = time.monotonic() + 30
+        while not calls.exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        time.sleep(0.2)
+        program.send_signal(signal.SIGTERM)
+    return program.wait(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("script", "terminate", "status"), [("exit 0", False, 0), ("exit 5", False, 5), (SAVES, True, 143)]
+)
+def test_a_pod_that_was_told_to_end_is_not_done(script, terminate, status, stand_ins):
+    calls = stand_ins(jaxshard=script)
+    assert run(["-c", jobset_command()], calls, terminate=terminate, JOB_COMPLETION_INDEX="1") == status
+    assert "--checkpoint /runs/first/checkpoints --resume" in calls.read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "terminate", "restarts", "again"),
+    [
+        ("exit 0", False, "0", False),
+        ("exit 1", False, "0", True),
+        ("exit 1", False, "5", False),
+        ("exit 2", False, "0", False),
+        (SAVES, True, "9", True),
+    ],
+)
+def test_a_job_of_slurm_queues_again(script, terminate, restarts, again, stand_ins, tmp_path):
+    # scancel signals the processes, which here are the stand-in for srun.
+    calls = stand_ins(
+        srun=f"echo $$ > {tmp_path}/pid\n{script}", scancel=f"kill -TERM $(cat {tmp_path}/pid)", scontrol=""
+    )
+    environment = {"RUN": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
+    run([str(FOLDER / "slurm.sbatch")], calls, terminate=terminate, **environment)
+    assert ("scontrol requeue 7" in calls.read_text()) == again
+    assert ("scancel --signal=TERM 7" in calls.read_text()) == terminate

@@ -1,0 +1,294 @@
+"""A pipelined run equals one device: f32 losses within 1e-6 relative, gradients within 1e-5 (`tree_error`)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+
+import jaxshard as js
+from tests.engines.pipeline.pipes import Ring, dropping_block, reference, residual_block, small_gpt, stack_toy
+from tests.schedules.test_buffers import delayed
+from tests.toys import assert_equal_runs, loss_error, one_device, quick_compile, sharded, start_of, tree_error
+
+pytestmark = pytest.mark.usefixtures("compiling")
+
+STASHES = {
+    "layer": "layer",
+    "stage": "stage",
+    "everything": "everything",
+    "dots": "dots",
+    "function": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Cell(NamedTuple):
+    """A pipeline, and the number of its micro-batches; of 96 rows, two steps with dropout."""
+
+    schedule: str
+    devices: int
+    chunks: int
+    microbatches: int
+    stash: str
+    depth: int
+    tied: bool
+
+    def check(self) -> None:
+        """In the slow tier, too, without optimizations of the code: there are many."""
+        engine = js.pipelined(microbatches=self.microbatches, schedule=self.schedule, stash=STASHES[self.stash])
+        options = {"block": dropping_block, "depth": self.depth} | ({"tied": True} if self.tied else {})
+        with quick_compile():
+            trace, layout = Ring(self.devices, self.chunks).run(stack_toy(**options), engine)
+        assert_equal_runs(trace, reference(stack_toy, **options))
+        # A block is on one device, and nowhere else.
+        for placement in jax.tree.leaves(layout.params["blocks"]):
+            assert placement.store[1] == "pipe"
+
+
+# Every schedule with four and with eight devices, every number of chunks; every stash, with backwards whole and split;
+# 9 blocks are padded, to stages without any block even; micro-batches once, twice, four times the devices, and 3, 6 and
+# 12. Few models: references are compiled, too.
+FAST = [
+    Cell("gpipe", 4, 1, 3, "layer", 8, True),  # fewer than devices
+    Cell("gpipe", 8, 1, 32, "stage", 9, False),
+    Cell("one_f_one_b", 4, 1, 16, "function", 9, False),
+    Cell("one_f_one_b", 8, 1, 8, "everything", 8, True),
+    Cell("interleaved", 2, 4, 3, "layer", 9, False),
+    Cell("interleaved", 4, 2, 8, "stage", 8, True),
+    Cell("interleaved", 8, 1, 12, "dots", 9, False),
+    Cell("zero_bubble", 2, 4, 2, "everything", 9, False),
+    Cell("zero_bubble", 4, 2, 6, "layer", 9, False),
+    Cell("zero_bubble", 8, 1, 16, "function", 8, True),
+]
+
+
+@pytest.mark.parametrize("cell", FAST, ids=lambda cell: "-".join(map(str, cell)))
+def test_every_schedule_equals_one_device(cell):
+    cell.check()
+
+
+def product():
+    numbers = itertools.count()
+    for p, (schedule, v) in itertools.product((2, 4, 8), [(s, v) for s in CHUNKS for v in CHUNKS[s]]):
+        for m in (p, 2 * p, 4 * p, {2: 3, 4: 6, 8: 12}[p]):
+            number = next(numbers)
+            depth = p * v if number % 2 else p * v + 1 + number % 5
+            yield Cell(schedule, p, v, m, list(STASHES)[number % len(STASHES)], depth, number % 3 == 0)
+
+
+CHUNKS = {"gpipe": (1,), "one_f_one_b": (1,), "interleaved": (1, 2, 4), "zero_bubble": (1, 2, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", list(product()), ids=lambda cell: "-".join(map(str, cell)))
+def test_the_product_equals_one_device(cell):
+    cell.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stash", STASHES)
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_every_stash_of_every_schedule_of_a_transformer(schedule, stash):
+    tied = stash in ("layer", "dots")
+    engine = js.pipelined(microbatches=8, schedule=schedule, stash=STASHES[stash])
+    trace, _ = Ring(2, CHUNKS[schedule][-1] // 2 or 1).run(small_gpt(5, dropout=0.1, tied=tied), engine)
+    assert_equal_runs(trace, reference(small_gpt, 5, dropout=0.1, tied=tied))
+
+
+def test_dropout_does_something():
+    dropped, whole = (reference(stack_toy, block=block, depth=9) for block in (dropping_block, residual_block))
+    assert loss_error(dropped, whole) > 1e-3
+
+
+def test_a_table_of_your_own():
+    """gpipe's, with the backwards in the other order, on a ring of two."""
+    p, m = 2, 3
+    forwards = [(s + i, s, "F", 0, i) for s in range(p) for i in range(m)]
+    backwards = [(p + m - 1 + (p - 1 - s) + i, s, "B", 0, m - 1 - i) for s in range(p) for i in range(m)]
+    mine = js.schedules.Schedule("mine", p, m, 1, (*forwards, *backwards))
+    trace, _ = Ring(p, 1).run(stack_toy(dropping_block, 9), js.pipelined(microbatches=m, schedule=mine))
+    assert_equal_runs(trace, reference(stack_toy, block=dropping_block, depth=9))
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(schedule=delayed())
+def test_any_table_that_can_run_equals_one_device(schedule):
+    """Tables that nobody would write, of one device even; four rows per micro-batch."""
+    rows, depth = 4 * schedule.microbatches, schedule.stages * schedule.chunks + schedule.microbatches % 2
+    options = {"block": dropping_block, "depth": depth, "rows": rows}
+    engine = js.pipelined(microbatches=schedule.microbatches, schedule=schedule)
+    with quick_compile():
+        trace, _ = Ring(schedule.stages, schedule.chunks).run(stack_toy(**options), engine)
+        assert_equal_runs(trace, reference(stack_toy, **options))
+
+
+def in_doubles(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else x, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_in_double_precision_nothing_is_left_but_rounding(schedule):
+    """Within 1e-12: the same sums, in another order."""
+    single = stack_toy(dropping_block, 9)
+    start = in_doubles(start_of(single.init_fn))
+    with jax.enable_x64(True):
+        model = stack_toy(dropping_block, 9).loss_fn.__self__
+        toy = single._replace(batch=in_doubles(single.batch), init_fn=Doubled(model, start).init)
+        trace, _ = Ring(2, CHUNKS[schedule][-1]).run(toy, js.pipelined(microbatches=4, schedule=schedule))
+        alone = one_device(toy, steps=2)
+    assert alone.grads[0]["embed"]["w"].dtype == np.float64
+    assert loss_error(trace, alone) < 1e-12
+    assert tree_error(trace.grads[-1], alone.grads[-1]) < 1e-12
+
+
+class Doubled(NamedTuple):
+    """A stacked model that starts from given numbers."""
+
+    model: js.Stacked
+    start: dict
+
+    def init(self, key):
+        return jax.tree.map(jnp.asarray, self.start)
+
+    def dim_names(self, params):
+        return self.model.dim_names(params)
+
+
+@pytest.mark.slow
+def test_a_batch_without_any_weight_has_loss_and_gradient_zero():
+    toy = stack_toy(residual_block, 9)
+    toy = toy._replace(batch=toy.batch | {"weights": np.zeros_like(toy.batch["weights"])})
+    trace, _ = Ring(2, 1).run(toy, js.pipelined(microbatches=3, schedule="one_f_one_b"), steps=1)
+    assert trace.losses == [0]
+    assert all((x == 0).all() for x in jax.tree.leaves(trace.grads))
+
+
+# Beside other axes.
+
+DATA = {"zero1": js.zero1(min_size=0), "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
+
+
+def composed(axes: dict[str, int], data: str | None, chunks: int) -> js.Strategy:
+    parts = [js.pipeline(chunks=chunks)]
+    parts += [js.tensor()] if "tensor" in axes else []
+    return js.compose(*parts, *([DATA[data]] if data else []))
+
+
+@pytest.mark.parametrize(
+    ("data", "scatter", "schedule"),
+    [
+        ("zero2", "end", "interleaved"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in itertools.product(DATA, ("end", "each"), ("interleaved", "zero_bubble"))
+            if cell != ("zero2", "end", "interleaved")
+        ),
+    ],
+)
+def test_stages_split_over_data_equal_one_device(data, scatter, schedule):
+    """pipe=4, data=2: 9 blocks in 8 stages of 2, each array padded from 7 to 8."""
+    axes = {"pipe": 4, "data": 2}
+    engine = js.pipelined(microbatches=6, schedule=schedule, scatter=scatter)
+    toy = stack_toy(dropping_block, 9)
+    trace, layout = sharded(toy, composed(axes, data, 2), js.make_mesh(**axes), engine, steps=2)
+    assert_equal_runs(trace, reference(stack_toy, block=dropping_block, depth=9))
+    assert layout.sharded_fraction("opt") > 0.99
+
+
+MESHES = {"pipe=2,data=2,tensor=2": {"pipe": 2, "data": 2, "tensor": 2}, "pipe=4,tensor=2": {"pipe": 4, "tensor": 2}}
+
+
+def three_axes():
+    fast = ("pipe=2,data=2,tensor=2", "fsdp", "each", "zero_bubble", "layer", True)
+    for schedule, stash, tied in [("interleaved", "dots", False), ("zero_bubble", "layer", True)]:
+        yield pytest.param("pipe=4,tensor=2", None, "end", schedule, stash, tied, marks=pytest.mark.slow)
+        for data, scatter in itertools.product(DATA, ("end", "each")):
+            cell = ("pipe=2,data=2,tensor=2", data, scatter, schedule, stash, tied)
+            yield pytest.param(*cell, marks=() if cell == fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("mesh", "data", "scatter", "schedule", "stash", "tied"), list(three_axes()))
+def test_stages_split_over_tensor_equal_one_device(mesh, data, scatter, schedule, stash, tied):
+    axes = MESHES[mesh]
+    toy = small_gpt(5, dropout=0.1, tied=tied)
+    engine = js.pipelined(microbatches=4, schedule=schedule, scatter=scatter, stash=stash)
+    trace, _ = sharded(toy, composed(axes, data, 4 // axes["pipe"]), js.make_mesh(**axes), engine, steps=2)
+    assert_equal_runs(trace, reference(small_gpt, 5, dropout=0.1, tied=tied))
+
+
+# Lower precision.
+
+
+def cast_weights(toy):
+    """What `compute_dtype` does, by hand: the control on one device."""
+
+    def loss_fn(params, batch, key):
+        return toy.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, key)
+
+    return toy._replace(loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make", "options"),
+    [
+        ("interleaved", stack_toy, {"block": residual_block, "depth": 9}),
+        pytest.param("interleaved", small_gpt, {"depth": 5}, marks=pytest.mark.slow),
+        pytest.param("zero_bubble", small_gpt, {"depth": 5}, marks=pytest.mark.slow),
+    ],
+    ids=["rows", "interleaved transformer", "zero_bubble transformer"],
+)
+def test_bf16_compute_is_as_near_to_f32_as_bf16_on_one_device(schedule, make, options):
+    """Losses within 1e-3 of bf16 on one device; the gradient's error against f32 at most 1.5 times that of one device.
+
+    Losses of micro-batches round otherwise than those of all rows, so the two gradients are not equal to each other.
+    """
+    toy, full = make(**options), reference(make, **options)
+    engine = js.pipelined(microbatches=4, schedule=schedule, compute_dtype=jnp.bfloat16)
+    trace, _ = Ring(2, 2).run(toy, engine)
+    control = one_device(cast_weights(toy), steps=2)
+    assert loss_error(trace, control) < 1e-3
+    assert 1e-4 < tree_error(trace.grads[0], full.grads[0]) <= 1.5 * tree_error(control.grads[0], full.grads[0])
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves((trace.params, trace.grads)))
+
+
+@pytest.mark.slow
+def test_gradients_reduced_in_bf16():
+    """Within 2**-7 of f32, and not equal to it."""
+    toy = stack_toy(residual_block, 9)
+    engine = js.pipelined(microbatches=4, reduce_dtype=jnp.bfloat16)
+    axes = {"pipe": 2, "data": 2}
+    mesh = js.make_mesh(jax.devices()[:4], **axes)
+    trace, _ = sharded(toy, composed(axes, "zero2", 2), mesh, engine, steps=1)
+    full = reference(stack_toy, block=residual_block, depth=9)
+    assert trace.losses[0] == pytest.approx(full.losses[0], rel=1e-6)
+    assert 1e-5 < tree_error(trace.grads[0], full.grads[0]) < 2**-7
+
+
+# Optimizers.
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "clipped adam": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+    "lamb per block": lambda: js.optim.per_block(optax.lamb(1e-2)),
+    "adafactor per block": lambda: js.optim.per_block(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_five_steps_of_optimizers_equal_one_device(name):
+    """Losses within 1e-5, parameters within 1e-4: Adam's divisions by small numbers make roundings larger."""
+    toy = stack_toy(residual_block, 9)
+    trace, _ = Ring(4, 2).run(toy, js.pipelined(microbatches=4), OPTIMIZERS[name](), steps=5)
+    alone = one_device(toy, OPTIMIZERS[name](), steps=5)
+    assert loss_error(trace, alone) < 1e-5
+    assert tree_error(trace.params, alone.params) < 1e-4

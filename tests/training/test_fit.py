@@ -1,0 +1,216 @@
+"""The training loop, with a step of two lines, so that what is seen is the loop itself."""
+
+import contextlib
+import itertools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.training.records import Reader
+
+
+def new_run(step=0):
+    return js.TrainState(jnp.int32(step), {"w": jnp.float32(0)}, (), (), jax.random.key(0))
+
+
+def step(run, batch):
+    """Adds the batch's mean; the loss is the number of the step."""
+    params = {"w": run.params["w"] + batch["x"].mean()}
+    run = run._replace(step=run.step + 1, params=params)
+    return run, {"loss": run.step.astype(jnp.float32), "grad_norm": jnp.float32(0.5)}
+
+
+def ones(count=None):
+    batch = {"x": np.ones((4, 2), np.float32), "scale": np.float32(1)}
+    return itertools.repeat(batch) if count is None else itertools.repeat(batch, count)
+
+
+def evaluations(losses):
+    """An `evaluate` that returns these losses one after the other."""
+    losses = iter(losses)
+    return lambda run: {"loss": next(losses)}
+
+
+def test_takes_steps_up_to_the_total_and_reports_each():
+    history = []
+    run = js.fit(new_run(), step, ones(), steps=5, callbacks=[history.append])
+    assert int(run.step) == 5 and float(run.params["w"]) == 5
+    assert [record.step for record in history] == [1, 2, 3, 4, 5]
+    assert [record.metrics for record in history] == [{"loss": float(i), "grad_norm": 0.5} for i in range(1, 6)]
+    assert all(record.evaluation is None and record.seconds > 0 for record in history)
+
+
+def test_steps_are_the_total_of_the_run_and_no_batch_is_drawn_in_vain():
+    batches = ones(10)
+    run = js.fit(new_run(step=3), step, batches, steps=5)
+    assert int(run.step) == 5 and len(list(batches)) == 8
+    assert js.fit(run, step, iter(()), steps=5) is run
+    assert js.fit(run, step, iter(()), steps=2) is run
+
+
+def test_rates_count_rows_or_tokens_and_flops():
+    history = []
+    js.fit(new_run(), step, ones(), steps=2, callbacks=[history.append])
+    js.fit(new_run(), step, ones(), steps=2, callbacks=[history.append], tokens=64, flops=3e9)
+    rows, tokens = history[1], history[3]
+    assert rows.speed == {"rows_per_second": 4 / rows.seconds}
+    # The chip behind a CPU device is not known, so there is no utilisation.
+    assert tokens.speed == {"tokens_per_second": 64 / tokens.seconds, "flops_per_second": 3e9 / tokens.seconds}
+
+
+def test_evaluates_every_so_often_and_at_the_end():
+    seen, history = [], []
+
+    def evaluate(run):
+        seen.append(int(run.step))
+        return {"loss": 1.0, "accuracy": float(run.params["w"])}
+
+    js.fit(new_run(), step, ones(), steps=7, evaluate=evaluate, eval_every=3, callbacks=[history.append])
+    assert seen == [3, 6, 7]
+    found = {record.step: record.evaluation for record in history if record.evaluation}
+    assert found == {number: {"loss": 1.0, "accuracy": float(number)} for number in (3, 6, 7)}
+    js.fit(new_run(), step, ones(), steps=7, evaluate=evaluate)
+    assert seen == [3, 6, 7, 7]
+
+
+@pytest.mark.parametrize(
+    "losses, patience, stop",
+    [
+        ([5, 4, 3, 2, 1], 1, 5),
+        ([5, 4, 4, 2, 1], 1, 3),
+        ([5, 4, 4.5, 3, 3.5, 3.2, 1], 2, 6),
+        ([5, math.nan, math.nan, 1], 2, 3),
+        ([math.nan, 4, 3, 2], 1, 4),
+        ([math.nan, math.nan, 3, 2], 1, 2),
+    ],
+)
+def test_stops_early_when_the_loss_is_stuck(losses, patience, stop):
+    history = []
+    run = js.fit(
+        new_run(), step, ones(), steps=len(losses), callbacks=[history.append],
+        evaluate=evaluations(losses), eval_every=1, patience=patience,
+    )  # fmt: skip
+    assert int(run.step) == stop == len(history)
+
+
+def test_on_run_sees_every_run_before_the_next_step_takes_it():
+    seen = []
+    js.fit(new_run(), step, ones(), steps=3, on_run=[lambda number, run: seen.append((number, int(run.step)))])
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_on_run_ends_the_training_after_a_common_step():
+    history, batches = [], ones(10)
+    run = js.fit(
+        new_run(), step, batches, steps=7, evaluate=evaluations([1.0]), eval_every=4,
+        callbacks=[history.append], on_run=[lambda number, run: number == 2, lambda number, run: "no bool"],
+    )  # fmt: skip
+    assert int(run.step) == 2 and [record.step for record in history] == [1, 2] and len(list(batches)) == 8
+
+
+def test_a_callback_that_watches_steps_pauses_for_what_is_none():
+    class Watch:
+        def __init__(self):
+            self.now, self.seen = "step", []
+
+        def __call__(self, number, run):
+            self.seen.append(self.now)
+
+        @contextlib.contextmanager
+        def paused(self):
+            self.now = "paused"
+            yield
+            self.now = "step"
+
+    watch = Watch()
+
+    def watched(run, batch):
+        watch.seen.append(watch.now)
+        return step(run, batch)
+
+    def evaluate(run):
+        watch.seen.append(watch.now)
+        return {"loss": 1.0}
+
+    js.fit(new_run(), watched, ones(), steps=2, evaluate=evaluate, eval_every=1, on_run=[watch])
+    assert watch.seen == ["step", "paused", "paused"] * 2
+
+
+def test_batches_that_end_too_soon():
+    history = []
+    with pytest.raises(ValueError, match=r"no batch for step 1 of 5.*used up"):
+        js.fit(new_run(), step, iter(()), steps=5)
+    with pytest.warns(UserWarning, match=r"ended after step 3 of 5; repeat"):
+        run = js.fit(new_run(), step, ones(3), steps=5, callbacks=[history.append])
+    assert int(run.step) == 3 == len(history)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"eval_every": 3}, "eval_every=3 needs evaluate="),
+        ({"patience": 3}, "patience=3 needs evaluate="),
+        ({"patience": 3, "evaluate": evaluations([1.0])}, "needs eval_every="),
+        ({"eval_every": 0, "evaluate": evaluations([1.0])}, "eval_every must be at least 1, got 0"),
+        ({"patience": 0, "eval_every": 1, "evaluate": evaluations([1.0])}, "patience must be at least 1, got 0"),
+        ({"patience": 1, "eval_every": 1, "evaluate": lambda run: {"accuracy": 1.0}}, r"\"loss\", got \['accuracy'\]"),
+    ],
+)
+def test_evaluation_options_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        js.fit(new_run(), step, ones(), steps=2, **options)
+
+
+@pytest.mark.parametrize("steps", [2, 7])
+def test_a_profile_is_written_even_of_a_short_run(tmp_path, steps):
+    js.fit(new_run(), step, ones(), steps=steps, profile=tmp_path)
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_accelerators_are_read_one_step_late_and_their_utilisation_is_known():
+    chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
+    reader = Reader([chip] * 4, tokens=10, flops=1e12)
+    read = []
+    for number in range(1, 4):
+        reader.add(number, {"loss": jnp.float32(number)}, 4)
+        read.append([record.step for record in reader.read(all=False)])
+    last = reader.read(all=True)
+    assert read == [[], [1], [2]] and [record.step for record in last] == [3]
+    assert last[0].speed["mfu"] == pytest.approx(1e12 / last[0].seconds / (4 * 197e12))
+
+
+def test_trains_and_evaluates_sharded():
+    rng = np.random.default_rng(0)
+    x, target = rng.normal(size=(64, 16)).astype(np.float32), rng.normal(size=16).astype(np.float32)
+    rows = {"x": x, "y": x @ target}
+
+    def loss_fn(params, batch, key=None):
+        return js.Mean(((batch["x"] @ params["w"] - batch["y"]) ** 2).sum(), len(batch["y"]))
+
+    def init_fn(key):
+        return {"w": jax.random.normal(key, 16)}
+
+    tx = optax.adam(0.1)
+    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, tx)
+    eval_step = js.make_eval_step(lambda params, batch: {"loss": loss_fn(params, batch)}, layout)
+    history = []
+    run = js.fit(
+        js.init(init_fn, tx, layout, 0),
+        js.make_step(loss_fn, tx, layout, engine=js.explicit()),
+        itertools.repeat(rows),
+        steps=50,
+        evaluate=lambda run: js.evaluate(eval_step, run, [rows]),
+        eval_every=20,
+        callbacks=[history.append],
+    )
+    assert int(run.step) == 50 and [record.step for record in history if record.evaluation] == [20, 40, 50]
+    losses = [record.metrics["loss"] for record in history]
+    assert losses[-1] < 0.1 * losses[0] and all(record.metrics["grad_norm"] > 0 for record in history)
+    # An evaluation sees the run after the step, whose loss is that of the run before.
+    assert history[19].evaluation["loss"] == pytest.approx(losses[20], rel=1e-5)

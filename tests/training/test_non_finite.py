@@ -1,0 +1,294 @@
+"""Steps whose loss or gradient is not finite: they change nothing but their number, under every engine and policy."""
+
+import itertools
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.training.records import Reader
+from tests.checkpoint.runs import assert_same
+from tests.engines.pipeline.pipes import small_gpt, stack_toy
+from tests.engines.programs import Program, scalar_traffic
+from tests.toys import quick_compile
+
+TX = optax.adam(1e-2)
+
+
+def copy(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def mesh(**axes):
+    return js.make_mesh(jax.devices()[: math.prod(axes.values())], **axes)
+
+
+GPT = {
+    "one device": (js.ddp(), {"data": 1}, js.auto()),
+    "auto": (js.fsdp(min_size=0), {"data": 8}, js.auto()),
+    "explicit": (js.zero2(min_size=0), {"data": 8}, js.explicit(microbatches=2, compute_dtype=jnp.bfloat16)),
+    "hsdp": (js.hsdp(min_size=0), {"replica": 2, "data": 4}, js.explicit(scatter="end")),
+    "tensor": (js.compose(js.fsdp(min_size=0), js.tensor()), {"data": 2, "tensor": 2}, js.explicit()),
+    "pipelined": (js.pipeline(), {"pipe": 2}, js.pipelined(microbatches=4)),
+}
+SLOW = {"hsdp", "tensor", "one device"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in GPT])
+def test_a_bad_step_changes_nothing_but_its_number(name):
+    """NaN in the weight of one row; the steps after it are those of a run that never had its batch, bit for bit."""
+    strategy, axes, engine = GPT[name]
+    toy = small_gpt(2) if name == "tensor" else stack_toy(depth=5, rows=16)
+    spoiled = toy.batch | {"weights": toy.batch["weights"].copy()}
+    spoiled["weights"][5] = np.nan
+    layout = js.layout(strategy, mesh(**axes), toy.init_fn, TX)
+    with quick_compile():
+        step = js.make_step(toy.loss_fn, TX, layout, engine=engine)
+        run, metrics = step(js.init(toy.init_fn, TX, layout, 0), toy.batch)
+    assert not metrics["bad"] and metrics["bad"].grads == ()
+    before = copy(run)
+    without, _ = step(copy(before)._replace(step=before.step + 1), toy.batch)
+
+    run, metrics = step(run, spoiled)
+    assert int(run.step) == 2
+    assert_same(run._replace(step=before.step), before)
+    assert math.isnan(metrics["loss"]) and math.isnan(metrics["grad_norm"])
+    assert metrics["bad"] and float(metrics["bad"]) == 1 and bool(metrics["bad"].flags[0])
+    assert len(metrics["bad"].paths) == len(jax.tree.leaves(layout.shapes.params))
+    assert metrics["bad"].grads == metrics["bad"].paths
+    with pytest.raises(js.BadStep, match=r"step 2 is bad: loss nan, the gradients of all \d+ parameters.*Rollback"):
+        js.check_finite(metrics, step=2)
+
+    run, metrics = step(run, toy.batch)
+    assert_same(run, without)
+    js.check_finite(metrics)
+
+
+# A model of four parameters whose gradients are those of x alone, scale alone, ...: 13 does not divide, c is frozen.
+
+
+def init_fn(key):
+    params = {"a": jax.random.normal(key, (13, 3)), "b": jnp.ones((3,)), "c": jnp.ones((3,)), "d": jnp.ones((16,))}
+    return js.Model(params, {"seen": jnp.zeros(()), "key": jax.random.key(3)})
+
+
+def loss_fn(model, batch, key):
+    p, x = model.params, batch["x"]
+    noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(js.row_keys(key, len(x)))
+    rows = jnp.square(x @ p["a"] * p["c"] + p["b"] + 0.1 * noise).sum(-1) + (batch["y"][:, None] * p["d"]).sum(-1)
+    state = model.state | {"seen": model.state["seen"] + 1}
+    return js.Loss(js.Mean(rows.sum(), len(x)), state=state)
+
+
+def numbered(step, **changes):
+    rng = np.random.default_rng(step)
+    batch = {"x": rng.normal(size=(16, 13)).astype(np.float32), "y": rng.normal(size=16).astype(np.float32)}
+    for name, value in changes.items():
+        batch[name][3] = value
+    return batch
+
+
+@cache
+def made(devices=8, engine=None, trainable=lambda path: True):
+    layout = js.layout(js.fsdp(min_size=0), mesh(data=devices), init_fn, TX, trainable=trainable)
+    step = js.make_step(loss_fn, TX, layout, engine=engine or js.explicit())
+    with quick_compile():
+        step.compile(numbered(0))
+    return layout, step
+
+
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit()], ids=["auto", "explicit"])
+def test_which_gradient_is_not_finite_is_known(engine):
+    """The last one: 3e38 times the sum of 16 ones is infinite, its gradients of 3e38 / 16 are not."""
+    layout, step = made(engine=engine, trainable=lambda path: path != "c")
+    run = js.init(init_fn, TX, layout, 0)
+    before = copy(run)
+    for changes, grads in [({"x": np.nan}, ("a", "b")), ({"y": np.nan}, ("d",)), ({"y": 3e38}, ())]:
+        run, metrics = step(run, numbered(0, **changes))
+        assert metrics["bad"] and metrics["bad"].paths == ("a", "b", "d")
+        assert metrics["bad"].grads == grads
+        assert_same(run._replace(step=before.step), before)
+    with pytest.raises(js.BadStep, match="this step is bad: loss inf, all gradients are finite"):
+        js.check_finite(metrics)
+    run, metrics = step(run, numbered(0))
+    assert not metrics["bad"] and float(run.state["seen"]) == 1
+
+
+def test_a_finite_gradient_whose_square_overflows_is_not_bad():
+    layout, step = made()
+    _, metrics = step(js.init(init_fn, TX, layout, 0), numbered(0, y=1e24))
+    assert not metrics["bad"] and math.isinf(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
+
+
+def test_single_device_and_mesh_agree_on_what_is_bad():
+    flags = []
+    for devices in (1, 8):
+        layout, step = made(devices)
+        _, metrics = step(js.init(init_fn, TX, layout, 0), numbered(0, y=np.nan))
+        flags.append((metrics["bad"].paths, np.asarray(metrics["bad"].flags).tolist()))
+    assert flags[0] == flags[1]
+
+
+class Rows:
+    """A source of `numbered` batches, of which some are changed."""
+
+    batch = 16
+
+    def __init__(self, **changes):
+        self.changes = {int(name[1:]): value for name, value in changes.items()}
+        self.read = []
+
+    def rows(self, step, rows):
+        self.read.append(step)
+        return jax.tree.map(lambda x: x[rows], numbered(step, **self.changes.get(step, {})))
+
+
+def fit(batches, *, steps=6, **options):
+    layout, step = made()
+    history = []
+    run = js.fit(js.init(init_fn, TX, layout, 0), step, batches, steps=steps, callbacks=[history.append], **options)
+    return run, history
+
+
+def never_given(*left_out, steps=6):
+    """The run to which these batches were never given."""
+    layout, step = made()
+    run = js.init(init_fn, TX, layout, 0)
+    for number in range(steps):
+        if number in left_out:
+            run = run._replace(step=run.step + 1)
+        else:
+            run, _ = step(run, numbered(number))
+    return run
+
+
+def test_raise_names_step_loss_and_leaves_and_hands_out_the_run():
+    layout, _ = made()
+    history = []
+    with pytest.raises(js.BadStep, match=r"step 4 is bad: loss nan, the gradient is not finite of d\. .*skip") as bad:
+        js.fit(
+            js.init(init_fn, TX, layout, 0), made()[1], js.batches(Rows(n3={"y": np.nan}), layout), steps=6,
+            callbacks=[history.append],
+        )  # fmt: skip
+    assert bad.value.step == 4 and [record.metrics["bad"] for record in history] == [0, 0, 0, 1]
+    assert_same(bad.value.run, never_given(3, steps=4))
+
+
+def test_skip_counts_and_equals_a_run_without_the_batch():
+    layout, _ = made()
+    run, history = fit(js.batches(Rows(n2={"y": np.nan}, n5={"x": np.inf}), layout), bad_steps="skip")
+    assert [record.metrics["bad"] for record in history] == [0, 0, 1, 0, 0, 1]
+    assert_same(run, never_given(2, 5))
+
+
+def test_skipping_forever_ends():
+    always = itertools.repeat(numbered(0, y=np.nan))
+    with pytest.raises(js.BadStep, match=r"step 50 is bad: .*all of the 50 last steps"):
+        fit(always, steps=100, bad_steps="skip")
+
+
+@pytest.mark.parametrize(("bad", "every", "steps"), [(4, 3, [4, 5, 6]), (5, 4, [5, 6])], ids=["middle", "last"])
+def test_rollback_equals_skip_when_all_before_was_well(bad, every, steps, tmp_path):
+    layout, _ = made()
+    batches = js.batches(Rows(**{f"n{bad}": {"y": np.nan}}), layout)
+    with js.Checkpointer(tmp_path, layout, every=every, data=lambda: batches.position) as checkpointer:
+        run, history = fit(batches, bad_steps=js.Rollback(checkpointer.restore), on_run=[checkpointer])
+        checkpointer.save(run)
+    assert_same(run, never_given(bad))
+    assert [record.step for record in history] == [*range(1, bad + 2), *steps]
+    assert [record.step for record in history if record.metrics["bad"]] == [bad + 1] * 2
+    assert js.latest_step(tmp_path) == 6 and batches.position == 6
+
+
+def spoiling():
+    """Plain descent whose loss is zero until a parameter is infinite."""
+
+    def loss_fn(model, batch, key):
+        d = model.params["d"]
+        return js.Mean((batch["y"][:, None] * (d - jax.lax.stop_gradient(d))).sum(), 16.0)
+
+    tx = optax.sgd(1e2)
+    layout = js.layout(js.fsdp(min_size=0), mesh(data=8), init_fn, tx)
+    return layout, js.make_step(loss_fn, tx, layout), lambda: js.init(init_fn, tx, layout, 0)
+
+
+def test_rollback_heals_a_run_that_was_spoiled(tmp_path):
+    """Batch 2 makes d infinite with a gradient of 6e36; that is seen in the step after, when both were saved."""
+    layout, step, start = spoiling()
+    batches, history = js.batches(Rows(n2={"y": 1e38}), layout), []
+    with js.Checkpointer(tmp_path, layout, every=1) as checkpointer:
+        run = js.fit(
+            start(), step, batches, steps=6, callbacks=[history.append], on_run=[checkpointer],
+            bad_steps=js.Rollback(checkpointer.restore),
+        )  # fmt: skip
+    assert [record.step for record in history] == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert [record.metrics["bad"] for record in history] == [0, 0, 0, 1, 1, 0, 0, 0]
+    expected = start()
+    for number in (0, 1, 3, 4, 5):
+        expected, _ = step(
+            expected._replace(step=jax.device_put(np.int32(number), expected.step.sharding)), numbered(number)
+        )
+    assert_same(run, expected)
+    assert js.latest_step(tmp_path) == 6
+
+
+def test_rollback_gives_up_when_it_does_not_help(tmp_path):
+    layout, _ = made()
+    batches = js.batches(Rows(**{f"n{number}": {"y": np.nan} for number in range(2, 20)}), layout)
+    with js.Checkpointer(tmp_path, layout, every=100) as checkpointer:
+        checkpointer.save(js.init(init_fn, TX, layout, 0))
+        with pytest.raises(js.BadStep, match=r"step 6 is bad: .*after 3 returns to step 0: .*learning rate"):
+            fit(batches, steps=20, bad_steps=js.Rollback(checkpointer.restore, limit=3))
+
+
+def test_rollback_without_a_saved_run_or_batches_that_go_back(tmp_path):
+    layout, _ = made()
+    with js.Checkpointer(tmp_path, layout, every=100) as checkpointer:
+        back = js.Rollback(checkpointer.restore)
+        with pytest.raises(ValueError, match="no run with finite parameters was saved; save one before the first"):
+            fit(js.batches(Rows(n0={"y": np.nan}), layout), bad_steps=back)
+        for batches, kind in [
+            ([numbered(0)] * 6, "list"),
+            (itertools.repeat(numbered(0)), "repeat"),
+            (js.batches(iter([numbered(0)] * 6), layout), "batches of an iterator without a state"),
+        ]:
+            with pytest.raises(
+                TypeError, match=rf"needs batches that can go back, got {kind}; make them with js.batch"
+            ):
+                fit(batches, bad_steps=back)
+    with pytest.raises(ValueError, match=r"bad_steps must be 'raise', 'skip' or js.Rollback.*got 'ignore'"):
+        fit([], bad_steps="ignore")
+
+
+def test_accelerators_learn_of_it_one_step_late():
+    """The run that comes with the error has taken the next step, too."""
+    layout, step = made()
+    batches = [numbered(number, **({"y": np.nan} if number == 2 else {})) for number in range(6)]
+    with pytest.MonkeyPatch.context() as patch:
+        late = property(lambda self: True, lambda self, value: None)
+        patch.setattr(Reader, "_late", late, raising=False)
+        with pytest.raises(js.BadStep, match="step 3 is bad") as bad:
+            js.fit(js.init(init_fn, TX, layout, 0), step, batches, steps=6)
+    assert bad.value.step == 3 and int(bad.value.run.step) == 4
+
+
+def test_metrics_of_other_steps_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"metrics of a js.make_step, with \"bad\", got \['loss'\]"):
+        js.check_finite({"loss": jnp.float32(0)})
+
+
+def test_the_guard_communicates_nothing_and_needs_no_memory():
+    """One scalar per gradient, which the norm needs, and loss, weight and the state's counter: 4 x 4 + 3 x 4 bytes.
+
+    Parameters of 13 x 3 (padded to 16), 3 and 3 (padded to 8) and 16 in f32, with two moments of Adam each.
+    """
+    layout, step = made()
+    compiled = step.compile(numbered(0))
+    assert scalar_traffic(Program(layout, compiled)) == {("all-reduce", "data"): 28}
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 3 * 4 * (16 * 3 + 8 + 8 + 16) // 8  # everything is updated in place
