@@ -13,6 +13,7 @@ from jaxshard.checks.collectives.promise import Expected, Never, Promise, form, 
 from jaxshard.checks.collectives.source import is_of_a_model
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.core.our_code import is_ours
+from jaxshard.core.text_table import align_columns
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.accumulate import Engine
 
@@ -326,14 +327,7 @@ def _table(comparison: Comparison) -> str:
         cells.append((row["kind"], row["axis"], promised, size, count))
     if len(cells) == 1:
         return "no collectives, and none promised"
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column < 2 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths))
-        )
-        for line in cells
-    )
+    return "\n".join(align_columns(cells, "<<>>>"))
 
 
 def _listed(title: str, entries: Iterable[object]) -> str:

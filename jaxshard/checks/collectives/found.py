@@ -18,6 +18,7 @@ from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.groups import UNKNOWN, Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
 from jaxshard.checks.collectives.source import source_of, user_of
 from jaxshard.core.compat import device_order
+from jaxshard.core.text_table import align_columns
 
 KINDS = (
     "all-reduce",
@@ -311,11 +312,7 @@ def table(rows: Iterable[Row]) -> str:
         count = "?" if row.count is None else f"{row.count:,}"
         size = "?" if row.bytes is None else f"{row.bytes:,}"
         cells.append((row.kind, "+".join(row.axes), count + "*" * row.conditional, size))
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    lines = [
-        f"{kind:<{widths[0]}}  {axis:<{widths[1]}}  {count:>{widths[2]}}  {size:>{widths[3]}}"
-        for kind, axis, count, size in cells
-    ]
+    lines = align_columns(cells, "<<>>")
     if any(row.count is None for row in rows):
         lines.append("count ?: inside a loop whose number of turns is only known while it runs")
     if any(row.conditional for row in rows):

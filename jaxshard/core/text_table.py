@@ -1,0 +1,30 @@
+"""Text tables: rows of cells as lines with aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def align_columns(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:
+    """Pad cells so that columns line up, two spaces apart.
+
+        >>> print("\\n".join(align_columns([("axis", "bytes"), ("data", "8"), ("tensor", "1,024")], "<>")))
+        axis    bytes
+        data        8
+        tensor  1,024
+
+    Args:
+      rows: the cells of each line, a heading included; all rows have as many cells.
+      sides: one character per column, "<" to align it left and ">" to align it right; all columns left by default.
+
+    Returns:
+      One line per row, without spaces at the end.
+
+    Raises:
+      ValueError: rows of different lengths, or another number of sides than of columns.
+    """
+    rows = list(rows)
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    specs = [f"{side}{width}" for side, width in zip(sides or "<" * len(columns), widths, strict=True)]
+    return ["  ".join(format(cell, spec) for cell, spec in zip(row, specs, strict=True)).rstrip() for row in rows]
