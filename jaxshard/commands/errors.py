@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxshard.core.our_code import is_ours
+from jaxshard.core.our_code import is_jaxshard_file
 
 
 class UsageError(Exception):
@@ -34,6 +34,6 @@ def refusals() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if not is_ours(raised_in):
+        if not is_jaxshard_file(raised_in):
             raise
         raise UsageError(" ".join(str(error).split())) from error

@@ -1,4 +1,4 @@
-"""Which files are this package's own: for source lines of programs, hang reports and errors."""
+"""Which source files belong to this package: asked for source lines of compiled programs and for errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def room(name: str) -> Path:
-    """The folder of a package such as "jaxshard.engines".
+def package_folder(name: str) -> Path:
+    """Return the folder of an importable package, such as "jaxshard.engines".
+
+    Folders are found by importable name, not by path, so that a package that moves fails here and not silently in
+    whoever compares paths.
 
     Raises:
-      ModuleNotFoundError: there is no such package; a room that moved is noticed when its name is read.
+      ModuleNotFoundError: there is no such package.
     """
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
@@ -18,9 +21,9 @@ def room(name: str) -> Path:
     return Path(spec.submodule_search_locations[0]).resolve()
 
 
-PACKAGE = room("jaxshard")
+_JAXSHARD = package_folder("jaxshard")
 
 
-def is_ours(file: str | Path) -> bool:
-    """Whether a file belongs to this package."""
-    return Path(file).is_relative_to(PACKAGE)
+def is_jaxshard_file(file: str | Path) -> bool:
+    """Return True for a source file of this package."""
+    return Path(file).is_relative_to(_JAXSHARD)

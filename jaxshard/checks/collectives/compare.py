@@ -12,7 +12,7 @@ from jaxshard.checks.collectives.found import KINDS, Collective, HasText, arrays
 from jaxshard.checks.collectives.promise import Expected, Never, Promise, form, promise
 from jaxshard.checks.collectives.source import is_of_a_model
 from jaxshard.core.layout import Layout, human_bytes
-from jaxshard.core.our_code import is_ours
+from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.core.text_table import align_columns
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.accumulate import Engine
@@ -315,7 +315,7 @@ def _is_users(one: Collective) -> bool:
     file = Path(one.source.removeprefix("near ").rpartition(":")[0])
     if not one.frames:
         return False
-    return not is_ours(file) or is_of_a_model(file)
+    return not is_jaxshard_file(file) or is_of_a_model(file)
 
 
 def _table(comparison: Comparison) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.core.our_code import is_ours, room
+from jaxshard.core.our_code import is_jaxshard_file, package_folder
 
-_STEPS = (room("jaxshard.engines"), room("jaxshard.training"))
-_MODELS = room("jaxshard.models")
+_STEPS = (package_folder("jaxshard.engines"), package_folder("jaxshard.training"))
+_MODELS = package_folder("jaxshard.models")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -51,7 +51,7 @@ def user_of(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> str:
         frames = _frames(module, computation[name].notes)
         if line := _users_frame(frames):
             return line
-        if frames and not other and not is_ours(frames[0]):
+        if frames and not other and not is_jaxshard_file(frames[0]):
             other = frames[0]
         queue += [user for user in computation.users.get(name, ()) if user not in queue]
         if len(queue) > 64:
@@ -117,6 +117,6 @@ def is_of_a_model(file: Path) -> bool:
 
 
 def _is_library(file: Path) -> bool:
-    if is_ours(file):
+    if is_jaxshard_file(file):
         return not is_of_a_model(file)
     return bool({"site-packages", "dist-packages"} & set(file.parts)) or file.is_relative_to(_STDLIB)

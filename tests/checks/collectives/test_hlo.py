@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.found import Row, collectives, summary
 from jaxshard.checks.collectives.groups import axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
-from jaxshard.core.our_code import room
+from jaxshard.core.our_code import package_folder
 
 
 def mesh_of(**axes):
@@ -387,7 +387,7 @@ def test_a_lost_source_line_is_looked_for_at_the_operands():
     assert (found.source, found.frames) == ("r", ())
 
 
-PACKAGE = str(room("jaxshard"))
+PACKAGE = str(package_folder("jaxshard"))
 
 
 @pytest.mark.parametrize(
