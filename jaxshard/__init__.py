@@ -1,11 +1,14 @@
 """Train a Flax model and an optax optimizer on any mesh, with the same result as on one device.
 
-Every name is imported when it is first used, so that `import jaxshard` does not import JAX. The lists below say where
-each name lives: the first for type checkers and readers, the second for Python. A test holds them together.
+The usual import is `import jaxshard as js`. Every name is imported when it is first used, so that this import takes
+milliseconds and does not import JAX. The two lists below say where each name lives: the first for type checkers,
+editors and readers, the second for Python. `tests/test_floors.py` keeps them equal.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxshard import data as data
@@ -83,7 +86,15 @@ if TYPE_CHECKING:
     from jaxshard.training.step import Step as Step
     from jaxshard.training.step import make_step as make_step
 
-_ROOMS = ("data", "distributed", "models", "optim", "plan", "schedules")
+_SUBMODULES = {
+    "data": "jaxshard.data",
+    "distributed": "jaxshard.distributed",
+    "metrics": "jaxshard.training.metrics",
+    "models": "jaxshard.models",
+    "optim": "jaxshard.optim",
+    "plan": "jaxshard.plan",
+    "schedules": "jaxshard.schedules",
+}
 
 _NAMES = {
     "adapt.linen": ("linen",),
@@ -136,15 +147,16 @@ _NAMES = {
     "training.step": ("Step", "make_step"),
 }
 
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted([*_MODULES, *_ROOMS, "metrics"])
+_MODULE_OF = {name: f"jaxshard.{module}" for module, names in _NAMES.items() for name in names}
+__all__ = sorted([*_SUBMODULES, *_MODULE_OF])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS or name == "metrics":
-        value: Any = importlib.import_module(f"jaxshard.{'training.metrics' if name == 'metrics' else name}")
-    elif name in _MODULES:
-        value = getattr(importlib.import_module(f"jaxshard.{_MODULES[name]}"), name)
+    value: Any
+    if name in _SUBMODULES:
+        value = importlib.import_module(_SUBMODULES[name])
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     else:
         raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
     globals()[name] = value
@@ -152,4 +164,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, "__version__"])
