@@ -1,4 +1,4 @@
-"""What an operation costs: FLOPs counted in a function's program, and what the chips can do, from their data sheets.
+"""Costs before anything runs: FLOPs counted in a function's program, and limits of chips from their data sheets.
 
-Imports nothing else of this package.
+Imports `core/` at most.
 """

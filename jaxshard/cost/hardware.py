@@ -1,4 +1,4 @@
-"""What a chip can do, from its maker's data sheet."""
+"""Limits of accelerator chips, from their makers' data sheets, and the share of them that a run uses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ _GIB = 2**30
 class Chip(NamedTuple):
     """Published limits of what JAX calls one device.
 
-    `peak_flops` are dense bf16 multiply-adds with f32 accumulation, counted as two operations, per second, without
-    structured sparsity; `hbm_bytes` is the memory, of which a compiler or driver keeps some for itself;
-    `hbm_bandwidth` is in bytes per second.
+    Attributes:
+      name: the maker's name, such as "TPU v5e" or "H100 SXM".
+      peak_flops: dense bf16 FLOPs per second with f32 accumulation, a multiply-add counted as two, without structured
+        sparsity.
+      hbm_bytes: bytes of memory, of which a compiler or driver keeps some for itself.
+      hbm_bandwidth: bytes per second between memory and chip.
     """
 
     name: str
@@ -22,16 +25,23 @@ class Chip(NamedTuple):
 
 
 def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
-    """The chip behind `jax.Device.device_kind`, or None when it is not in the table: nothing is guessed.
+    """Look up the chip behind a device's kind.
 
     The figures are those of one JAX device. On TPU v2, v3 and TPU7x that is half a chip (one of its two cores); on v4
-    and v5p the whole chip, unless the runtime was told to show its cores apart, as the v4 topologies do: pass
-    `num_cores=device.num_cores` to be exact.
+    and v5p the whole chip, unless the runtime was told to show its cores apart, as the v4 topologies do.
 
-    >>> chip("TPU v5 lite").peak_flops
-    197000000000000.0
-    >>> chip("cpu") is None
-    True
+    Args:
+      device_kind: what `jax.Device.device_kind` says.
+      num_cores: `device.num_cores` of a TPU, to be exact where cores are shown apart; by default what is usual.
+
+    Returns:
+      The limits of one device, or None for a kind that is not in the table: nothing is guessed.
+
+    Example:
+      >>> chip("TPU v5 lite").peak_flops
+      197000000000000.0
+      >>> chip("cpu") is None
+      True
     """
     if device_kind in _GPUS:
         return _GPUS[device_kind]
@@ -44,15 +54,28 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
 
 
 def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: int | None = None) -> float | None:
-    """Model FLOPs utilization, a share of the bf16 peak of all devices, or None for a chip that is not in the table.
+    """Compute the model FLOPs utilization: the share of the devices' bf16 peak that does the model's own work.
 
-    `flops_per_second` is that of all devices together. Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    Source: Chowdhery et al. 2022, "PaLM", appendix B.
+
+    Args:
+      flops_per_second: model FLOPs (`train_flops`) per second of all devices together.
+      device_kind: what `jax.Device.device_kind` says.
+      devices: how many of them there are.
+      num_cores: `device.num_cores` of a TPU, as in `chip`.
+
+    Returns:
+      A number between 0 and 1, or None for a chip that is not in the table.
+
+    Example:
+      >>> mfu(98.5e12, "TPU v5e", 1)
+      0.5
     """
     known = chip(device_kind, num_cores=num_cores)
     return None if known is None else flops_per_second / (known.peak_flops * devices)
 
 
-# kind: (the whole chip, its cores, how many of them JAX shows as one device by default).
+# device_kind: (the whole chip, its cores, how many of these JAX shows as one device by default).
 # Google's tables per chip: cloud.google.com/tpu/docs/v2, /v3, /v4, /v5e, /v5p, /v6e and /tpu7x. The spellings and cores
 # were read from libtpu's topologies ("TPU v5" is v5p, "lite" marks v5e and v6e).
 _V5E = (Chip("TPU v5e", 197e12, 16 * _GIB, 819e9), 1, 1)
@@ -72,7 +95,7 @@ _TPUS: dict[str, tuple[Chip, int, int]] = {
 }
 
 # NVIDIA's data sheets by product: A10, A100, H100, H200, L4, L40S, DGX B200, GB200 NVL72. From Hopper on they print the
-# rate with 2:4 sparsity, and half of it stands here. Memory is in decimal gigabytes, as sold.
+# rate with 2:4 sparsity; the dense rate below is half of it. Memory is in decimal gigabytes, as sold.
 _GPUS: dict[str, Chip] = {
     "NVIDIA A10": Chip("A10", 125e12, 24 * 10**9, 600e9),
     "NVIDIA A100-PCIE-40GB": Chip("A100 PCIe 40GB", 312e12, 40 * 10**9, 1555e9),

@@ -1,0 +1,30 @@
+"""Chips against their names, and utilization against a quotient made by hand."""
+
+import pytest
+
+from jaxshard.cost.hardware import chip, mfu
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("TPU v6 lite", 918e12), ("TPU7x", 2307e12 / 2),
+     ("TPU v3", 123e12 / 2), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H200", 989e12), ("NVIDIA B200", 2250e12)],
+)  # fmt: skip
+def test_chips(kind, peak):
+    assert chip(kind).peak_flops == peak
+
+
+def test_half_a_chip():
+    assert chip("TPU v4", num_cores=1).peak_flops == 275e12 / 2
+    assert chip("TPU v4", num_cores=1).hbm_bytes == 16 * 2**30
+    assert chip("TPU v5p", num_cores=2) == chip("TPU v5p")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100", "TPU v99", ""])
+def test_an_unknown_chip_is_not_guessed(kind):
+    assert chip(kind) is None
+    assert mfu(1e12, kind, 8) is None
+
+
+def test_mfu():
+    assert mfu(197e12, "TPU v5e", 2) == 0.5
