@@ -18,8 +18,9 @@ from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.manifest import Manifest, Saved, read, to_bytes
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
-from jaxshard.distributed.agree import company, digest, everyone
+from jaxshard.distributed.agree import all_peers, peers_of
 from jaxshard.distributed.facts import run_facts
+from jaxshard.distributed.mismatch import digest_arrays
 from jaxshard.training.state import TrainState
 
 
@@ -49,8 +50,8 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
         found = store.load(folder, {entry.path: shapes[entry.path] for entry in wanted if not entry.is_empty})
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{folder}: its arrays can't be read: {' '.join(str(error).split())}") from error
-    if (hosts := company(layout.mesh)) is not None:
-        hosts.meet("js.restore, arrays")  # one disk may be slow, and collectives don't wait long
+    if (peers := peers_of(layout.mesh)) is not None:
+        peers.meet("js.restore, arrays")  # one disk may be slow, and collectives don't wait long
 
     def stored(entry: Entry) -> jax.Array:
         shape = shapes[entry.path]
@@ -77,8 +78,8 @@ def check_intact(folder: Path, manifest: Manifest) -> None:
     """Raises unless every file of a step is as it was saved; each process reads a share of them."""
     processes = jax.process_count()
     problems = compare(folder, manifest, part=jax.process_index(), parts=processes)
-    if (hosts := everyone()) is not None:
-        hosts.meet("js.restore, checksums")  # one disk may be slow
+    if (peers := all_peers()) is not None:
+        peers.meet("js.restore, checksums")  # one disk may be slow
         counts = np.asarray(multihost_utils.process_allgather(np.int32(len(problems)))).ravel()
         elsewhere = [index for index in np.flatnonzero(counts).tolist() if index != jax.process_index()]
         problems += [f"process {index} found damage in its share of the files" for index in elsewhere]
@@ -92,17 +93,17 @@ def check_intact(folder: Path, manifest: Manifest) -> None:
 
 def _found(dir: str | os.PathLike[str], layout: Layout, step: int | None) -> tuple[Path, Manifest]:
     """The step to restore, the same one in all processes."""
-    hosts = company(layout.mesh)
+    peers = peers_of(layout.mesh)
     try:
         folder = folder_of(root_of(dir), step)
         manifest = read(folder)
     except (ValueError, OSError) as error:
-        if hosts is not None:
-            hosts.agree("js.restore", run_facts(layout) | {"checkpoint": f"none: {type(error).__name__}: {error}"})
+        if peers is not None:
+            peers.agree("js.restore", run_facts(layout) | {"checkpoint": f"none: {type(error).__name__}: {error}"})
         raise
-    if hosts is not None:
-        name = digest(np.frombuffer(to_bytes(manifest), np.uint8))
-        hosts.agree("js.restore", run_facts(layout) | {"checkpoint": f"step {manifest.step} ({name})"})
+    if peers is not None:
+        name = digest_arrays(np.frombuffer(to_bytes(manifest), np.uint8))
+        peers.agree("js.restore", run_facts(layout) | {"checkpoint": f"step {manifest.step} ({name})"})
     return folder, manifest
 
 

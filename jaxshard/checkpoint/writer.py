@@ -29,7 +29,7 @@ from jaxshard.checkpoint.reader import restore
 from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
-from jaxshard.distributed.agree import everyone
+from jaxshard.distributed.agree import all_peers
 from jaxshard.training.state import TrainState, check_run
 
 _WAIT, _LOOK = 1200.0, 0.05
@@ -214,8 +214,8 @@ def _failed(folder: Path, error: Exception) -> OSError:
 
 def _in_first_process(fn: Callable[[], bool]) -> bool:
     """What a function returns in the first process, where alone it is called; raises in all of them if it fails."""
-    hosts = everyone()
-    if hosts is None:
+    peers = all_peers()
+    if peers is None:
         return fn()
     failure: Exception | None = None
     answer = False
@@ -224,7 +224,7 @@ def _in_first_process(fn: Callable[[], bool]) -> bool:
             answer = fn()
         except (OSError, ValueError) as error:
             failure = error
-    hosts.meet("js.save")  # the first process may read a step that is there, and collectives don't wait long
+    peers.meet("js.save")  # the first process may read a step that is there, and collectives don't wait long
     failed, answered = multihost_utils.broadcast_one_to_all(np.array([failure is not None, answer], np.int32)).tolist()
     if failed:
         raise failure or OSError("process 0 could not begin to save, and says why")

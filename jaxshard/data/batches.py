@@ -16,7 +16,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.data.examples import Indexed
 from jaxshard.data.source import Source
 from jaxshard.data.stream import Batches, Read
-from jaxshard.distributed.agree import company
+from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, row_facts
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
     """Global batches, `jax.Array` leaves placed by the layout, from an iterator of this host's rows (NumPy arrays).
 
     All hosts give the same number of rows, in the order of their place in the global batch; hosts that hold the same
-    rows (a tensor axis across hosts) give the same rows. Nothing is communicated.
+    rows (a tensor axis across peers) give the same rows. Nothing is communicated.
 
     The position is {"batches": how many were given out, "state": ...} for an iterator, or what it is made from, with
     `get_state` and `set_state` (Grain) or `state_dict` and `load_state_dict` (torchdata, Hugging Face), its state in
@@ -120,13 +120,13 @@ def _agree(layout: Layout, step: int, read: Callable[[int], PyTree], rows: int |
 
     Does nothing in one process.
     """
-    hosts = company(layout.mesh)
-    if hosts is None:
+    peers = peers_of(layout.mesh)
+    if peers is None:
         return
     batch = jax.tree.map(np.asarray, read(step))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows or len(x), *x.shape[1:]), x.dtype), batch)
     row = jax.tree.map(lambda x: x[:1], batch)
-    hosts.agree("js.batches", {"start": str(step)} | batch_facts(shapes) | row_facts(row))
+    peers.agree("js.batches", {"start": str(step)} | batch_facts(shapes) | row_facts(row))
 
 
 def _placed_rows(source: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxshard.core.compat import backend_is_initialized, cluster_processes, joined
+from jaxshard.core.compat import backend_is_initialized, cluster_processes, process_count_and_id
 from jaxshard.distributed.hard_exit import leave_on_error
 
 COORDINATOR, PROCESSES, INDEX = "JAXSHARD_COORDINATOR_ADDRESS", "JAXSHARD_NUM_PROCESSES", "JAXSHARD_PROCESS_ID"
@@ -124,7 +124,7 @@ def _whole(name: str, value: object) -> int:
 
 def _check_same(place: _Place | None) -> None:
     """Raises where other processes were joined before than those that are asked for now."""
-    here = joined()
+    here = process_count_and_id()
     if place is not None and here != (place.processes, place.process):
         raise RuntimeError(
             f"distributed.initialize: process {place.process} of {place.processes} was asked for, but this is process "

@@ -9,7 +9,7 @@ import sys
 from types import TracebackType
 from typing import NoReturn
 
-from jaxshard.distributed.key_value import tell_failure
+from jaxshard.distributed.key_value import report_failure
 
 INTERRUPTED = 130
 """The exit status of a process that Ctrl-C ended."""
@@ -26,7 +26,7 @@ def leave(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
             stream.flush()
     if status:
-        tell_failure(f"it left with status {status}; see what it printed")
+        report_failure(f"it left with status {status}; see what it printed")
     os._exit(status)
 
 
@@ -45,7 +45,7 @@ def leave_on_error() -> None:
         show(kind, error, trace)
         if not hasattr(sys, "ps1"):
             first_line = f"{kind.__name__}: {error}".splitlines()[0]
-            tell_failure(first_line)
+            report_failure(first_line)
             leave(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     hook.leaves = True  # type: ignore[attr-defined]

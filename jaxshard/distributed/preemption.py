@@ -13,8 +13,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from jaxshard.distributed.agree import Company, everyone
-from jaxshard.distributed.key_value import look, put, wait
+from jaxshard.distributed.agree import Peers, all_peers
+from jaxshard.distributed.key_value import get_key, put_key, wait_for_key
 
 KILLED = 143
 """The exit status after a second SIGTERM: what a shell says of a process that the signal ended."""
@@ -73,8 +73,8 @@ class Preemption:
         return ends
 
     def __enter__(self) -> Self:
-        hosts, room = everyone(), f"jaxshard/stop/{next(_rooms)}"
-        self._stop = None if hosts is None else Stop(hosts, room)
+        peers, room = all_peers(), f"jaxshard/stop/{next(_rooms)}"
+        self._stop = None if peers is None else Stop(peers, room)
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         self._handler = signal.signal(signal.SIGTERM, self._handle)
@@ -129,8 +129,8 @@ class Stop:
     to one that works while the main thread waits in a collective for a process that is at an earlier step.
     """
 
-    def __init__(self, hosts: Company, room: str):
-        self.hosts, self.room = hosts, room
+    def __init__(self, peers: Peers, room: str):
+        self.peers, self.room = peers, room
         self.told: str | None = None
         self._step, self._posted = -1, False
         self._last: int | None = None
@@ -144,22 +144,22 @@ class Stop:
 
     def tell(self) -> None:
         """Tells all processes that this one is to stop."""
-        self.told = self.hosts.host_of(self.hosts.process)
-        put(self.hosts.store, f"{self.room}/told", self.told, overwrite=True)
+        self.told = self.peers.name_of(self.peers.process)
+        put_key(self.peers.store, f"{self.room}/told", self.told, overwrite=True)
 
     def settle(self) -> None:
         """Finds the common step, if any process is to stop; waits for the others."""
         if self._last is not None:
             return
-        told = self.told or look(self.hosts.store, f"{self.room}/told")
+        told = self.told or get_key(self.peers.store, f"{self.room}/told")
         if told is None:
             return
         with self._lock:
             self.told = told
             self.leave()
             steps = []
-            for other in self.hosts.processes:
-                while (step := wait(self.hosts.store, f"{self.room}/after/{other}", _LOOK)) is None:
+            for other in self.peers.processes:
+                while (step := wait_for_key(self.peers.store, f"{self.room}/after/{other}", _LOOK)) is None:
                     pass  # a process that died ends this one through JAX's heartbeat
                 steps.append(int(step))
             self._last = max(steps) + 1
@@ -167,5 +167,5 @@ class Stop:
     def leave(self) -> None:
         """Says after which step this process is: the others ask only once, and not whether it has ended."""
         if not self._posted:
-            put(self.hosts.store, f"{self.room}/after/{self.hosts.process}", str(self._step))
+            put_key(self.peers.store, f"{self.room}/after/{self.peers.process}", str(self._step))
             self._posted = True

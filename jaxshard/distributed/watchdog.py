@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 
-from jaxshard.distributed.agree import Company, everyone
-from jaxshard.distributed.key_value import look, put
+from jaxshard.distributed.agree import Peers, all_peers
+from jaxshard.distributed.key_value import get_key, list_keys, put_key
 
 HUNG = 75
 """The exit status of a process whose run hung: EX_TEMPFAIL, "try again"."""
@@ -129,7 +129,7 @@ class Watchdog:
         return max(self._least, self._factor * statistics.median(list(self._times)))
 
     def __enter__(self) -> Self:
-        self._hosts, self._room = everyone(), f"jaxshard/watch/{next(_rooms)}"
+        self._peers, self._room = all_peers(), f"jaxshard/watch/{next(_rooms)}"
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -140,7 +140,7 @@ class Watchdog:
     ) -> None:
         self._closed.set()
         # An error on the way out may come from the end of another process: this one, too, ends by its report.
-        if self._alarmed.is_set() or self._hosts is not None:
+        if self._alarmed.is_set() or self._peers is not None:
             self._thread.join()
 
     def _elapsed(self) -> float:
@@ -148,7 +148,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         """What the thread does."""
-        pause = _BEAT + (0.01 * len(self._hosts.processes) if self._hosts is not None else 0.0)
+        pause = _BEAT + (0.01 * len(self._peers.processes) if self._peers is not None else 0.0)
         for number in itertools.count():
             closed = self._closed.wait(min(pause, self._least / 4))
             beat = self._beat(number)
@@ -170,27 +170,27 @@ class Watchdog:
 
     def _exchange(self, beat: Beat) -> str | None:
         """Leaves a sign of life, and returns another process's alarm."""
-        if self._hosts is None:
+        if self._peers is None:
             return None
         try:
-            put(self._hosts.store, f"{self._room}/beat/{self._hosts.process}", json.dumps(beat), overwrite=True)
-            return look(self._hosts.store, f"{self._room}/alarm")
+            put_key(self._peers.store, f"{self._room}/beat/{self._peers.process}", json.dumps(beat), overwrite=True)
+            return get_key(self._peers.store, f"{self._room}/alarm")
         except RuntimeError as error:  # the first process is gone, and with it the store
             print(f"jaxshard: watchdog: the other processes can't be reached: {error}", file=sys.stderr, flush=True)
-            self._hosts = None
+            self._peers = None
             return None
 
     def _accuse(self, beat: Beat) -> str | None:
         """The alarm, told to all; None where a process is busy with what is no step, or not heard long enough."""
-        hosts, limit = self._hosts, self.limit
-        if hosts is None:
+        peers, limit = self._peers, self.limit
+        if peers is None:
             return report(beat, limit, {0: ("this process", beat)}, [])
-        beats = self._beats(hosts)
+        beats = self._beats(peers)
         if self._before is None:
             self._before = beat.number, beats
         if beat.number - self._before[0] < _HEARD:
             return None
-        names = {process: hosts.host_of(process) for process in hosts.processes}
+        names = {process: peers.name_of(process) for process in peers.processes}
         if busy := [names[process] for process, other in beats.items() if other.paused]:
             if not self._excused:
                 self._excused = True
@@ -199,30 +199,30 @@ class Watchdog:
             return None
         silent = [who for who, name in names.items() if who not in beats or self._before[1].get(who) == beats[who]]
         alarm = report(beat, limit, {who: (name, beats.get(who)) for who, name in names.items()}, silent)
-        put(hosts.store, f"{self._room}/alarm", alarm, overwrite=True)
+        put_key(peers.store, f"{self._room}/alarm", alarm, overwrite=True)
         return alarm
 
-    def _beats(self, hosts: Company) -> dict[int, Beat]:
-        found = hosts.store.key_value_dir_get(f"{self._room}/beat/")
-        return {int(key.rsplit("/", 1)[1]): Beat(*json.loads(text)) for key, text in found}
+    def _beats(self, peers: Peers) -> dict[int, Beat]:
+        found = list_keys(peers.store, f"{self._room}/beat/")
+        return {int(process): Beat(*json.loads(text)) for process, text in found.items()}
 
     def _end(self, alarm: str) -> None:
         os.write(2, f"{alarm}\njaxshard: watchdog: stacks of this process, which ends with status {HUNG}:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
-        if self._hosts is not None:
+        if self._peers is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone
-                self._take_leave(self._hosts)
+                self._take_leave(self._peers)
         os._exit(HUNG)
 
-    def _take_leave(self, hosts: Company) -> None:
+    def _take_leave(self, peers: Peers) -> None:
         """Waits until every process has reported: the end of one is an error, or worse, in the others."""
-        put(hosts.store, f"{self._room}/ended/{hosts.process}", "", overwrite=True)
+        put_key(peers.store, f"{self._room}/ended/{peers.process}", "", overwrite=True)
         end = time.monotonic() + _FAREWELL
         while time.monotonic() < end:
-            if len(hosts.store.key_value_dir_get(f"{self._room}/ended/")) == len(hosts.processes):
+            if len(list_keys(peers.store, f"{self._room}/ended/")) == len(peers.processes):
                 break
             time.sleep(0.2)
-        if hosts.process == hosts.processes[0]:
+        if peers.process == peers.processes[0]:
             time.sleep(1.0)  # the store ends with this process, and JAX aborts those that still use it
 
 

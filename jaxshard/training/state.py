@@ -14,7 +14,7 @@ from jaxshard.core.layout import Layout, check_transform, join_model, only, spli
 from jaxshard.core.placement import Placement
 from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
 from jaxshard.core.types import InitFn, PyTree
-from jaxshard.distributed.agree import company
+from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
 
 
@@ -46,14 +46,14 @@ def init(
     """
     check_transform(tx)
     key = typed_key(key)
-    hosts = company(layout.mesh)
-    if hosts is not None:
-        hosts.agree("js.init", run_facts(layout) | key_fact(key))
+    peers = peers_of(layout.mesh)
+    if peers is not None:
+        peers.agree("js.init", run_facts(layout) | key_fact(key))
     if init_from is None:
         program = init_program(init_fn, tx, layout)
-        if hosts is not None:
+        if peers is not None:
             program = program.lower(key).compile()
-            hosts.meet("js.init, compiled")
+            peers.meet("js.init, compiled")
         return program(key)
     expected = join_model(layout.shapes.params, layout.shapes.state)
     check_same_tree(expected, init_from, "init_from does not fit the layout", "give what init_fn returns")

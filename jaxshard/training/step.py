@@ -16,7 +16,7 @@ from jaxshard.core.ordered_sums import totals
 from jaxshard.core.placement import Placement
 from jaxshard.core.tree import abstract, check_same_tree, map_with_path, path_str, paths
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.distributed.agree import company
+from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.accumulate import Engine
@@ -146,12 +146,12 @@ class Step:
 
     def _compile_together(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
         """The compiled step once all processes have the same one, and are there to run it."""
-        hosts = company(self.layout.mesh)
-        if hosts is not None:
+        peers = peers_of(self.layout.mesh)
+        if peers is not None:
             lowered = self._program(run, batch).lower(run, abstract(batch))
-            hosts.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})
+            peers.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})
             self._compile(run, batch)
-            hosts.meet("the first step, compiled")
+            peers.meet("the first step, compiled")
         self._met = True
         return self._compile(run, batch)
 

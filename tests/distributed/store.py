@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxshard.distributed.agree import Company
+from jaxshard.distributed.agree import Peers
 
 
 class Store:
@@ -46,10 +46,10 @@ class Store:
                 del self.notes[name]
 
 
-def members(count: int, store: Store | None = None) -> list[Company]:
+def members(count: int, store: Store | None = None) -> list[Peers]:
     """So many processes, on hosts a, b, c and so on."""
     store = store or Store()
-    return [Company(store, number, range(count), "abcdefghijklmnop"[number]) for number in range(count)]
+    return [Peers(store, number, range(count), "abcdefghijklmnop"[number]) for number in range(count)]
 
 
 def together(functions: list[Callable[[], Any]], seconds: float = 60.0) -> list[Any]:

@@ -13,17 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxshard as js
-from jaxshard.commands import main as cli
-from jaxshard.distributed import agree as _hosts
-from jaxshard.distributed import key_value as _notes
-from jaxshard.distributed.agree import Company, company, everyone, first_difference
+from jaxshard.commands import main
+from jaxshard.distributed import agree, key_value
+from jaxshard.distributed.agree import Peers, all_peers, peers_of
 from jaxshard.distributed.facts import batch_facts, flags, key_fact, layout_text, program_text, row_facts, run_facts
 from tests.distributed.store import Store, members, together
 
 
-def agreed(hosts, facts, point="js.init"):
+def agreed(peers, facts, point="js.init"):
     """What each process got from agreeing, with the facts of each."""
-    return together([partial(member.agree, point, mine) for member, mine in zip(hosts, facts, strict=True)])
+    return together([partial(member.agree, point, mine) for member, mine in zip(peers, facts, strict=True)])
 
 
 VALUES = st.sampled_from(["", "8", "16", "one\ntwo", "one\n" * 400, "one\n" * 399 + "two\n", "x" * 1200])
@@ -64,34 +63,34 @@ def test_a_difference_is_named_with_both_values_and_those_who_share_it():
 
 
 def test_a_process_at_another_point_is_told_so_and_nothing_else():
-    hosts = members(2)
-    outcomes = together([lambda: hosts[0].agree("js.init", {"seed": "0"}), lambda: hosts[1].agree("js.restore", {})])
+    peers = members(2)
+    outcomes = together([lambda: peers[0].agree("js.init", {"seed": "0"}), lambda: peers[1].agree("js.restore", {})])
     for outcome in outcomes:
         assert str(outcome).count("\n") == 1
         assert str(outcome).endswith("process 1 (host b): call js.restore, process 0 (host a): js.init")
 
 
 def test_points_are_counted_and_forgotten():
-    hosts = members(3)
+    peers = members(3)
     for number in range(5):
-        assert agreed(hosts, [{"seed": "0", "layout": "a\nb"}] * 3, f"point {number}") == [None] * 3
-    assert len([key for key in hosts[0].store.notes if "/agree/" in key]) <= 20
-    assert together([partial(member.meet, "here") for member in hosts]) == [None] * 3
+        assert agreed(peers, [{"seed": "0", "layout": "a\nb"}] * 3, f"point {number}") == [None] * 3
+    assert len([key for key in peers[0].store.notes if "/agree/" in key]) <= 20
+    assert together([partial(member.meet, "here") for member in peers]) == [None] * 3
     # After a difference they go on together.
-    assert all(agreed(hosts, [{"seed": "0"}, {"seed": "0"}, {"seed": "1"}]))
-    assert agreed(hosts, [{"seed": "0"}] * 3) == [None] * 3
+    assert all(agreed(peers, [{"seed": "0"}, {"seed": "0"}, {"seed": "1"}]))
+    assert agreed(peers, [{"seed": "0"}] * 3) == [None] * 3
 
 
 def test_a_late_process_is_waited_for_and_named_by_one(monkeypatch, capsys):
-    monkeypatch.setattr(_hosts, "_SLICE", 0.05)
-    monkeypatch.setattr(_hosts, "_TELL", 0.2)
-    hosts = members(4)
+    monkeypatch.setattr(agree, "_LOOK_UP", 0.05)
+    monkeypatch.setattr(agree, "_TELL", 0.2)
+    peers = members(4)
 
     def late():
         time.sleep(1.0)
-        hosts[2].agree("js.init", {})
+        peers[2].agree("js.init", {})
 
-    others = [partial(hosts[number].agree, "js.init", {}) for number in (0, 1, 3)]
+    others = [partial(peers[number].agree, "js.init", {}) for number in (0, 1, 3)]
     assert together([*others, late]) == [None] * 4
     lines = capsys.readouterr().err.splitlines()
     assert lines and all("js.init: waiting for process 2 (host c) since" in line for line in lines), lines
@@ -99,21 +98,21 @@ def test_a_late_process_is_waited_for_and_named_by_one(monkeypatch, capsys):
     # A first process that is late is named by the next one.
     def last():
         time.sleep(0.5)
-        hosts[0].meet("js.save")
+        peers[0].meet("js.save")
 
-    assert together([last, *(partial(member.meet, "js.save") for member in hosts[1:])]) == [None] * 4
+    assert together([last, *(partial(member.meet, "js.save") for member in peers[1:])]) == [None] * 4
     lines = capsys.readouterr().err.splitlines()
     assert lines and all("js.save: waiting for process 0 (host a) since" in line for line in lines), lines
 
 
 def test_nobody_waits_for_a_process_that_has_failed(monkeypatch):
-    monkeypatch.setattr(_hosts, "_SLICE", 0.05)
-    hosts = members(3)
-    monkeypatch.setattr(_notes, "coordinator", lambda: hosts[0].store)
-    monkeypatch.setattr(_notes, "joined", lambda: (3, 1))
-    _notes.tell_failure("FileNotFoundError: data.bin")
-    _notes.tell_failure("it left with status 1")
-    for outcome in together([partial(hosts[number].agree, "js.init", {}) for number in (0, 2)]):
+    monkeypatch.setattr(agree, "_LOOK_UP", 0.05)
+    peers = members(3)
+    monkeypatch.setattr(key_value, "coordinator_client", lambda: peers[0].store)
+    monkeypatch.setattr(key_value, "process_count_and_id", lambda: (3, 1))
+    key_value.report_failure("FileNotFoundError: data.bin")
+    key_value.report_failure("it left with status 1")
+    for outcome in together([partial(peers[number].agree, "js.init", {}) for number in (0, 2)]):
         assert isinstance(outcome, js.distributed.Disagreement)
         assert "js.init: waited in vain" in str(outcome)
         assert re.search(r"process 1 \(host \S+\): FileNotFoundError: data.bin$", str(outcome))
@@ -123,8 +122,8 @@ def test_commands_tell_a_disagreement_in_a_line(monkeypatch, capsys):
     def doctor() -> None:
         raise js.distributed.Disagreement("js.init: the processes differ")
 
-    monkeypatch.setattr(cli, "command_of", lambda name: doctor)
-    assert cli.main(["doctor"]) == 2
+    monkeypatch.setattr(main, "command_of", lambda name: doctor)
+    assert main.main(["doctor"]) == 2
     assert capsys.readouterr().err == "jaxshard: js.init: the processes differ\n"
 
 
@@ -134,7 +133,7 @@ def test_an_error_of_the_store_is_no_late_process():
             raise RuntimeError("UNAVAILABLE: failed to connect")
 
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        Company(Gone(), 1, range(2), "b").meet("js.init")
+        Peers(Gone(), 1, range(2), "b").meet("js.init")
 
 
 def test_many_processes_are_counted():
@@ -142,19 +141,8 @@ def test_many_processes_are_counted():
     assert "process 8 (host i) and 3 more: seed 1, process 0 (host a): 0" in str(agreed(members(12), facts)[0])
 
 
-def test_of_a_program_the_line_that_causes_the_difference_is_shown():
-    first = "%0 = constant 1\n%1 = add %0, %0\nreturn %1"
-    other = "%9 = constant 1\n%2 = subtract %9, %9\nreturn %2"
-    assert first_difference(other, first) == ("line 2: %2 = subtract %9, %9", "line 2: %1 = add %0, %0")
-    assert first_difference("%1 = a", "%2 = a") == ("line 1: %1 = a", "line 1: %2 = a")
-    assert first_difference("a\nb", "a") == ("line 2: b", "line 2: (ends)")
-    assert first_difference("a", None) == ("another", "one too long to be shown")
-    here, there = first_difference("x" * 5000 + "here" + "y" * 5000, "x" * 5000 + "there" + "y" * 5000)
-    assert "here" in here and "there" in there and len(here) < 200 and here.startswith("line 1: ...")
-
-
-def test_one_process_has_no_company():
-    assert company(js.make_mesh(data=8)) is None and everyone() is None
+def test_one_process_has_no_peers():
+    assert peers_of(js.make_mesh(data=8)) is None and all_peers() is None
 
 
 def init_fn(key):

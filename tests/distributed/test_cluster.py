@@ -103,7 +103,7 @@ def test_after_the_first_device_it_is_too_late():
 
 def test_a_second_call_joins_the_same_processes(joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(cluster, "joined", lambda: (2, 1))
+    monkeypatch.setattr(cluster, "process_count_and_id", lambda: (2, 1))
     js.distributed.initialize()
     js.distributed.initialize("localhost:4711", 2, 1)
     with pytest.raises(RuntimeError, match="process 0 of 2 was asked for, but this is process 1 of 2 already"):

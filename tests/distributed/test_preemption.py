@@ -72,11 +72,11 @@ def test_a_second_signal_ends_the_process_at_once_even_while_the_main_thread_wai
 )
 def test_all_processes_stop_after_the_same_step(told, pauses, lockstep):
     """Three processes whose steps wait for each other, or may run ahead as far as they like on their way."""
-    steps, hosts = 12, members(3)
+    steps, peers = 12, members(3)
     together_step = threading.Barrier(3)
 
     def process(number):
-        stop, over = Stop(hosts[number], "stop"), threading.Event()
+        stop, over = Stop(peers[number], "stop"), threading.Event()
 
         def listen():
             while not over.wait(pauses[number]):
@@ -105,8 +105,8 @@ def test_all_processes_stop_after_the_same_step(told, pauses, lockstep):
 
 
 def test_a_process_that_is_through_holds_nobody_up():
-    hosts = members(2)
-    first, second = Stop(hosts[0], "stop"), Stop(hosts[1], "stop")
+    peers = members(2)
+    first, second = Stop(peers[0], "stop"), Stop(peers[1], "stop")
     first.after(9)
     first.leave()
     second.after(8)

@@ -145,9 +145,9 @@ def in_two_processes(monkeypatch, second, *, hears=True):
     """What two watchdogs report: the first process waits for the second, which does this in its third step."""
     monkeypatch.setattr(module, "_BEAT", 0.1)
     monkeypatch.setattr(module, "_FAREWELL", 2.0)
-    hosts, local = members(2), threading.local()
+    peers, local = members(2), threading.local()
     rooms = iter(["watch/0"] * 2)
-    monkeypatch.setattr(module, "everyone", lambda: hosts[local.number])
+    monkeypatch.setattr(module, "all_peers", lambda: peers[local.number])
     monkeypatch.setattr(module, "_rooms", rooms)
     reached, over = threading.Barrier(2), threading.Event()
 
@@ -197,7 +197,7 @@ def test_without_the_store_every_process_watches_itself(monkeypatch, ended, capf
             if "/watch/" in key:
                 raise RuntimeError("UNAVAILABLE: failed to connect")
 
-    monkeypatch.setattr(module, "everyone", lambda: members(2, Gone())[0])
+    monkeypatch.setattr(module, "all_peers", lambda: members(2, Gone())[0])
     with Watchdog(least=0.2, factor=1) as watchdog:
         watchdog(1, None)
         watchdog(2, None)

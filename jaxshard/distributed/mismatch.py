@@ -1,0 +1,136 @@
+"""Facts of two processes compared: which of them differ, where, and how that is said.
+
+Facts are texts by name, such as {"mesh": "data=8", "layout": "param w ...\nparam b ..."}. A long one, such as a whole
+program, is first compared by its digest and opened only if that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_LONG = 1000
+"""Characters from which on a text is compared by its digest; texts of several lines always are."""
+_WIDTH = 160
+"""Characters that are shown of a line."""
+_VALUE_NAMES = re.compile(r"%\w+")
+
+
+class Mismatch(NamedTuple):
+    """One fact of which a process has another value than the first process.
+
+    Attributes:
+      item: the name of the fact.
+      here: its value in this process; of a long text the first line that differs.
+      first: the same of the first process.
+    """
+
+    item: str
+    here: str
+    first: str
+
+
+def shorten_facts(facts: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns (the facts with [digest] in the place of each long text, the long texts)."""
+    texts = {item: text for item, text in facts.items() if len(text) > _LONG or "\n" in text}
+    short = {
+        item: [hashlib.sha256(text.encode()).hexdigest()] if item in texts else text for item, text in facts.items()
+    }
+    return short, texts
+
+
+def find_mismatches(
+    facts: Mapping[str, str], first: Mapping[str, Any], text_of: Callable[[str], str | None]
+) -> list[Mismatch]:
+    """Compares facts with those of the first process.
+
+    A mismatch that explains others hides them: at another point of the program ("call") nothing else is compared, and
+    long texts are compared only where all short facts are equal, because they follow from those.
+
+    Args:
+      facts: the facts of this process.
+      first: the facts of the first process as `shorten_facts` returns them.
+      text_of: opens a long text of the first process by name; None for one that is too long to be sent.
+    """
+    short, texts = shorten_facts(facts)
+    differing = [item for item in {**first, **short} if short.get(item) != first.get(item)]
+    if "call" in differing:
+        differing = ["call"]
+    # A digest is a list, so that no text is mistaken for one.
+    is_long = [isinstance(short.get(item), list) or isinstance(first.get(item), list) for item in differing]
+    if not all(is_long):
+        plain = [item for item, long in zip(differing, is_long, strict=True) if not long]
+        return [Mismatch(item, short.get(item, "(none)"), first.get(item, "(none)")) for item in plain]
+    found = []
+    for item in differing:
+        here = texts.get(item, facts.get(item, ""))
+        there = text_of(item) if isinstance(first.get(item), list) else first.get(item, "")
+        found.append(Mismatch(item, *first_differing_line(here, there)))
+    return found
+
+
+def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
+    """Returns the first line in which two texts differ, of both, each with its number and cut to the difference.
+
+    Names of values in a program (%12) are ignored at first: they are numbered through, so one more value shifts all
+    that follow, and the line that is the cause would be hidden by one that is not.
+    """
+    if first is None:
+        return "another", "one too long to be shown"
+    pairs = list(itertools.zip_longest(here.splitlines(), first.splitlines(), fillvalue="(ends)"))
+    for ignored in (_VALUE_NAMES, None):
+        for number, (mine, theirs) in enumerate(pairs, 1):
+            if (ignored.sub("%", mine) != ignored.sub("%", theirs)) if ignored else mine != theirs:
+                shared = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
+                start = next(shared, min(len(mine), len(theirs)))
+                return f"line {number}: {_cut(mine, start)}", f"line {number}: {_cut(theirs, start)}"
+    return "another", "the same lines with other ends"
+
+
+def describe_mismatches(point: str, found: Iterable[tuple[str, Mismatch]]) -> str:
+    """Returns the error message for pairs (name of a process, mismatch).
+
+    A mismatch that several processes share takes one line:
+
+        js.init: the processes differ and would hang in their first collective; ...
+          - process 1 (host b), process 3 (host d): batch x float32[16], process 0 (host a): float32[8]
+    """
+    groups: dict[Mismatch, list[str]] = {}
+    for process, mismatch in found:
+        groups.setdefault(mismatch, []).append(process)
+    lines = [
+        f"\n  - {list_names(processes)}: {item} {here}, {first}" for (item, here, first), processes in groups.items()
+    ]
+    return (
+        f"{point}: the processes differ and would hang in their first collective; start all of them from the same "
+        f"code, data and flags{''.join(lines)}"
+    )
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Joins names with commas, the first eight of them."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def digest_arrays(*arrays: np.ndarray) -> str:
+    """Returns 16 hexadecimal digits of the SHA-256 over the bytes of arrays."""
+    sha = hashlib.sha256()
+    for x in arrays:
+        sha.update(np.ascontiguousarray(x).tobytes())
+    return sha.hexdigest()[:16]
+
+
+def _cut(line: str, start: int) -> str:
+    """Returns the part of a line around position `start`, with dots where something was left out."""
+    start = max(0, start - (len(line) - len(line.lstrip())))
+    line = line.strip()
+    if len(line) <= _WIDTH:
+        return line
+    begin = max(0, min(start - _WIDTH // 2, len(line) - _WIDTH))
+    end = begin + _WIDTH
+    return ("..." if begin else "") + line[begin:end] + ("..." if end < len(line) else "")
