@@ -14,11 +14,20 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.extend.core import Literal
 
 from jaxshard.adapt.linen import Linen, linen
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.core.compat import Literal, open_jaxpr, piece, scan_counts
-from jaxshard.core.jaxpr import Program, depending, needed, pairs, variables
+from jaxshard.core.compat import scan_counts
+from jaxshard.core.jaxpr import (
+    Program,
+    assign,
+    dependent_variables,
+    needed_equations,
+    open_jaxpr,
+    subprogram,
+    variables,
+)
 from jaxshard.core.keys import typed_key
 from jaxshard.core.loss import Loss, Mean, Model
 from jaxshard.core.tree import BLOCKS, abstract, paths, raise_all
@@ -101,7 +110,7 @@ class Scanned(Stacked):
 
     def _program(self, params: PyTree, batch: PyTree, *, train: bool) -> Program:
         key = jax.eval_shape(lambda: jax.random.key(0)) if train else None
-        return Program.of(self.adapter.run, params, batch, key)
+        return Program.trace(self.adapter.run, params, batch, key)
 
     def _pieces(self, rest: PyTree, batch: PyTree, *, train: bool) -> _Pieces:
         """The parts of the model for these shapes; blocks have been cast as the other parameters are."""
@@ -134,7 +143,7 @@ class Scanned(Stacked):
     def _head(self, params: PyTree, x: Flow, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
         pieces = self._pieces(*abstract((params, batch)), train=key is not None)
         given = pieces.given(self, params, batch, key)
-        given |= pairs(pieces.results, x.carry) | pairs(pieces.moving.drawn, x.drawn)
+        given |= assign(pieces.results, x.carry) | assign(pieces.moving.drawn, x.drawn)
         output: Mean | Loss = pieces.program.run(pieces.program.out, given, pieces.outside)
         return output
 
@@ -185,7 +194,7 @@ class _Pieces(NamedTuple):
         flat = flatten_dict(program.args[0])
         keys, blocks = set(jax.tree.leaves(program.args[2])), {flat[path]: path for path in stacked}
         inputs = variables(jax.tree.leaves(program.args))
-        random, moved = depending(before, keys), depending(before, inputs)
+        random, moved = dependent_variables(before, keys), dependent_variables(before, inputs)
         moving, problems, split = _Moving([], [], [], []), [], 0
         sources: list[tuple[str, Any]] = []
         for place, var in enumerate(scan.invars):
@@ -207,7 +216,7 @@ class _Pieces(NamedTuple):
                 sources.append((kind, len(getattr(moving, kind))))
                 getattr(moving, kind).append(var)
         given = inputs | set(scan.outvars[:carries])
-        _, free = needed(after, jax.tree.leaves(program.out), given)
+        _, free = needed_equations(after, jax.tree.leaves(program.out), given)
         if not free.isdisjoint(scan.outvars[carries:]):
             problems.append("what the blocks return beside the carry (or sow) is used after the scan")
         made = [var for eqn in before for var in eqn.outvars]
@@ -233,7 +242,7 @@ class _Pieces(NamedTuple):
     def given(self, model: Scanned, rest: PyTree, batch: PyTree, key: jax.Array | None) -> dict[Any, Any]:
         """The values of the program's arguments but for the blocks."""
         names = flatten_dict(self.program.args[0])
-        values = {names[path]: x for path, x in flatten_dict(rest).items()} | pairs(self.program.args[1], batch)
+        values = {names[path]: x for path, x in flatten_dict(rest).items()} | assign(self.program.args[1], batch)
         return values if key is None else values | {self.program.args[2]: typed_key(key)}
 
     def block(self, weights: dict[Path, jax.Array], x: Flow, key: jax.Array | None) -> list[jax.Array]:
@@ -258,7 +267,7 @@ class _Pieces(NamedTuple):
 
         values = [value(*source, var.aval) for source, var in zip(self.sources, jaxpr.invars, strict=True)]
         outs = jaxpr.outvars[: len(self.moving.carry)]
-        return piece(body, outs, jaxpr.invars, jaxpr.eqns)(*values)
+        return subprogram(body, outs, jaxpr.invars, jaxpr.eqns)(*values)
 
 
 def _find(program: Program) -> tuple[Any, frozenset[Path]]:

@@ -15,7 +15,7 @@ from jaxshard.adapt.linen import LinenInit, LinenModel, names_in
 from jaxshard.adapt.nnx import Nnx
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.units import call_loss, check_loss, dim_names_of, zeros_of
-from jaxshard.core.jaxpr import Program, needed, pairs
+from jaxshard.core.jaxpr import Program, assign, needed_equations
 from jaxshard.core.loss import Loss, Mean, Model
 from jaxshard.core.tree import BLOCKS, paths, raise_all
 from jaxshard.core.types import PyTree
@@ -147,14 +147,14 @@ class StackedModules(Stacked):
             return output
 
         args = (params, x.x, batch, key, key)
-        program = Program.of(run, *args)
-        _, used = needed(program.eqns, jax.tree.leaves(program.out), set())
+        program = Program.trace(run, *args)
+        _, used = needed_equations(program.eqns, jax.tree.leaves(program.out), set())
         if not used.isdisjoint(jax.tree.leaves(program.args[3])):
             raise ValueError(
                 "js.stack: after model.blocks the loss uses what it drew at random before, which the head would draw "
                 "again, and other numbers; pass it through the blocks, or draw it after them"
             )
-        output: Mean | Loss = program.run(program.out, pairs(program.args, args))
+        output: Mean | Loss = program.run(program.out, assign(program.args, args))
         return output
 
 

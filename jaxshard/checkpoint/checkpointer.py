@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jaxshard.checkpoint.folder import complete, remove, root_of
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.writer import begin
-from jaxshard.core.compat import before_exit
+from jaxshard.core.compat import call_before_exit
 from jaxshard.core.layout import Layout
 from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState
@@ -52,7 +52,7 @@ class Checkpointer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._saved: int | None = None
-        before_exit(self._wait_at_exit)
+        call_before_exit(self._wait_at_exit)
 
     def __call__(self, step: int, run: TrainState) -> None:
         """Saves the run if its step is one of those to be saved."""

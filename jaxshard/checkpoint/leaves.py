@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.checkpoint.manifest import Saved
+from jaxshard.core.keys import key_impl_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import Placement, axes_of, spec_entry, whole
@@ -107,14 +108,7 @@ def saver(entry: Entry, mesh: Mesh) -> Any:
 def storer(entry: Entry, mesh: Mesh) -> Any:
     """The jitted function saved -> stored."""
     placement = replace(entry.placement, why="", rule="")
-    return _storer(placement, mesh, impl_of(entry.dtype) if entry.is_key else None)
-
-
-def impl_of(dtype: Any) -> Any:
-    """The implementation behind a dtype of random keys, as `jax.random.wrap_key_data` takes it."""
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
-    return found[0]
+    return _storer(placement, mesh, key_impl_of(entry.dtype) if entry.is_key else None)
 
 
 def unsupported(entry: Entry) -> bool:

@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from jaxshard.core.compat import backend_is_initialized, default_devices, joined
+from jaxshard.core.compat import backend_is_initialized, default_devices, process_count_and_id
 
 SIMULATED = 8
 """How many CPU devices are simulated when no number is asked for."""
@@ -22,7 +22,7 @@ def choose_devices(count: int | None) -> list[jax.Device]:
     Raises:
       ValueError: a count below 1, more than there are, or one that the processes can't share.
     """
-    processes = joined()[0]
+    processes = process_count_and_id()[0]
     if count is not None and count < 1:
         raise ValueError(f"--devices must be at least 1, got {count}")
     if count is not None and count % processes:

@@ -13,6 +13,7 @@ import jax
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.terminal import facts, make_console
+from jaxshard.core.compat import untested_version
 
 _PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _OPTIONAL = {
@@ -35,6 +36,8 @@ def doctor() -> None:
     if devices[0].platform == "cpu" and Path("/dev/nvidia0").exists():
         missing.append('JAX for the NVIDIA GPU of this machine: pip install "jax[cuda12]"')
     console.print("missing: " + ("; ".join(missing) or "nothing"))
+    if newer := untested_version():
+        console.print(f"warning: {newer}")
 
 
 def versions() -> dict[str, str | None]:

@@ -22,7 +22,7 @@ from jaxshard.commands.program import depth_of
 from jaxshard.commands.result import compiled_bytes, numbers, predicted_bytes, sampled, write_json
 from jaxshard.commands.saving import saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
-from jaxshard.core.compat import joined
+from jaxshard.core.compat import process_count_and_id
 from jaxshard.data.batches import batches
 from jaxshard.distributed.cluster import initialize
 from jaxshard.distributed.hard_exit import end_on_sigterm
@@ -119,7 +119,7 @@ def train(
     with usage_errors():
         initialize()
     end_on_sigterm()  # until there is a run to save
-    first = joined()[1] == 0
+    first = process_count_and_id()[1] == 0
     console = make_console(stderr=str(json) == "-", quiet=not first)
     written = (json, log, tensorboard, profile)
     if not first:  # of several processes one speaks, and all compute

@@ -1,27 +1,85 @@
-"""The only place with version checks and private names (JAX 0.10 to 0.12, Python 3.11 to 3.14)."""
+"""All that depends on the version of JAX or Python, or that they keep private (JAX 0.10 to 0.12, Python 3.11 on).
 
+Each function says why the name is needed, and what happens when a new version changes it: loudly (an error where it is
+used) or silently (a wrong or slower result). What would change silently has a test in tests/core/test_compat.py, and so
+have the names of primitives and compiler passes that other files compare with.
+"""
+
+import functools
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.extend.core import Literal as Literal
 from jax.interpreters import partial_eval
+
+NEWEST_TESTED = (0, 12)
+"""The newest minor version of JAX with which the tests were run."""
+
+
+# Versions.
+
+
+def untested_version() -> str | None:
+    """Return a sentence about a JAX that is newer than `NEWEST_TESTED`, or None."""
+    if jax.__version_info__[:2] <= NEWEST_TESTED:
+        return None
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return (
+        f"JAX {jax.__version__} is newer than {newest}, the newest that jaxshard is tested with: a newer jaxshard may "
+        f'know it, or install "jax<{NEWEST_TESTED[0]}.{NEWEST_TESTED[1] + 1}"'
+    )
+
+
+def warn_if_untested() -> None:
+    """Warn, once in a process, if JAX is newer than `NEWEST_TESTED`."""
+    if message := untested_version():
+        _warn_once(message)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    # From here over warn_if_untested and js.layout to the code that called it.
+    warnings.warn(message, stacklevel=4)
+
+
+# Compiler passes.
+
+
+KEEP_REPEATED_GATHERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""Options under which the CPU compiler does not merge a unit's gather of the backward pass with the forward's.
+
+Undocumented: the name of a pass of XLA. It expands the barrier of `jax.checkpoint` too early (JAX 0.10), after which
+equal gathers are merged. Silent: under another name nothing is disabled, and gathered weights are kept for the backward
+pass. Tested by its effect.
+"""
+
+
+# Devices and processes.
 
 
 def backend_is_initialized() -> bool:
-    """Whether JAX has touched a device, after which the number of simulated devices is fixed."""
+    """Return whether JAX has touched a device, after which the number of simulated devices is fixed.
+
+    Private: `jax._src.xla_bridge`. There is no public way to ask without starting the backend. Loud: an ImportError or
+    AttributeError with `import jaxshard`.
+    """
     return xla_bridge.backends_are_initialized()
 
 
 def cluster_processes() -> int:
-    """How many processes `jax.distributed.initialize()` would join in the cluster that it finds; 1 without one.
+    """Return how many processes `jax.distributed.initialize()` would join in the cluster that it finds; 1 without one.
 
     JAX takes every pod of Kubernetes for one of a Job, and fails in a notebook's: only those of an indexed Job count.
+
+    Private: `jax._src.clusters`, `ClusterEnv._cluster_types` and its methods. JAX can't be asked without joining. Loud:
+    an AttributeError in `js.initialize`.
     """
     kinds = [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
     if "JOB_COMPLETION_INDEX" not in os.environ:
@@ -30,51 +88,28 @@ def cluster_processes() -> int:
     return 1 if kind is None else kind.get_process_count()
 
 
-def joined() -> tuple[int, int]:
-    """(number of processes, which one this is) as `jax.distributed` knows them, without touching a device."""
+def process_count_and_id() -> tuple[int, int]:
+    """Return (number of processes, index of this one) as `jax.distributed` knows them, without touching a device.
+
+    Private: `jax._src.distributed.global_state`. `jax.process_count()` would start the backend, which has to wait until
+    the number of simulated devices is set. Loud: an AttributeError.
+    """
     return distributed.global_state.num_processes, distributed.global_state.process_id
 
 
-def coordinator() -> Any:
-    """The client of JAX's coordinator, whose key-value store all processes share; None in a process on its own."""
+def coordinator_client() -> Any:
+    """Return the client of JAX's coordinator, whose key-value store all processes share; None in a single process.
+
+    Private: `jax._src.distributed.global_state.client`, the only way to the store that JAX itself uses. Loud: an
+    AttributeError. The methods and error texts that are used of it are listed in distributed/key_value.py.
+    """
     return distributed.global_state.client
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which the type of `x` varies inside shard_map; always empty under check_vma=False."""
-    kind = jax.typeof(x)
-    return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
-
-
-def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(jaxpr, constants) of a jaxpr, closed or not (0.12 has one class for both)."""
-    return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """(number of constants, number of carries) from the parameters of a scan equation; the rest is scanned over."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
-def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
-    """(file, line, qualified function name) of the Python frames that made an equation, innermost first."""
-    traceback = equation.source_info.traceback
-    return [] if traceback is None else [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
-
-
-def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
-    """The devices of a compiled program by position; None for a program without arguments and results, or its text."""
-    shardings = getattr(compiled, "input_shardings", ()), getattr(compiled, "output_shardings", ())
-    return next((tuple(sharding._device_assignment) for sharding in jax.tree.leaves(shardings)), None)
-
-
 def default_devices() -> list[jax.Device] | None:
-    """The devices of the default backend, or None where none of the platforms in JAX_PLATFORMS is there.
+    """Return the devices of the default backend, or None where none of the platforms in JAX_PLATFORMS is there.
 
-    Up to 0.12 an assertion fails inside JAX for a platform without a plugin.
+    Undocumented: up to 0.12 an assertion fails inside JAX for a platform without a plugin. Loud: another error.
     """
     try:
         return jax.devices()
@@ -82,67 +117,106 @@ def default_devices() -> list[jax.Device] | None:
         return None
 
 
-def without_dead_code(program: Any) -> tuple[Any, list[bool]]:
-    """(jaxpr without what its results don't need, which of its inputs are left)."""
-    jaxpr, _ = open_jaxpr(program)
+def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
+    """Return the devices of a compiled program by position; None without arguments and results, or for a text.
+
+    Private: `Sharding._device_assignment`. `device_set` is public, but has no order. Loud: an AttributeError.
+    """
+    shardings = getattr(compiled, "input_shardings", ()), getattr(compiled, "output_shardings", ())
+    return next((tuple(sharding._device_assignment) for sharding in jax.tree.leaves(shardings)), None)
+
+
+# Traced programs; core/jaxpr.py is made of these.
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Return the mesh axes over which the type of `x` varies inside shard_map; none under check_vma=False.
+
+    Undocumented: `.vma` of the type, `.mat.varying` from 0.12 on. Silent: under a third name nothing would seem to
+    vary, and `js.optim` would take each device's gradients for their sum. Tested by name.
+    """
+    kind = jax.typeof(x)
+    return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return (number of constants, number of carries) from the parameters of a scan; its other inputs are scanned over.
+
+    Undocumented: `num_consts` and `num_carry`, `ft_in` from 0.12 on. Loud: a KeyError or ValueError.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
+    """Return (file, line, qualified function name) of the Python frames that made an equation, innermost first.
+
+    Private: `source_info.traceback`, needed to name the user's line in errors. Loud: an AttributeError.
+    """
+    traceback = equation.source_info.traceback
+    return [] if traceback is None else [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
+
+
+def equation_context(equation: Any) -> AbstractContextManager[None]:
+    """Return the context in which an equation has to be evaluated again: the mesh, `check_vma`, the precision.
+
+    Private: `eqn.ctx.manager`, which `jax.core.eval_jaxpr` uses itself. Loud: an AttributeError.
+    """
+    manager: AbstractContextManager[None] = equation.ctx.manager
+    return manager
+
+
+def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
+    """Return (the jaxpr without what its results don't need, for each input whether it is left).
+
+    Undocumented: `jax.interpreters.partial_eval.dce_jaxpr`, which knows of every primitive with programs inside (scan,
+    cond, jit, ...) which of their inputs are needed. Loud: an AttributeError.
+    """
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
 
 
-def piece(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
-    """`fn(*values of ins) -> values of outs` by these equations of a program, constants filled in."""
-    jaxpr, consts = open_jaxpr(program)
+def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """Return the jaxpr with other arguments, results and equations, all of them its own variables and equations.
+
+    Private: `debug_info._replace`. The names of arguments and results in it have to be forgotten, since JAX checks that
+    there are as many as arguments. Loud: an AttributeError, or JAX's own assertion.
+    """
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    part = jaxpr.replace(eqns=list(eqns), invars=list(ins), outvars=list(outs), debug_info=names)
-    return lambda *values: list(jax.core.eval_jaxpr(part, consts, *values))
+    return jaxpr.replace(eqns=list(eqns), invars=list(invars), outvars=list(outvars), debug_info=names)
 
 
-def replayed(program: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], list[Any] | None]) -> list[Any]:
-    """The results of a program of which `rule(equation, values)` computes those equations where it returns a list."""
-    jaxpr, consts = open_jaxpr(program)
-    return _flat(jaxpr, consts, args, rule)
+# Texts of errors.
+
+_UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
 
 
-def inlined(program: Any) -> Any:
-    """The program with calls opened: jit, checkpoint, and functions with derivatives of their own."""
-    jaxpr, consts = open_jaxpr(program)
-    return jax.make_jaxpr(lambda *args: _flat(jaxpr, consts, args))(*jaxpr.in_avals)
+def unbound_axis_name(error: NameError) -> str | None:
+    """Return the mesh axis that a collective named outside of any `shard_map` over it; None for other NameErrors.
+
+    Undocumented: JAX raises "Found an unbound axis name: data. To fix this, please call psum under `jax.shard_map`." or
+    "unbound axis name: data", with no attribute that holds the name. Silent: the user would see JAX's own error instead
+    of the explanation. Tested by name.
+    """
+    found = _UNBOUND_AXIS.search(str(error))
+    return found[1] if found else None
 
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr", "checkpoint": "jaxpr"}
-_CALLS |= {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-_CALLS |= {"custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+# The end of a program, and its cache.
 
 
-def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Any = lambda eqn, values: None) -> list[Any]:
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def call_before_exit(fn: Callable[[], Any]) -> None:
+    """Call a function when the program ends, while threads can still be started: `atexit` comes too late for that.
 
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else env[var]
-
-    for eqn in jaxpr.eqns:
-        values = [read(var) for var in eqn.invars]
-        inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-        with eqn.ctx.manager:
-            if inner is not None:
-                out = _flat(*open_jaxpr(inner), values, rule)
-            elif (out := rule(eqn, values)) is None:
-                out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-                out = out if eqn.primitive.multiple_results else [out]
-        env.update(zip(eqn.outvars, out, strict=True))
-    return [read(var) for var in jaxpr.outvars]
-
-
-def before_exit(fn: Callable[[], Any]) -> None:
-    """Calls a function when the program ends, while threads can still be started: `atexit` comes too late for that.
-
-    What `concurrent.futures` itself uses, to be replaced when Python has a public name for it
-    (https://github.com/python/cpython/issues/86128).
+    Private: `threading._register_atexit`, which `concurrent.futures` itself uses; to be replaced when Python has a
+    public name for it (https://github.com/python/cpython/issues/86128). Loud: an AttributeError.
     """
     threading._register_atexit(fn)  # type: ignore[attr-defined]  # private, so the stubs lack it
 
 
 def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
-    """Turns JAX's persistent compilation cache off, with a warning, where several CPU devices compute together.
+    """Turn JAX's persistent compilation cache off, with a warning, where several CPU devices compute together.
 
     Loaded from it the collectives of a program that do not depend on each other are no longer in one order: some
     devices wait in one and some in the other, until XLA ends the process after 40 s (seen with JAX 0.10.2; to try it

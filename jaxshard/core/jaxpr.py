@@ -1,52 +1,172 @@
-"""A traced function of which parts can be run: what only some results need, and what depends on an argument."""
+"""Program surgery: a traced function whose parts can be run, and what those parts depend on.
+
+A jaxpr is a list of equations over variables, each variable made by one equation or given as an argument. For
+
+    def fn(x, w):              { lambda ; x w. let
+        a = sin(x)                 a = sin x
+        b = a @ w                  b = dot_general a w
+        return b, a                in (b, a) }
+
+`Program.trace(fn, x, w)` has `args == (x, w)` and `out == (b, a)`, as trees of variables, and
+
+    needed_equations(eqns, [a], given={x})     -> ([a = sin x], {a, x})     a needs one equation, and x
+    dependent_variables(eqns, [w])             -> {w, b}                    what changes with w
+    program.run(a, {x: 0.5})                   -> sin(0.5)                  without making b
+
+Variables (`jax.extend.core.Var`) are hashable and compared by identity; a place in an equation that holds a number
+instead is a `Literal`, which is in no set here. Only names that JAX documents are used in this file; the others, and
+what differs between its versions, are in core/compat.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from jaxshard.core.compat import Literal, open_jaxpr, piece
+from jaxshard.core.compat import dce_jaxpr, equation_context, replace_equations
 from jaxshard.core.types import PyTree
+
+CALLS = {
+    name: parameter
+    for parameter, names in {
+        "jaxpr": ("jit", "pjit", "remat2", "remat", "checkpoint"),
+        "call_jaxpr": ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
+        "fun_jaxpr": ("custom_vjp_call_jaxpr",),
+    }.items()
+    for name in names
+}
+"""Primitives that run, once and on their own operands, the program in the parameter of that name."""
+
+Rule = Callable[[Any, list[Any]], list[Any] | None]
+"""`rule(equation, operands)` -> its results, or None for those that the equation itself gives."""
 
 
 class Program(NamedTuple):
-    """The equations of a function; `args` and `out` are trees of their variables, `out` of numbers as well."""
+    """A traced function.
 
-    made: Any
-    eqns: list[Any]
+    Attributes:
+      closed: the closed jaxpr.
+      args: the function's arguments, a tree of variables.
+      out: its results, a tree of variables and, where a result is a number in the program, Literals.
+    """
+
+    closed: Any
     args: PyTree
     out: PyTree
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], *args: PyTree) -> Program:
-        """`fn` traced on arrays, or on their shapes."""
-        made, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        jaxpr, _ = open_jaxpr(made)
-        structure: Any = jax.tree.structure(args)
-        results: Any = jax.tree.structure(shapes)
-        return cls(made, list(jaxpr.eqns), structure.unflatten(jaxpr.invars), results.unflatten(jaxpr.outvars))
+    def trace(cls, fn: Callable[..., Any], *args: PyTree) -> Program:
+        """Trace `fn` on trees of arrays, or of their shapes."""
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        return cls._of(closed, jax.tree.structure(args), jax.tree.structure(shapes))
 
-    def run(self, wanted: PyTree, given: dict[Any, Any], eqns: Sequence[Any] | None = None) -> PyTree:
-        """The values of a tree of variables, from those given, by the equations that it takes (of `eqns`, if given)."""
+    @classmethod
+    def _of(cls, closed: Any, args: Any, out: Any) -> Program:
+        jaxpr, _ = open_jaxpr(closed)
+        return cls(closed, args.unflatten(jaxpr.invars), out.unflatten(jaxpr.outvars))
+
+    @property
+    def eqns(self) -> list[Any]:
+        """The equations, in the order in which they run."""
+        return list(open_jaxpr(self.closed)[0].eqns)
+
+    def inline_calls(self) -> Program:
+        """Return the same program, with variables of its own, in which no equation is one of `CALLS`."""
+        return self._of(inline_calls(self.closed), jax.tree.structure(self.args), jax.tree.structure(self.out))
+
+    def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Return `fn(*values of ins) -> values of outs`, which computes these variables and nothing else."""
+        steps, _ = needed_equations(self.eqns, outs, set(ins))
+        return subprogram(self.closed, outs, ins, steps)
+
+    def run(self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None) -> PyTree:
+        """Return the values of a tree of variables, computed from those given.
+
+        Args:
+          wanted: a tree of variables and Literals.
+          given: values by variable; what is not needed may be among them.
+          eqns: the equations that may be used, all of them by default.
+        """
         outs: list[Any]
         tree: Any
         outs, tree = jax.tree.flatten(wanted)
-        steps, free = needed(self.eqns if eqns is None else eqns, outs, set(given))
+        steps, free = needed_equations(self.eqns if eqns is None else eqns, outs, set(given))
         ins = [var for var in given if var in free]
-        values = piece(self.made, outs, ins, steps)(*(given[var] for var in ins))
-        # Results that are numbers in the program come back as such.
-        return tree.unflatten([_array(x, var) if isinstance(var, Literal) else x for var, x in zip(outs, values)])
+        values = subprogram(self.closed, outs, ins, steps)(*(given[var] for var in ins))
+        return tree.unflatten([_as_array(x, atom) for x, atom in zip(values, outs, strict=True)])
 
 
-def _array(number: Any, atom: Any) -> jax.Array:
-    return jnp.asarray(number, atom.aval.dtype)
+def _as_array(x: Any, atom: Any) -> Any:
+    """Results that are Literals come back as Python's numbers: make arrays of them."""
+    aval: Any = atom.aval
+    return jnp.asarray(x, aval.dtype) if isinstance(atom, Literal) else x
 
 
-def needed(eqns: Sequence[Any], outs: Iterable[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
-    """(the equations that the variables `outs` depend on, the variables that those need), where some are given."""
+# Programs.
+
+
+def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return (jaxpr, constants) of a jaxpr, closed or not; 0.12 has one class for both."""
+    return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
+
+
+def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
+    """Return (the jaxpr without what its results don't need, for each input whether it is left)."""
+    return dce_jaxpr(open_jaxpr(program)[0])
+
+
+def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Return `fn(*values of ins) -> values of outs` by some equations of a program, its constants filled in.
+
+    `eqns` must be enough: see `needed_equations`.
+    """
+    jaxpr, consts = open_jaxpr(program)
+    part = replace_equations(jaxpr, ins, outs, eqns)
+    return lambda *values: list(jax.core.eval_jaxpr(part, consts, *values))
+
+
+def inline_calls(program: Any) -> Any:
+    """Return the closed jaxpr with all `CALLS` opened: jit, checkpoint, and functions with derivatives of their own."""
+    return jax.make_jaxpr(lambda *args: replay(program, args))(*open_jaxpr(program)[0].in_avals)
+
+
+def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, operands: None) -> list[Any]:
+    """Evaluate a program, calls opened, with `rule` in place of the equations that it has results for."""
+    jaxpr, consts = open_jaxpr(program)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
+        with equation_context(eqn):
+            results = rule(eqn, operands) if inner is None else replay(inner, operands, rule)
+            if results is None:
+                made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+                results = made if eqn.primitive.multiple_results else [made]
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+# Variables.
+
+
+def variables(atoms: Iterable[Any]) -> set[Any]:
+    """Return the variables among variables and Literals."""
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
+def needed_equations(eqns: Sequence[Any], outs: Iterable[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
+    """Return (the equations that `outs` depend on, in order; all variables that these name, `outs` included).
+
+    Equations that make nothing but what is `given` are not needed, and neither is what only they need.
+    """
     want = variables(outs)
     found = []
     for eqn in reversed(eqns):
@@ -56,8 +176,8 @@ def needed(eqns: Sequence[Any], outs: Iterable[Any], given: set[Any]) -> tuple[l
     return found[::-1], want
 
 
-def depending(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
-    """The variables that depend on some of the roots, these included."""
+def dependent_variables(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
+    """Return the variables that depend on some of the roots, these included."""
     found = variables(roots)
     for eqn in eqns:
         if not found.isdisjoint(variables(eqn.invars)):
@@ -65,11 +185,6 @@ def depending(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
     return found
 
 
-def variables(atoms: Iterable[Any]) -> set[Any]:
-    """Those that are no numbers."""
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
-
-
-def pairs(names: PyTree, values: PyTree) -> dict[Any, Any]:
-    """The values of the variables in a tree of the same structure."""
+def assign(names: PyTree, values: PyTree) -> dict[Any, Any]:
+    """Return the values by variable, of two trees of one structure."""
     return dict(zip(jax.tree.leaves(names), jax.tree.leaves(values), strict=True))

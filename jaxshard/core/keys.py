@@ -53,3 +53,13 @@ def typed_key(key: Any) -> jax.Array:
         got = type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"
         raise TypeError(f"key must be a seed or a jax.random key, got {got}")
     return jax.random.wrap_key_data(key)
+
+
+def key_impl_of(dtype: Any) -> Any:
+    """Return the implementation behind a dtype of random keys, as `jax.random.wrap_key_data` takes it.
+
+    `jax.random.key_impl` takes keys but no dtypes, so it is asked inside of a trace.
+    """
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return found[0]

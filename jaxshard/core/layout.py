@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jaxshard.core.compat import avoid_compilation_cache
+from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.loss import Model
 from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import Placement, axes_of, whole
@@ -162,6 +162,7 @@ def layout(
       ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
         twice to one dimension.
     """
+    warn_if_untested()
     check_transform(tx)
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")

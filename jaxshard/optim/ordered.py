@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from jaxshard.core.compat import Literal, inlined, open_jaxpr, replayed
+from jaxshard.core.jaxpr import inline_calls, open_jaxpr, replay
 from jaxshard.core.layout import Layout
 from jaxshard.core.ordered_sums import totals
 from jaxshard.core.types import PyTree
@@ -35,7 +36,7 @@ def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.Gra
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         program, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
-        flat = inlined(program)
+        flat = inline_calls(program)
         specs = [placement.store for placement in jax.tree.leaves(layout.opt_params)]
         known = _Specs(open_jaxpr(flat)[0], [*specs, *[None] * len(jax.tree.leaves(state)), *specs])
 
@@ -45,7 +46,7 @@ def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.Gra
                 return None
             return [totals(jnp.sum, values, [spec], layout.mesh)[0].astype(equation.outvars[0].aval.dtype)]
 
-        leaves = replayed(flat, jax.tree.leaves((grads, state, params)), rule)
+        leaves = replay(flat, jax.tree.leaves((grads, state, params)), rule)
         found: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         return found
 

@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.compat import open_jaxpr
+from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.tree import BLOCKS, abstract, path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import coupled_leaves, describe

@@ -20,7 +20,7 @@ def processes(monkeypatch):
             for process in range(count)
             for number in range(each)
         ]
-        monkeypatch.setattr(devices, "joined", lambda: (count, 0))
+        monkeypatch.setattr(devices, "process_count_and_id", lambda: (count, 0))
         monkeypatch.setattr(devices, "backend_is_initialized", lambda: False)
         monkeypatch.setattr(devices, "_is_simulated", lambda: False)
         monkeypatch.setattr(devices, "default_devices", lambda: found)

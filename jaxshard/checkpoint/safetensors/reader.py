@@ -13,10 +13,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxshard.checkpoint.leaves import Entry, impl_of
+from jaxshard.checkpoint.leaves import Entry
 from jaxshard.checkpoint.safetensors.header import Header, Tensor, length_of, parse
 from jaxshard.checkpoint.safetensors.names import tensors
 from jaxshard.checkpoint.safetensors.writer import INDEX, tensor_of
+from jaxshard.core.keys import key_impl_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
@@ -88,7 +89,7 @@ def _spread(entry: Entry, array: np.ndarray, layout: Layout) -> jax.Array:
     """A tensor on the devices in model order, split as far as the layout stores it split."""
     sharding = entry.shape_saved(layout.mesh).sharding
     x = jax.make_array_from_callback(array.shape, sharding, lambda index: read(array, index))
-    return jax.random.wrap_key_data(x, impl=impl_of(entry.dtype)) if entry.is_key else x
+    return jax.random.wrap_key_data(x, impl=key_impl_of(entry.dtype)) if entry.is_key else x
 
 
 def read(array: np.ndarray, index: Any) -> np.ndarray:

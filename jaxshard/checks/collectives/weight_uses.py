@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from jaxshard.core.compat import open_jaxpr, without_dead_code
+from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement
@@ -91,7 +91,7 @@ def uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses
         params, sinks, shapes.state, jax.tree.map(rows, batch), shapes.key
     )
     found: dict[Use, int] = {}
-    for use, times in _marks(without_dead_code(traced)[0], 1):
+    for use, times in _marks(eliminate_dead_code(traced)[0], 1):
         found[use] = found.get(use, 0) + times
     return Uses(found, outcome.metrics)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.adapt.stacked import evaluation
-from jaxshard.core.compat import without_dead_code
+from jaxshard.core.jaxpr import eliminate_dead_code
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss, lowest, weighted_sum
 from jaxshard.core.types import PyTree
 
@@ -91,7 +91,7 @@ class Ends:
 
         def reads(fn: Callable[[PyTree], Any]) -> PyTree:
             traced = jax.make_jaxpr(lambda *leaves: fn(self._with(jax.tree.unflatten(tree, leaves))))(*leaves)
-            return jax.tree.unflatten(tree, without_dead_code(traced)[1])
+            return jax.tree.unflatten(tree, eliminate_dead_code(traced)[1])
 
         x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.enter, zero))
         embed = reads(lambda rest: _parted(self.embed(rest, self.rows_of(zero), self.key_of(0, zero)))[0])
@@ -125,7 +125,7 @@ class Ends:
             return self._loss(self.rest, jax.tree.unflatten(tree, leaves), microbatch).value.weights
 
         traced = jax.make_jaxpr(weigh)(*leaves)
-        if any(without_dead_code(traced)[1][-len(leaves) :]):
+        if any(eliminate_dead_code(traced)[1][-len(leaves) :]):
             raise TypeError(
                 "the weight of the loss depends on activations, but a pipeline divides by it before they are all "
                 "there: compute the weight of js.Mean(total, weight) from the batch alone"

@@ -9,14 +9,15 @@ gradient of the input needs runs first, what only the gradients of the weights n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jaxshard.adapt.stacked import check_block
-from jaxshard.core.compat import Literal, inlined, open_jaxpr, piece
+from jaxshard.core.jaxpr import dependent_variables, inline_calls, needed_equations, open_jaxpr, subprogram
+from jaxshard.core.keys import key_impl_of
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 
@@ -171,18 +172,7 @@ class _Program:
 
     def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., Arrays]:
         """`fn(*values of ins)` that computes these variables and no more."""
-        return piece(self.made, outs, ins, _needed(self.eqns, outs, stop=set(ins)))
-
-
-def _needed(eqns: Sequence[Any], outs: Iterable[Any], stop: AbstractSet[Any] = frozenset()) -> list[Any]:
-    """The equations that the variables in `outs` depend on, in order; those in `stop` are given."""
-    want = {var for var in outs if not isinstance(var, Literal)} - stop
-    found = []
-    for eqn in reversed(eqns):
-        if any(var in want for var in eqn.outvars):
-            found.append(eqn)
-            want |= {var for var in eqn.invars if not isinstance(var, Literal)} - stop
-    return found[::-1]
+        return subprogram(self.made, outs, ins, needed_equations(self.eqns, outs, set(ins))[0])
 
 
 def _sources(program: _Program, residuals: Sequence[Any], parts: _Parts) -> list[tuple[Any, str]]:
@@ -190,7 +180,7 @@ def _sources(program: _Program, residuals: Sequence[Any], parts: _Parts) -> list
     count, stop = len(parts.weights), len(parts.weights) + len(parts.x)
     ins = program.ins
     given = {*ins[:count], *ins[stop:]}
-    moving = _depending(program.eqns, ins[count:])
+    moving = dependent_variables(program.eqns, ins[count:])
 
     def source(var: Any) -> str:
         if isinstance(var, Literal) or var in given:
@@ -198,15 +188,6 @@ def _sources(program: _Program, residuals: Sequence[Any], parts: _Parts) -> list
         return "kept" if var in moving else "again"
 
     return [(var, source(var)) for var in residuals]
-
-
-def _depending(eqns: Sequence[Any], roots: Iterable[Any]) -> set[Any]:
-    """The variables that depend on some of the roots, these included."""
-    found = set(roots)
-    for eqn in eqns:
-        if any(not isinstance(var, Literal) and var in found for var in eqn.invars):
-            found |= set(eqn.outvars)
-    return found
 
 
 class _Split(NamedTuple):
@@ -224,16 +205,16 @@ class _Split(NamedTuple):
             return [*grads, *parts.floats(dx)]
 
         floats = [leaf for leaf, f in zip(parts.x, parts.floating) if f]
-        program = _Program(inlined(jax.make_jaxpr(flat)(*parts.weights, *parts.key, *kept, *floats)))
+        program = _Program(inline_calls(jax.make_jaxpr(flat)(*parts.weights, *parts.key, *kept, *floats)))
         count = sum(parts.trained)
         grads, dx = program.outs[:count], program.outs[count:]
-        before = _needed(program.eqns, dx)
+        before = needed_equations(program.eqns, dx, set())[0]
         made = {var for eqn in before for var in eqn.outvars} | {*program.ins, *program.consts}
         early = [isinstance(var, Literal) or var in made for var in grads]
         late = [var for var, is_early in zip(grads, early) if not is_early]
         # What the second half reads of the first: weights, keys and what depends on weights alone are not carried.
-        moving = _depending(program.eqns, program.ins[sizes[0] + sizes[1] :])
-        mine = [eqn for eqn in _needed(program.eqns, late) if not made & set(eqn.outvars)]
+        moving = dependent_variables(program.eqns, program.ins[sizes[0] + sizes[1] :])
+        mine = [eqn for eqn in needed_equations(program.eqns, late, set())[0] if not made & set(eqn.outvars)]
         read = {var for eqn in mine for var in eqn.invars if not isinstance(var, Literal)}
         carried = [var for var in _unique(_variables(program)) if var in read & made & moving]
         given = program.ins[: sizes[0] + sizes[1]]
@@ -281,7 +262,7 @@ def _plain(x: jax.Array) -> jax.Array:
 def _typed(x: jax.Array, dtype: Any) -> jax.Array:
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
-    return jax.random.wrap_key_data(x, impl=dtype._impl.name)
+    return jax.random.wrap_key_data(x, impl=key_impl_of(dtype))
 
 
 def _plain_shape(aval: Any) -> jax.ShapeDtypeStruct:

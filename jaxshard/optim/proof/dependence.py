@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxshard.core.compat import equation_frames, open_jaxpr, scan_counts
-from jaxshard.optim.proof.primitives import CALLS, ELEMENTWISE, RESHAPES, SAME, evaluate
+from jaxshard.core.compat import equation_frames, scan_counts
+from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.optim.proof.primitives import ELEMENTWISE, RESHAPES, SAME, evaluate
 
 
 class Kind(IntEnum):

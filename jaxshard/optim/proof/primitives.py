@@ -9,16 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-CALLS = {
-    name: key
-    for key, names in {
-        "jaxpr": ("jit", "pjit", "remat2", "checkpoint", "remat"),
-        "call_jaxpr": ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
-    }.items()
-    for name in names
-}
-"""Primitives that run the program in one of their parameters."""
-
 SAME = {"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "sharding_constraint", "device_put"}
 """Primitives each of whose outputs is the input at the same place."""
 

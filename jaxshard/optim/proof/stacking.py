@@ -15,14 +15,14 @@ import numpy as np
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.compat import open_jaxpr
+from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.optim.per_block import draws_random_bits
 from jaxshard.optim.proof.dependence import Scope, Source, source_of
 from jaxshard.optim.proof.elementwise import Reason, describe, elementwise_but_for_totals
 from jaxshard.optim.proof.marked import Slices
-from jaxshard.optim.proof.primitives import CALLS, ELEMENTWISE, RESHAPES, SAME
+from jaxshard.optim.proof.primitives import ELEMENTWISE, RESHAPES, SAME
 
 _COUNTS = 64
 """Counters up to here are tried, so that what a transform does every n-th step is seen."""

@@ -1,0 +1,238 @@
+"""Names that JAX may change without an error: each of them is still what jaxshard takes it for.
+
+A test fails by the name that changed. What would fail loudly (an import, an attribute) is not tested here: every other
+test does that.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend.core import Primitive, jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxshard as js
+from jaxshard.adapt.stacked import saved
+from jaxshard.checks.collectives import weight_uses
+from jaxshard.core import compat
+from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.core.keys import key_impl_of
+from jaxshard.optim.proof import dependence, primitives
+
+MESH = js.make_mesh(jax.devices()[:1], data=1)
+X = np.ones((4, 2), np.float32)
+
+
+def manual(fn, *, check_vma=False):
+    whole = PartitionSpec()
+    return jax.shard_map(fn, mesh=MESH, in_specs=whole, out_specs=whole, check_vma=check_vma)
+
+
+# Primitives that no checkpoint policy saves, for they turn what is stored into a weight. Renamed, the gathered weights
+# of all blocks would be saved by remat="everything", and memory would grow silently.
+
+MOVES = {
+    "all_gather": manual(lambda x: lax.all_gather(x, "data", tiled=True)),
+    "shard_map": manual(lambda x: x),
+    "sharding_constraint": lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, PartitionSpec())),
+    "slice": lambda x: lax.slice(x, (0, 0), (2, 2)),
+    "reshape": lambda x: jnp.reshape(x, (8,)),
+    "transpose": lambda x: x.T,
+    "convert_element_type": lambda x: x.astype(jnp.bfloat16),
+    "pad": lambda x: jnp.pad(x, ((0, 1), (0, 0))),
+}
+
+
+def primitives_of(jaxpr):
+    for equation in open_jaxpr(jaxpr)[0].eqns:
+        yield equation.primitive
+        for inner in jaxprs_in_params(equation.params):
+            yield from primitives_of(inner)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_of_weights_are_the_primitives_that_are_never_saved(name):
+    found = {primitive.name: primitive for primitive in primitives_of(jax.make_jaxpr(MOVES[name])(X))}
+    assert name in found, f"JAX makes {set(found)} of what was called {name!r}: adapt/stacked.py has to know it"
+    assert not saved("everything")(found[name]), f"{name!r} would be saved between forward and backward"
+
+
+def test_a_product_is_saved():
+    (dot,) = primitives_of(jax.make_jaxpr(lambda x: lax.dot(x, x))(np.ones((2, 2), np.float32)))
+    assert dot.name == "dot_general" and saved("everything")(dot)
+
+
+def test_marks_of_weights_are_called_what_a_gather_is():
+    """Else a checkpoint policy would save them, and the second gather of the backward pass would not be counted."""
+    (gather,) = [one for one in primitives_of(jax.make_jaxpr(MOVES["all_gather"])(X)) if one.name != "shard_map"]
+    assert weight_uses._mark.name == gather.name
+
+
+# A pass of the CPU compiler, disabled so that a second gather is not merged with the first (`Engine.compiler_options`).
+# Renamed, the compiler would accept the option and merge them: units would keep their gathered weights.
+
+
+def count_barriers(compiler_options):
+    """The barriers in the compiled text of a program that has one."""
+    lowered = jax.jit(lambda x: jnp.sin(x) @ jnp.sin(lax.optimization_barrier(x))).lower(np.ones((4, 4), np.float32))
+    return lowered.compile(compiler_options).as_text().count(" opt-barrier(")
+
+
+def test_disabling_the_compiler_pass_keeps_barriers():
+    (option,) = js.explicit(units=[object]).compiler_options(MESH).items()
+    assert option == ("xla_disable_hlo_passes", "cse_barrier_expander")
+    kept, dropped = count_barriers(dict([option])), count_barriers(None)
+    assert kept == 1, f"{option[1]!r} is no longer the pass that drops barriers on CPU: the option has no effect"
+    assert dropped == 0, "barriers stay without the option too: it can be deleted in Engine.compiler_options"
+
+
+# Primitives in the tables of the optimizer's proof and of core/jaxpr.py. An unknown elementwise primitive is refused
+# with its name; an unknown call is not looked into.
+
+OTHER_VERSIONS = {
+    "before 0.10": {"checkpoint", "core_call", "custom_vjp_call_jaxpr", "pjit", "remat"},
+    "before 0.10, as lax functions": {"copy_p", "expand_dims", "infeed", "pcast"},
+    "up to 0.11": {"closed_call"},
+}
+TABLES = {
+    "CALLS": set(CALLS),
+    "SAME": primitives.SAME,
+    "RESHAPES": primitives.RESHAPES,
+    "ARITHMETIC": set(primitives.ARITHMETIC),
+    "ELEMENTWISE": set(primitives.ELEMENTWISE),
+    "LOOPS": set(dependence.LOOPS),
+    "dependence": {"cond", "while", "scan", "psum", "psum_invariant", "rng_uniform", "infeed", "reduce_sum"}
+    | {"add", "sub", "add_any", "mul", "div", "neg", "real", "convert_element_type", "select_n"},
+}
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {x.name for x in gc.get_objects() if isinstance(x, Primitive)} - {weight_uses._mark.name}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_primitive_in_a_table_exists(table, known):
+    gone = TABLES[table] - known - set().union(*OTHER_VERSIONS.values())
+    assert not gone, f"JAX {jax.__version__} has no primitives called {sorted(gone)}"
+
+
+@jax.custom_jvp
+def own_jvp(x):
+    return x * 2
+
+
+own_jvp.defjvp(lambda primals, tangents: (own_jvp(*primals), tangents[0] * 2))
+
+
+@jax.custom_vjp
+def own_vjp(x):
+    return x * 2
+
+
+own_vjp.defvjp(lambda x: (x * 2, None), lambda _, dy: (dy * 2,))
+
+
+@pytest.mark.parametrize(
+    "call", [jax.jit(jnp.sin), jax.checkpoint(jnp.sin), own_jvp, own_vjp], ids=["jit", "checkpoint", "jvp", "vjp"]
+)
+def test_calls_are_in_the_table_with_their_program(call):
+    (equation,) = open_jaxpr(jax.make_jaxpr(call)(X))[0].eqns
+    assert equation.primitive.name in CALLS
+    assert open_jaxpr(equation.params[CALLS[equation.primitive.name]])[0].eqns
+
+
+def test_the_inputs_of_a_scan_are_counted():
+    def fn(offset, x, xs):
+        return lax.scan(lambda carry, x: ((carry[0] + x * offset, carry[1] * 2), x), (x, x), xs)
+
+    (scan,) = [e for e in open_jaxpr(jax.make_jaxpr(fn)(1.0, 2.0, X[:, 0]))[0].eqns if e.primitive.name == "scan"]
+    assert compat.scan_counts(scan.params) == (1, 2)
+
+
+# Types inside of shard_map.
+
+
+def test_what_varies_over_axes_is_told_by_the_type():
+    found = []
+
+    def look(x):
+        found.append(compat.varying_axes(lax.axis_index("data")))
+        found.append(compat.varying_axes(x))
+        return x
+
+    jax.make_jaxpr(manual(look, check_vma=True))(X)
+    jax.make_jaxpr(manual(look, check_vma=False))(X)
+    assert found == [{"data"}, set(), set(), set()]
+
+
+# Texts of errors.
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: lax.psum(x, "other"), lambda x: lax.axis_index("other"), lambda x: lax.all_gather(x, "other")],
+    ids=["psum", "axis_index", "all_gather"],
+)
+def test_an_axis_that_nobody_bound_is_found_in_the_error(fn):
+    with pytest.raises(NameError) as caught:
+        jax.make_jaxpr(fn)(X)
+    assert compat.unbound_axis_name(caught.value) == "other"
+
+
+def test_other_name_errors_name_no_axis():
+    assert compat.unbound_axis_name(NameError("name 'axis' is not defined")) is None
+
+
+# Newer versions.
+
+
+@pytest.fixture
+def version(monkeypatch):
+    compat._warn_once.cache_clear()
+
+    def set_version(text):
+        monkeypatch.setattr(jax, "__version__", text)
+        monkeypatch.setattr(jax, "__version_info__", tuple(map(int, text.split("."))))
+
+    yield set_version
+    compat._warn_once.cache_clear()
+
+
+def make_layout():
+    return js.layout(js.ddp(), MESH, lambda key: {"w": jnp.ones(2)}, optax.sgd(0.1))
+
+
+def test_a_jax_newer_than_tested_is_warned_of_once(version):
+    newer = f"{compat.NEWEST_TESTED[0]}.{compat.NEWEST_TESTED[1] + 1}"
+    version(f"{newer}.0")
+    message = rf"JAX {newer}\.0 is newer than 0\.12, the newest that jaxshard is tested with"
+    with pytest.warns(UserWarning, match=message) as caught:
+        make_layout()
+        make_layout()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("text", ["0.10.2", "0.12.0", "0.12.7"])
+def test_a_tested_jax_gives_no_warning(version, text):
+    version(text)
+    with warnings.catch_warnings(action="error"):
+        make_layout()
+    assert compat.untested_version() is None
+
+
+# Random keys.
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_the_implementation_of_a_dtype_of_keys_makes_such_keys(impl):
+    key = jax.random.key(3, impl=impl)
+    again = jax.random.wrap_key_data(jax.random.key_data(key), impl=key_impl_of(key.dtype))
+    assert again.dtype == key.dtype and (again == key).all()

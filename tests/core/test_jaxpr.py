@@ -1,0 +1,138 @@
+"""Parts of a traced program: what they depend on, and that they compute what the whole does."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxshard.core.jaxpr import (
+    CALLS,
+    Program,
+    assign,
+    dependent_variables,
+    eliminate_dead_code,
+    inline_calls,
+    needed_equations,
+    open_jaxpr,
+    replay,
+    subprogram,
+    variables,
+)
+
+X, W = np.array([0.5, -2.0], np.float32), np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+
+
+def two_results(x, w):
+    a = jnp.sin(x)
+    return {"b": a @ w, "a": a, "number": 3.0}
+
+
+@pytest.fixture
+def program():
+    return Program.trace(two_results, X, W)
+
+
+def names(eqns):
+    return [eqn.primitive.name for eqn in eqns]
+
+
+def test_a_traced_program_has_the_trees_of_its_function(program):
+    x, w = program.args
+    assert names(program.eqns) == ["sin", "dot_general"]
+    assert program.out.keys() == {"a", "b", "number"}
+    assert variables(jax.tree.leaves(program.out)) == {program.out["a"], program.out["b"]}
+    assert program.eqns[0].invars == [x] and program.eqns[1].invars[1] is w
+
+
+def test_a_result_needs_only_the_equations_before_it(program):
+    x, w = program.args
+    eqns, named = needed_equations(program.eqns, [program.out["a"]], set())
+    assert names(eqns) == ["sin"] and named == {program.out["a"], x}
+    eqns, named = needed_equations(program.eqns, [program.out["b"]], {program.out["a"]})
+    assert names(eqns) == ["dot_general"] and named == {program.out["a"], program.out["b"], w}
+
+
+def test_what_depends_on_an_argument(program):
+    x, w = program.args
+    assert dependent_variables(program.eqns, [w]) == {w, program.out["b"]}
+    assert dependent_variables(program.eqns, [x]) == {x, program.out["a"], program.out["b"]}
+
+
+def test_running_a_part_gives_its_values_and_arrays_for_numbers(program):
+    whole = two_results(X, W)
+    got = program.run(program.out, assign(program.args, (X, W)))
+    jax.tree.map(np.testing.assert_array_equal, got, whole)
+    assert isinstance(got["number"], jax.Array) and got["number"].dtype == jnp.float32
+    # From a value in the middle, without the arguments that made it.
+    got = program.run(program.out["b"], {program.out["a"]: whole["a"], program.args[1]: W})
+    np.testing.assert_array_equal(got, whole["b"])
+
+
+def test_running_without_what_is_needed_fails(program):
+    with pytest.raises(KeyError):
+        program.run(program.out["b"], {program.args[0]: X})
+
+
+def test_a_part_is_a_function_of_variables(program):
+    (b,) = program.part([program.out["b"]], [program.out["a"], program.args[1]])(X, W)
+    np.testing.assert_allclose(b, X @ W, rtol=1e-6)
+
+
+def test_constants_are_filled_in():
+    table = jnp.arange(3.0)
+    closed = jax.make_jaxpr(lambda x: (x + table, x * 2))(1.0)
+    jaxpr, consts = open_jaxpr(closed)
+    eqns, _ = needed_equations(jaxpr.eqns, jaxpr.outvars[:1], set())
+    assert len(consts) == 1 and len(eqns) < len(jaxpr.eqns)
+    (found,) = subprogram(closed, jaxpr.outvars[:1], jaxpr.invars, eqns)(1.0)
+    np.testing.assert_array_equal(found, table + 1)
+
+
+def test_dead_code_goes_and_inputs_without_use_are_told():
+    jaxpr, used = eliminate_dead_code(jax.make_jaxpr(lambda x, y, z: (jnp.sin(x), jnp.cos(y))[0] * z)(1.0, 2.0, 3.0))
+    assert used == [True, False, True] and names(jaxpr.eqns) == ["sin", "mul"]
+
+
+@jax.custom_vjp
+def doubled(x):
+    return x * 2
+
+
+doubled.defvjp(lambda x: (x * 2, None), lambda _, dy: (dy * 2,))
+
+
+@jax.custom_jvp
+def tripled(x):
+    return x * 3
+
+
+tripled.defjvp(lambda primals, tangents: (tripled(*primals), tangents[0] * 3))
+
+
+def calling(x):
+    return jax.checkpoint(jax.jit(lambda x: jnp.sin(x)))(doubled(x)) + jax.jit(tripled)(x)
+
+
+def test_calls_are_opened():
+    closed = jax.make_jaxpr(calling)(X)
+    flat = inline_calls(closed)
+    assert sorted(names(open_jaxpr(flat)[0].eqns)) == ["add", "mul", "mul", "sin"]
+    np.testing.assert_array_equal(jax.core.eval_jaxpr(flat.jaxpr, flat.consts, X)[0], calling(X))
+    assert CALLS.keys() >= set(names(open_jaxpr(closed)[0].eqns)) - {"add"}
+
+
+def test_an_inlined_program_keeps_its_trees():
+    program = Program.trace(lambda tree: {"y": calling(tree["x"])}, {"x": X}).inline_calls()
+    assert not CALLS.keys() & set(names(program.eqns))
+    got = program.run(program.out, assign(program.args, ({"x": X},)))
+    np.testing.assert_array_equal(got["y"], calling(X))
+
+
+def test_a_rule_replaces_equations_inside_of_calls_too():
+    def rule(equation, operands):
+        return [operands[0] * 100] if equation.primitive.name == "sin" else None
+
+    (found,) = replay(jax.make_jaxpr(calling)(X), [X], rule)
+    np.testing.assert_allclose(found, 203 * X, rtol=1e-6)
