@@ -1,6 +1,8 @@
 """Several processes: on one machine, on the hosts of a cluster or of a TPU pod.
 
-Joining them, comparing what they were given, stopping them together. Imports `core/` only.
+Joining them (`initialize`), comparing what they were given before they compute together (`Disagreement`), stopping them
+after a common step (`Preemption`), ending them when one hangs or fails (`Watchdog`, `leave`). They talk through JAX's
+key-value store, which works while devices are busy. Imports `core/` only.
 """
 
 from jaxshard.distributed.agree import Disagreement as Disagreement

@@ -1,4 +1,4 @@
-"""`initialize`: makes this process one of several that train together, and finds out where the others are."""
+"""`initialize`: joins this process to those that train with it, and finds out where they are."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jaxshard.core.compat import backend_is_initialized, cluster_processes, proc
 from jaxshard.distributed.hard_exit import leave_on_error
 
 COORDINATOR, PROCESSES, INDEX = "JAXSHARD_COORDINATOR_ADDRESS", "JAXSHARD_NUM_PROCESSES", "JAXSHARD_PROCESS_ID"
-"""The environment that says what the arguments of `initialize` say; `jaxshard launch` sets it."""
+"""Environment variables in the place of the arguments of `initialize`; `jaxshard launch` sets them."""
 RESTARTS = "JAXSHARD_RESTARTS"
-"""How often `jaxshard launch` has started all processes again; for people and their scripts."""
+"""Environment variable: how often `jaxshard launch` has started all processes again. For users' scripts."""
 
 
 def initialize(
@@ -26,40 +26,47 @@ def initialize(
 ) -> None:
     """Joins the processes that train together, so that `jax.devices()` holds the devices of all of them.
 
-    Call it before anything touches a device; every process calls it, and returns once all are there. Where the others
-    are is taken from the first of these that says so:
+    Every process calls it at the top of its program, before anything touches a device; it returns once all are there:
+
+        import jaxshard as js
+        js.distributed.initialize()
+        mesh = js.make_mesh(data=-1)        # over the devices of all processes
+
+    Where the other processes are is taken from the first of these that says so:
 
     - the arguments, all three of them;
-    - the environment: JAXSHARD_COORDINATOR_ADDRESS, JAXSHARD_NUM_PROCESSES and JAXSHARD_PROCESS_ID, which `jaxshard
-      launch` sets, and which a script for a cluster may set;
-    - the cluster, as JAX finds it: a Slurm step (`srun`), Open MPI's `mpirun`, an indexed Job or a JobSet of Kubernetes
-      (with the package `kubernetes`), a Cloud TPU pod.
+    - the environment variables JAXSHARD_COORDINATOR_ADDRESS, JAXSHARD_NUM_PROCESSES and JAXSHARD_PROCESS_ID, which
+      `jaxshard launch` sets, and which a script for a cluster may set;
+    - the cluster, as JAX detects it: a Slurm step (`srun`), Open MPI's `mpirun`, an indexed Job or a JobSet of
+      Kubernetes (with the package `kubernetes`), a Cloud TPU pod.
 
-    Where none does, or there is one process, nothing happens: a script that calls this runs on a laptop too. A second
-    call does nothing.
+    If none does, or there is only one process, it does nothing, so the same script runs on a laptop. A second call does
+    nothing either.
 
-    From here on an error that nobody catches ends the process at once, with status 1 after its traceback: Python's
-    normal end would wait for the other processes, which wait for this one. A `sys.exit(status)` does wait: where one
-    process alone gives up, raise an error or call `js.distributed.leave(status)`.
+    From here on an error that nobody catches ends the process at once, with status 1 after its traceback, where
+    Python's normal end would wait for the other processes, which wait for this one. A `sys.exit(status)` does wait: if
+    one process alone gives up, raise an error or call `js.distributed.leave(status)`.
 
     Args:
-      coordinator_address: host:port of process 0, which listens there; reachable for all, the port free.
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
-      heartbeat_timeout: seconds after which a process that is not heard of counts as dead, and JAX aborts the others.
-        (They may notice before, by an error of a collective.) JAX's own default is 100.
+      coordinator_address: "host:port" of process 0, which listens there. All processes must reach it, and the port must
+        be free.
+      num_processes: the number of processes.
+      process_id: the number of this process, from 0.
+      heartbeat_timeout: seconds after which a process that is not heard of counts as dead, and JAX aborts the others
+        (which may notice before, by an error of a collective). JAX's own default is 100.
       initialization_timeout: seconds to wait for all processes.
 
     Raises:
-      ValueError: one or two of the three arguments (or variables); a process that is not one of so many.
-      RuntimeError: JAX has touched a device already; the processes have been joined otherwise before.
+      ValueError: only one or two of the three arguments (or variables) are given, an address is no host:port, or the
+        number of this process is not below the number of processes.
+      RuntimeError: JAX has touched a device already, or other processes were joined before.
     """
-    place = _place(coordinator_address, num_processes, process_id)
+    place = _read_place(coordinator_address, num_processes, process_id)
     if jax.distributed.is_initialized():
         _check_same(place)
         leave_on_error()
         return
-    # Of one process JAX would still use the first GPU alone on Slurm.
+    # JAX is not called for one process: on Slurm it would then use the first GPU alone.
     if (place.processes if place else cluster_processes()) == 1:
         return
     if backend_is_initialized():
@@ -71,7 +78,7 @@ def initialize(
         coordinator_address=place.coordinator if place else None,
         num_processes=place.processes if place else None,
         process_id=place.process if place else None,
-        # What was said is all there is: JAX would ask a cluster for the rest, such as one device per process on Slurm.
+        # An explicit place is complete; JAX would ask the cluster for the rest, as for one device per process on Slurm.
         cluster_detection_method="deactivate" if place else None,
         coordinator_bind_address=place.coordinator if place and place.is_local else None,
         initialization_timeout=initialization_timeout,
@@ -81,18 +88,20 @@ def initialize(
 
 
 class _Place(NamedTuple):
+    """The place of this process: the coordinator's "host:port", the number of processes, the number of this one."""
+
     coordinator: str
     processes: int
     process: int
 
     @property
     def is_local(self) -> bool:
-        """Whether nobody outside this machine needs to reach the coordinator."""
+        """True if only this machine needs to reach the coordinator, which then listens to nobody else."""
         return self.coordinator.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
 
 
-def _place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
-    """What the arguments say, else the environment; None where neither says anything."""
+def _read_place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
+    """Reads the arguments, or else the environment; returns None if neither says anything."""
     given = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
     if all(value is None for value in given.values()):
         given = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
@@ -106,7 +115,7 @@ def _place(coordinator: str | None, processes: int | None, index: int | None) ->
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"distributed.initialize: {names[0]}={address} is not host:port, such as node0:8476")
-    count, this = (_whole(name, value) for name, value in zip(names[1:], values[1:], strict=True))
+    count, this = (_parse_number(name, value) for name, value in zip(names[1:], values[1:], strict=True))
     if not 0 <= this < count:
         raise ValueError(
             f"distributed.initialize: {names[2]}={this} is none of {names[1]}={count} processes, which are numbered "
@@ -115,7 +124,7 @@ def _place(coordinator: str | None, processes: int | None, index: int | None) ->
     return _Place(address, count, this)
 
 
-def _whole(name: str, value: object) -> int:
+def _parse_number(name: str, value: object) -> int:
     text = str(value)
     if not text.isdecimal():
         raise ValueError(f"distributed.initialize: {name}={text} is not a whole number from 0 on")
@@ -123,7 +132,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def _check_same(place: _Place | None) -> None:
-    """Raises where other processes were joined before than those that are asked for now."""
+    """Raises RuntimeError if this process has joined others than those that are asked for now."""
     here = process_count_and_id()
     if place is not None and here != (place.processes, place.process):
         raise RuntimeError(

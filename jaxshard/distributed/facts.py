@@ -1,4 +1,10 @@
-"""What processes compare before they compute together: versions, flags, mesh, layout, batch, program."""
+"""The facts that processes compare before they compute together: versions, flags, mesh, layout, batch, program.
+
+Each function returns texts by name for `Peers.agree`. The names and values stand in the error message if two processes
+differ, so they are what a user would recognise:
+
+    {"version of jax": "0.10.2", "mesh": "data=4, tensor=2", "batch tokens": "int32[32, 65]", ...}
+"""
 
 from __future__ import annotations
 
@@ -26,21 +32,21 @@ _SETTINGS = (
     "jax_disable_most_optimizations",
     "jax_use_shardy_partitioner",
 )
-"""JAX's settings that change what is computed, or the program of it."""
+"""Settings of JAX that change the compiled program or its results."""
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_OWN = ("dump", "host_platform_device_count", "_dir", "_path", "_file")
-"""Parts of the names of compiler flags that hosts may have each their own of."""
+_PER_HOST = ("dump", "host_platform_device_count", "_dir", "_path", "_file")
+"""Parts of the names of compiler flags that may differ between hosts, because they change no program."""
 
 
 def run_facts(layout: Layout) -> dict[str, str]:
-    """What has to be the same in all processes before a run is made: versions, flags, mesh and layout."""
+    """Versions, flags, mesh and layout: equal in all processes before a run is made or restored."""
     mesh = layout.mesh
     shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     devices = " ".join(str(device.id) for device in mesh.devices.flat)
     return {
         **{f"version of {name}": version for name, version in _versions().items()},
         **{f"setting {name}": str(getattr(jax.config, name, None)) for name in _SETTINGS},
-        **{name: flags(os.environ.get(name, "")) for name in _VARIABLES},
+        **{name: shared_flags(os.environ.get(name, "")) for name in _VARIABLES},
         "mesh": shape,
         "devices of the mesh": devices,
         "layout": layout_text(layout),
@@ -48,7 +54,7 @@ def run_facts(layout: Layout) -> dict[str, str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """A line per array: its role, path, shape, where it rests and what computation sees."""
+    """A line per array: role, path, dtype, shape, its placement between steps (stored) and in computation (used)."""
     lines = [
         f"{role} {leaf.path} {leaf.dtype}{list(leaf.shape)} stored {list(p.view.stored)} {p.store} used {p.use}"
         for role, leaf, p in layout.placed()
@@ -56,14 +62,14 @@ def layout_text(layout: Layout) -> str:
     return "\n".join(["role path dtype[shape] placement", *lines])
 
 
-def flags(text: str) -> str:
-    """Compiler flags in one order, without those that a host may have its own of, such as where it dumps."""
-    chosen = [flag for flag in text.split() if not any(part in flag.split("=")[0] for part in _OWN)]
+def shared_flags(text: str) -> str:
+    """Sorts compiler flags and drops those that may differ between hosts, such as the folder for dumps."""
+    chosen = [flag for flag in text.split() if not any(part in flag.split("=")[0] for part in _PER_HOST)]
     return " ".join(sorted(chosen))
 
 
 def key_fact(key: jax.Array) -> dict[str, str]:
-    """A random key in words; nothing where this process can't read it."""
+    """The words of a random key; no fact for a key of which this process holds only a part."""
     if not key.is_fully_addressable and not key.is_fully_replicated:
         return {}
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
@@ -71,13 +77,17 @@ def key_fact(key: jax.Array) -> dict[str, str]:
 
 
 def batch_facts(batch: PyTree) -> dict[str, str]:
-    """The shape and dtype of every array of a batch."""
+    """The global shape and dtype of every array of a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return {f"batch {path_str(path)}": f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
 
 
 def row_facts(row: PyTree) -> dict[str, str]:
-    """The values of a row that every process can read: of the same data, drawn with the same seed."""
+    """The values of one row of the data that every process reads: they differ for another corpus or another seed.
+
+    Args:
+      row: a tree of arrays [1, ...].
+    """
     leaves = [(path_str(path), np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(row)]
 
     def shown(x: np.ndarray) -> str:
@@ -85,6 +95,14 @@ def row_facts(row: PyTree) -> dict[str, str]:
         return f"{digest_arrays(x)} ({values}{', ...' if x.size > 6 else ''})"
 
     return {f"first row of the data, {path}": shown(x) for path, x in leaves}
+
+
+def program_text(lowered: Any) -> str:
+    """The StableHLO text of a lowered program.
+
+    Without source locations, which differ with the folder in which each host has its code.
+    """
+    return str(lowered.as_text())
 
 
 def _versions() -> dict[str, str]:
@@ -95,8 +113,3 @@ def _versions() -> dict[str, str]:
             return "(not installed)"
 
     return {"Python": ".".join(platform.python_version_tuple()[:2])} | {name: version(name) for name in _PACKAGES}
-
-
-def program_text(lowered: Any) -> str:
-    """A lowered program without source locations, which differ with the folder that the code lies in."""
-    return str(lowered.as_text())

@@ -1,4 +1,4 @@
-"""How one of several processes ends when something is wrong: at once."""
+"""`leave`: the end of one of several processes when something is wrong, at once."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxshard.distributed.key_value import report_failure
 
 INTERRUPTED = 130
-"""The exit status of a process that Ctrl-C ended."""
+"""The exit status of a process that Ctrl-C ended (128 + 2)."""
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process with an exit status, at once and whatever else is under way.
+    """Ends this process with an exit status, at once, whatever else is under way.
 
-    For the end of a run that failed. A normal end waits in JAX's shutdown for all other processes, and these may be
-    waiting for this one in a collective. What is printed is flushed; nothing else is tidied up: no `finally`, no
-    `atexit`, no save that is still under way.
+    Use it where one of several processes gives up alone. A normal end, `sys.exit` included, waits in JAX's shutdown for
+    all other processes, and these may be waiting for this one in a collective: both would wait for ever. What was
+    printed is flushed, and processes that wait for this one at `js.init`, `js.batches` and the like are told that it
+    failed. Nothing else is tidied up: no `finally`, no `atexit`, no save that is still being written.
+
+        if not os.path.exists(path):
+            print(f"no data at {path}", file=sys.stderr)
+            js.distributed.leave(1)
+
+    An error that nobody catches does the same after `js.distributed.initialize`.
+
+    Args:
+      status: the exit status; anything but 0 is reported to the other processes as a failure.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
@@ -30,23 +42,29 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def end_on_sigterm() -> None:
-    """Gives SIGTERM back what Python knows it to do, by default to end the process: JAX, once joined, ignores it."""
+def restore_sigterm() -> None:
+    """Gives SIGTERM the handler that Python knows, by default to end the process: JAX sets one that ignores it."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def leave_on_error() -> None:
-    """Lets an error that nobody catches end the process by `leave`, after its traceback; not at a prompt."""
-    show = sys.excepthook
-    if getattr(show, "leaves", False):
-        return
+    """Lets an error that nobody catches end the process by `leave`, after its traceback. A second call does nothing."""
+    if not isinstance(sys.excepthook, LeavingHook):
+        sys.excepthook = LeavingHook(sys.excepthook)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show(kind, error, trace)
-        if not hasattr(sys, "ps1"):
-            first_line = f"{kind.__name__}: {error}".splitlines()[0]
-            report_failure(first_line)
+
+@dataclass(frozen=True)
+class LeavingHook:
+    """A `sys.excepthook` that shows an error and ends the process, except at an interactive prompt.
+
+    Attributes:
+      show: the hook before, which prints the traceback.
+    """
+
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.show(kind, error, trace)
+        if not hasattr(sys, "ps1"):  # the prompt, which only an interactive Python has
+            report_failure(f"{kind.__name__}: {error}".splitlines()[0])
             leave(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
-
-    hook.leaves = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

@@ -1,4 +1,8 @@
-"""`Preemption`: SIGTERM to one process ends the training of all of them, after the same step."""
+"""`Preemption`: SIGTERM to one process ends the training of all of them, after the same step.
+
+A signal reaches one process at a time of its own, and the processes are not at the same step. If each stopped where it
+stands, one would wait for ever in the collectives of a step that another does not run. `CommonStop` finds the step.
+"""
 
 from __future__ import annotations
 
@@ -17,68 +21,73 @@ from jaxshard.distributed.agree import Peers, all_peers
 from jaxshard.distributed.key_value import get_key, put_key, wait_for_key
 
 KILLED = 143
-"""The exit status after a second SIGTERM: what a shell says of a process that the signal ended."""
-_LOOK = 1.0
-"""Seconds between two looks for what the other processes were told."""
-_SAME = 2.0
+"""The exit status after a second SIGTERM: what a shell reports of a process that the signal ended (128 + 15)."""
+_POLL = 1.0
+"""Seconds between two looks for a signal that another process got."""
+_ONE_SIGNAL = 2.0
 """Seconds in which two signals count as one: schedulers signal a process, and its launcher passes theirs on."""
 
 _rooms = itertools.count()
 
 
 class Preemption:
-    """Ends `fit` after a step that is the same in all processes, once one of them got SIGTERM.
+    """Ends `js.fit` after a step that is the same in all processes, once one of them got SIGTERM.
 
-    A callback of `js.fit`, and a context in which the signal is caught; every process enters it:
+    It is a callback of `fit`, and a context in which the signal is caught. Every process enters it:
 
         with js.distributed.Preemption() as preemption:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
             checkpointer.save(run)
+        if preemption.stopped:
+            print(f"stopped after step {int(run.step)}: {preemption.told} got SIGTERM")
 
-    Then `preemption.stopped` says whether the training was ended, and `preemption.told` which process got the signal.
+    A step costs nothing: no collective, no message. A thread of each process looks once a second whether another
+    process was told to stop, and then all of them agree on the step through JAX's key-value store. The training ends
+    one or two seconds after the signal, or after the step under way if that takes longer.
 
-    Looked for by a thread once a second; a step costs nothing. A second SIGTERM, two seconds or more after the first,
-    ends the process at once with status 143, even if it hangs in a collective. After the context SIGTERM does what it
-    did before; in several processes it ends the process, where JAX by itself would ignore it.
+    A second SIGTERM, two seconds or more after the first, ends the process at once with status 143, even while its main
+    thread hangs in a collective. After the context SIGTERM does what it did before; in several processes it ends the
+    process, where JAX by itself would ignore it.
 
-    (`jax.experimental.multihost_utils.reached_preemption_sync_point` finds a common step in the same way as `Stop`,
-    but its handler swallows every further signal.)
+    In one process it works in the same way, on any platform and without `js.distributed.initialize`.
 
     Raises:
-      ValueError: entered in another thread than the main one, which alone may catch signals.
+      ValueError: when it is entered in another thread than the main one; only that may catch signals.
     """
 
     def __init__(self) -> None:
-        self._stop: Stop | None = None
+        self._stop: CommonStop | None = None
         self._signalled: float | None = None
         self._stopped = False
         self._closed = threading.Event()
 
     @property
     def told(self) -> str | None:
-        """Which process got the signal; None as long as none did."""
+        """The name of the process that got the signal, or None as long as no process did."""
         if self._stop is not None:
             return self._stop.told
         return None if self._signalled is None else "this process"
 
     @property
     def stopped(self) -> bool:
-        """Whether the training was ended for it."""
+        """True once the training was ended because of a signal."""
         return self._stopped
 
     def __call__(self, step: int, run: Any) -> bool:
-        """Whether the training is to end after this step."""
-        ends = self._signalled is not None if self._stop is None else self._stop.after(step)
+        """Returns True if the training is to end after this step, in all processes after the same one."""
+        ends = self._signalled is not None if self._stop is None else self._stop.is_last(step)
         self._stopped |= ends
         return ends
 
     def __enter__(self) -> Self:
         peers, room = all_peers(), f"jaxshard/stop/{next(_rooms)}"
-        self._stop = None if peers is None else Stop(peers, room)
-        self._ear, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
+        self._stop = None if peers is None else CommonStop(peers, room)
+        # Python runs a signal handler in the main thread, between two bytecodes: never, while that waits in a
+        # collective. But the number of the signal is written to the wakeup socket at once, where the thread reads it.
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
         self._handler = signal.signal(signal.SIGTERM, self._handle)
-        self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="preemption", daemon=True)
         self._thread.start()
         return self
@@ -90,65 +99,78 @@ class Preemption:
         # None is a handler that was not set from Python: JAX's own, which swallows the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._handler is None else self._handler)
         self._closed.set()
-        self._mouth.send(b"\0")
+        self._writer.send(b"\0")  # wakes the thread
         self._thread.join()
-        self._ear.close()
-        self._mouth.close()
+        self._reader.close()
+        self._writer.close()
         if self._stop is not None and error is None:
-            self._stop.leave()
+            self._stop.announce_step()  # others may still look for a common step: this process runs no more
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler, which comes late where the main thread waits in a collective: the thread listens too."""
         if self._signalled is None:
             self._signalled = time.monotonic()
 
     def _listen(self) -> None:
-        """What the thread does."""
+        """The loop of the thread: hears signals, and keeps up with what the other processes heard."""
         heard = False
         while not self._closed.is_set():
-            ready, _, _ = select.select([self._ear], [], [], _LOOK)
-            if ready and signal.SIGTERM in self._ear.recv(64):
-                if heard and time.monotonic() - (self._signalled or 0.0) >= _SAME:
+            ready, _, _ = select.select([self._reader], [], [], _POLL)
+            if ready and signal.SIGTERM in self._reader.recv(64):
+                if heard and time.monotonic() - (self._signalled or 0.0) >= _ONE_SIGNAL:
                     os._exit(KILLED)
                 self._handle(signal.SIGTERM, None)
-                if not heard and self._stop is not None:
-                    self._stop.tell()
                 if not heard:
+                    if self._stop is not None:
+                        self._stop.request()
                     text = "jaxshard: SIGTERM: ends after the step under way; another one ends at once"
                     print(text, file=sys.stderr, flush=True)
                 heard = True
             if self._stop is not None:
-                self._stop.settle()
+                self._stop.find_last_step()
 
 
-class Stop:
-    """The step after which all processes stop, once one of them is told to.
+class CommonStop:
+    """Finds a step after which all processes stop, once one of them is told to.
 
-    That one leaves a note. Whoever sees it says after which step it is and goes no further before all others have said
-    so: all stop after the step that follows the last of these. `after` belongs to the main thread, `tell` and `settle`
-    to one that works while the main thread waits in a collective for a process that is at an earlier step.
+    In the key-value store, in a folder of its own:
+
+        told        the process that got the signal writes its name
+        after/<p>   each process <p>, when it sees `told`, writes the last step it has finished, then waits for all
+                    others to have written theirs; the last step of the run is the largest of them, plus 1
+
+    Example: processes 0 and 1 have finished steps 7 and 8. They write after/0 = 7, after/1 = 8, and stop after step 9.
+    Plus 1, because a process may be in the middle of the next step, in whose collectives the others have to take part.
+    It is never further than that: from the moment it writes its step until the common one is known it holds the lock,
+    and `is_last`, which is called after every step, waits for it.
+
+    `is_last` belongs to the main thread. `request` and `find_last_step` belong to another one, which can wait for a
+    process at an earlier step while the main thread is in a collective that this process has yet to join.
+
+    Args:
+      peers: all processes.
+      room: the folder in the store, the same in all processes, new for every run.
     """
 
     def __init__(self, peers: Peers, room: str):
         self.peers, self.room = peers, room
         self.told: str | None = None
-        self._step, self._posted = -1, False
+        self._finished, self._announced = -1, False
         self._last: int | None = None
         self._lock = threading.Lock()
 
-    def after(self, step: int) -> bool:
-        """Whether all stop after this step."""
+    def is_last(self, step: int) -> bool:
+        """Takes note of a finished step; returns True if all processes stop after it."""
         with self._lock:
-            self._step = step
+            self._finished = step
             return self._last is not None and step >= self._last
 
-    def tell(self) -> None:
-        """Tells all processes that this one is to stop."""
+    def request(self) -> None:
+        """Asks all processes to stop."""
         self.told = self.peers.name_of(self.peers.process)
         put_key(self.peers.store, f"{self.room}/told", self.told, overwrite=True)
 
-    def settle(self) -> None:
-        """Finds the common step, if any process is to stop; waits for the others."""
+    def find_last_step(self) -> None:
+        """Finds the common last step if any process asked to stop; waits until all others have announced theirs."""
         if self._last is not None:
             return
         told = self.told or get_key(self.peers.store, f"{self.room}/told")
@@ -156,16 +178,16 @@ class Stop:
             return
         with self._lock:
             self.told = told
-            self.leave()
+            self.announce_step()
             steps = []
             for other in self.peers.processes:
-                while (step := wait_for_key(self.peers.store, f"{self.room}/after/{other}", _LOOK)) is None:
-                    pass  # a process that died ends this one through JAX's heartbeat
+                while (step := wait_for_key(self.peers.store, f"{self.room}/after/{other}", _POLL)) is None:
+                    pass  # without end: if a process died, JAX's heartbeat ends this one
                 steps.append(int(step))
             self._last = max(steps) + 1
 
-    def leave(self) -> None:
-        """Says after which step this process is: the others ask only once, and not whether it has ended."""
-        if not self._posted:
-            put_key(self.peers.store, f"{self.room}/after/{self.peers.process}", str(self._step))
-            self._posted = True
+    def announce_step(self) -> None:
+        """Writes which step this process has finished, once; also when it is through, so that nobody waits for it."""
+        if not self._announced:
+            put_key(self.peers.store, f"{self.room}/after/{self.peers.process}", str(self._finished))
+            self._announced = True

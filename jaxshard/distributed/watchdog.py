@@ -1,4 +1,13 @@
-"""`Watchdog`: a step that takes far too long is reported, with the process that holds it up, and ends the run."""
+"""`Watchdog`: a step that takes far too long is reported, with the process that holds it up, and ends the run.
+
+A process that hangs in a collective says nothing, and the one that it waits for may be on another host: frozen, reading
+from a dead disk, or at an earlier step. So a thread of each process writes down once a second where its process stands,
+and the thread that finds a step too long reads what all others wrote. In the key-value store, <p> a process:
+
+    jaxshard/watch/<n>/beat/<p>    its last sign of life (`Beat`), overwritten every second
+    jaxshard/watch/<n>/alarm       the report of whoever found the hang first; all others end with the same report
+    jaxshard/watch/<n>/ended/<p>   it has written its report
+"""
 
 from __future__ import annotations
 
@@ -23,13 +32,13 @@ from jaxshard.distributed.agree import Peers, all_peers
 from jaxshard.distributed.key_value import get_key, list_keys, put_key
 
 HUNG = 75
-"""The exit status of a process whose run hung: EX_TEMPFAIL, "try again"."""
-_BEAT = 1.0
+"""The exit status of a process whose run hung: EX_TEMPFAIL of sysexits.h, "try again"."""
+_INTERVAL = 1.0
 """Seconds between two signs of life; more with hundreds of processes."""
-_HEARD = 3
-"""Signs of life to wait for before a process counts as silent."""
+_MISSED = 3
+"""Intervals after which a process whose sign of life did not change counts as silent."""
 _FAREWELL = 10.0
-"""Seconds in which every process is to write its report before the first of them ends."""
+"""Seconds for which a process that ends waits for the reports of the others."""
 
 _rooms = itertools.count()
 _JAX = str(Path(jax.__file__).parent)
@@ -38,24 +47,25 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def waits_for_devices(fn: _Function) -> _Function:
-    """Marks a function as one that waits for devices, and with them for other processes: hang reports say so.
+    """Marks a function that waits for devices, and with them for other processes, so that hang reports can tell.
 
-    Code of JAX itself is known to wait; this is for ours that calls compiled programs or reads their results.
+    Use it as a decorator on functions that call compiled programs or read their results; JAX's own code is known to
+    wait. Without the mark such a function counts as busy, and its process as the one that holds the others up.
     """
     _waiting.add(fn.__code__)
     return fn
 
 
 class Beat(NamedTuple):
-    """A sign of life.
+    """A sign of life of one process.
 
     Attributes:
-      number: which one of its process, from 0.
-      step: the last step that was finished; -1 before the first.
-      seconds: since then, evaluation and saves left out.
-      paused: whether it evaluates, saves or does something else that is no step.
-      waits: whether it waits for its devices.
-      place: where its main thread stands.
+      number: counts the beats of a process, from 0. Two equal beats at different times mean that it is silent.
+      step: the last finished step; -1 before the first.
+      seconds: the time since then, without evaluation and saves.
+      paused: True while the process evaluates, saves or does something else that belongs to no step.
+      waits: True if the main thread waits for its devices.
+      place: where the main thread stands, innermost line of Python first.
     """
 
     number: int
@@ -67,9 +77,9 @@ class Beat(NamedTuple):
 
 
 class Watchdog:
-    """Ends a run that hangs: exit status 75 in every process, after a report of who holds it up, and all stacks.
+    """Ends a run that hangs with exit status 75 in every process, after a report of who holds it up, and all stacks.
 
-    A callback of `js.fit`, and a context around it:
+    It is a callback of `js.fit`, and a context around it:
 
         with js.distributed.Watchdog() as watchdog:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, watchdog])
@@ -77,39 +87,60 @@ class Watchdog:
     A step hangs when it takes longer than `factor` times the median of the last hundred steps, and at least `least`
     seconds. The first step, which may compile, takes as long as it takes; the second may take `factor * least`.
     Evaluation, saves and other callbacks of `fit` don't count, nor does the time in which any process is busy with
-    them; in a loop of your own they go into `with watchdog.paused():`.
+    them. In a loop of your own, call the watchdog after each step and put everything else into a pause:
 
-    A thread of each process leaves a sign of life per second in JAX's key-value store: its step, and where its main
-    thread stands. It works while that is blocked in a collective. Whoever finds a hanging step first tells the others;
-    the report on standard error names the processes that are silent, a step behind, or busy with something else while
-    the others wait. Then `os._exit`: Python's and JAX's normal end would wait for processes that do not answer.
+        watchdog(step, run)
+        with watchdog.paused():
+            evaluate(run)
+
+    The report, on the standard error of every process, names those that are silent, a step behind, or busy with
+    something else while the others wait:
+
+        jaxshard: watchdog: step 21 takes 60 s, more than the limit of 60 s
+          held up by process 1 (host b): busy with something else while the others wait
+          process 0 (host a): step 20 done 60 s ago, waits for its devices at ...
+          process 1 (host b): step 20 done 61 s ago, is busy at data.py:30 read < ...
+
+    Then `os._exit`: the normal end of Python and JAX would wait for processes that do not answer. `jaxshard launch
+    --max-restarts` and most schedulers start the run again. The thread that watches works while the main thread hangs
+    in a collective; it issues none itself.
+
+    Args:
+      least: the smallest limit for a step, in seconds.
+      factor: how many times the median a step may take.
+
+    Raises:
+      ValueError: `least` is not positive, or `factor` below 1.
     """
 
     def __init__(self, *, least: float = 60.0, factor: float = 10.0):
         if least <= 0 or factor < 1:
             raise ValueError(f"Watchdog: least must be positive and factor at least 1, got {least} and {factor}")
         self._least, self._factor = least, factor
-        self._times: deque[float] = deque(maxlen=100)
+        self._main = threading.get_ident()
+        # Of the step under way, guarded by `_state`: `_spent` seconds before the last pause, and when it went on after
+        # that, None during a pause. Pauses may be nested.
+        self._state = threading.Lock()
         self._step = -1
         self._started: float | None = time.monotonic()
         self._spent, self._pauses = 0.0, 0
-        self._main, self._state = threading.get_ident(), threading.Lock()
-        self._closed = threading.Event()
-        self._alarmed = threading.Event()
-        self._before: tuple[int, dict[int, Beat]] | None = None
+        self._times: deque[float] = deque(maxlen=100)
+        # Of the thread: the number of its beat and the beats of all processes when the step under way became too long.
+        self._first_look: tuple[int, dict[int, Beat]] | None = None
         self._excused = False
+        self._closed, self._alarmed = threading.Event(), threading.Event()
 
     def __call__(self, step: int, run: Any) -> None:
         """Takes note of a finished step."""
         with self._state:
-            if self._step >= 0:
+            if self._step >= 0:  # the first step, which compiles, would spoil the median
                 self._times.append(self._elapsed())
             self._step, self._spent = step, 0.0
             self._started = None if self._started is None else time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose time belongs to no step."""
+        """A context for evaluation, saves and the like: its time belongs to no step."""
         with self._state:
             self._spent, self._started, self._pauses = self._elapsed(), None, self._pauses + 1
         try:
@@ -121,7 +152,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Seconds that the present step may take."""
+        """The seconds that the step under way may take; infinite for the first."""
         if self._step < 0:
             return float("inf")
         if not self._times:
@@ -139,7 +170,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed.set()
-        # An error on the way out may come from the end of another process: this one, too, ends by its report.
+        # An error on the way out may be caused by the end of another process, which raised an alarm. The thread looks
+        # for one a last time, and then this process ends by the report and not by the error.
         if self._alarmed.is_set() or self._peers is not None:
             self._thread.join()
 
@@ -147,48 +179,54 @@ class Watchdog:
         return self._spent + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def _watch(self) -> None:
-        """What the thread does."""
-        pause = _BEAT + (0.01 * len(self._peers.processes) if self._peers is not None else 0.0)
+        """The loop of the thread."""
+        interval = _INTERVAL + (0.01 * len(self._peers.processes) if self._peers is not None else 0.0)
         for number in itertools.count():
-            closed = self._closed.wait(min(pause, self._least / 4))
-            beat = self._beat(number)
+            closed = self._closed.wait(min(interval, self._least / 4))
+            beat = self._take_beat(number)
             alarm = self._exchange(beat)
             if beat.paused or beat.seconds <= self.limit:
-                self._before, self._excused = None, False
+                self._first_look, self._excused = None, False
             elif alarm is None and not closed:
-                alarm = self._accuse(beat)
+                alarm = self._find_hang(beat)
             if alarm is not None:
                 self._alarmed.set()
                 self._end(alarm)
             if closed or alarm is not None:
                 return
 
-    def _beat(self, number: int) -> Beat:
-        waits, place = where(self._main)
+    def _take_beat(self, number: int) -> Beat:
+        waits, place = locate_thread(self._main)
         with self._state:
             return Beat(number, self._step, self._elapsed(), self._pauses > 0, waits, place)
 
     def _exchange(self, beat: Beat) -> str | None:
-        """Leaves a sign of life, and returns another process's alarm."""
+        """Writes a sign of life; returns the alarm of another process, if there is one."""
         if self._peers is None:
             return None
         try:
             put_key(self._peers.store, f"{self._room}/beat/{self._peers.process}", json.dumps(beat), overwrite=True)
             return get_key(self._peers.store, f"{self._room}/alarm")
-        except RuntimeError as error:  # the first process is gone, and with it the store
+        except RuntimeError as error:  # process 0 is gone, and with it the store: each watches itself from here on
             print(f"jaxshard: watchdog: the other processes can't be reached: {error}", file=sys.stderr, flush=True)
             self._peers = None
             return None
 
-    def _accuse(self, beat: Beat) -> str | None:
-        """The alarm, told to all; None where a process is busy with what is no step, or not heard long enough."""
+    def _find_hang(self, beat: Beat) -> str | None:
+        """Raises the alarm for a step that takes too long, and returns it.
+
+        Returns None as long as a process is busy with what belongs to no step, and until enough beats have passed to
+        tell which processes are silent.
+        """
         peers, limit = self._peers, self.limit
         if peers is None:
-            return report(beat, limit, {0: ("this process", beat)}, [])
-        beats = self._beats(peers)
-        if self._before is None:
-            self._before = beat.number, beats
-        if beat.number - self._before[0] < _HEARD:
+            return write_report(beat, limit, {0: ("this process", beat)}, [])
+        found = list_keys(peers.store, f"{self._room}/beat/")
+        beats = {int(process): Beat(*json.loads(text)) for process, text in found.items()}
+        if self._first_look is None:
+            self._first_look = beat.number, beats
+        number, earlier = self._first_look
+        if beat.number - number < _MISSED:
             return None
         names = {process: peers.name_of(process) for process in peers.processes}
         if busy := [names[process] for process, other in beats.items() if other.paused]:
@@ -197,52 +235,58 @@ class Watchdog:
                 text = f"step {beat.step + 1} waits since {beat.seconds:.0f} s for {', '.join(busy)}"
                 print(f"jaxshard: watchdog: {text}: evaluates, saves or prints", file=sys.stderr, flush=True)
             return None
-        silent = [who for who, name in names.items() if who not in beats or self._before[1].get(who) == beats[who]]
-        alarm = report(beat, limit, {who: (name, beats.get(who)) for who, name in names.items()}, silent)
+        silent = [process for process in names if process not in beats or earlier.get(process) == beats[process]]
+        named = {process: (name, beats.get(process)) for process, name in names.items()}
+        alarm = write_report(beat, limit, named, silent)
         put_key(peers.store, f"{self._room}/alarm", alarm, overwrite=True)
         return alarm
 
-    def _beats(self, peers: Peers) -> dict[int, Beat]:
-        found = list_keys(peers.store, f"{self._room}/beat/")
-        return {int(process): Beat(*json.loads(text)) for process, text in found.items()}
-
     def _end(self, alarm: str) -> None:
+        """Writes the report and all stacks, and ends the process."""
+        # Not `print`: the main thread may hold the lock of standard error for ever.
         os.write(2, f"{alarm}\njaxshard: watchdog: stacks of this process, which ends with status {HUNG}:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
         if self._peers is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone
-                self._take_leave(self._peers)
+                self._wait_for_reports(self._peers)
         os._exit(HUNG)
 
-    def _take_leave(self, peers: Peers) -> None:
-        """Waits until every process has reported: the end of one is an error, or worse, in the others."""
+    def _wait_for_reports(self, peers: Peers) -> None:
+        """Waits until every process has reported: the end of one is an error, or an abort, in the others."""
         put_key(peers.store, f"{self._room}/ended/{peers.process}", "", overwrite=True)
         end = time.monotonic() + _FAREWELL
-        while time.monotonic() < end:
-            if len(list_keys(peers.store, f"{self._room}/ended/")) == len(peers.processes):
-                break
+        while time.monotonic() < end and len(list_keys(peers.store, f"{self._room}/ended/")) < len(peers.processes):
             time.sleep(0.2)
         if peers.process == peers.processes[0]:
             time.sleep(1.0)  # the store ends with this process, and JAX aborts those that still use it
 
 
-def report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """What hangs here, for how long, who holds it up, and a line per process: its name and its last sign of life."""
-    head = f"step {here.step + 1} takes {here.seconds:.0f} s, more than the limit of {limit:.0f} s"
-    lines = [f"jaxshard: watchdog: {head}"]
-    lines += [f"  {guilty(beats, silent)}"] if len(beats) > 1 else []
-    for who, (name, beat) in beats.items():
+def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
+    """Writes the report of a hang: what hangs, for how long, who holds it up, and a line for each process.
+
+    Args:
+      here: the last beat of this process.
+      limit: the seconds that its step might have taken.
+      beats: (name, last beat) of each process; None for one that was never heard.
+      silent: the processes that have stopped beating.
+    """
+    lines = [
+        f"jaxshard: watchdog: step {here.step + 1} takes {here.seconds:.0f} s, more than the limit of {limit:.0f} s"
+    ]
+    if len(beats) > 1:
+        lines.append(f"  {name_culprits(beats, silent)}")
+    for process, (name, beat) in beats.items():
         if beat is None:
             lines.append(f"  {name}: no sign of life")
         else:
-            last = "last heard of: " if who in silent else ""
+            last = "last heard of: " if process in silent else ""
             doing = "waits for its devices" if beat.waits else "is busy"
             lines.append(f"  {name}: {last}step {beat.step} done {beat.seconds:.0f} s ago, {doing} at {beat.place}")
     return "\n".join(lines)
 
 
-def guilty(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Which processes hold the others up, and how one can tell."""
+def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
+    """Says which processes hold the others up. The clearest evidence goes first: silent, then behind, then busy."""
     if silent:
         return f"held up by {', '.join(beats[who][0] for who in silent)}: silent (frozen, dead or out of reach)"
     heard = {name: beat for name, beat in beats.values() if beat is not None}
@@ -257,8 +301,12 @@ def guilty(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) 
     return "all processes wait for their devices: a device or the network between them hangs"
 
 
-def where(thread: int) -> tuple[bool, str]:
-    """(whether a thread waits for its devices, the innermost lines of Python that it stands in)."""
+def locate_thread(thread: int) -> tuple[bool, str]:
+    """Returns (True if a thread waits for its devices, the four innermost lines of Python in which it stands).
+
+    It waits if the innermost frame is a marked function (`waits_for_devices`) or code of JAX: waiting itself happens in
+    C++, which has no frame.
+    """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return False, "(ended)"

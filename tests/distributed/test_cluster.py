@@ -7,8 +7,7 @@ import jax
 import pytest
 
 import jaxshard as js
-from jaxshard.distributed import cluster
-from jaxshard.distributed import hard_exit as leaving
+from jaxshard.distributed import cluster, hard_exit
 
 SLURM = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
@@ -41,7 +40,7 @@ def test_nothing_happens_alone(joined, environment):
     js.distributed.initialize("localhost:4711", 1, 0)
     environment(LAUNCHED | {cluster.PROCESSES: "1", cluster.INDEX: "0"})
     js.distributed.initialize()
-    assert joined == [] and not hasattr(sys.excepthook, "leaves")
+    assert joined == [] and not isinstance(sys.excepthook, hard_exit.LeavingHook)
 
 
 def test_one_task_of_slurm_keeps_all_its_devices(joined, environment):
@@ -72,7 +71,7 @@ def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined,
     ]
     times = [(given["heartbeat_timeout_seconds"], given["initialization_timeout"]) for given in joined]
     assert times == [(30, 300), (30, 300), (9, 8)]
-    assert sys.excepthook.leaves
+    assert isinstance(sys.excepthook, hard_exit.LeavingHook)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +113,10 @@ def test_a_second_call_joins_the_same_processes(joined, monkeypatch):
 def test_an_error_that_nobody_catches_leaves(monkeypatch, capsys):
     left = []
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(leaving, "leave", left.append)
-    leaving.leave_on_error()
+    monkeypatch.setattr(hard_exit, "leave", left.append)
+    hard_exit.leave_on_error()
     once = sys.excepthook
-    leaving.leave_on_error()
+    hard_exit.leave_on_error()
     assert sys.excepthook is once
     for error in (ValueError("wrong"), KeyboardInterrupt()):
         sys.excepthook(type(error), error, None)

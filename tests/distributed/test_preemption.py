@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jaxshard as js
 from jaxshard.distributed import preemption as module
-from jaxshard.distributed.preemption import Preemption, Stop
+from jaxshard.distributed.preemption import CommonStop, Preemption
 from tests.distributed.store import members, together
 
 
@@ -59,7 +59,7 @@ def test_a_second_signal_ends_the_process_at_once_even_while_the_main_thread_wai
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGTERM)  # one more from the launcher: the same
         assert not ended.wait(0.3)
-        monkeypatch.setattr(module, "_SAME", 0.0)
+        monkeypatch.setattr(module, "_ONE_SIGNAL", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended.wait(30)
 
@@ -76,13 +76,13 @@ def test_all_processes_stop_after_the_same_step(told, pauses, lockstep):
     together_step = threading.Barrier(3)
 
     def process(number):
-        stop, over = Stop(peers[number], "stop"), threading.Event()
+        stop, over = CommonStop(peers[number], "stop"), threading.Event()
 
         def listen():
             while not over.wait(pauses[number]):
-                if told.get(number, steps + 1) <= stop._step and stop.told is None:
-                    stop.tell()
-                stop.settle()
+                if told.get(number, steps + 1) <= stop._finished and stop.told is None:
+                    stop.request()
+                stop.find_last_step()
 
         thread = threading.Thread(target=listen)
         thread.start()
@@ -91,12 +91,12 @@ def test_all_processes_stop_after_the_same_step(told, pauses, lockstep):
             if lockstep:
                 together_step.wait(30)
             time.sleep(0.002)
-            if stop.after(step):
+            if stop.is_last(step):
                 last = step
                 break
         over.set()
         thread.join()
-        stop.leave()
+        stop.announce_step()
         return last
 
     ends = together([partial(process, number) for number in range(3)])
@@ -106,11 +106,11 @@ def test_all_processes_stop_after_the_same_step(told, pauses, lockstep):
 
 def test_a_process_that_is_through_holds_nobody_up():
     peers = members(2)
-    first, second = Stop(peers[0], "stop"), Stop(peers[1], "stop")
-    first.after(9)
-    first.leave()
-    second.after(8)
-    second.tell()
-    second.settle()
-    assert not second.after(9) and second.after(10)
+    first, second = CommonStop(peers[0], "stop"), CommonStop(peers[1], "stop")
+    first.is_last(9)
+    first.announce_step()
+    second.is_last(8)
+    second.request()
+    second.find_last_step()
+    assert not second.is_last(9) and second.is_last(10)
     assert second.told == "process 1 (host b)"

@@ -1,5 +1,6 @@
 """The watchdog: what counts as a step, who is accused, and how a run ends."""
 
+import importlib
 import threading
 import time
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.distributed import watchdog as module
-from jaxshard.distributed.watchdog import Beat, Watchdog, guilty, report, where
+from jaxshard.distributed.watchdog import Beat, Watchdog, locate_thread, name_culprits, waits_for_devices, write_report
 from tests.distributed.store import Store, members, together
 
 
@@ -61,7 +62,7 @@ def test_pauses_belong_to_no_step(clock):
         watchdog(2, None)
         clock.now += 500
     clock.now += 1
-    assert watchdog.limit == 6 and watchdog._beat(0).seconds == 1 and not watchdog._beat(0).paused
+    assert watchdog.limit == 6 and watchdog._take_beat(0).seconds == 1 and not watchdog._take_beat(0).paused
 
 
 def test_fit_pauses_it_for_evaluation_and_callbacks(clock):
@@ -98,8 +99,8 @@ def beat(step, *, waits=True, number=0, seconds=70.0, paused=False):
     ],
 )  # fmt: skip
 def test_who_is_accused(beats, silent, expected):
-    assert expected in guilty(beats, silent)
-    text = report(beat(5), 60.0, beats, silent)
+    assert expected in name_culprits(beats, silent)
+    text = write_report(beat(5), 60.0, beats, silent)
     assert text.startswith("jaxshard: watchdog: step 6 takes 70 s, more than the limit of 60 s\n")
     assert "a: step 5 done 70 s ago" in text and "at data.py:30 read" in text
 
@@ -119,11 +120,57 @@ def test_where_a_thread_stands():
         thread = threading.Thread(target=function, daemon=True)
         thread.start()
         time.sleep(0.05)
-        places[name] = where(thread.ident)
+        places[name] = locate_thread(thread.ident)
     released.append(True)
     assert places["waits"][0] and "made_up.py:2 block" in places["waits"][1]
     assert not places["busy"][0] and "test_watchdog.py" in places["busy"][1]
-    assert where(-1) == (False, "(ended)")
+    assert locate_thread(-1) == (False, "(ended)")
+
+
+def stands(function):
+    """What is found of a thread in the middle of `function(released)`, which goes on until the list is not empty."""
+    released = []
+    thread = threading.Thread(target=function, args=(released,), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    found = locate_thread(thread.ident)
+    released.append(True)
+    thread.join()
+    return found
+
+
+def test_a_marked_function_waits_for_devices(monkeypatch):
+    """Only as the innermost frame: the program that it runs has none, but a slow callback of ours does."""
+    monkeypatch.setattr(module, "_waiting", set())
+
+    def reads(released):
+        while not released:
+            time.sleep(0.01)  # of C, without a frame, as a compiled program
+
+    @waits_for_devices
+    def step(released):
+        while not released:
+            time.sleep(0.01)
+
+    @waits_for_devices
+    def calls(released):
+        reads(released)
+
+    assert step.__name__ == "step", "the function itself comes back"
+    for function, waits in [(reads, False), (step, True), (calls, False)]:
+        found, place = stands(function)
+        assert found == waits, function
+        assert place.startswith("test_watchdog.py") and function.__name__ in place
+    waits_for_devices(reads)
+    assert stands(calls)[0]
+
+
+def test_the_step_and_the_records_are_marked():
+    """The hang reports rely on it: these are ours where a process waits for the others."""
+    for name in ("step", "records"):
+        importlib.import_module(f"jaxshard.training.{name}")
+    marked = {(Path(code.co_filename).name, code.co_name) for code in module._waiting}
+    assert {file for file, _ in marked} >= {"step.py", "records.py"}
 
 
 def test_a_step_that_hangs_ends_the_process(ended, capfd):
@@ -143,7 +190,7 @@ def test_a_step_that_hangs_ends_the_process(ended, capfd):
 
 def in_two_processes(monkeypatch, second, *, hears=True):
     """What two watchdogs report: the first process waits for the second, which does this in its third step."""
-    monkeypatch.setattr(module, "_BEAT", 0.1)
+    monkeypatch.setattr(module, "_INTERVAL", 0.1)
     monkeypatch.setattr(module, "_FAREWELL", 2.0)
     peers, local = members(2), threading.local()
     rooms = iter(["watch/0"] * 2)
