@@ -12,10 +12,10 @@ from jaxshard.optim.master import MasterState as MasterState
 from jaxshard.optim.master import master as master
 from jaxshard.optim.per_block import PerBlockState as PerBlockState
 from jaxshard.optim.per_block import per_block as per_block
-from jaxshard.optim.proof.elementwise import Reason as Reason
-from jaxshard.optim.proof.elementwise import Report as Report
 from jaxshard.optim.proof.elementwise import check_elementwise as check_elementwise
 from jaxshard.optim.proof.elementwise import require_elementwise as require_elementwise
+from jaxshard.optim.proof.report import Reason as Reason
+from jaxshard.optim.proof.report import Report as Report
 from jaxshard.optim.proof.stacking import require_same_stacked as require_same_stacked
 from jaxshard.optim.proof.stacking import stacking_changes as stacking_changes
 from jaxshard.optim.sharded import fsdp as fsdp

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.core.jaxpr import inline_calls, open_jaxpr, replay
 from jaxshard.core.layout import Layout
-from jaxshard.core.ordered_sums import totals
+from jaxshard.core.ordered_sums import stack_totals
 from jaxshard.core.types import PyTree
-from jaxshard.optim.proof.elementwise import check_elementwise, elementwise_but_for_totals
+from jaxshard.optim.proof.elementwise import check_elementwise, is_elementwise_except_totals
 
 
 def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.GradientTransformation:
@@ -28,7 +28,7 @@ def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.Gra
       ValueError: `tx` mixes elements in another way, which the compiler would order as it likes.
     """
     tx = optax.with_extra_args_support(tx)
-    if not elementwise_but_for_totals(tx, params, views):
+    if not is_elementwise_except_totals(tx, params, views):
         raise ValueError(
             "reduction='ordered' needs an optimizer that is elementwise but for sums over all parameters (a global "
             f"norm), but this one is {check_elementwise(tx, params, views=views)}; use reduction='native'"
@@ -44,7 +44,7 @@ def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.Gra
             spec = known.of(equation)
             if spec is None or not _sums_all(equation):
                 return None
-            return [totals(jnp.sum, values, [spec], layout.mesh)[0].astype(equation.outvars[0].aval.dtype)]
+            return [stack_totals(jnp.sum, values, [spec], layout.mesh)[0].astype(equation.outvars[0].aval.dtype)]
 
         leaves = replay(flat, jax.tree.leaves((grads, state, params)), rule)
         found: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(shapes), leaves)

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.jaxpr import open_jaxpr
-from jaxshard.core.tree import BLOCKS, abstract, path_str, raise_all
+from jaxshard.core.tree import BLOCKS, path_str, raise_all
 from jaxshard.core.types import PyTree
-from jaxshard.optim.proof.elementwise import coupled_leaves, describe
-from jaxshard.optim.proof.marked import in_slices
+from jaxshard.optim.proof.elementwise import coupled_leaves
+from jaxshard.optim.proof.marked import has_marks
+from jaxshard.optim.proof.primitives import draws_random_bits
+from jaxshard.optim.proof.report import describe
 
 
 class PerBlockState(NamedTuple):
@@ -50,13 +50,13 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
         return jax.tree_util.tree_map_with_path(choose, tree)
 
     def init_fn(params: PyTree) -> Any:
-        if in_slices(params):
+        if has_marks(params):
             return optax.EmptyState()
         _check(tx, params, stacked)
         return PerBlockState(jax.vmap(tx.init)(part(params, True)), tx.init(part(params, False)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
-        if in_slices(updates):  # what stacking changes is being checked: nothing here, whatever tx is
+        if has_marks(updates):  # what stacking changes is being checked: nothing here, whatever tx is
             return updates, state
 
         def one_block(grads: PyTree, inner: Any, params: PyTree | None) -> tuple[PyTree, Any]:
@@ -110,21 +110,7 @@ def _check(tx: optax.GradientTransformationExtraArgs, params: PyTree, stacked: s
             f"{describe(coupled)}. Put that part in front: "
             "optax.chain(optax.clip_by_global_norm(1.0), js.optim.per_block(tx))"
         )
-    if draws_random_bits(tx, probe):
+    if draws_random_bits(jax.make_jaxpr(tx.update)(probe, jax.eval_shape(tx.init, probe), probe)):
         raise ValueError(
             "per_block: tx draws random numbers, which would be the same in every block; put it before per_block"
         )
-
-
-def draws_random_bits(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> bool:
-    """Whether the program of the update draws random numbers."""
-    params = abstract(params)
-    return _draws(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params))
-
-
-def _draws(program: Any) -> bool:
-    generators = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
-    return any(
-        equation.primitive.name in generators or any(map(_draws, jaxprs_in_params(equation.params)))
-        for equation in open_jaxpr(program)[0].eqns
-    )

@@ -22,7 +22,7 @@ from jaxshard.core.mesh import axis_names
 from jaxshard.core.tree import abstract, map_with_path, path_str, raise_all
 from jaxshard.core.types import AxisName, PyTree
 from jaxshard.optim.proof.elementwise import require_elementwise
-from jaxshard.optim.proof.trace import path_ending
+from jaxshard.optim.proof.trace import param_at_end
 
 Reduce = Literal["mean", "sum"]
 
@@ -82,7 +82,7 @@ def state_specs(tx: optax.GradientTransformation, params: PyTree, axis_name: Axi
     _, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)
 
     def spec(path: Any, x: Any) -> PartitionSpec:
-        index = path_ending(path, [p for p, _ in known])
+        index = param_at_end(path, [p for p, _ in known])
         whole = () if index is None else known[index][1].shape
         return _spec(whole, names, axis_size) if x.shape in (whole, shard_shape(whole, axis_size)) else PartitionSpec()
 

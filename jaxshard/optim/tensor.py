@@ -18,7 +18,7 @@ from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.tree import abstract, map_with_path, path_str, paths, raise_all, same_structure
 from jaxshard.core.types import AxisName, PyTree
 from jaxshard.optim.proof.elementwise import require_elementwise
-from jaxshard.optim.proof.trace import path_ending
+from jaxshard.optim.proof.trace import param_at_end
 from jaxshard.optim.sharded import OnParts, axis_parts, is_checked, shard_shape, split_of
 
 
@@ -109,7 +109,7 @@ def tensor_state_specs(
     _, state = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(local)
 
     def spec(path: Any, x: Any) -> PartitionSpec:
-        index = path_ending(path, [p for p, _ in known])
+        index = param_at_end(path, [p for p, _ in known])
         if index is None:
             return PartitionSpec()
         shape = known[index][1].shape

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
 from jaxshard.core.ordered_sums import all_sum, pairwise_sum, scatter_sum, totals
-from jaxshard.optim.proof.elementwise import elementwise_but_for_totals
+from jaxshard.optim.proof.elementwise import is_elementwise_except_totals
 from tests.engines.ordered_program import train
 from tests.engines.programs import gpt_program, scalar_traffic, setups, traffic
 from tests.engines.test_collectives import FSDP_GATHERS, SIZES
@@ -233,7 +233,7 @@ def test_scalars_are_a_part_of_the_sum_over_all_parameters(total, allowed):
     """Of all, in any order, and of nothing less; their products are no sums."""
     params = {"w": jnp.ones((4, 3)), "s": jnp.ones(()), "t": jnp.ones(())}
     views = params | {"w": jnp.ones((8, 3))}
-    assert elementwise_but_for_totals(scaled(total), params, views) == allowed
+    assert is_elementwise_except_totals(scaled(total), params, views) == allowed
 
 
 def test_what_the_compiler_would_order_is_refused_by_name():

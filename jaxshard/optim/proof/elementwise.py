@@ -1,45 +1,28 @@
-"""Whether a transform is elementwise: whether updating the parts of arrays equals updating the arrays.
+"""The proof that a transform is elementwise: that updating the parts of arrays equals updating the arrays.
 
-Decided from the programs of `tx.init` and `tx.update`, never from names or classes.
+It reads the programs of `tx.init` and `tx.update`, never names or classes, in three steps:
+
+1. `trace` makes the programs at the shapes of the parameters and at other shapes.
+2. `dependence` derives a fact about every output, given facts about the inputs. What the state holds where its arrays
+   are padded is such an input, and known only after the update: it is found as an invariant (`_judge`).
+3. Every output has a place, which makes a demand (`_verdict`): an array that has a parameter's place must depend on the
+   parameter's own elements, everything else must be the same on all devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import optax
 
 from jaxshard.core.mesh import axis_names
-from jaxshard.core.tree import abstract
+from jaxshard.core.tree import abstract, path_str
 from jaxshard.core.types import AxisName, PyTree
-from jaxshard.optim.proof.dependence import Kind, Scope, Source, Value
-from jaxshard.optim.proof.trace import Role, Traced, trace
-
-
-class Reason(NamedTuple):
-    """Why one output is not elementwise: its name, such as "update w" or "state 0/nu/w", and the equation to blame."""
-
-    output: str
-    source: Source
-
-    def __str__(self) -> str:
-        return describe([self])
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `check_elementwise` found: true if the transform is elementwise, otherwise with a reason per bad output."""
-
-    reasons: tuple[Reason, ...] = ()
-
-    def __bool__(self) -> bool:
-        return not self.reasons
-
-    def __str__(self) -> str:
-        return "elementwise" if self else f"not elementwise: {describe(self.reasons)}"
+from jaxshard.optim.proof.facts import Context, Fact, Kind, Origin
+from jaxshard.optim.proof.report import Reason, Report
+from jaxshard.optim.proof.trace import Trace, TracedArray, trace
 
 
 def check_elementwise(
@@ -50,38 +33,43 @@ def check_elementwise(
     extra_args: Mapping[str, Any] | None = None,
     views: PyTree | None = None,
 ) -> Report:
-    """A true `Report` if element i of updates and state depends on nothing but element i of its parameter's arrays.
+    """Prove that element i of updates and state depends on nothing but element i of its parameter's arrays.
 
     Numbers that are the same for all elements and owe nothing to arrays (counts, schedules, hyperparameters) are
-    allowed. `params` may be abstract. Shapes are judged as given, and again with every dimension one larger, so that a
-    transform that looks at shapes (a threshold on the size, random bits of an array's shape) is seen. The report is
-    sound: what is not known to be elementwise is not. No device is touched; no collectives.
+    allowed. Shapes are judged as given, and again with every dimension one larger, so that a transform that looks at
+    shapes (a threshold on the size, random bits of an array's shape) is seen. The report is sound: what is not known to
+    be elementwise is not. No device is touched; no collectives.
 
-    Arguments:
-      axis_name: the mesh axis, or axes, that split the arrays inside `shard_map`. Scalar parameters then count as the
+    Args:
+      tx: An optax transform.
+      params: The parameters, which may be abstract.
+      axis_name: The mesh axis, or axes, that split the arrays inside `shard_map`. Scalar parameters then count as the
         same on all devices, and a sum over whole arrays that is followed by `lax.psum` over all of these axes counts
         as one number, provided that the summed elements are zero where parameters and gradients are zero padding.
-      extra_args: the extra arguments that `tx.update` requires: functions, and scalars (abstract ones will do), which
+      extra_args: The extra arguments that `tx.update` requires: functions, and scalars (abstract ones will do), which
         must be the same on all devices.
-      views: the parameters as the optimizer will really see them (parts, padded or reshaped views); the transform has
+      views: The parameters as the optimizer will really see them (parts, padded or reshaped views); the transform has
         to be the same program for these.
+
+    Returns:
+      A `Report`: true if the transform is elementwise, else with a reason for each output that is not.
+
+    Raises:
+      ValueError: `views` is another tree than `params`, or the transform uses an axis that `axis_name` does not name.
+
+    Example:
+      >>> params = {"w": jax.ShapeDtypeStruct((4, 6), "float32")}
+      >>> bool(check_elementwise(optax.adam(1e-3), params))
+      True
+      >>> bool(check_elementwise(optax.lamb(1e-3), params))
+      False
     """
     tx = optax.with_extra_args_support(tx)
     params = abstract(params)
-    grown = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(size + 1 for size in x.shape), x.dtype), params)
-    report = _judge(trace(tx, (params, grown), axis_names(axis_name), extra_args or {}, __file__))
-    if report and views is not None:
-        report = _judge(trace(tx, (params, abstract(views)), axis_names(axis_name), extra_args or {}, __file__))
+    report = Report()
+    for other in (_grow(params),) if views is None else (_grow(params), abstract(views)):
+        report = report and _judge(trace(tx, (params, other), axis_names(axis_name), extra_args or {}, __file__))
     return report
-
-
-def elementwise_but_for_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
-    """Whether updates are elementwise, for these shapes and by the same program for those of `views`, but for numbers
-    that are functions of sums over all elements of all parameters, such as the global norm."""
-    tx = optax.with_extra_args_support(tx)
-    params = abstract(params)
-    others = jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(size + 1 for size in x.shape), x.dtype), params), views
-    return all(_judge(trace(tx, (params, other), (), {}, __file__, total=True)) for other in others)
 
 
 def require_elementwise(
@@ -92,7 +80,14 @@ def require_elementwise(
     extra_args: Mapping[str, Any] | None = None,
     views: PyTree | None = None,
 ) -> None:
-    """Nothing if `check_elementwise` gives a true report; otherwise a ValueError with transform, leaf and remedy."""
+    """Raise unless a transform is elementwise; the arguments are those of `check_elementwise`.
+
+    Raises:
+      ValueError: The transform is not elementwise. The message names transform, line, leaves and the remedy.
+
+    Example:
+        js.optim.require_elementwise(optax.adamw(3e-4), params, axis_name="data")
+    """
     report = check_elementwise(tx, params, axis_name=axis_name, extra_args=extra_args, views=views)
     if not report:
         raise ValueError(
@@ -102,60 +97,120 @@ def require_elementwise(
         )
 
 
-def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
-    """The outputs that depend on the arrays of a parameter other than their own; on any, for a state that all share."""
-    traced = trace(optax.with_extra_args_support(tx), (abstract(params),) * 2, (), {}, __file__)
-    if not isinstance(traced, Traced):
-        return (Reason(*traced),)
-    values = traced.run([None] * len((*traced.updates, *traced.state)))
-    return tuple(
-        Reason(role.name, value.why or Source(role.name, "depends on the arrays of another parameter"))
-        for role, value in zip((*traced.updates, *traced.state), values, strict=True)
-        if not value.leaves <= {role.near}
+def check_stored(tx: Any, params: PyTree, param_placements: PyTree, state_placements: PyTree) -> Report | None:
+    """Prove that a transform may update global arrays as they are stored, padded and reshaped.
+
+    Args:
+      tx: An optax transform.
+      params: The trained parameters in their logical shapes, which may be abstract.
+      param_placements: The `Placement` of each of them where the optimizer runs (`Layout.opt_params`).
+      state_placements: The `Placement` of each array of the state (`Layout.opt_state`).
+
+    Returns:
+      None where every array is stored in its logical shape: there is one view, so that nothing has to be proven, and
+      nothing is traced. Otherwise a `Report`, true if the transform is elementwise on the stored view and its state
+      is what `tx.init` would make of the stored parameters.
+    """
+    placements = jax.tree.leaves((param_placements, state_placements))
+    if all(placement.view.stored == placement.view.logical for placement in placements):
+        return None
+    views = stored_shapes(params, param_placements)
+    return check_elementwise(tx, params, views=views) and check_state(tx, views, state_placements)
+
+
+def stored_shapes(params: PyTree, placements: PyTree) -> PyTree:
+    """Return the abstract arrays that a tree of `Placement` stores for a tree of logical ones."""
+    return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, placements)
+
+
+def check_state(tx: Any, views: PyTree, placements: PyTree) -> Report:
+    """Report the arrays of the state that are stored in other shapes than `tx.init` gives them for stored parameters.
+
+    An array that is no parameter's, such as the last three losses, is the same for all views of the parameters. If the
+    layout pads it, the transform would find other positions in it than it expects (`jnp.roll` would bring in padding).
+    """
+    state = jax.eval_shape(tx.init, views)
+    arrays = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(placements), strict=True)
+    return Report(
+        tuple(
+            Reason(name := f"state {path_str(path)}", Origin(name, f"{list(x.shape)} is stored as {list(stored)}"))
+            for (path, x), placement in arrays
+            if x.shape != (stored := placement.view.stored)
+        )
     )
 
 
-def describe(reasons: Sequence[Reason]) -> str:
-    """The reasons in one line, each equation once with the outputs that it spoils."""
-    outputs: dict[tuple[str, ...], list[Reason]] = {}
-    for reason in reasons:
-        blamed = reason.source._replace(text="") if reason.source.where else reason.source
-        outputs.setdefault(blamed, []).append(reason)
-    lines = [f"{found[0].source} ({_some([*dict.fromkeys(r.output for r in found)])})" for found in outputs.values()]
-    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
+def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool:
+    """Return whether updates are elementwise but for functions of sums over all elements of all parameters.
+
+    The global norm is such a sum: it is the same for arrays that are padded with zeros, reshaped or stacked, though not
+    for parts of arrays. The program has to be the same for the shapes of `params` and of `views`.
+    """
+    tx = optax.with_extra_args_support(tx)
+    params = abstract(params)
+    return all(_judge(trace(tx, (params, other), (), {}, __file__, totals=True)) for other in (_grow(params), views))
 
 
-def _some(words: Sequence[str]) -> str:
-    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
+    """Return the outputs that depend on arrays of parameters other than their own, as those of a global norm do.
+
+    The own parameter of an array of the state is the one in its path. Arrays that have none, such as counts, are shared
+    by all parameters and must depend on none.
+    """
+    traced = trace(optax.with_extra_args_support(tx), (abstract(params),) * 2, (), {}, __file__)
+    if isinstance(traced, Reason):
+        return (traced,)
+    arrays = (*traced.updates, *traced.state)
+    facts = traced.propagate([None] * len(arrays))
+    return tuple(
+        _reason(array, fact)
+        for array, fact in zip(arrays, facts, strict=True)
+        if not fact.influences <= {array.related}
+    )
 
 
-def _judge(traced: Traced | tuple[str, Source]) -> Report:
-    if not isinstance(traced, Traced):
-        return Report((Reason(*traced),))
+def _grow(params: PyTree) -> PyTree:
+    """The same parameters with every dimension one larger, so that no size of an array is as it was."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(size + 1 for size in x.shape), x.dtype), params)
+
+
+def _judge(traced: Trace | Reason) -> Report:
+    """The report on all updates, on the state after an update, and on the initial state."""
+    if isinstance(traced, Reason):
+        return Report((traced,))
+    # What padding holds must be true in every step, not just in the first, where parameters are padded with zeros and
+    # the state is what `tx.init` makes of those. So it is an invariant of the update, found from above: start with the
+    # claims of the first step, and give up each that one update does not keep. An update that is not zero in the
+    # padding moves the parameter there away from zero: nothing is known of it from then on. Claims are only given up,
+    # so the loop ends.
     count = len(traced.updates)
-    pads = [*[0.0] * count, *(value.pad for value in traced.initial)]
-    while True:  # what padding holds is an invariant of the update, found by giving up what does not last
-        values = traced.run(pads)
-        after = [*(0.0 if value.pad == 0 else None for value in values[:count]), *(v.pad for v in values[count:])]
-        kept = [pad if pad == new else None for pad, new in zip(pads, after, strict=True)]
-        if kept == pads:
+    paddings = [*[0.0] * count, *(fact.padding for fact in traced.initial)]
+    while True:
+        facts = traced.propagate(paddings)
+        after = [0.0 if fact.padding == 0 else None for fact in facts[:count]]
+        after += [fact.padding for fact in facts[count:]]
+        kept = [padding if padding == new else None for padding, new in zip(paddings, after, strict=True)]
+        if kept == paddings:
             break
-        pads = kept
-    roles = (*traced.updates, *traced.state, *traced.state)
-    found = (_verdict(*pair, traced.scope) for pair in zip(roles, (*values, *traced.initial), strict=True))
-    return Report(tuple(reason for reason in found if reason is not None))
+        paddings = kept
+    arrays = (*traced.updates, *traced.state, *traced.state)
+    verdicts = (_verdict(*each, traced.context) for each in zip(arrays, (*facts, *traced.initial), strict=True))
+    return Report(tuple(reason for reason in verdicts if reason is not None))
 
 
-def _verdict(role: Role, value: Value, scope: Scope) -> Reason | None:
-    """The reason why an output is not what its place demands, if it is not."""
-    own = role.param is not None and role.shapes == scope.shapes[role.param]
-    if not own and (role.param is not None or role.shapes[0] != role.shapes[1]):
-        text = f"has shape {role.shapes[0]}, which is not its parameter's" + (
-            "" if role.shapes[0] == role.shapes[1] else " but depends on it"
-        )
-        return Reason(role.name, Source(role.name, text))
-    if value.kind is Kind.FILL or (not own and value.kind is Kind.FREE):
-        return None
-    if own and value.kind is Kind.LEAF and value.leaf == role.param:
-        return None
-    return Reason(role.name, value.why or Source(role.name, "depends on the arrays of another parameter"))
+def _verdict(array: TracedArray, fact: Fact, context: Context) -> Reason | None:
+    """The reason why an output is not what its place demands, or None if it is."""
+    has_place = array.param is not None and array.shapes == context.shapes[array.param]
+    grows = array.shapes[0] != array.shapes[1]
+    if not has_place and (array.param is not None or grows):
+        text = f"has shape {array.shapes[0]}, which is not its parameter's" + (" but depends on it" if grows else "")
+        return Reason(array.name, Origin(array.name, text))
+    if has_place:
+        ok = fact.kind is Kind.UNIFORM or (fact.kind is Kind.ELEMENTWISE and fact.param == array.param)
+    else:
+        ok = fact.kind in (Kind.UNIFORM, Kind.INDEPENDENT)
+    return None if ok else _reason(array, fact)
+
+
+def _reason(array: TracedArray, fact: Fact) -> Reason:
+    return Reason(array.name, fact.why or Origin(array.name, "depends on the arrays of another parameter"))

@@ -1,4 +1,9 @@
-"""Marks of stacked parameters in a tree of otherwise the same structure, for the check of what stacking changes."""
+"""Marks on stacked parameters, in a tree of otherwise the same structure, for the check of what stacking changes.
+
+{"embed": x, "blocks": {"w": stacked}}                        the parameters
+{"embed": x, "blocks": {"w": Marked([stacked])}}              marked, stacked as they are: one leaf
+{"embed": x, "blocks": {"w": Marked([block0, block1])}}       marked, taken apart: one leaf per block
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,12 @@ from jaxshard.core.types import PyTree
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Slices:
-    """A stacked array, or its slices, in its place in the tree: a node with a leaf, or with a leaf per block.
+class Marked:
+    """A stacked array, or its slices, in its place in the tree: a node with one leaf, or with one leaf per block.
 
     Masks and labels that are trees with the stacked array's structure still fit, as prefixes, and every slice has the
-    last key of the array's path. Functions that take the node for an array see the shape of a leaf.
+    last key of the array's path, so that a mask by path treats it as it does the array. Functions that take the node
+    for an array see the shape of one leaf.
     """
 
     def __init__(self, slices: list[Any], key: Any):
@@ -24,7 +30,7 @@ class Slices:
         return [(self.key, x) for x in self.slices], self.key
 
     @classmethod
-    def tree_unflatten(cls, key: Any, slices: Any) -> Slices:
+    def tree_unflatten(cls, key: Any, slices: Any) -> Marked:
         return cls(list(slices), key)
 
     @property
@@ -44,10 +50,11 @@ class Slices:
         return self.slices[0].dtype
 
 
-def in_slices(tree: PyTree) -> bool:
-    """Whether a tree holds marked parameters."""
+def is_marked(x: Any) -> bool:
+    """Return whether a node is a marked parameter."""
+    return isinstance(x, Marked)
 
-    def is_slices(x: Any) -> bool:
-        return isinstance(x, Slices)
 
-    return any(map(is_slices, jax.tree.leaves(tree, is_leaf=is_slices)))
+def has_marks(tree: PyTree) -> bool:
+    """Return whether a tree holds marked parameters."""
+    return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))

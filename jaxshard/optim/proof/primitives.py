@@ -1,4 +1,8 @@
-"""What is known of JAX's primitives: which are elementwise, which only move elements, what some give for numbers."""
+"""Tables of JAX's primitives: which are elementwise, which only move elements, which draw random numbers.
+
+A primitive that stands in none of them may do anything, so that one that JAX renames makes proofs fail, never succeed
+wrongly (but for `GENERATORS`). A test says that each of them exists.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from jaxshard.core.jaxpr import open_jaxpr
 
 SAME = {"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "sharding_constraint", "device_put"}
 """Primitives each of whose outputs is the input at the same place."""
@@ -36,13 +43,24 @@ ELEMENTWISE = frozenset(ARITHMETIC) | {
 }  # fmt: skip
 """Primitives whose element i depends on element i of each argument, or on scalars."""
 
+GENERATORS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+"""Primitives that draw random numbers."""
+
 
 def evaluate(name: str, params: dict[str, Any], numbers: Sequence[float | None], dtype: Any) -> float | None:
-    """The finite result of an elementwise primitive for these numbers, in its dtype; None where it is not known."""
-    if name not in ARITHMETIC or jax.dtypes.issubdtype(dtype, np.complexfloating):
+    """Return the finite result of an elementwise primitive for these numbers, in its dtype; None if it is not known."""
+    if name not in ARITHMETIC or jnp.issubdtype(dtype, np.complexfloating):
         return None
     extra = {"y": params["y"]} if name == "integer_pow" else {}
     with np.errstate(all="ignore"):
         result = ARITHMETIC[name](*(np.float64(number or 0) for number in numbers), **extra)
         result = float(np.asarray(result).astype(dtype))
     return result if math.isfinite(result) else None
+
+
+def draws_random_bits(program: Any) -> bool:
+    """Return whether a jaxpr, or a program inside it, draws random numbers."""
+    return any(
+        equation.primitive.name in GENERATORS or any(map(draws_random_bits, jaxprs_in_params(equation.params)))
+        for equation in open_jaxpr(program)[0].eqns
+    )

@@ -1,4 +1,12 @@
-"""The program of a transform, traced on shapes twice, and what each of its inputs and outputs stands for."""
+"""The programs of a transform at two sets of shapes, and what each of its arrays stands for.
+
+A transform has two programs, `tx.init` and `tx.update`. Their inputs and outputs are flat lists of arrays, to which the
+trees give meaning: in the state of `optax.adam`
+
+    0/count       a number
+    0/mu/dense/w  has the shape of the parameter dense/w, whose path ends its path: element i belongs to element i of w
+    0/nu/dense/w  the same
+"""
 
 from __future__ import annotations
 
@@ -9,39 +17,62 @@ import jax
 
 from jaxshard.core.tree import abstract, path_str
 from jaxshard.core.types import PyTree
-from jaxshard.optim.proof.dependence import Kind, Scope, Source, Value, flow
+from jaxshard.optim.proof.dependence import propagate
+from jaxshard.optim.proof.facts import Context, Fact, Kind, Origin, mixed
+from jaxshard.optim.proof.report import Reason
 
 
-class Role(NamedTuple):
-    """What one array of the updates or of the state stands for.
+class TracedArray(NamedTuple):
+    """One array of the updates or of the state.
 
-    `param` is the parameter whose shape it has and whose path ends its path (the longest such path decides): element i
-    belongs to element i. `near` is the parameter whose path is any part of its path, whatever the shape.
+    Attributes:
+      name: What it is called in a `Reason`, such as "state 0/nu/w".
+      shapes: Its shapes in the two traces.
+      param: The parameter that has these shapes and whose path ends the array's path, as an index; the longest such
+        path decides. Element i of the array belongs to element i of the parameter.
+      related: The parameter whose path is any part of the array's path, whatever the shape.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     param: int | None
-    near: int | None
+    related: int | None
 
 
-class Traced(NamedTuple):
-    """A transform at two sets of shapes."""
+class Trace(NamedTuple):
+    """A transform at two sets of shapes.
 
-    update: tuple[Any, Any]  # the programs of the update, of (gradients, state, parameters, extra arguments)
-    updates: tuple[Role, ...]
-    state: tuple[Role, ...]
-    initial: tuple[Value, ...]  # of the state after init
-    extra: tuple[Value, ...]
-    scope: Scope
+    Attributes:
+      update: The two programs of the update, of (gradients, state, parameters, extra arguments).
+      updates: The arrays of the updates, in the order of the parameters.
+      state: The arrays of the state.
+      initial: The facts about the state after `tx.init`.
+      extra: The facts about the extra arguments.
+      context: The parameters and the surroundings.
+    """
 
-    def run(self, pads: Sequence[float | None]) -> list[Value]:
-        """The values of updates and state, given what padding holds in parameters and state; zero in gradients."""
+    update: tuple[Any, Any]
+    updates: tuple[TracedArray, ...]
+    state: tuple[TracedArray, ...]
+    initial: tuple[Fact, ...]
+    extra: tuple[Fact, ...]
+    context: Context
+
+    def propagate(self, paddings: Sequence[float | None]) -> list[Fact]:
+        """Return the facts about updates and state after one update.
+
+        Args:
+          paddings: What padding holds in each parameter and in each array of the state before the update; None if it is
+            not known. In gradients it is zero.
+        """
         count = len(self.updates)
-        grads = [array_of(index, 0.0, self.scope) for index in range(count)]
-        params = [array_of(index, pad, self.scope) for index, pad in enumerate(pads[:count])]
-        state = [_stored(role, pad, self.scope) for role, pad in zip(self.state, pads[count:], strict=True)]
-        return flow(*self.update, [*grads, *state, *params, *self.extra], self.scope)
+        grads = [fact_of_array(index, 0.0, self.context) for index in range(count)]
+        params = [fact_of_array(index, padding, self.context) for index, padding in enumerate(paddings[:count])]
+        state = [
+            _fact_of_state(array, padding, self.context)
+            for array, padding in zip(self.state, paddings[count:], strict=True)
+        ]
+        return propagate(*self.update, [*grads, *state, *params, *self.extra], self.context)
 
 
 def trace(
@@ -49,45 +80,61 @@ def trace(
     shapes: tuple[PyTree, PyTree],
     axes: tuple[str, ...],
     extra: Mapping[str, Any],
-    root: str,
+    stop_file: str,
     *,
-    total: bool = False,
-) -> Traced | tuple[str, Source]:
-    """Both traces, or the output that is bad and why, where there is nothing to compare.
+    totals: bool = False,
+) -> Trace | Reason:
+    """Trace a transform at two sets of shapes.
 
-    `root` is the file at which the tracebacks of the transform's own code end.
+    Args:
+      tx: The transform.
+      shapes: Two trees of ShapeDtypeStructs, like the parameters.
+      axes: The mesh axes that the transform may name.
+      extra: The extra arguments of `tx.update`.
+      stop_file: The file at which the tracebacks of the transform's own code end.
+      totals: See `Context`.
+
+    Returns:
+      The trace, or where there is nothing to compare the output that is bad and why.
     """
     if len({jax.tree.structure(tree) for tree in shapes}) > 1:
         raise ValueError("check_elementwise: views must have the same tree as params")
     try:
-        # Two sizes of the axes, so that a number that depends on the size is seen.
-        one, two = (_programs(tx, params, axes, 2 + which, extra) for which, params in enumerate(shapes))
+        # The axes have two sizes as well, so that a number that depends on the size is seen.
+        one, two = (_make_programs(tx, params, axes, 2 + which, extra) for which, params in enumerate(shapes))
     except (TypeError, ValueError) as error:  # an argument that is missing, or Python control flow on values
-        return "every update", Source("tx.update", f"could not be traced on these arguments: {error}")
+        return Reason("every update", Origin("tx.update", f"could not be traced on these arguments: {error}"))
     except NameError as error:
         raise ValueError(f"check_elementwise: {error} Pass the axis that the transform uses as axis_name=") from error
-    before, updates, after = ([getattr(program, name) for program in (one, two)] for name in _Program._fields[2:])
-    if len({jax.tree.structure(tree) for tree in (*before, *after)}) > 1:
-        return "the state", Source("the state", "has a tree that changes, or depends on the shapes of the parameters")
-    if len({jax.tree.structure(tree) for tree in (*updates, shapes[0])}) > 1:
-        return "every update", Source("the updates", "have another tree than the parameters")
+    if _different_trees(one.before, two.before, one.after, two.after):
+        return Reason(
+            "the state", Origin("the state", "has a tree that changes, or depends on the shapes of the parameters")
+        )
+    if _different_trees(one.updates, two.updates, shapes[0]):
+        return Reason("every update", Origin("the updates", "have another tree than the parameters"))
 
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
-    pairs = list(zip(*([x.shape for x in jax.tree.leaves(tree)] for tree in shapes), strict=True))
-    scope = Scope(tuple(map(path_str, paths)), tuple(pairs), axes, root, total)
+    pairs = tuple(pair for _, pair in _paired_shapes(*shapes))
+    context = Context(tuple(map(path_str, paths)), pairs, axes, stop_file, totals)
+    initial = [fact_of_array(index, 0.0, context) for index in range(len(paths))]
     arrays = [jax.tree.leaves(abstract(x)) for _, x in sorted(extra.items()) if not callable(x)]
-    mixed = Value(Kind.MIXED, why=Source("an extra argument", "is an array"))
-    return Traced(
+    unknown = mixed((), Origin("an extra argument", "is an array"))
+    return Trace(
         update=(one.update, two.update),
-        updates=tuple(_role("update", index, *x, scope, paths) for index, x in enumerate(_named(*updates))),
-        state=tuple(_role("state", None, *x, scope, paths) for x in _named(*after)),
-        initial=tuple(flow(one.init, two.init, [array_of(index, 0.0, scope) for index in range(len(paths))], scope)),
-        extra=tuple(mixed if x.shape else Value(Kind.FILL) for leaves in arrays for x in leaves),
-        scope=scope,
+        updates=tuple(
+            TracedArray(f"update {path_str(path)}", pair, index, index)
+            for index, (path, pair) in enumerate(_paired_shapes(one.updates, two.updates))
+        ),
+        state=tuple(_state_array(path, pair, context, paths) for path, pair in _paired_shapes(one.after, two.after)),
+        initial=tuple(propagate(one.init, two.init, initial, context)),
+        extra=tuple(unknown if x.shape else Fact(Kind.UNIFORM) for leaves in arrays for x in leaves),
+        context=context,
     )
 
 
-class _Program(NamedTuple):
+class _Programs(NamedTuple):
+    """The programs of a transform at one set of shapes, and their results: the state before and after, the updates."""
+
     init: Any
     update: Any
     before: PyTree
@@ -95,7 +142,7 @@ class _Program(NamedTuple):
     after: PyTree
 
 
-def _programs(tx: Any, params: PyTree, axes: tuple[str, ...], size: int, extra: Mapping[str, Any]) -> _Program:
+def _make_programs(tx: Any, params: PyTree, axes: tuple[str, ...], size: int, extra: Mapping[str, Any]) -> _Programs:
     arrays = {name: abstract(x) for name, x in extra.items() if not callable(x)}
     functions = {name: x for name, x in extra.items() if callable(x)}
 
@@ -105,44 +152,52 @@ def _programs(tx: Any, params: PyTree, axes: tuple[str, ...], size: int, extra: 
     env = [(name, size) for name in axes]
     init, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)
     program, (updates, after) = jax.make_jaxpr(update, axis_env=env, return_shape=True)(params, state, params, arrays)
-    return _Program(init, program, state, updates, after)
+    return _Programs(init, program, state, updates, after)
 
 
-def _named(one: PyTree, two: PyTree) -> list[tuple[Any, Any]]:
+def _different_trees(*trees: PyTree) -> bool:
+    return len({jax.tree.structure(tree) for tree in trees}) > 1
+
+
+def _paired_shapes(one: PyTree, two: PyTree) -> list[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
     """(path, (shape, shape)) of every array of two trees of the same structure."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True)
     return [(path, (a.shape, b.shape)) for (path, a), b in leaves]
 
 
-def _role(kind: str, index: int | None, path: Any, pair: Any, scope: Scope, paths: list[Any]) -> Role:
-    name = f"{kind} {path_str(path)}"
-    if index is not None:
-        return Role(name, pair, index, index)
-    own = path_ending(path, paths)
-    inside = (end for stop in range(len(path), 0, -1) if (end := path_ending(path[:stop], paths)) is not None)
-    return Role(name, pair, own if own is not None and scope.shapes[own] == pair else None, next(inside, own))
+def _state_array(path: Any, pair: Any, context: Context, paths: list[Any]) -> TracedArray:
+    own = param_at_end(path, paths)
+    prefixes = (param_at_end(path[:stop], paths) for stop in range(len(path), 0, -1))
+    related = next((param for param in prefixes if param is not None), own)
+    fits = own is not None and context.shapes[own] == pair
+    return TracedArray(f"state {path_str(path)}", pair, own if fits else None, related)
 
 
-def path_ending(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
-    """The index of the parameter whose path is the longest end of the path."""
+def param_at_end(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
+    """Return the index of the parameter whose path is the longest end of a key path, or None."""
     known = {path: index for index, path in enumerate(params)}
     return next((known[path[start:]] for start in range(len(path) + 1) if path[start:] in known), None)
 
 
-def array_of(index: int, pad: float | None, scope: Scope) -> Value:
-    """An array of a parameter's shape; with axes given, a scalar is the same number on all devices."""
-    leaves = frozenset({index})
-    if scope.axes and scope.shapes[index][0] == ():
-        return Value(Kind.FILL, leaves=leaves)
-    return Value(Kind.LEAF, index, leaves, pad)
+def fact_of_array(index: int, padding: float | None, context: Context) -> Fact:
+    """Return the fact about an array of a parameter's shape: its gradient, a moment, or the parameter itself.
+
+    A scalar is never split. With axes, where every device runs the program, it is the same number on all of them.
+    """
+    influences = frozenset({index})
+    if context.axes and context.shapes[index][0] == ():
+        return Fact(Kind.UNIFORM, influences=influences)
+    return Fact(Kind.ELEMENTWISE, index, influences, padding)
 
 
-def _stored(role: Role, pad: float | None, scope: Scope) -> Value:
-    """An array of the state at the start of an update."""
-    if role.param is not None:
-        return array_of(role.param, pad, scope)
-    leaves = frozenset() if role.near is None else frozenset({role.near})
-    if role.shapes == ((), ()):
-        return Value(Kind.FILL, leaves=leaves, pad=pad)
-    why = Source(role.name, f"has shape {role.shapes[0]}, which is not its parameter's")
-    return Value(Kind.FREE if role.shapes[0] == role.shapes[1] else Kind.MIXED, leaves=leaves, why=why)
+def _fact_of_state(array: TracedArray, padding: float | None, context: Context) -> Fact:
+    """The fact about an array of the state at the start of an update."""
+    if array.param is not None:
+        return fact_of_array(array.param, padding, context)
+    influences = frozenset() if array.related is None else frozenset({array.related})
+    if array.shapes == ((), ()):
+        return Fact(Kind.UNIFORM, influences=influences, padding=padding)
+    why = Origin(array.name, f"has shape {array.shapes[0]}, which is not its parameter's")
+    if array.shapes[0] == array.shapes[1]:
+        return Fact(Kind.INDEPENDENT, influences=influences, why=why)
+    return mixed(influences, why)

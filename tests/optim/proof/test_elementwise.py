@@ -12,7 +12,9 @@ import optax
 import pytest
 from optax import contrib
 
+import jaxshard as js
 from jaxshard import optim
+from jaxshard.optim.proof.elementwise import check_stored
 from tests.optim import fast_jit
 from tests.optim.proof.aliases import ALIASES, NOT_PLAIN, WRAPPERS
 
@@ -341,6 +343,43 @@ def test_views() -> None:
     assert not optim.check_elementwise(masked, params, views=flat), "weight decay by the number of dimensions"
     with pytest.raises(ValueError, match="same tree"):
         optim.check_elementwise(optax.sgd(0.1), params, views={"v": params["w"]})
+
+
+def history() -> Any:
+    """Its state is an array that belongs to no parameter: what it was told last, three steps back."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        rolled = jnp.roll(state, 1).at[0].add(1.0)
+        return jax.tree.map(lambda x: x * rolled.sum(), updates), rolled
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(3), update)
+
+
+@pytest.mark.parametrize("width", [16, 13])
+def test_stored_views(width: int) -> None:
+    def init_fn(key: Any) -> Any:
+        return {"w": jnp.ones((width, 3))}
+
+    def check(tx: Any) -> Any:
+        layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, tx)
+        return check_stored(tx, layout.shapes.params, layout.opt_params, layout.opt_state)
+
+    assert (check(optax.lamb(0.1)) is None) == (width == 16), "one view where nothing is padded"
+    if width == 13:
+        assert check(optax.adam(0.1))
+        assert "reduce_sum" in str(check(optax.lamb(0.1)))
+    # [3] is padded to [8], where jnp.roll would bring in padding.
+    assert optim.check_elementwise(history(), init_fn(None))
+    assert "state (root) [3] is stored as [8]" in str(check(history()))
+
+
+def test_a_bitcast_that_adds_a_dimension_gives_other_bytes_along_it() -> None:
+    def by_bytes(u: jax.Array) -> jax.Array:
+        return u * jax.lax.bitcast_convert_type(jnp.sqrt(jnp.float32(2)), jnp.uint8).astype(u.dtype)
+
+    assert not optim.check_elementwise(stateless(by_bytes), {"w": jax.ShapeDtypeStruct((4,), jnp.float32)})
+    same_width = stateless(lambda u: jax.lax.bitcast_convert_type(u, jnp.int32).astype(u.dtype))
+    assert optim.check_elementwise(same_width, W)
 
 
 def test_inside_a_traced_function() -> None:

@@ -172,6 +172,28 @@ def test_a_transform_that_cannot_read_single_blocks() -> None:
     assert "cannot be compared with the unstacked model" in str(optim.stacking_changes(tx, shapes())[0])
 
 
+def norm_each() -> Any:
+    """Divides every array by a function of its own norm, without a look at its size."""
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda x: x / (1 + jnp.sqrt(jnp.sum(x**2))), updates))
+
+
+def norm_of_either() -> Any:
+    """Divides by the sum of some arrays or by that of the others: together they are all, but no sum is over all."""
+
+    def update(updates: Any, _: Any) -> Any:
+        first, *rest = jax.tree.leaves(updates)
+        one = jax.lax.cond(jnp.int32(1) > 0, lambda: jnp.sum(first), lambda: sum(map(jnp.sum, rest)))
+        return jax.tree.map(lambda x: x / (1 + one**2), updates)
+
+    return optax.stateless(update)
+
+
+@pytest.mark.parametrize("tx", [clipped(norm_each()), clipped(optax.novograd(0.1)), norm_of_either()])
+def test_a_sum_over_one_array_is_no_total_because_all_arrays_influence_it(tx: Any) -> None:
+    """After clipping by the global norm every gradient depends on all; its own norm is still its own."""
+    assert optim.stacking_changes(tx, shapes())
+
+
 def test_nothing_is_stacked() -> None:
     assert optim.stacking_changes(optax.lamb(0.1), {"w": jnp.ones((3, 2))}) == ()
     assert optim.stacking_changes(optax.lamb(0.1), shapes(), "layers") == ()

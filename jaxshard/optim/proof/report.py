@@ -1,0 +1,57 @@
+"""What a proof reports: which outputs of a transform are not as they should be, and the equations to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxshard.optim.proof.facts import Origin, first_three
+
+
+class Reason(NamedTuple):
+    """Why one output of a transform is not elementwise, or is changed by stacking.
+
+    Attributes:
+      output: The output, such as "update w" or "state 0/nu/w".
+      source: The equation to blame, with the transform and the line that it comes from.
+    """
+
+    output: str
+    source: Origin
+
+    def __str__(self) -> str:
+        return describe([self])
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `check_elementwise`: true if the transform is elementwise, else one reason per bad output.
+
+    `str(report)` is one line, such as
+
+        not elementwise: clip_by_global_norm: reduce_sum at optax/transforms/_clipping.py:97 mixes elements of w
+        (update w, update b)
+    """
+
+    reasons: tuple[Reason, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return "elementwise" if self else f"not elementwise: {describe(self.reasons)}"
+
+
+def describe(reasons: Sequence[Reason]) -> str:
+    """Write the reasons in one line, each equation once with the outputs that it spoils."""
+    outputs: dict[Origin, list[Reason]] = {}
+    for reason in reasons:
+        # Equations on one line of the user's code are one to the user, whichever parameters they mention.
+        blamed = reason.source._replace(text="") if reason.source.where else reason.source
+        outputs.setdefault(blamed, []).append(reason)
+    lines = [
+        f"{found[0].source} ({first_three([*dict.fromkeys(reason.output for reason in found)])})"
+        for found in outputs.values()
+    ]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")

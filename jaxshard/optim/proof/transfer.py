@@ -1,0 +1,187 @@
+"""What follows from the facts about the inputs of one equation: the transfer functions of the analysis.
+
+Equations come in pairs, `eqn` and `twin`: the same operation in the traces at two sets of shapes. An operation that
+gives an array of its own shape (random bits, iota) is harmless only if that shape is the same in both.
+Whatever is not known to be harmless gives a MIXED value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxshard.optim.proof.facts import Context, Fact, Kind, all_influences, mixed, origin_of
+from jaxshard.optim.proof.primitives import ELEMENTWISE, RESHAPES, SAME, evaluate
+
+_ORDERS = ("permutation", "broadcast_dimensions", "dimensions")
+"""The parameters of reshapes that say where each dimension goes."""
+
+
+def transfer(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact]:
+    """Return the facts about the outputs of an equation that runs no program of its own (no call, branch or loop)."""
+    name = eqn.primitive.name
+    if name in SAME:
+        return facts
+    if name in ("psum", "psum_invariant"):
+        return [_sum_over_devices(eqn, fact, context) for fact in facts]
+    # bitcast_convert_type of f32 to u8 adds a dimension, over which even a UNIFORM value differs.
+    if name in ELEMENTWISE and len(eqn.outvars[0].aval.shape) == max(len(x.aval.shape) for x in eqn.invars):
+        term = _linear(eqn, facts) or _linear(eqn, _scalars_as_partial_sums(eqn, twin, facts, context))
+        return [term or elementwise(eqn, twin, [_completed(fact, context) for fact in facts], context)]
+    if len(facts) == 1 and (fact := _move_or_reduce(eqn, twin, facts[0], context)):
+        return [fact]
+    return [_unknown(eqn, twin, facts, context)] * len(eqn.outvars)
+
+
+def elementwise(eqn: Any, twin: Any, facts: list[Fact], context: Context, out: int = 0) -> Fact:
+    """Return the fact about output `out` of an operation whose element i depends on element i of every input.
+
+    A function of elements i of one parameter's arrays and of UNIFORM numbers is again a function of elements i. Two
+    parameters have no elements in common, and an INDEPENDENT array gives every element another number, so that part i
+    of the result would depend on where the array was cut: both are MIXED.
+    """
+    influences = all_influences(facts)
+    worst = max(facts, key=lambda fact: fact.kind)
+    if worst.kind in (Kind.MIXED, Kind.PARTIAL_SUM):
+        return mixed(influences, worst.why)
+    if worst.kind is Kind.UNIFORM:
+        return Fact(Kind.UNIFORM, influences=influences, padding=_padding(eqn, facts))
+    if worst.kind is Kind.INDEPENDENT:
+        return Fact(Kind.INDEPENDENT, influences=influences, why=worst.why)
+    owners = {fact.param for fact in facts if fact.param is not None}
+    if len(owners) > 1:
+        return mixed(influences, origin_of(eqn, context, f"mixes {context.some_names(owners)}"))
+    independent = next((fact for fact in facts if fact.kind is Kind.INDEPENDENT), None)
+    if independent is not None:
+        return mixed(influences, independent.why)
+    (owner,) = owners
+    if (eqn.outvars[out].aval.shape, twin.outvars[out].aval.shape) != context.shapes[owner]:
+        return mixed(influences, origin_of(eqn, context, f"changes the shape of {context.some_names(owners)}"))
+    return Fact(Kind.ELEMENTWISE, owner, influences, _padding(eqn, facts))
+
+
+def _padding(eqn: Any, facts: list[Fact]) -> float | None:
+    """The result where all arrays are padding, if it is known.
+
+    A UNIFORM number that is not known is taken to be finite and, as a divisor, not zero: otherwise all elements would
+    be inf or NaN as well.
+    """
+    name, numbers = eqn.primitive.name, [fact.padding for fact in facts]
+    if name == "mul" and 0.0 in numbers and all(fact.padding == 0 or fact.kind is Kind.UNIFORM for fact in facts):
+        return 0.0
+    if name == "div" and numbers[0] == 0 and numbers[1] is None and facts[1].kind is Kind.UNIFORM:
+        return 0.0
+    if name == "select_n" and len(set(numbers[1:])) == 1:
+        return numbers[1]  # whichever case is selected
+    return None if None in numbers else evaluate(name, eqn.params, numbers, eqn.outvars[0].aval.dtype)
+
+
+def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact | None:
+    """The fact after a reshape, transpose, broadcast or reduction that does no harm; None where it may."""
+    name, x, out = eqn.primitive.name, eqn.invars[0], eqn.outvars[0]
+    if name in RESHAPES:
+        keeps_shape = x.aval.shape == out.aval.shape and twin.invars[0].aval.shape == twin.outvars[0].aval.shape
+        order = next((eqn.params[key] for key in _ORDERS if eqn.params.get(key) is not None), ())
+        stays = keeps_shape and list(order) == sorted(order)
+        return fact if stays or fact.kind in (Kind.UNIFORM, Kind.INDEPENDENT) else None
+    if not name.startswith("reduce_") or fact.kind in (Kind.INDEPENDENT, Kind.MIXED):
+        return None
+    if not eqn.params.get("axes", (-1,)):
+        return fact
+    if not (name == "reduce_sum" and fact.kind is Kind.ELEMENTWISE and reduces_all(eqn)):
+        return None
+    if not (context.axes or context.totals):
+        return None
+    names = context.some_names(fact.influences)
+    if fact.padding != 0:
+        # A part at the end of an array has padding, and the sum over it would count f(0) for every element of that.
+        text = f"sums {names} with padding that may not be zero: sum before changing gradients"
+        return mixed(fact.influences, origin_of(eqn, context, text))
+    text = f"sums a part of {names}, and uses that before lax.psum over {context.axes}"
+    summed = frozenset() if fact.param is None else frozenset({fact.param})
+    return Fact(Kind.PARTIAL_SUM, influences=fact.influences, summed=summed, why=origin_of(eqn, context, text))
+
+
+def reduces_all(eqn: Any) -> bool:
+    """Whether an equation reduces an array over all of its dimensions."""
+    axes = eqn.params.get("axes", ())
+    return eqn.primitive.name.startswith("reduce_") and len(axes) == len(eqn.invars[0].aval.shape)
+
+
+def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
+    """The term that a linear function makes of PARTIAL_SUM terms: f(a) + f(b) = f(a + b). None for other functions."""
+    name, kinds = eqn.primitive.name, [fact.kind for fact in facts]
+    term = next((fact for fact in facts if fact.kind is Kind.PARTIAL_SUM), None)
+    linear = (
+        (name in ("add", "sub", "add_any") and all(fact.kind is Kind.PARTIAL_SUM or fact.is_zero for fact in facts))
+        or (name == "mul" and set(kinds) == {Kind.PARTIAL_SUM, Kind.UNIFORM})
+        or (name == "div" and kinds == [Kind.PARTIAL_SUM, Kind.UNIFORM])
+        or name in ("neg", "real")
+        or (name == "convert_element_type" and np.issubdtype(eqn.params["new_dtype"], np.inexact))
+    )
+    if term is None or not linear:
+        return None
+    summed = frozenset().union(*(fact.summed for fact in facts))
+    return term._replace(influences=all_influences(facts), summed=summed)
+
+
+def _scalars_as_partial_sums(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> list[Fact]:
+    """The inputs of an addition where totals count, with every scalar parameter as the sum over its one element.
+
+    So that sum(w**2) + scale**2 + ... is recognised as a sum over all parameters. What involves one parameter alone
+    remains a function of its element.
+    """
+    params = {fact.param for fact in facts if fact.kind is Kind.ELEMENTWISE}
+    alone = len(params) == 1 and not any(fact.kind is Kind.PARTIAL_SUM for fact in facts)
+    if not context.totals or eqn.primitive.name not in ("add", "add_any") or alone:
+        return facts
+
+    def as_sum(fact: Fact, x: Any, y: Any) -> Fact:
+        if fact.param is None or fact.padding != 0 or not x.aval.shape == y.aval.shape == ():
+            return fact
+        return Fact(Kind.PARTIAL_SUM, influences=fact.influences, summed=frozenset({fact.param}))
+
+    return [as_sum(*each) for each in zip(facts, eqn.invars, twin.invars, strict=True)]
+
+
+def _completed(fact: Fact, context: Context) -> Fact:
+    """A sum over all elements of all parameters as UNIFORM, where totals count.
+
+    With one parameter alone, its own norm and the global norm are one thing, and stacking changes the former: no total.
+    """
+    total = context.totals and fact.kind is Kind.PARTIAL_SUM and len(fact.summed) == len(context.names) > 1
+    return Fact(Kind.UNIFORM, influences=fact.influences) if total else fact
+
+
+def _sum_over_devices(eqn: Any, fact: Fact, context: Context) -> Fact:
+    """The fact after `lax.psum`: terms summed over all axes that split the arrays are complete."""
+    axes = eqn.params["axes"]
+    if fact.kind is Kind.MIXED:
+        return fact
+    in_groups = eqn.params.get("axis_index_groups") is not None
+    if fact.kind is Kind.PARTIAL_SUM and set(axes) >= set(context.axes) and not in_groups:
+        return Fact(Kind.UNIFORM, influences=fact.influences)
+    text = f"sums over {axes} what is no share of a sum over {context.axes}"
+    return mixed(fact.influences, origin_of(eqn, context, text))
+
+
+def _unknown(eqn: Any, twin: Any, facts: list[Fact], context: Context) -> Fact:
+    """The fact about an output of any other operation: it may mix all of its inputs, and it sees their shapes."""
+    influences = all_influences(facts)
+    worst = max(facts, key=lambda fact: fact.kind, default=Fact(Kind.UNIFORM))
+    if worst.kind is Kind.MIXED:
+        return worst._replace(influences=influences)
+    if eqn.effects or eqn.primitive.name in ("rng_uniform", "infeed"):  # axis_index has an effect, too
+        return mixed(influences, origin_of(eqn, context, "has side effects or depends on the device"))
+    if worst.kind is Kind.PARTIAL_SUM:
+        return mixed(influences, worst.why)
+    arrays = [*eqn.invars, *eqn.outvars]
+    if worst.kind is Kind.ELEMENTWISE:
+        if all(x.aval.shape == () for x in arrays):  # there is one element to mix
+            return elementwise(eqn, twin, facts, context)._replace(padding=None)
+        return mixed(influences, origin_of(eqn, context, f"mixes elements of {context.some_names(influences)}"))
+    if [x.aval.shape for x in arrays] != [x.aval.shape for x in (*twin.invars, *twin.outvars)]:
+        return mixed(influences, origin_of(eqn, context, "depends on the shape of the parameters"))
+    why = worst.why or origin_of(eqn, context, "gives an array of its own")
+    return Fact(Kind.INDEPENDENT, influences=influences, why=why)
