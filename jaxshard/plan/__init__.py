@@ -1,6 +1,6 @@
-"""What a layout will cost before it runs: memory, topologies, FLOPs, and the collectives that are promised and found.
+"""Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
 
-Imports `core/`, `cost/` and `checks/`, whose public names it shows as `js.plan`; only `commands/` imports it.
+Imports `core/`, `cost/` and `checks/`; only `commands/` imports it.
 """
 
 from jaxshard.checks.collectives.compare import Comparison as Comparison

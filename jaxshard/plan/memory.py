@@ -1,4 +1,11 @@
-"""What arrays take on a TPU, where memory comes in tiles: the same array may take a hundred times its bytes."""
+"""Memory that arrays take on a TPU, where arrays are stored in tiles: a small one may take a hundred times its bytes.
+
+A tile is 8 sublanes of 128 lanes of 32 bits, 4 KiB. f32[1024, 1024] fills its tiles, f32[7] does not:
+
+    f32[1024, 1024]     1024 x 1024 elements    4 MiB
+    f32[3, 64, 8]       8 x 64 padded to 128    3 * 8 * 128 elements, twice its bytes
+    f32[7]              128 elements            512 bytes instead of 28
+"""
 
 from __future__ import annotations
 
@@ -16,62 +23,71 @@ _LANES, _SUBLANES = 128, 8
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes that an array (one device's shard) takes on a TPU as argument of a program, padded to tiles.
-
-    >>> tiled_bytes((7,), jnp.float32), tiled_bytes((1024, 1024), jnp.float32)
-    (512, 4194304)
+    """Count the bytes that an array takes on a TPU as an argument of a program, padded to tiles.
 
     Types narrower than 32 bits are packed: n = 32 / bits neighbours share a word, n = 1 for wider types.
 
-    - Two or more dimensions: one dimension is padded to a multiple of 128 lanes and another one to one of its
-      sublanes, the power of two from it on, at most 8 but at least n; of all ordered pairs of dimensions the one that
-      takes least. f32[3, 64, 8] is 3 x 8 x 128 elements, not 3 x 64 x 128.
-    - One dimension: a multiple of 1024 elements (of 128 n if that is more), a shorter one the power of two from it on,
-      at least 128 n. A scalar is one of one element.
+    - Two or more dimensions: one dimension is padded to a multiple of 128 lanes and another one to a multiple of its
+      sublanes: the next power of two of its size, at most 8 but at least n. Of all ordered pairs of dimensions the
+      compiler takes the one that needs least.
+    - One dimension: padded to a multiple of 1024 elements (of 128 n if that is more); a shorter one to the next power
+      of two, at least 128 n. A scalar is an array of one element.
     - A typed random key has its words as last dimension. An array without elements takes nothing.
 
     Source: the layouts of programs compiled by libtpu for v4, v5e, v5p, v6e and TPU7x, which are the same.
+
+    Args:
+      shape: of one device's shard.
+      dtype: a dtype, or that of typed random keys.
+
+    Returns:
+      Bytes on one device.
+
+    Example:
+      >>> tiled_bytes((7,), jnp.float32), tiled_bytes((1024, 1024), jnp.float32), tiled_bytes((3, 64, 8), jnp.float32)
+      (512, 4194304, 12288)
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return tiled_bytes(words.shape, words.dtype)
     if 0 in shape:
         return 0
-    bits = _bits(dtype)
+    bits = jax.dtypes.itemsize_bits(dtype)
     packed = max(1, 32 // bits)
     if len(shape) < 2:
         size = math.prod(shape)
         least, most = _LANES * packed, max(_LANES * _SUBLANES, _LANES * packed)
-        return _round_up(size, max(least, min(_power_from(size), most))) * bits // 8
+        return _round_up(size, max(least, min(_next_power(size), most))) * bits // 8
 
-    def padded(lanes: int, sublanes: int) -> int:
-        tile = max(packed, min(_power_from(shape[sublanes]), _SUBLANES))
+    def count_padded(lanes: int, sublanes: int) -> int:
+        tile = max(packed, min(_next_power(shape[sublanes]), _SUBLANES))
         rest = math.prod(shape) // (shape[lanes] * shape[sublanes])
         return rest * _round_up(shape[lanes], _LANES) * _round_up(shape[sublanes], tile)
 
-    return min(padded(*pair) for pair in itertools.permutations(range(len(shape)), 2)) * bits // 8
+    return min(count_padded(*pair) for pair in itertools.permutations(range(len(shape)), 2)) * bits // 8
 
 
 def tiled_argument_bytes(layout: Layout, batch: PyTree) -> int:
-    """`layout.argument_bytes(batch)` on a TPU: bytes per device of a step's arguments, each padded to tiles.
+    """Count the bytes per device of a training step's arguments on a TPU, each array padded to tiles.
 
-    `batch` is a tree of global arrays or ShapeDtypeStructs.
+    The arguments are parameters, optimizer state, model state, batch, step number and random key; what the step
+    computes in between, gradients included, is not counted. `layout.argument_bytes` counts the same without tiles.
+
+    Args:
+      layout: where the arrays of the run live.
+      batch: a tree of global arrays or `jax.ShapeDtypeStruct`.
+
+    Returns:
+      Bytes on each device.
     """
     mesh = layout.mesh
-    resting = [(p.placement, p.leaf.dtype) for p in layout.placed() if p.role != "grad"]
-    rows = [(layout.batch_placement(x), x.dtype) for x in jax.tree.leaves(batch)]
-    arrays = sum(tiled_bytes(placement.shard_shape(mesh), dtype) for placement, dtype in resting + rows)
-    return arrays + tiled_bytes((), jnp.int32) + tiled_bytes((), layout.shapes.key.dtype)
+    arrays = [(one.placement, one.leaf.dtype) for one in layout.placed() if one.role != "grad"]
+    arrays += [(layout.batch_placement(x), x.dtype) for x in jax.tree.leaves(batch)]
+    scalars = tiled_bytes((), jnp.int32) + tiled_bytes((), layout.shapes.key.dtype)
+    return sum(tiled_bytes(placement.shard_shape(mesh), dtype) for placement, dtype in arrays) + scalars
 
 
-def _bits(dtype: Any) -> int:
-    dtype = jnp.dtype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits  # four-bit integers say an itemsize of one byte
-    return jnp.finfo(dtype).bits if dtype.itemsize == 1 and dtype != jnp.bool_ else 8 * dtype.itemsize
-
-
-def _power_from(size: int) -> int:
+def _next_power(size: int) -> int:
     """The smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
 

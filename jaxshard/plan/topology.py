@@ -1,4 +1,10 @@
-"""TPU topologies that are not here: meshes over their chips, for which `jax.jit` lowers and compiles anyway."""
+"""TPU topologies that are not at hand: meshes over their chips, for which `jax.jit` lowers and compiles anyway.
+
+mesh = topology_mesh("v5e:16x16", x=16, y=16)
+layout = js.layout(js.fsdp(("x", "y")), mesh, init_fn, tx)
+compiled = js.make_step(loss_fn, tx, layout).compile(batch_shapes)
+compiled.memory_analysis().peak_memory_in_bytes
+"""
 
 from __future__ import annotations
 
@@ -15,9 +21,16 @@ from jaxshard.core.mesh import make_mesh, solve_sizes
 
 
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
-    """The devices of a TPU topology such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16", times `num_slices`.
+    """Return the devices of a TPU topology, for compiling without hardware.
 
-    They compile, with the memory of the real chip enforced; they hold no arrays.
+    Programs compile for them with the memory of the real chip enforced; they hold no arrays.
+
+    Args:
+      name: version and shape, such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16".
+      num_slices: that many copies of it, connected by the data center's network.
+
+    Returns:
+      The devices of all slices, in the compiler's order.
 
     Raises:
       ImportError: libtpu, which holds the compiler, is not installed.
@@ -28,7 +41,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
             f"compiling for the topology {name!r} needs the TPU compiler, and libtpu is not installed; "
             'pip install "jaxshard[tpu]" (no TPU is needed)'
         )
-    # Without it a second process that compiles aborts on a lock file that guards a chip which is not there.
+    # libtpu takes a lock file for its chip; without this a second process that only compiles would abort on it.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     slices = {"num_slices": num_slices} if num_slices > 1 else {}
     try:
@@ -40,11 +53,19 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
 
 
 def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
-    """A mesh with the named axes over a TPU topology; one size may be -1; axis types are Auto.
+    """Make a mesh with named axes over a TPU topology.
 
     Where the sizes are those of the torus (in any order; slices and the cores of a chip are dimensions too), every axis
     runs along one dimension of it, which is what nested reduce-scatters need. Otherwise devices are ordered as
     `make_mesh` orders real ones, or, where it can't, by slice, coordinates and core.
+
+    Args:
+      name: version and shape, as for `topology_devices`.
+      num_slices: as for `topology_devices`.
+      **axes: name and size of each axis; one size may be -1 and takes what the others leave.
+
+    Returns:
+      A mesh of all devices, with axis types Auto.
 
     Raises:
       ImportError: libtpu is not installed.
@@ -52,19 +73,22 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
     """
     devices = topology_devices(name, num_slices=num_slices)
     sizes = solve_sizes(axes, len(devices))
-    keys = sorted({_coordinates(device): device for device in devices}.items(), key=lambda item: item[0])
-    extents = [len({key[dim] for key, _ in keys}) for dim in range(len(keys[0][0]))]
+    # The devices as an array with one dimension per dimension of the torus that has several of them.
+    by_place = {_place(device): device for device in devices}
+    extents = [len(set(places)) for places in zip(*by_place, strict=True)]
     torus = [extent for extent in extents if extent > 1]
-    grid = np.array([device for _, device in keys], dtype=object).reshape(torus)
+    grid = np.array([by_place[place] for place in sorted(by_place)], dtype=object).reshape(torus)
     wanted = [size for size in sizes.values() if size > 1]
     types = (AxisType.Auto,) * len(sizes)
     for order in itertools.permutations(range(len(torus))):
         if [torus[dim] for dim in order] == wanted:
             return Mesh(grid.transpose(order).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+    # `jax.make_mesh` knows neither several slices nor chips that show their cores apart.
     if num_slices > 1 or len({device.core_on_chip for device in devices}) > 1:
         return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
     return make_mesh(devices, **sizes)
 
 
-def _coordinates(device: jax.Device) -> tuple[int, ...]:
+def _place(device: jax.Device) -> tuple[int, ...]:
+    """Slice, coordinates in it, and core of the chip."""
     return (getattr(device, "slice_index", 0) or 0, *device.coords, device.core_on_chip)

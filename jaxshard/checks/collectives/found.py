@@ -1,12 +1,22 @@
 """The collectives of a compiled step: what communicates, over which mesh axes, how often, how much, and from where.
 
-The optimized program is what runs, so this reads its text, loops with their trip counts. Not seen: communication inside
-custom kernels (remote copies of Pallas) and transfers to the host.
+The optimized program is what runs, so this reads its text: the computations that it calls, loops with their trip
+counts, branches. Of a mesh (x=2, y=4) and a scan of 12 turns around
+
+    ROOT %r = f32[64,16]{1,0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, ..., metadata={... stack_frame_id=3}
+
+comes the record
+
+    Collective(kind="all-reduce", axes=("y",), count=12, dtype="f32", shapes=((64, 16),), sizes=(4096,),
+               source="/home/user/model.py:22", ...)
+
+Not seen: communication inside custom kernels (remote copies of Pallas) and transfers to the host.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -15,8 +25,9 @@ from typing import Any, NamedTuple, Protocol
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.dataflow import trip_count
 from jaxshard.checks.collectives.groups import UNKNOWN, Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
-from jaxshard.checks.collectives.source import source_of, user_of
+from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.core.compat import device_order
 from jaxshard.core.text_table import align_columns
 
@@ -29,6 +40,9 @@ KINDS = (
     "ragged-all-to-all",
     "collective-broadcast",
 )
+"""The opcodes that communicate, in the order of summaries."""
+
+# Only lines that match one of these are parsed.
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 _CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-call)\(")
 
@@ -36,7 +50,8 @@ _CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-cal
 class HasText(Protocol):
     """What `jax.jit(...).lower(...).compile()` returns, as far as it is needed here."""
 
-    def as_text(self) -> str | None: ...
+    def as_text(self) -> str | None:
+        """Return the program's text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +63,8 @@ class Collective:
       axes: the mesh axes it communicates over, in mesh order; `("?",)` where its groups match no product of mesh axes.
       count: executions per step, the trip counts of enclosing loops multiplied; None where one of them is not known.
       dtype: the dtype as compiled (the CPU compiler promotes bf16 collectives to f32).
-      shapes: the whole, unscattered arrays; several where the compiler combined operations.
+      shapes: the shapes of the whole arrays: the result of an all-gather, the operand of all others; several where the
+        compiler combined operations.
       sizes: bytes of each of them in one execution.
       source: `file:line` of the innermost frame in the user's code, or in this package for what an engine does itself;
         `near file:line`, where the operand comes from, if the compiler lost it; else the operation's name.
@@ -56,7 +72,7 @@ class Collective:
       op: the operation's name in the program.
       op_name: the path of JAX names that led to it.
       groups: groups, or pairs of source and target, of positions in `mesh.devices.flat`.
-      conditional: whether it is in a branch of a conditional; `count` is then of a step that always takes that branch.
+      conditional: True in a branch of a conditional; `count` is then of a step that always takes that branch.
       user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
     """
 
@@ -76,7 +92,7 @@ class Collective:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the whole, unscattered arrays times `count`; None where that is unknown."""
+        """Bytes of the whole arrays times `count`; None where that is unknown."""
         return None if self.count is None else self.count * sum(self.sizes)
 
     @property
@@ -87,7 +103,15 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All collectives of one kind over the same axes; `count` and `bytes` are None where a trip count is unknown."""
+    """All collectives of one kind over the same axes, added up.
+
+    Attributes:
+      kind: one of `KINDS`.
+      axes: the mesh axes, in mesh order.
+      count: executions per step; None where a trip count is unknown.
+      bytes: of the whole arrays, per step and device; None where a trip count is unknown.
+      conditional: True if one of them is in a branch of a conditional.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -96,12 +120,12 @@ class Row:
     conditional: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for JSON: kind, axis (several joined by "+"), count, bytes."""
+        """Return the row for JSON: kind, axis (several joined by "+"), count, bytes."""
         return {"kind": self.kind, "axis": "+".join(self.axes), "count": self.count, "bytes": self.bytes}
 
 
 def collectives(compiled: HasText | str, mesh: Mesh) -> tuple[Collective, ...]:
-    """The collectives of a compiled step, one record per operation, in the order of the program.
+    """Read the collectives out of a compiled step.
 
     Bytes are of the whole array on one device: the result of an all-gather, the operand of a reduce-scatter,
     all-reduce, all-to-all or permute. Operations of a device with itself are left out. An asynchronous operation counts
@@ -111,24 +135,32 @@ def collectives(compiled: HasText | str, mesh: Mesh) -> tuple[Collective, ...]:
       compiled: what `jax.jit(f).lower(...).compile()` returned, or its text.
       mesh: the mesh it was compiled for: positions in a program are positions in `mesh.devices.flat`.
 
+    Returns:
+      One record per operation, in the order of the program.
+
     Raises:
       TypeError: a program that is lowered but not compiled.
       ValueError: a program for another number of devices, or for the same devices in another order.
+
+    Example:
+      found = js.collectives(step.compile(batch), mesh)
+      print(js.plan.table(js.plan.summary(js.plan.arrays_only(found))))
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = hlo.parse(text or "")
     _check_mesh(compiled, module, mesh)
     records: dict[tuple[str, str], Collective] = {}
-    for found in _walk(module, hlo.Scope(module.computations[module.entry]), 1, False):
-        record = _record(module, mesh, found)
+    for found in _find(module, hlo.Scope(module.computations[module.entry]), 1, False):
+        record = _make_record(module, mesh, found)
         key = (found.scope.computation.name, found.op.name)
+        # A computation that is called from several places is found several times.
         if record is not None:
-            records[key] = _both(records[key], record) if key in records else record
+            records[key] = _add_executions(records[key], record) if key in records else record
     return tuple(records.values())
 
 
 class _Found(NamedTuple):
-    """A collective operation that the walk came upon."""
+    """A collective operation, and how often and where the program runs it."""
 
     op: hlo.Op
     scope: hlo.Scope
@@ -153,28 +185,29 @@ def _check_mesh(compiled: HasText | str, module: hlo.Module, mesh: Mesh) -> None
         )
 
 
-def _walk(module: hlo.Module, scope: hlo.Scope, times: int | None, conditional: bool) -> Iterator[_Found]:
+def _find(module: hlo.Module, scope: hlo.Scope, times: int | None, conditional: bool) -> Iterator[_Found]:
     """Every collective that runs when a computation runs `times`, those of the computations it calls included."""
     for name, line in scope.computation.lines.items():
         if _COLLECTIVE.search(line):
             op = scope.computation[name]
-            if kind := _kind(scope, op):
+            if kind := _kind_of(scope, op):
                 yield _Found(op, scope, kind, times, conditional)
         elif _CALLING.search(line):
             op = scope.computation[name]
             for inner, turns in _calls(module, scope, op):
                 total = None if times is None or turns is None else times * turns
-                yield from _walk(module, inner, total, conditional or op.opcode == "conditional")
+                yield from _find(module, inner, total, conditional or op.opcode == "conditional")
 
 
 def _calls(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
     """The computations that an operation runs, and how often each; the branches of a conditional once."""
     if op.opcode == "while":
-        turns = hlo.trip_count(module, scope, op)
+        turns = trip_count(module, scope, op)
         body, condition = (module.computations[op.callee(name)] for name in ("body", "condition"))
         yield hlo.Scope(body, scope, op, op.operands, body), turns
+        # The condition runs once more than the body: the last time it ends the loop.
         yield hlo.Scope(condition, scope, op, op.operands, body), None if turns is None else turns + 1
-    elif op.opcode == "conditional":
+    elif op.opcode == "conditional":  # the first operand chooses, each branch has one of the others
         for name, operand in zip(op.callees, op.operands[1:], strict=True):
             yield hlo.Scope(module.computations[name], scope, op, (operand,)), 1
     else:
@@ -182,7 +215,7 @@ def _calls(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[h
             yield hlo.Scope(module.computations[name], scope, op, op.operands), 1
 
 
-def _kind(scope: hlo.Scope, op: hlo.Op) -> str | None:
+def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     """The kind of a collective; None where the line only mentions one, or continues one that is counted elsewhere."""
     kind = op.opcode.removesuffix("-start")
     if kind not in KINDS:
@@ -193,6 +226,7 @@ def _kind(scope: hlo.Scope, op: hlo.Op) -> str | None:
     users = list(_users(scope.computation, op.name))
     if "chain_id=" in op.attributes and not any('"AsyncCollectiveStart"' in user.attributes for user in users):
         return None
+    # An all-reduce of which each device keeps its slice is how TPU writes a reduce-scatter.
     sliced = kind == "all-reduce" and any(user.opcode == "dynamic-slice" for user in users)
     return "reduce-scatter" if sliced else kind
 
@@ -206,7 +240,7 @@ def _users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
                 yield from _users(computation, op.name)
 
 
-def _record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
+def _make_record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
     """The record of an operation, None where no device communicates with another."""
     op, kind = found.op, found.kind
     if kind == "collective-permute":
@@ -218,7 +252,7 @@ def _record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
     if not axes:
         return None
     arrays = _whole_arrays(found.scope.computation, op, kind, len(groups[0]))
-    source = source_of(module, found.scope, op)
+    source = find_source(module, found.scope, op)
     return Collective(
         kind=kind,
         axes=axes,
@@ -232,7 +266,7 @@ def _record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
         op_name=source.op_name,
         groups=groups,
         conditional=found.conditional,
-        user=user_of(module, found.scope, op),
+        user=find_user(module, found.scope, op),
     )
 
 
@@ -243,7 +277,11 @@ def _attribute(op: hlo.Op, name: str) -> str:
 
 
 def _whole_arrays(computation: hlo.Computation, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:
-    """The unscattered arrays, from the operands: their types are the same for asynchronous operations."""
+    """The unscattered arrays of a collective among groups of `width` devices.
+
+    Made of the operands, not of the result: an asynchronous start has a tuple of buffers as result, which differs from
+    kind to kind.
+    """
     sources = [computation[name] for name in op.operands]
     if kind == "reduce-scatter":  # TPU pads inside its fusions, so that every shard has whole tiles
         sources = [computation[one.operands[0]] if one.opcode == "pad" else one for one in sources]
@@ -258,52 +296,78 @@ def _whole_arrays(computation: hlo.Computation, op: hlo.Op, kind: str, width: in
     return operands[:1] if in_place else operands
 
 
-def _both(first: Collective, again: Collective) -> Collective:
+def _add_executions(first: Collective, again: Collective) -> Collective:
     """The record of an operation in a computation that is called from several places."""
-    count = None if first.count is None or again.count is None else first.count + again.count
+    count = _add(first.count, again.count)
     return dataclasses.replace(first, count=count, conditional=first.conditional and again.conditional)
 
 
+def _add(left: int | None, right: int | None) -> int | None:
+    return None if left is None or right is None else left + right
+
+
 def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collective, ...]:
-    """The collectives of arrays with more than `above` elements; what the compiler combined is taken apart."""
+    """Keep the arrays of more than `above` elements.
+
+    Args:
+      found: collectives; what the compiler combined is taken apart.
+      above: arrays of so many elements or fewer are left out; 1 leaves out scalars.
+
+    Returns:
+      The collectives in their order, without those of which nothing is left.
+    """
     return split_scalars(found, above=above)[0]
 
 
 def split_scalars(
     found: Iterable[Collective], *, above: int = 1
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """The collectives of arrays with more than `above` elements, and those of the others (losses, norms, counters)."""
+    """Separate the arrays of more than `above` elements from the others: losses, norms, counters.
+
+    Args:
+      found: collectives; one that the compiler combined of both is in both results, with its arrays in one of them.
+      above: the most elements of what counts as a scalar.
+
+    Returns:
+      (the collectives of arrays, the collectives of scalars), each in their order.
+    """
     arrays: list[Collective] = []
     scalars: list[Collective] = []
     for one in found:
         large = [math.prod(shape) > above for shape in one.shapes]
-        arrays += [_keep(one, large)] if any(large) else []
-        scalars += [_keep(one, [not size for size in large])] if not all(large) else []
+        arrays += [_select(one, large)] if any(large) else []
+        scalars += [_select(one, [not size for size in large])] if not all(large) else []
     return tuple(arrays), tuple(scalars)
 
 
-def _keep(one: Collective, kept: list[bool]) -> Collective:
-    shapes = tuple(shape for shape, keep in zip(one.shapes, kept, strict=True) if keep)
-    sizes = tuple(size for size, keep in zip(one.sizes, kept, strict=True) if keep)
-    return dataclasses.replace(one, shapes=shapes, sizes=sizes)
+def _select(one: Collective, kept: list[bool]) -> Collective:
+    shapes = tuple(itertools.compress(one.shapes, kept))
+    return dataclasses.replace(one, shapes=shapes, sizes=tuple(itertools.compress(one.sizes, kept)))
 
 
 def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
-    """One row per kind and axes, in the order of `KINDS`, with counts and bytes added up."""
+    """Add up counts and bytes: one row per kind and axes, in the order of `KINDS`."""
     rows: dict[tuple[str, tuple[str, ...]], Row] = {}
     for one in found:
         row = rows.get((one.kind, one.axes), Row(one.kind, one.axes, 0, 0))
-        count, size = _plus(row.count, one.count), _plus(row.bytes, one.bytes)
+        count, size = _add(row.count, one.count), _add(row.bytes, one.bytes)
         rows[one.kind, one.axes] = Row(one.kind, one.axes, count, size, row.conditional or one.conditional)
     return tuple(sorted(rows.values(), key=lambda row: (KINDS.index(row.kind), row.axes)))
 
 
-def _plus(left: int | None, right: int | None) -> int | None:
-    return None if left is None or right is None else left + right
-
-
 def table(rows: Iterable[Row]) -> str:
-    """The rows as aligned plain text, with notes on what is not known exactly; `no collectives` if there are none."""
+    """Print rows as aligned plain text, with notes on what is not known exactly.
+
+        collective      axis  count  bytes
+        all-reduce      a+c       1  2,048
+        reduce-scatter  a         1  2,048
+
+    Args:
+      rows: of `summary`.
+
+    Returns:
+      Several lines; "no collectives" if there are no rows.
+    """
     rows = tuple(rows)
     if not rows:
         return "no collectives"

@@ -1,4 +1,13 @@
-"""Replica groups: which mesh axes a collective communicates over."""
+"""Replica groups of a collective, and the mesh axes that they stand for.
+
+A compiled collective names the devices that talk to each other by their positions in `mesh.devices.flat`. On a mesh
+(x=2, y=4) whose positions are
+
+    x=0:  0 1 2 3
+    x=1:  4 5 6 7
+
+the groups `{{0,1,2,3},{4,5,6,7}}` communicate over y, `{{0,4},{1,5},{2,6},{3,7}}` over x, all eight over (x, y).
+"""
 
 from __future__ import annotations
 
@@ -11,19 +20,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 Groups = tuple[tuple[int, ...], ...]
+"""Groups of positions in `mesh.devices.flat`; of a permute, pairs of source and target."""
 
 UNKNOWN = ("?",)
+"""The axes of groups that are no product of mesh axes."""
+
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
 
 
 def parse_groups(text: str, devices: int) -> Groups:
-    """The groups of positions behind `replica_groups=`, in any of its syntaxes; `{}` means all devices together.
+    """Parse what stands behind `replica_groups=`, in any of its three syntaxes.
 
-    Explicit: `{{0,1},{2,3}}`. Iota: `[4,2]<=[2,4]T(1,0)` counts to 8, reshapes to 2 x 4, transposes, and reshapes to 4
-    groups of 2. Mesh-shaped: `mesh['a'=2,'b'=4] {'b':(2)2}` groups the devices, in row-major order or as `device_ids`
-    says, over the named axes, `:(2)2` being the inner 2 of an axis of 4 that is split in 2 x 2.
+        {{0,1},{2,3}}                     explicit; {} means all devices together
+        [4,2]<=[2,4]T(1,0)                iota: count to 8, reshape to 2 x 4, transpose, reshape to 4 groups of 2
+        mesh['a'=2,'b'=4] {'b':(2)2}      mesh-shaped: the devices, in row-major order or as `device_ids` says, grouped
+                                          over the named axes; b:(2)2 is the inner 2 of an axis of 4 split in 2 x 2
+
+    Args:
+      text: of the attribute; what follows after it is ignored.
+      devices: how many devices the program runs on.
 
     Raises:
       ValueError: a syntax that is none of these.
@@ -32,20 +49,25 @@ def parse_groups(text: str, devices: int) -> Groups:
         groups = re.findall(r"\{([\d,]+)\}", text)
         return tuple(_integers(group) for group in groups) or (tuple(range(devices)),)
     if iota := _IOTA.match(text):
-        return tuple(tuple(group) for group in _iota(iota).tolist())
+        return tuple(tuple(group) for group in _expand_iota(iota).tolist())
     if mesh := _MESH.match(text):
-        return _mesh_groups(*mesh.groups())
+        return _expand_mesh(*mesh.groups())
     raise ValueError(f"replica groups in an unknown syntax: {text[:120]!r}")
 
 
-def _iota(found: re.Match[str]) -> np.ndarray:
+def _expand_iota(found: re.Match[str]) -> np.ndarray:
     ids = np.arange(math.prod(_integers(found[2]))).reshape(_integers(found[2]))
     if found[3]:
         ids = ids.transpose(_integers(found[3]))
     return ids.reshape(_integers(found[1]))
 
 
-def _mesh_groups(shape: str, device_ids: str | None, axes: str) -> Groups:
+def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
+    """Groups over whole axes, or over parts of axes, of a mesh that the compiler describes.
+
+    `mesh[a=2,b=4] {b:(2)2}` splits b into 2 x 2 and groups over the inner part: the devices, reshaped to [2, 2, 2] and
+    the grouped dimension moved to the end, are read off as rows: {0,1}, {2,3}, {4,5}, {6,7}.
+    """
     names, sizes = [], []
     for axis in shape.split(",") if shape else ():
         name, _, size = axis.rpartition("=")
@@ -74,7 +96,10 @@ def _mesh_groups(shape: str, device_ids: str | None, axes: str) -> Groups:
 
 
 def _split_axis(size: int, parts: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """The sizes into which an axis falls, and which of them are the parts, each given as (size before it, its size)."""
+    """The sizes into which an axis falls, major first, and which of these are the parts.
+
+    A part is given as (size before it, its own size): of an axis of 8, the part (2, 2) gives [2, 2, 2] and [1].
+    """
     bounds = sorted({1, size, *(before for before, _ in parts), *(before * part for before, part in parts)})
     sizes = [after // before for before, after in itertools.pairwise(bounds)] or [1]
     taken = [bounds.index(start) for start in bounds[:-1] if any(b <= start < b * n for b, n in parts)]
@@ -92,15 +117,23 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
 
 
 def parse_pairs(text: str) -> Groups:
-    """The (source, target) pairs behind `source_target_pairs=`."""
+    """Parse the (source, target) pairs behind `source_target_pairs=`, such as `{{0,1},{1,2}}`."""
     return tuple(_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", text))
 
 
 def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes, in mesh order, over which groups of positions in `mesh.devices.flat` communicate.
+    """Find the mesh axes over which groups of devices communicate.
 
-    Axes of size 1 are never named. `("?",)` where the groups are no product of whole axes; `()` where all have size 1.
+    Args:
+      groups: of positions in `mesh.devices.flat`, in any order.
+      mesh: the mesh of the program.
+
+    Returns:
+      The axes in mesh order, those of size 1 never; `UNKNOWN` where the groups are no product of whole axes; () where
+      every device is a group of its own.
     """
+    # Every device gets the lowest position of its group as label. Groups over some axes are the right ones if taking
+    # the minimum of the positions along these axes gives the same labels.
     labels = np.arange(mesh.size)
     for group in groups:
         labels[list(group)] = min(group)
@@ -116,7 +149,7 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
 
 
 def axes_of_pairs(pairs: Groups, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes, in mesh order, along which any source differs from its target."""
+    """Find the mesh axes, in mesh order, along which any source of a permute differs from its target."""
     shape = tuple(mesh.shape.values())
     moved = np.array([np.subtract(np.unravel_index(a, shape), np.unravel_index(b, shape)) for a, b in pairs])
     return tuple(name for dim, name in enumerate(mesh.axis_names) if len(pairs) and moved[:, dim].any())

@@ -1,7 +1,25 @@
-"""Compiled programs as text: computations, operations, where a value comes from, and how often a loop runs.
+"""The text of compiled programs: computations and operations, parsed as far as the audit needs them.
 
-Only what the audit needs of HLO's text format (`compiled.as_text()`). Lines are split when a computation is first
-looked at and an operation is parsed when it is asked for: a large model's text has megabytes, and few lines matter.
+What `compiled.as_text()` prints looks like this, a little shortened:
+
+    HloModule jit_step, is_scheduled=true, num_partitions=8        <- Module.header
+    FileNames                                                      <- tables of source lines, for Module.frames
+    1 "/home/user/model.py"
+    ...
+    %body (c: (s32[], f32[64,16])) -> (s32[], f32[64,16]) {        <- a Computation, called by others
+      %c = (s32[], f32[64,16]{1,0}) parameter(0)
+      %x = f32[64,16]{1,0} get-tuple-element(%c), index=1
+      ROOT %r = f32[64,16]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={stack_frame_id=3}
+    }
+    ENTRY %main (p: f32[64,16]) -> f32[64,16] { ... }              <- Module.entry
+
+and of the last line of `%body` an `Op` is made:
+
+    name="r"  type="f32[64,16]{1,0}"  opcode="all-reduce"  operands=("x",)  callees=("add",)
+    attributes=", replica_groups={{0,1},{2,3}}, to_apply=%add"  notes=", metadata={stack_frame_id=3}"
+
+A large model's text has megabytes of which few lines matter, so a computation is cut into lines when it is first looked
+at, and an operation is parsed when it is asked for.
 """
 
 from __future__ import annotations
@@ -12,8 +30,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-Array = tuple[str, tuple[int, ...]]  # dtype and shape
-Path = tuple[int, ...]  # indices into nested tuples
+Array = tuple[str, tuple[int, ...]]
+"""Dtype, as HLO writes it ("f32", "bf16", "pred"), and shape."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-~]+) .*\{$")
 _NAME = re.compile(r"%([\w.\-~]+)")
@@ -29,33 +47,49 @@ _BITS = re.compile(r"[a-z]+(\d+)")
 
 
 class Op(NamedTuple):
-    """One operation: its name, the text of its type, opcode, operands, attributes, and the free text after them."""
+    """One operation of a program.
+
+    Attributes:
+      name: its name, which is also that of its value, without the percent sign.
+      type: the text of the value's type, such as "f32[64,16]{1,0}", or a tuple of these.
+      opcode: what it does, such as "all-reduce" or "get-tuple-element".
+      operands: the names of the values that it takes.
+      inside: the text between the parentheses: operands, a parameter's number or a constant's value.
+      attributes: the text after the parentheses, up to free text.
+      notes: free text: metadata with the source line, and notes of the compiler.
+    """
 
     name: str
     type: str
     opcode: str
     operands: tuple[str, ...]
-    inside: str  # the text between the parentheses
+    inside: str
     attributes: str
     notes: str
 
     @property
     def callees(self) -> tuple[str, ...]:
+        """The names of all computations that it calls, branches in their order."""
         return tuple(name for group in _CALLEES.findall(self.attributes) for name in _NAME.findall(group))
 
     def callee(self, attribute: str) -> str:
+        """Return the name of the computation that one attribute names, such as a loop's `body`."""
         found = re.search(rf"\b{attribute}=%([\w.\-~]+)", self.attributes)
         assert found is not None, f"{self.opcode} {self.name} has no {attribute}"
         return found[1]
 
     def attribute(self, name: str) -> str | None:
-        """The text of an attribute without nested commas, such as `index=3`."""
+        """Return the text of an attribute without nested commas, such as "3" of `index=3`."""
         found = re.search(rf"\b{name}=([^,\s]+)", self.attributes)
         return None if found is None else found[1]
 
 
 class Computation:
-    """A named list of operations; `lines` keeps their order, which is the schedule."""
+    """A named list of operations; `computation[name]` is the parsed `Op`.
+
+    Attributes:
+      name: without the percent sign.
+    """
 
     def __init__(self, name: str, body: list[str]) -> None:
         self.name = name
@@ -64,6 +98,7 @@ class Computation:
 
     @cached_property
     def lines(self) -> dict[str, str]:
+        """What stands right of the equals sign, by name, in the order of the program: its schedule."""
         found = {}
         for line in self._body:
             left, equals, right = line.partition(" = ")
@@ -73,12 +108,13 @@ class Computation:
 
     @cached_property
     def root(self) -> str:
+        """The name of the operation whose value the computation returns."""
         line = next(line for line in reversed(self._body) if line.lstrip().startswith("ROOT "))
         return line.partition(" = ")[0].split("%")[-1]
 
     @cached_property
     def users(self) -> dict[str, list[str]]:
-        """For every value the operations that use it."""
+        """For every value the names of the operations that use it."""
         found: dict[str, list[str]] = {}
         for name, line in self.lines.items():
             for operand in dict.fromkeys(_NAME.findall(_FREE_TEXT.split(line)[0])):
@@ -92,7 +128,14 @@ class Computation:
 
 
 class Module(NamedTuple):
-    """A program: its first line, its computations by name, the entry's name, and the tables of source lines."""
+    """A program.
+
+    Attributes:
+      header: its first line.
+      computations: by name.
+      entry: the name of the one that runs first.
+      frames: for every number of a stack frame, `file:line` from the innermost frame outwards.
+    """
 
     header: str
     computations: dict[str, Computation]
@@ -101,13 +144,21 @@ class Module(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Over how many devices the program runs."""
+        """The number of devices that the program runs on."""
         sizes = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", self.header)
         return math.prod(int(size) for size in sizes)
 
 
 class Scope(NamedTuple):
-    """A computation as `caller` in `parent` runs it on `arguments`; `body` is set inside a while loop."""
+    """A computation as it is run at one place: the same computation may be called from several.
+
+    Attributes:
+      computation: what runs.
+      parent: the scope it is called in; None for the entry.
+      caller: the operation there that calls it.
+      arguments: the values there that become its parameters; a loop has one, the tuple that it carries.
+      body: the body of the loop, in the scopes of a loop's body and condition.
+    """
 
     computation: Computation
     parent: Scope | None = None
@@ -117,7 +168,7 @@ class Scope(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """The module that an optimized program's text describes.
+    """Parse the text of an optimized program.
 
     Raises:
       TypeError: the text is not HLO (a lowered program prints StableHLO).
@@ -131,7 +182,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     tables: list[str] = []
     entry = ""
-    body: list[str] | None = None
+    body: list[str] | None = None  # of the computation that the line is in
     for line in lines[1:]:
         if line.startswith("}"):
             body = None
@@ -143,22 +194,22 @@ def parse(text: str) -> Module:
             entry = head[2] if head[1] else entry
         else:
             tables.append(line)
-    return Module(lines[0], computations, entry, _stack_frames(tables))
+    return Module(lines[0], computations, entry, _parse_stack_frames(tables))
 
 
 def _parse_op(name: str, line: str) -> Op:
-    """The operation from what stands right of the equals sign: `TYPE opcode(operands), attributes`."""
-    end = _closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
+    """Parse what stands right of the equals sign: `TYPE opcode(operands), attributes, free text`."""
+    end = _find_closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
     opcode, _, _ = line[end:].lstrip().partition("(")
     opening = line.index("(", end)
-    closing = _closing(line, opening)
+    closing = _find_closing(line, opening)
     inside, rest = line[opening + 1 : closing], line[closing + 1 :]
     cut = _FREE_TEXT.search(rest)
     split = len(rest) if cut is None else cut.start()
     return Op(name, line[:end], opcode.strip(), tuple(_NAME.findall(inside)), inside, rest[:split], rest[split:])
 
 
-def _closing(text: str, opening: int) -> int:
+def _find_closing(text: str, opening: int) -> int:
     depth = 0
     for found in re.finditer(r"[()]", text[opening:]):
         depth += 1 if found[0] == "(" else -1
@@ -168,128 +219,32 @@ def _closing(text: str, opening: int) -> int:
 
 
 def arrays(type_text: str) -> tuple[Array, ...]:
-    """Dtype and shape of every array in a type, tuples flattened; tokens are left out."""
+    """Return dtype and shape of every array in a type, tuples flattened; tokens are left out.
+
+    >>> arrays("(bf16[4,8]{1,0:T(8,128)}, (pred[], token[]))")
+    (('bf16', (4, 8)), ('pred', ()))
+    """
     found = ((dtype, dims) for dtype, dims in _ARRAY.findall(type_text) if dtype not in _NOT_DATA)
+    # A dimension whose size is only bounded is written "<=8".
     return tuple((dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in found)
 
 
 def nbytes(array: Array) -> int:
-    """Bytes of one array without padding; types narrower than a byte count as packed."""
+    """Return the bytes of one array without padding; types narrower than a byte count as packed."""
     dtype, shape = array
-    bits = 8 if dtype == "pred" else int(_BITS.match(dtype)[1])  # type: ignore[index]
-    return -(-math.prod(shape) * bits // 8)
+    bits = "8" if dtype == "pred" else _BITS.findall(dtype)[0]
+    return -(-math.prod(shape) * int(bits) // 8)
 
 
-def resolve(module: Module, scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
-    """The operation that makes a value, seen through tuples, copies, calls and loops that hand it on as it is."""
-    while True:
-        op = scope.computation[name]
-        match op.opcode:
-            case "get-tuple-element":
-                path = (int(op.attribute("index") or 0), *path)
-                name = op.operands[0]
-            case "tuple" if path:
-                name, path = op.operands[path[0]], path[1:]
-            case "copy" | "copy-start" | "copy-done" | "bitcast" | "convert" | "reshape" | "optimization-barrier":
-                name = op.operands[0]
-            case "fusion" | "call":
-                scope = Scope(module.computations[op.callees[0]], scope, op, op.operands)
-                name = scope.computation.root
-            case "while" if path and _unchanged(module, module.computations[op.callee("body")], path[0]):
-                name = op.operands[0]
-            case "parameter" if scope.parent is not None:
-                if scope.body is None:
-                    name = scope.arguments[int(op.inside)]
-                elif path and _unchanged(module, scope.body, path[0]):
-                    name = scope.arguments[0]
-                else:
-                    return scope, op, path
-                scope = scope.parent
-            case _:
-                return scope, op, path
+def _parse_stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
+    """Join the tables at the program's head: for every stack frame `file:line` from the innermost frame outwards.
 
+    Three numbered tables refer to each other, and a frame to the one that called it:
 
-def _unchanged(module: Module, body: Computation, index: int) -> bool:
-    """Whether a loop's body hands element `index` of its carry on as it got it."""
-    at, op, path = resolve(module, Scope(body), body.root, (index,))
-    return at.computation is body and op.opcode == "parameter" and path == (index,)
-
-
-def integer(module: Module, scope: Scope, name: str, path: Path = ()) -> int | None:
-    """The value of an integer scalar where it is known from constants alone, else None."""
-    scope, op, path = resolve(module, scope, name, path)
-    if op.opcode == "constant":
-        return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
-    if op.opcode not in ("add", "subtract", "multiply", "maximum", "minimum") or path:
-        return None
-    left, right = (integer(module, scope, operand) for operand in op.operands)
-    if left is None or right is None:
-        return None
-    values = {"add": left + right, "subtract": left - right, "multiply": left * right}
-    return values.get(op.opcode, max(left, right) if op.opcode == "maximum" else min(left, right))
-
-
-def trip_count(module: Module, scope: Scope, loop: Op) -> int | None:
-    """How often the body of a while loop runs: what the compiler noted, else from its counter, else None.
-
-    TPU programs carry no note. A counter is an element of the carry that starts at a constant, moves by a constant and
-    is compared with a constant.
+        FileNames        1 "/home/user/model.py"
+        FileLocations    2 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=4 end_column=9}
+        StackFrames      3 {file_location_id=2 parent_frame_id=1}
     """
-    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
-        return int(noted[1])
-    condition = module.computations[loop.callee("condition")]
-    body = module.computations[loop.callee("body")]
-    inner, compare, _ = resolve(module, Scope(condition, scope, loop, loop.operands, body), condition.root)
-    if compare.opcode != "compare":
-        return None
-    direction = compare.attribute("direction") or ""
-    left, right = compare.operands
-    index = _carried(module, inner, left, condition)
-    if index is None:
-        left, right, direction = right, left, {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
-        index = _carried(module, inner, left, condition)
-    if index is None:
-        return None
-    start = integer(module, scope, loop.operands[0], (index,))
-    limit = integer(module, inner, right)
-    step = _step(module, Scope(body, scope, loop, loop.operands, body), index)
-    if start is None or limit is None or not step:
-        return None
-    return _turns(start, limit, step, direction)
-
-
-def _carried(module: Module, scope: Scope, name: str, owner: Computation) -> int | None:
-    """Which element of the loop's carry a value is, if it is one."""
-    at, op, path = resolve(module, scope, name)
-    carried = op.opcode == "parameter" and at.computation is owner and len(path) == 1
-    return path[0] if carried else None
-
-
-def _step(module: Module, scope: Scope, index: int) -> int | None:
-    at, op, path = resolve(module, scope, scope.computation.root, (index,))
-    if op.opcode not in ("add", "subtract") or path:
-        return None
-    left, right = op.operands
-    if op.opcode == "add" and _carried(module, at, left, scope.computation) != index:
-        left, right = right, left
-    if _carried(module, at, left, scope.computation) != index:
-        return None
-    amount = integer(module, at, right)
-    return amount if amount is None or op.opcode == "add" else -amount
-
-
-def _turns(start: int, limit: int, step: int, direction: str) -> int | None:
-    distance = limit - start
-    if direction == "NE":
-        return distance // step if distance % step == 0 and distance // step >= 0 else None
-    if direction not in ("LT", "LE") if step > 0 else direction not in ("GT", "GE"):
-        return None
-    inclusive = direction in ("LE", "GE")
-    return max(0, distance // step + 1 if inclusive else -(-distance // step))
-
-
-def _stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
-    """For every stack frame id, `file:line` from the innermost frame outwards."""
     tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     table: dict[int, str] = {}
     for line in lines:
@@ -298,12 +253,13 @@ def _stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
             table[int(key)] = entry
         elif line.strip():
             table = tables.setdefault(line.strip(), {})
+    files = {number: entry.strip('"') for number, entry in tables["FileNames"].items()}
     places = {
-        number: f"{tables['FileNames'].get(_field(entry, 'file_name_id'), '?').strip(chr(34))}:{_field(entry, 'line')}"
+        number: f"{files.get(_number(entry, 'file_name_id'), '?')}:{_number(entry, 'line')}"
         for number, entry in tables["FileLocations"].items()
     }
     frames = {
-        number: (_field(entry, "file_location_id"), _field(entry, "parent_frame_id"))
+        number: (_number(entry, "file_location_id"), _number(entry, "parent_frame_id"))
         for number, entry in tables["StackFrames"].items()
     }
     # XLA prints the parent's number plus one, so that 1 stands for none. A 0 would show that it has stopped doing so.
@@ -320,6 +276,6 @@ def _stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
     return stacks
 
 
-def _field(entry: str, name: str) -> int:
+def _number(entry: str, name: str) -> int:
     found = re.search(rf"\b{name}=(\d+)", entry)
     return int(found[1]) if found else 0

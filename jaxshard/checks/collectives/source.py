@@ -1,10 +1,15 @@
-"""Source lines: from an operation of a compiled program back to the user's code."""
+"""Source lines: from an operation of a compiled program back to the user's code.
+
+Operations carry the Python stack that made them, as metadata, but not all do: what the compiler inserts or combines may
+have none. Then the nearest operation that has one is named instead: what the collective works on, or what uses its
+result.
+"""
 
 from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,49 +19,69 @@ from jaxshard.core.our_code import is_jaxshard_file, package_folder
 _STEPS = (package_folder("jaxshard.engines"), package_folder("jaxshard.training"))
 _MODELS = package_folder("jaxshard.models")
 _STDLIB = sysconfig.get_paths()["stdlib"]
+_FAR = 64
+"""How many operations a search looks at before it gives up."""
 
 
-class Source(NamedTuple):
-    """`line` is the place to look at; `frames` are `file:line` from the innermost outwards; `op_name` is JAX's path."""
+class SourceLine(NamedTuple):
+    """Where an operation comes from.
+
+    Attributes:
+      line: the place to look at: `file:line`, `near file:line`, or else the operation's name.
+      frames: `file:line` of the whole stack, from the innermost frame outwards; () where none is known.
+      op_name: JAX's path of names, such as "jit(step)/transpose/dot_general".
+    """
 
     line: str
     frames: tuple[str, ...]
     op_name: str
 
 
-def source_of(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> Source:
-    """The source of an operation: its own, its fusion's, or `near` that of what it works on, or else only its name."""
+def find_source(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> SourceLine:
+    """Find the source line of an operation: its own, its fusion's, near that of what it works on, or only a name."""
     chain = list(_fusions(scope, op))
     for _, one in chain:
         if frames := _frames(module, one.notes):
-            return Source(users_line(frames), frames, _op_name(one.notes))
+            return SourceLine(users_line(frames), frames, _op_name(one.notes))
     name = next((name for _, one in chain if (name := _op_name(one.notes))), "")
     for computation, one in chain:
-        if producer := _nearest_producer(module, computation, one):
-            frames = _frames(module, producer.notes)
-            return Source(f"near {users_line(frames)}", frames, name or _op_name(producer.notes))
-    return Source(name or op.name, (), name)
+        for producer in _producers(computation, one):
+            if frames := _frames(module, producer.notes):
+                return SourceLine(f"near {users_line(frames)}", frames, name or _op_name(producer.notes))
+    return SourceLine(name or op.name, (), name)
 
 
-def user_of(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> str:
-    """The nearest line of the user's code that uses a value, else of a library; "" where there is none near.
+def find_user(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> str:
+    """Find the nearest line of the user's code that uses a value, else of a library; "" where there is none near.
 
     A compiler names what it inserts after what it works on: a weight that is moved bears the line of the engine that
-    brought it, and who asked for it is known by who uses it.
+    brought it, and only those who use it tell who asked for it.
     """
     computation, outer = list(_fusions(scope, op))[-1]
-    queue = list(computation.users.get(outer.name, ()))
-    other = ""
-    for name in queue:
+    library = ""
+    for name in _walk(computation.users.get(outer.name, ()), lambda name: computation.users.get(name, ())):
         frames = _frames(module, computation[name].notes)
         if line := _users_frame(frames):
             return line
-        if frames and not other and not is_jaxshard_file(frames[0]):
-            other = frames[0]
-        queue += [user for user in computation.users.get(name, ()) if user not in queue]
-        if len(queue) > 64:
+        if frames and not library and not is_jaxshard_file(frames[0]):
+            library = frames[0]
+    return library
+
+
+def _producers(computation: hlo.Computation, op: hlo.Op) -> Iterator[hlo.Op]:
+    """The operations that an operation depends on, the nearest first."""
+    for name in _walk(op.operands, lambda name: computation[name].operands):
+        yield computation[name]
+
+
+def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
+    """Names from the nearest to the farthest, each once, until there are too many."""
+    queue = list(first)
+    for name in queue:
+        yield name
+        queue += [one for one in neighbours(name) if one not in queue]
+        if len(queue) > _FAR:
             break
-    return other
 
 
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
@@ -67,20 +92,8 @@ def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hl
         scope = scope.parent
 
 
-def _nearest_producer(module: hlo.Module, computation: hlo.Computation, op: hlo.Op) -> hlo.Op | None:
-    """The operation with a source line that is the fewest operands away; the search is bounded."""
-    queue = list(op.operands)
-    for name in queue:
-        producer = computation[name]
-        if _frames(module, producer.notes):
-            return producer
-        queue += [operand for operand in producer.operands if operand not in queue]
-        if len(queue) > 64:
-            break
-    return None
-
-
 def _frames(module: hlo.Module, notes: str) -> tuple[str, ...]:
+    """The stack in an operation's metadata: by number in the program's tables, or, from some compilers, one line."""
     if number := re.search(r"\bstack_frame_id=(\d+)", notes):
         return module.frames.get(int(number[1]), ())
     inline = re.search(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?', notes)
@@ -93,10 +106,14 @@ def _op_name(notes: str) -> str:
 
 
 def users_line(frames: Sequence[str]) -> str:
-    """The innermost frame of the user's code, or the innermost of all for what an engine or the step does itself.
+    """Choose the frame to show: the innermost one of the user's code, else the innermost of all.
 
     Installed libraries and this package are not the user's code (its ready-made models are), nor is what merely calls
-    the step: the search ends at a frame of an engine or of the training loop.
+    the step: the search ends at a frame of an engine or of the training loop. So of the stack
+
+        flax/linen/linear.py:271   user/model.py:22   jaxshard/engines/explicit.py:80   user/train.py:10
+
+    the line shown is user/model.py:22; without that frame the operation is the engine's own, not user/train.py's.
     """
     return _users_frame(frames) or frames[0]
 
@@ -111,12 +128,12 @@ def _users_frame(frames: Sequence[str]) -> str:
     return ""
 
 
-def is_of_a_model(file: Path) -> bool:
-    """Whether a file of this package is one of the ready-made models, which count as the user's code."""
+def is_model_file(file: Path) -> bool:
+    """Return True for a file of the ready-made models, which count as the user's code."""
     return file.is_relative_to(_MODELS)
 
 
 def _is_library(file: Path) -> bool:
     if is_jaxshard_file(file):
-        return not is_of_a_model(file)
+        return not is_model_file(file)
     return bool({"site-packages", "dist-packages"} & set(file.parts)) or file.is_relative_to(_STDLIB)

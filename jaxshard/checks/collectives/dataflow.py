@@ -1,0 +1,146 @@
+"""Where a value of a compiled program comes from, and from that how often a loop runs.
+
+XLA hands values on through tuples, copies, fusions, calls and the carries of loops. `resolve` follows a value back to
+the operation that really makes it:
+
+    %limit = s32[] constant(5)
+    %init  = (s32[], f32[64,16], s32[]) tuple(%zero, %p, %limit)
+    %w     = (s32[], f32[64,16], s32[]) while(%init), condition=%cond, body=%body
+
+    in %cond:  %n = s32[] get-tuple-element(%c), index=2        resolve -> %limit, if %body hands element 2 on unchanged
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+
+from jaxshard.checks.collectives.hlo import Computation, Module, Op, Scope
+
+Path = tuple[int, ...]
+"""Indices into nested tuples, the outermost first."""
+
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "maximum": max,
+    "minimum": min,
+}
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
+
+
+def resolve(module: Module, scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
+    """Find the operation that makes a value, seen through whatever hands it on as it is.
+
+    Args:
+      module: the program.
+      scope: where the value is used.
+      name: the value.
+      path: the element of it that is meant, where it is a tuple.
+
+    Returns:
+      The operation, the scope it stands in, and the element of its value that is meant.
+    """
+    while True:
+        op = scope.computation[name]
+        match op.opcode:
+            case "get-tuple-element":
+                path = (int(op.attribute("index") or 0), *path)
+                name = op.operands[0]
+            case "tuple" if path:
+                name, path = op.operands[path[0]], path[1:]
+            case "copy" | "copy-start" | "copy-done" | "bitcast" | "convert" | "reshape" | "optimization-barrier":
+                name = op.operands[0]
+            case "fusion" | "call":
+                scope = Scope(module.computations[op.callees[0]], scope, op, op.operands)
+                name = scope.computation.root
+            case "while" if path and _is_unchanged(module, module.computations[op.callee("body")], path[0]):
+                name = op.operands[0]
+            case "parameter" if scope.parent is not None:
+                if scope.body is None:
+                    name = scope.arguments[int(op.inside)]
+                elif path and _is_unchanged(module, scope.body, path[0]):
+                    name = scope.arguments[0]
+                else:  # each turn of the loop makes it anew
+                    return scope, op, path
+                scope = scope.parent
+            case _:
+                return scope, op, path
+
+
+def _is_unchanged(module: Module, body: Computation, index: int) -> bool:
+    """Whether a loop's body hands element `index` of its carry on as it got it."""
+    at, op, path = resolve(module, Scope(body), body.root, (index,))
+    return at.computation is body and op.opcode == "parameter" and path == (index,)
+
+
+def integer(module: Module, scope: Scope, name: str, path: Path = ()) -> int | None:
+    """Return the value of an integer scalar where it is made of constants alone, else None."""
+    scope, op, path = resolve(module, scope, name, path)
+    if op.opcode == "constant":
+        return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
+    if op.opcode not in _ARITHMETIC or path:
+        return None
+    left, right = (integer(module, scope, operand) for operand in op.operands)
+    return None if left is None or right is None else _ARITHMETIC[op.opcode](left, right)
+
+
+def trip_count(module: Module, scope: Scope, loop: Op) -> int | None:
+    """Return how often the body of a while loop runs: what the compiler noted, else from its counter, else None.
+
+    TPU programs carry no note. A counter is an element of the carry that starts at a constant, moves by a constant and
+    is compared with a constant; the compiler writes `limit > i` as well as `i < limit`.
+    """
+    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
+        return int(noted[1])
+    condition = module.computations[loop.callee("condition")]
+    body = module.computations[loop.callee("body")]
+    inner, compare, _ = resolve(module, Scope(condition, scope, loop, loop.operands, body), condition.root)
+    if compare.opcode != "compare":
+        return None
+    direction = compare.attribute("direction") or ""
+    left, right = compare.operands
+    index = _carry_index(module, inner, left, condition)
+    if index is None:
+        left, right, direction = right, left, _MIRRORED.get(direction, direction)
+        index = _carry_index(module, inner, left, condition)
+    if index is None:
+        return None
+    start = integer(module, scope, loop.operands[0], (index,))
+    limit = integer(module, inner, right)
+    step = _counter_step(module, Scope(body, scope, loop, loop.operands, body), index)
+    if start is None or limit is None or not step:
+        return None
+    return _count_turns(start, limit, step, direction)
+
+
+def _carry_index(module: Module, scope: Scope, name: str, owner: Computation) -> int | None:
+    """Which element of the loop's carry a value is, if it is one; `owner` is the loop's body or condition."""
+    at, op, path = resolve(module, scope, name)
+    is_element = op.opcode == "parameter" and at.computation is owner and len(path) == 1
+    return path[0] if is_element else None
+
+
+def _counter_step(module: Module, scope: Scope, index: int) -> int | None:
+    """By which constant a loop's body moves element `index` of its carry, if it does."""
+    at, op, path = resolve(module, scope, scope.computation.root, (index,))
+    if op.opcode not in ("add", "subtract") or path:
+        return None
+    left, right = op.operands
+    if op.opcode == "add" and _carry_index(module, at, left, scope.computation) != index:
+        left, right = right, left
+    if _carry_index(module, at, left, scope.computation) != index:
+        return None
+    amount = integer(module, at, right)
+    return amount if amount is None or op.opcode == "add" else -amount
+
+
+def _count_turns(start: int, limit: int, step: int, direction: str) -> int | None:
+    """The turns of `while i <direction> limit: i += step`; None where the counter runs away from the limit."""
+    if direction == "NE":
+        turns, rest = divmod(limit - start, step)
+        return turns if rest == 0 and turns >= 0 else None
+    stops = {"LT": limit, "LE": limit + 1} if step > 0 else {"GT": limit, "GE": limit - 1}
+    return len(range(start, stops[direction], step)) if direction in stops else None

@@ -1,0 +1,27 @@
+"""Short programs in HLO's text format, for what a given compiler may or may not print."""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+def mesh_of(**axes):
+    count = math.prod(axes.values())
+    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+XY = {"x": 2, "y": 4}
+GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+
+
+def program(entry, *computations, tables=""):
+    """A program over eight devices whose entry has an f32[64,16] parameter %p."""
+    body = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
+    added = "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  ROOT %s = f32[] add(%a, %a)\n}\n"
+    return (
+        f"HloModule test, is_scheduled=true, num_partitions=8\n{tables}\n{added}\n{''.join(computations)}\n"
+        f"ENTRY %main (p: f32[64,16]) -> f32[64,16] {{\n  %p = f32[64,16]{{1,0}} parameter(0)\n{body}\n}}\n"
+    )
