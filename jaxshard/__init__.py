@@ -6,7 +6,7 @@ editors and readers, the second for Python. `tests/test_floors.py` keeps them eq
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from jaxshard.core.cross_entropy import cross_entropy as cross_entropy
     from jaxshard.core.keys import row_keys as row_keys
     from jaxshard.core.layout import Layout as Layout
-    from jaxshard.core.layout import layout as layout
     from jaxshard.core.loss import Loss as Loss
     from jaxshard.core.loss import Max as Max
     from jaxshard.core.loss import Mean as Mean
     from jaxshard.core.loss import Model as Model
     from jaxshard.core.loss import Sum as Sum
     from jaxshard.core.loss import combine as combine
+    from jaxshard.core.make_layout import layout as layout
     from jaxshard.core.mesh import make_mesh as make_mesh
     from jaxshard.core.mesh import simulate_devices as simulate_devices
     from jaxshard.core.placement import Placement as Placement
@@ -115,7 +115,8 @@ _NAMES = {
     "core.constrain": ("constrain",),
     "core.cross_entropy": ("cross_entropy",),
     "core.keys": ("row_keys",),
-    "core.layout": ("Layout", "layout"),
+    "core.layout": ("Layout",),
+    "core.make_layout": ("layout",),
     "core.loss": ("Loss", "Max", "Mean", "Model", "Sum", "combine"),
     "core.mesh": ("make_mesh", "simulate_devices"),
     "core.placement": ("Placement", "View"),
@@ -151,16 +152,17 @@ _MODULE_OF = {name: f"jaxshard.{module}" for module, names in _NAMES.items() for
 __all__ = sorted([*_SUBMODULES, *_MODULE_OF])
 
 
-def __getattr__(name: str) -> Any:
-    value: Any
-    if name in _SUBMODULES:
-        value = importlib.import_module(_SUBMODULES[name])
-    elif name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    else:
-        raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers have the imports above, and report every other name
+
+    def __getattr__(name: str) -> object:
+        if name in _SUBMODULES:
+            value = importlib.import_module(_SUBMODULES[name])
+        elif name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        else:
+            raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

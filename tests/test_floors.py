@@ -77,9 +77,8 @@ def test_each_room_says_which_rooms_it_imports():
     wrong = []
     for room in FOLDERS:
         said = rooms_said(room)
-        imported = {room_of_module(m) for path in (PACKAGE / room).rglob("*.py") for m in imported_modules(path)} - {
-            room
-        }
+        files = (PACKAGE / room).rglob("*.py")
+        imported = {room_of_module(module) for path in files for module in imported_modules(path)} - {room}
         if said != imported:
             wrong.append(f"jaxshard/{room}/__init__.py says {sorted(said)}, its files import {sorted(imported)}")
     assert not wrong, "\n".join(wrong)
