@@ -1,4 +1,8 @@
-"""Token corpora: text or token ids, in memory or memory-mapped, with a part held out."""
+"""`Corpus`: text or token ids, in memory or memory-mapped, with a part held out for evaluation.
+
+Several files are split by a hash of their paths: a file that comes or goes moves no other file across the split. A
+single file or token array is split at its end.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 HELD_OUT = 0.08
-"""The share of files, or of a single token array's end, that is held out."""
+"""The share of the files, or of the end of a single token array, that is held out."""
 
 _BYTES = 256
 _SEPARATOR = b"\0"
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_CHUNK, _SCANNED = 2**24, 64
+_CHUNK = 2**24
+"""Tokens that are checked and hashed at a time."""
+_MAX_CHUNKS = 64
+"""Chunks that are checked and hashed at most: of 2**40 tokens one in a thousand."""
 
 
 class Corpus(NamedTuple):
     """Tokens to train on and tokens held out, in memory or memory-mapped.
 
-    `digest` is a SHA-256 over the tokens of both, in hexadecimal: the standard library differs between Python versions,
-    so a result names the text it was trained on. Of more than 2**30 tokens it covers the number and 64 evenly spaced
-    pieces of 2**24.
+    Attributes:
+      name: the name of the file or folder, or "stdlib-" and the Python version.
+      train: integers [number of tokens].
+      held_out: integers [number of tokens], for evaluation.
+      vocab: the size of the vocabulary; all ids are from 0 to vocab - 1.
+      digest: SHA-256 over the tokens of both, in hexadecimal, so that a result can name the text it was trained on (the
+        standard library differs between Python versions). Of more than 2**30 tokens it covers the number and 64 evenly
+        spaced pieces of 2**24.
     """
 
     name: str
@@ -36,34 +48,48 @@ class Corpus(NamedTuple):
 
 
 def stdlib() -> Corpus:
-    """The source text of the running Python's standard library, as bytes (vocabulary 256), about 12 MB.
+    """Loads the source text of the running Python's standard library: about 12 MB that are on every machine.
 
-    All `*.py` files below `sysconfig`'s stdlib folder in the order of their paths, without installed packages
+    These are all `*.py` files below `sysconfig`'s stdlib folder in the order of their paths, without installed packages
     (site-packages, dist-packages) and without test suites: some distributions leave those out, and where they are
-    present they are twice as long as the library itself. A file is held out when a hash of its path says so.
+    present they are twice as long as the library itself. A file is held out if a hash of its path says so.
+
+    Returns:
+      A corpus of bytes, uint8, with a vocabulary of 256.
+
+    Raises:
+      ValueError: this Python comes without the source of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts = {path.as_posix(): (root / path).read_bytes() for path in _files(root, "*.py", _NOT_THE_LIBRARY)}
+    texts = {path.as_posix(): (root / path).read_bytes() for path in _list_files(root, "*.py", _NOT_THE_LIBRARY)}
     if not texts:
         raise ValueError(f"data: this Python has no library source (*.py below {root}); give data of your own")
-    return _from_texts(f"stdlib-{sysconfig.get_python_version()}", texts)
+    return _join_texts(f"stdlib-{sysconfig.get_python_version()}", texts)
 
 
 def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Corpus:
-    """The corpus at a path: text, or tokens.
+    """Loads the corpus at a path: text, or tokens.
 
-    - a folder: the bytes of every UTF-8 file below it, hidden ones left out and others named in a warning; files held
-      out by a hash of their relative path, one at least;
-    - a `.npy` file: a one-dimensional integer array, memory-mapped; `vocab` is needed unless it is uint8;
-    - a `.bin` file: raw integers of the given `dtype` and `vocab`, memory-mapped;
-    - any other file: its bytes, memory-mapped.
+    - A folder: the bytes of every UTF-8 file below it. Hidden files are left out, and other ones that are not UTF-8,
+      with a warning. Files are held out by a hash of their relative path, at least one.
+    - A `.npy` file: a one-dimensional integer array, memory-mapped; needs `vocab` unless it is uint8.
+    - A `.bin` file: raw integers, memory-mapped; needs `dtype` and `vocab`.
+    - Any other file: its bytes, memory-mapped.
 
     Of a single file the last 8 % are held out. Token ids are compared with the vocabulary here (of more than 2**30
-    tokens in evenly spaced pieces) and, where `windows` is given the vocabulary, again in every row that is read.
+    tokens in evenly spaced pieces) and, if `windows` is given the vocabulary, again in every row that is read.
+
+    Args:
+      path: a file or a folder.
+      dtype: the integer type of a `.bin` file, such as "uint16".
+      vocab: the size of the vocabulary of a `.npy` or `.bin` file. Text has 256.
+
+    Returns:
+      The tokens to train on and those held out.
 
     Raises:
       FileNotFoundError: nothing at the path.
-      ValueError: empty data, a missing dtype or vocabulary, token ids outside it.
+      ValueError: empty data, a missing dtype or vocabulary or one too many, token ids outside the vocabulary.
     """
     path = Path(path)
     if not path.exists():
@@ -71,21 +97,21 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
             f"data: {path} does not exist; give a text file, a folder of text, a .npy or a .bin file"
         )
     if path.is_file() and path.suffix in (".npy", ".bin"):
-        tokens = _token_array(path, dtype)
+        tokens = _map_tokens(path, dtype)
         if vocab is None and tokens.dtype != np.uint8:
             raise ValueError(f"data: the vocabulary of the {tokens.dtype} tokens in {path} is unknown; pass vocab=")
-        return _from_tokens(path.name, tokens, _BYTES if vocab is None else vocab)
+        return _split_tokens(path.name, tokens, _BYTES if vocab is None else vocab)
     if dtype is not None or vocab not in (None, _BYTES):
         raise ValueError(
             f"data: {path} is read as bytes, a vocabulary of {_BYTES}, but dtype={dtype}, vocab={vocab} were given; "
             "they are for .npy and .bin token arrays"
         )
-    return _from_folder(path) if path.is_dir() else _from_tokens(path.name, _token_array(path, np.uint8), _BYTES)
+    return _load_folder(path) if path.is_dir() else _split_tokens(path.name, _map_tokens(path, np.uint8), _BYTES)
 
 
-def _from_folder(root: Path) -> Corpus:
+def _load_folder(root: Path) -> Corpus:
     texts, skipped = {}, []
-    for path in _files(root, "*", frozenset()):
+    for path in _list_files(root, "*", frozenset()):
         content = (root / path).read_bytes()
         try:
             content.decode()
@@ -96,50 +122,51 @@ def _from_folder(root: Path) -> Corpus:
         raise ValueError(f"data: the folder {root} has no text: {len(texts)} empty files, {len(skipped)} not UTF-8")
     if skipped:
         warnings.warn(f"data: left out {len(skipped)} files that are not UTF-8, such as {skipped[0]}", stacklevel=3)
-    return _from_texts(root.resolve().name, texts)
+    return _join_texts(root.resolve().name, texts)
 
 
-def _files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
-    """The files below root in the order of their relative paths, none in a hidden folder or one that is skipped."""
+def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
+    """Lists files by relative path, in order, without hidden ones and those below a folder in `skip`."""
     found = [path for path in root.rglob(pattern) if path.is_file()]
     wanted = (path.relative_to(root) for path in found)
     return sorted(path for path in wanted if not any(part in skip or part.startswith(".") for part in path.parts))
 
 
-def _from_texts(name: str, texts: dict[str, bytes]) -> Corpus:
-    """The corpus of several texts by relative path, each of them either trained on or held out."""
+def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus:
+    """Makes the corpus of several texts by relative path, each of them either trained on or held out."""
     texts = {path: text for path, text in texts.items() if text}
     if len(texts) < 2:
         whole = b"".join(texts.values())
-        return _from_tokens(name, np.frombuffer(whole, np.uint8), _BYTES)
+        return _split_tokens(name, np.frombuffer(whole, np.uint8), _BYTES)
+    # A number in [0, 1) for each path that does not depend on the other files.
     share = {path: int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64 for path in texts}
     by_share = sorted(texts, key=share.__getitem__)
     count = sum(value < HELD_OUT for value in share.values())
     held = set(by_share[: min(max(count, 1), len(texts) - 1)])
 
-    def joined(paths: Iterable[str]) -> np.ndarray:
+    def join(paths: Iterable[str]) -> np.ndarray:
         return np.frombuffer(b"".join(texts[path] + _SEPARATOR for path in paths), np.uint8)
 
-    train, held_out = joined(p for p in texts if p not in held), joined(p for p in texts if p in held)
-    return Corpus(name, train, held_out, _BYTES, _digest([train, held_out]))
+    train, held_out = join(p for p in texts if p not in held), join(p for p in texts if p in held)
+    return Corpus(name, train, held_out, _BYTES, _hash_tokens([train, held_out]))
 
 
-def _from_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus:
-    """The corpus of one token array, whose end is held out."""
+def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus:
+    """Makes the corpus of one token array, whose end is held out."""
     if not len(tokens):
         raise ValueError(f"data: {name} is empty")
-    for chunk in _chunks(tokens):
+    for chunk in _sample_chunks(tokens):
         check_ids(chunk, vocab)
     cut = len(tokens) - int(len(tokens) * HELD_OUT)
-    return Corpus(name, tokens[:cut], tokens[cut:], vocab, _digest([tokens]))
+    return Corpus(name, tokens[:cut], tokens[cut:], vocab, _hash_tokens([tokens]))
 
 
-def _token_array(path: Path, dtype: Any) -> np.ndarray:
-    """The integers in a .npy or .bin file, memory-mapped."""
+def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
+    """Opens the integers in a .npy or raw file, memory-mapped."""
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path} is empty")
     if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")
+        tokens: np.ndarray = np.load(path, mmap_mode="r")
         if dtype is not None and np.dtype(dtype) != tokens.dtype:
             raise ValueError(f"data: {path} holds {tokens.dtype}, but dtype={np.dtype(dtype)} was given; leave it out")
     else:
@@ -154,25 +181,25 @@ def _token_array(path: Path, dtype: Any) -> np.ndarray:
     return tokens
 
 
-def _chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """All of the tokens in pieces, or evenly spaced pieces of them when they are very many."""
+def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields all of the tokens in pieces, or evenly spaced pieces of them if they are very many."""
     starts = np.arange(0, len(tokens), _CHUNK)
-    if len(starts) > _SCANNED:
-        starts = starts[np.linspace(0, len(starts) - 1, _SCANNED).astype(int)]
+    if len(starts) > _MAX_CHUNKS:
+        starts = starts[np.linspace(0, len(starts) - 1, _MAX_CHUNKS).astype(int)]
     return (tokens[start : start + _CHUNK] for start in starts)
 
 
-def _digest(arrays: list[np.ndarray]) -> str:
+def _hash_tokens(arrays: list[np.ndarray]) -> str:
     total = hashlib.sha256()
     for tokens in arrays:
         total.update(f"{tokens.dtype.str}{len(tokens)}".encode())
-        for chunk in _chunks(tokens):
+        for chunk in _sample_chunks(tokens):
             total.update(np.ascontiguousarray(chunk).data)
     return total.hexdigest()
 
 
 def check_ids(tokens: np.ndarray, vocab: int) -> None:
-    """An error if a token id lies outside the vocabulary."""
+    """Raises ValueError if a token id lies outside the vocabulary."""
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab):
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(f"data: token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1})")

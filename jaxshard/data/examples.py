@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jaxshard.core.tree import check_same_tree, path_str
 from jaxshard.core.types import PyTree
-from jaxshard.data.order import permute
-from jaxshard.data.source import places
+from jaxshard.data.source import draw_indices
 
 
 class Indexed(Protocol):
-    """A data set that is read by number."""
+    """A data set that is read by number: `dataset[i]` for i in 0 to len(dataset) - 1."""
 
     def __len__(self) -> int: ...
 
@@ -24,32 +24,58 @@ class Indexed(Protocol):
 
 @dataclass(frozen=True)
 class Examples:
-    """The indexed source that `examples` makes."""
+    """The source that `examples` makes.
+
+    Attributes:
+      dataset: the data set with `len` and an index.
+      batch: the number of global rows of a step.
+      seed: what the order is drawn from; None for the data set's own order.
+    """
 
     dataset: Indexed
     batch: int
     seed: int | None
 
-    def rows(self, step: int, rows: np.ndarray) -> PyTree:
-        """The examples of the given global rows of the batch of a step, stacked: leaves [len(rows), ...]."""
-        epoch, number = np.divmod(places(step, rows, self.batch), len(self.dataset))
-        if self.seed is not None:
-            number = permute(number, size=len(self.dataset), seed=self.seed, epoch=epoch)
-        numbers = number.tolist() or [0]
-        stacked = _stacked(numbers, [self.dataset[i] for i in numbers])
-        return stacked if number.size else jax.tree.map(lambda leaf: leaf[:0], stacked)
+    def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
+        """Reads global rows of the batch of a step; reads only these examples.
+
+        Args:
+          step: the number of the batch, from 0.
+          rows: numbers from 0 to batch - 1.
+
+        Returns:
+          The examples stacked: a tree with leaves [len(rows), ...].
+
+        Raises:
+          ValueError, TypeError: as `examples` says.
+        """
+        drawn = draw_indices(step, rows, batch=self.batch, size=len(self.dataset), seed=self.seed)
+        numbers = drawn.tolist() or [0]  # of no rows the shapes are still needed
+        stacked = _stack(numbers, [self.dataset[i] for i in numbers])
+        return stacked if drawn.size else jax.tree.map(lambda leaf: leaf[:0], stacked)
 
 
 def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
-    """A source of `batch` examples a step from a data set with `len` and an index, each a tree of arrays or numbers.
+    """Makes a source of `batch` examples a step from a data set with `len` and an index.
 
-    The order is drawn from (seed, epoch), every example once in an epoch, as in `windows`. With seed=None it is the
-    data set's own, over and over: for one that shuffles by itself, such as a `grain.MapDataset` that ends in
-    `.shuffle().repeat()`. Every host reads only its own examples.
+    An epoch has every example once, in an order drawn from (seed, epoch). Every host reads only its own examples.
+
+        source = js.data.examples(datasets.load_dataset("mnist", split="train").with_format("numpy"), batch=256, seed=0)
+        for batch in js.batches(source, layout): ...
+
+    Args:
+      dataset: a list, an array, or a map-style data set of Hugging Face, torch or Grain, whose examples are trees of
+        arrays or numbers, all of one structure, shapes and dtypes.
+      batch: the number of global rows of a step.
+      seed: what the order is drawn from. None is the data set's own order, over and over: for one that shuffles by
+        itself, such as a `grain.MapDataset` that ends in `.shuffle().repeat()`.
+
+    Returns:
+      A source of trees with leaves [batch, ...].
 
     Raises:
-      ValueError: an empty data set, a batch below 1; where they are read, examples that are None (what a filtered
-        `grain.MapDataset` has in the place of those left out) or differ in structure, shape or dtype.
+      ValueError: an empty data set, or a batch below 1. Where they are read: examples that are None (what a filtered
+        `grain.MapDataset` has in the place of those left out), or that differ in structure, shape or dtype.
       TypeError: where they are read, text and other leaves that are no numbers.
     """
     if batch < 1:
@@ -59,8 +85,8 @@ def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
     return Examples(dataset, batch, seed)
 
 
-def _stacked(numbers: list[int], chosen: list[PyTree]) -> PyTree:
-    """Leaves [len(chosen), ...] of examples that are all alike."""
+def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
+    """Stacks examples, which must be alike; `numbers` are theirs in the data set, for messages."""
     missing = [i for i, example in zip(numbers, chosen, strict=True) if example is None]
     if missing:
         raise ValueError(
@@ -68,13 +94,14 @@ def _stacked(numbers: list[int], chosen: list[PyTree]) -> PyTree:
         )
     chosen = [jax.tree.map(np.asarray, example) for example in chosen]
     for number, example in zip(numbers, chosen, strict=True):
-        if _kind(example) != _kind(chosen[0]):
+        if _signature(example) != _signature(chosen[0]):
             what = f"examples: number {number} differs from number {numbers[0]}"
             check_same_tree(chosen[0], example, what, "pad or crop them to one shape")
     return jax.tree.map(lambda *leaves: np.stack(leaves), *chosen)
 
 
-def _kind(example: PyTree) -> tuple[Any, ...]:
+def _signature(example: PyTree) -> tuple[Any, ...]:
+    """The structure, shapes and dtypes of an example."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(example)
     words = [f"{path_str(path)} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.kind in "OSUMm"]
     if words:

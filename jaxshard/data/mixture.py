@@ -10,19 +10,28 @@ from numbers import Rational, Real
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jaxshard.core.tree import check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.data.order import permute
-from jaxshard.data.source import Source, places
+from jaxshard.data.source import Source, global_positions
 
 _LARGEST = 2**31
-"""Whole weights stay below this in sum, so that products of two fit into 64 bits."""
+"""The sum of whole weights stays below this, so that products of two fit into 64 bits."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The indexed source that `mixture` makes: `counts` rows of each of its sources in every sum(counts) rows."""
+    """The source that `mixture` makes: `counts` rows of each of its sources in every sum(counts) rows.
+
+    Attributes:
+      names: the names of the sources.
+      sources: the sources, all with the batch of the mixture.
+      counts: their weights as whole numbers in lowest terms.
+      batch: the number of global rows of a step.
+      seed: what the places of the sources within a batch are drawn from.
+    """
 
     names: tuple[str, ...]
     sources: tuple[Source, ...]
@@ -30,39 +39,63 @@ class Mixture:
     batch: int
     seed: int
 
-    def rows(self, step: int, rows: np.ndarray) -> PyTree:
-        """The given global rows of the batch of a step, each from one of the sources."""
-        rows = places(step, rows, self.batch) - np.int64(step) * self.batch
-        slots = np.int64(step) * self.batch + permute(rows, size=self.batch, seed=self.seed, epoch=step)
-        which, number = draws(self.counts, slots)
+    def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
+        """Reads global rows of the batch of a step, each from one of the sources.
+
+        Args:
+          step: the number of the batch, from 0.
+          rows: numbers from 0 to batch - 1.
+
+        Returns:
+          A tree with leaves [len(rows), ...], as those of the sources.
+
+        Raises:
+          ValueError: a row outside the batch, a negative step; what the sources raise.
+        """
+        # A row of the batch -> a slot of the endless sequence of shares, shuffled within the batch -> a source and the
+        # number of its row -> that source's own step and row, since it has the same batch.
+        begin = np.int64(step) * self.batch
+        place = global_positions(step, rows, self.batch) - begin
+        slots = begin + permute(place, size=self.batch, seed=self.seed, epoch=step)
+        which, number = assign_slots(self.counts, slots)
+        steps, row = np.divmod(number, self.batch)
         at, parts = [], []
         for i, source in enumerate(self.sources):
-            steps, row = np.divmod(number, self.batch)
-            for each in np.unique(steps[which == i]):
-                chosen = np.flatnonzero((which == i) & (steps == each))
+            # The rows that a source gives to one batch may belong to several of its own steps.
+            for its_step in np.unique(steps[which == i]):
+                chosen = np.flatnonzero((which == i) & (steps == its_step))
                 at.append(chosen)
-                parts.append(source.rows(int(each), row[chosen]))
+                parts.append(source.rows(int(its_step), row[chosen]))
         if not parts:
             return self.sources[0].rows(step, rows)
         back = np.argsort(np.concatenate(at))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *parts)
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """How many rows of each source come before a step."""
-        return dict(zip(self.names, _before(self.counts, step * self.batch), strict=True))
+        """Returns how many rows of each source, by name, come before a step."""
+        return dict(zip(self.names, _count_before(self.counts, step * self.batch), strict=True))
 
 
 def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixture:
-    """A source that mixes others by weight, {"name": (source, weight)}: each row of a batch comes from one of them.
-
-    With weights that add up to W as whole numbers in lowest terms (0.3 and 0.7 are 3 and 7), every W rows from the
-    start hold exactly so many of each source; any rows that follow one another, such as a batch, hold less than
-    log2(number of sources), rounded up, more or fewer than the share. Weights with W of 2**31 or more are rounded, by
-    less than 1e-8 of the whole.
-    Each source is read in its own sequence, no row left out, so that none comes twice in its epoch; the seed draws the
-    places within a batch. Every step is computed from its number alone, and a mixture may be mixed again.
+    """Makes a source that mixes others by weight: each row of a batch comes from one of them.
 
         source = js.data.mixture({"code": (code, 0.3), "prose": (prose, 0.7)}, seed=0)
+
+    The shares are exact. With weights that add up to W as whole numbers in lowest terms (0.3 and 0.7 are 3 and 7, so W
+    is 10), every W rows from the start hold exactly so many of each source. Any rows that follow one another, such as a
+    batch, miss the share by less than log2(number of sources), rounded up.
+
+    Each source is read in its own sequence, no row left out, so that none comes twice in its epoch. Every step is
+    computed from its number alone, and a mixture may be mixed again.
+
+    Args:
+      sources: {name: (source, weight)}. All sources have the batch of the mixture, and rows of one structure, shape and
+        dtype. Weights are positive numbers, taken as they are written: 0.1 is one tenth. Weights with W of 2**31 or
+        more are rounded, by less than 1e-8 of the whole.
+      seed: what the places of the sources within a batch are drawn from.
+
+    Returns:
+      A source of the batch and the rows of its sources.
 
     Raises:
       ValueError: no sources, a weight that is not above 0 or not finite, sources whose batches or rows differ.
@@ -72,54 +105,70 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
         raise ValueError('mixture: no sources; give {"name": (source, weight)}')
     for name, entry in sources.items():
         if not (isinstance(entry, tuple) and len(entry) == 2 and hasattr(entry[0], "rows")):
-            raise TypeError(f"mixture: {name!r} must be a pair (source, weight), got {_described(entry)}")
+            raise TypeError(f"mixture: {name!r} must be a pair (source, weight), got {_show(entry)}")
     members = {name: source for name, (source, _) in sources.items()}
-    counts = _whole({name: weight for name, (_, weight) in sources.items()})
+    counts = _to_whole({name: weight for name, (_, weight) in sources.items()})
     sizes = {name: source.batch for name, source in members.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"mixture: all sources need the batch of the mixture, got {sizes}; make them with one batch=")
-    _check_alike(members)
+    _check_same_rows(members)
     return Mixture(tuple(members), tuple(members.values()), counts, next(iter(sizes.values())), seed)
 
 
-def draws(counts: tuple[int, ...], slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(which source, the number of its row) for every slot of an endless sequence; both int64[len(slots)].
+def assign_slots(
+    counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]
+) -> tuple[Int[np.ndarray, " slots"], Int[np.ndarray, " slots"]]:
+    """Gives every slot of an endless sequence to one of several sources, in proportion to `counts`.
 
-    The sources are halved until one is left; of two halves with weights a and b, the first takes slot n when
-    floor(n a / (a + b)) goes up there. So a source's rows are numbered without gaps in the order of the slots.
+    The sources are halved until one is left. Of two halves with weights a and b, the first takes slot n if
+    floor(n a / (a + b)) goes up there, and the second takes the others. So the rows of a source are numbered without
+    gaps in the order of the slots, and both answers follow from the slot alone. With counts (2, 1):
+
+        slot              0  1  2  3  4  5
+        floor(2 n / 3)    0  0  1  2  2  3    (4 at slot 6)
+        source            1  0  0  1  0  0
+        number            0  0  1  1  2  3
+
+    Args:
+      counts: the whole weight of each source.
+      slots: int64 numbers from 0.
+
+    Returns:
+      (the index of a source, the number of its row) for every slot, both int64.
     """
     if len(counts) == 1:
         return np.zeros_like(slots), slots
     half = len(counts) // 2
     part, total = sum(counts[:half]), sum(counts)
-    taken = _share(slots, part, total)
-    first = _share(slots + 1, part, total) > taken
+    taken = _floor_share(slots, part, total)
+    first = _floor_share(slots + 1, part, total) > taken
     which, number = np.empty_like(slots), np.empty_like(slots)
-    which[first], number[first] = draws(counts[:half], taken[first])
-    which[~first], number[~first] = draws(counts[half:], (slots - taken)[~first])
+    which[first], number[first] = assign_slots(counts[:half], taken[first])
+    which[~first], number[~first] = assign_slots(counts[half:], (slots - taken)[~first])
     which[~first] += half
     return which, number
 
 
-def _before(counts: tuple[int, ...], slot: int) -> list[int]:
-    """How many slots before this one each source takes."""
+def _count_before(counts: tuple[int, ...], slot: int) -> list[int]:
+    """Returns how many slots before this one each source takes; `assign_slots` for one number."""
     if len(counts) == 1:
         return [slot]
     half = len(counts) // 2
     taken = slot * sum(counts[:half]) // sum(counts)
-    return _before(counts[:half], taken) + _before(counts[half:], slot - taken)
+    return _count_before(counts[:half], taken) + _count_before(counts[half:], slot - taken)
 
 
-def _share(n: np.ndarray, part: int, total: int) -> np.ndarray:
-    """floor(n * part / total) without overflow."""
-    return n // total * part + n % total * part // total
+def _floor_share(n: np.ndarray, part: int, total: int) -> np.ndarray:
+    """Returns floor(n * part / total) without overflow: `total` is below 2**31, so that both products fit."""
+    share: np.ndarray = n // total * part + n % total * part // total
+    return share
 
 
-def _whole(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """The weights as whole numbers in lowest terms, decimals as they are written."""
+def _to_whole(weights: Mapping[str, float]) -> tuple[int, ...]:
+    """Returns the weights as whole numbers in lowest terms, decimals as they are written."""
     for name, weight in weights.items():
         if not isinstance(weight, Real) or isinstance(weight, bool):
-            raise TypeError(f"mixture: the weight of {name!r} must be a number, got {_described(weight)}")
+            raise TypeError(f"mixture: the weight of {name!r} must be a number, got {_show(weight)}")
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"mixture: the weight of {name!r} must be above 0 and finite, got {weight}; leave out a 0")
     exact = [Fraction(w) if isinstance(w, Rational) else Fraction(repr(float(w))) for w in weights.values()]
@@ -131,13 +180,13 @@ def _whole(weights: Mapping[str, float]) -> tuple[int, ...]:
     return tuple(max(1, w * (_LARGEST // 2) // sum(whole)) for w in whole)
 
 
-def _check_alike(members: Mapping[str, Source]) -> None:
-    """An error unless rows of all sources have one structure, and leaves of one shape and dtype."""
+def _check_same_rows(members: Mapping[str, Source]) -> None:
+    """Raises ValueError unless rows of all sources have one structure, and leaves of one shape and dtype."""
     (name, first), *others = ((name, source.rows(0, np.zeros(1, np.int64))) for name, source in members.items())
     for other, row in others:
         what = f"mixture: rows of {other!r} differ from those of {name!r}"
         check_same_tree(first, row, what, "make the sources with one seq and one dtype")
 
 
-def _described(x: object) -> str:
+def _show(x: object) -> str:
     return f"{type(x).__name__} {x!r}"[:80]

@@ -1,4 +1,8 @@
-"""An order of positions that depends on (seed, epoch) alone and takes no memory: a keyed permutation."""
+"""A shuffled order that depends on (seed, epoch) alone and takes no memory: a keyed permutation.
+
+A stored permutation of a billion windows takes 8 GB and must be made anew in every epoch. This one computes where a
+position goes from the position itself, as a block cipher does with its input.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,36 @@ import math
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
+
+_ROUNDS = 8
+"""Rounds of the Feistel network: four suffice with ideal hashes (Luby and Rackoff 1988), eight leave a margin."""
 
 
-def permute(position: np.ndarray, *, size: int, seed: int, epoch: np.ndarray | int) -> np.ndarray:
-    """int64 values in [0, size): for a fixed (seed, epoch) a permutation of the positions 0 to size - 1.
+def permute(
+    position: Int[np.ndarray, "*shape"], *, size: int, seed: int, epoch: Int[np.ndarray, "*shape"] | int
+) -> Int[np.ndarray, "*shape"]:
+    """Shuffles positions: for a fixed (seed, epoch) a permutation of the numbers 0 to size - 1.
 
-    A Feistel network on pairs (left, right) in [a] x [b] with a * b just above `size`; a value outside is put through
-    again until it lies inside. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 3, 4.
+    A Feistel network on pairs (left, right) in [a] x [b] with a * b just above `size`, which is a permutation of a * b
+    values; a value that lands outside `size` is put through again until it lies inside, which keeps it one. Source:
+    Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", sections 3 (cycle walking) and 4 (the network).
 
-    >>> sorted(permute(np.arange(7), size=7, seed=0, epoch=3).tolist())
-    [0, 1, 2, 3, 4, 5, 6]
+    Args:
+      position: integers from 0 to size - 1, of any shape; only these are computed.
+      size: the number of positions, below 2**62.
+      seed: any integer; taken modulo 2**64.
+      epoch: an integer from 0, or one per position. Each epoch has another order.
+
+    Returns:
+      int64 of the shape of `position`.
+
+    Raises:
+      ValueError: a position that is not in 0 to size - 1.
+
+    Example:
+      >>> sorted(permute(np.arange(7), size=7, seed=0, epoch=3).tolist())
+      [0, 1, 2, 3, 4, 5, 6]
     """
     position = np.asarray(position, np.int64)
     if position.size and not (position.min() >= 0 and position.max() < size):
@@ -23,25 +47,27 @@ def permute(position: np.ndarray, *, size: int, seed: int, epoch: np.ndarray | i
     left_size = math.isqrt(max(size, 1))
     right_size = -(-size // left_size)
     key = _mix(_mix(np.uint64(int(seed) % 2**64)) ^ np.broadcast_to(epoch, position.shape).astype(np.uint64))
-    turn_keys = [_mix(key ^ np.uint64(turn)) for turn in range(8)]
+    round_keys = [_mix(key ^ np.uint64(number)) for number in range(_ROUNDS)]
     value = position.copy()
+    # a * b exceeds `size` by less than sqrt(size), so that nearly all values lie inside after one pass.
     outside = np.ones(position.shape, bool)
     while outside.any():
         left, right = np.divmod(value[outside], right_size)
-        for turn in range(0, 8, 2):
-            left = (left + _hash(right, turn_keys[turn][outside], left_size)) % left_size
-            right = (right + _hash(left, turn_keys[turn + 1][outside], right_size)) % right_size
+        for number in range(0, _ROUNDS, 2):
+            left = (left + _hash(right, round_keys[number][outside], left_size)) % left_size
+            right = (right + _hash(left, round_keys[number + 1][outside], right_size)) % right_size
         value[outside] = left * right_size + right
         outside[outside] = value[outside] >= size
     return value
 
 
 def _hash(x: np.ndarray, key: np.ndarray, size: int) -> np.ndarray:
-    return (_mix(key ^ x.astype(np.uint64)) % np.uint64(size)).astype(np.int64)
+    mixed: np.ndarray = _mix(key ^ x.astype(np.uint64)) % np.uint64(size)
+    return mixed.astype(np.int64)
 
 
 def _mix(x: Any) -> Any:
-    """A hash of uint64 values: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Hashes uint64 values: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,37 +1,68 @@
-"""`Source`: a global batch per step, of which any host reads any rows."""
+"""`Source`: an endless sequence of rows, cut into global batches, of which every host reads the rows it needs."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxshard.core.types import PyTree
+from jaxshard.data.order import permute
 
 
 class Source(Protocol):
-    """What `batches` reads: a global batch that any host can read any rows of.
+    """A global batch per step, of which any host can read any rows: what `js.batches` reads best.
 
-    `batch` is the number of global rows of a step; `rows(step, rows)` is a tree of NumPy arrays [len(rows), ...], the
-    given global rows of that step's batch, which depend on nothing else. All rows of all steps together are one
-    sequence, row r of step s at s * batch + r.
+    All rows of all steps are one sequence. With a batch of 4:
+
+        step        0             1             2
+        row         0  1  2  3    0  1  2  3    0 ...
+        position    0  1  2  3    4  5  6  7    8 ...
+
+    `rows` depends on its arguments alone. So every number of processes sees the same batches, each process reads only
+    its own rows, and a run goes on at any step without a saved state. `js.data.windows`, `examples` and `mixture` make
+    sources; one of your own is a class with these two members:
+
+        class Noise:
+            batch = 32
+
+            def rows(self, step, rows):
+                return {"x": np.stack([np.random.default_rng((step, row)).normal(size=8) for row in rows])}
+
+    Attributes:
+      batch: the number of global rows of a step.
     """
 
     @property
     def batch(self) -> int: ...
 
-    def rows(self, step: int, rows: np.ndarray) -> PyTree: ...
+    def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
+        """Returns a tree of NumPy arrays [len(rows), ...]: these global rows of the batch of a step, in this order."""
+        ...
 
 
-def places(step: int, rows: Any, batch: int) -> np.ndarray:
-    """int64[len(rows)]: where these rows of a step stand in the sequence of all rows.
+def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> Int[np.ndarray, " rows"]:
+    """Returns the positions of rows of a step in the sequence of all rows, int64.
 
     Raises:
-      ValueError: a row outside the batch, a negative step.
+      ValueError: a row outside the batch, or a negative step.
     """
     rows = np.asarray(rows, np.int64)
     if rows.size and not (rows.min() >= 0 and rows.max() < batch):
         raise ValueError(f"data: rows {rows.min()} to {rows.max()} of a batch of {batch} rows")
     if step < 0:
         raise ValueError(f"data: steps count from 0, got step {step}")
-    return np.int64(step) * batch + rows
+    return rows + np.int64(step) * batch
+
+
+def draw_indices(
+    step: int, rows: Int[np.ndarray, " rows"], *, batch: int, size: int, seed: int | None
+) -> Int[np.ndarray, " rows"]:
+    """Returns which of `size` examples stand at rows of a step, int64: each once per epoch, in an order drawn anew.
+
+    The sequence of all rows is cut into epochs of `size` positions, wherever batches begin: a batch may straddle two.
+    With seed=None every epoch is 0, 1, ..., size - 1.
+    """
+    epoch, position = np.divmod(global_positions(step, rows, batch), size)
+    return position if seed is None else permute(position, size=size, seed=seed, epoch=epoch)

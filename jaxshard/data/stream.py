@@ -1,4 +1,4 @@
-"""`Batches`: an iterator of batches that are made ahead by one thread, and that knows its position."""
+"""`Batches`: an iterator of batches that one thread makes ahead, and that knows its position."""
 
 from __future__ import annotations
 
@@ -14,39 +14,61 @@ import jax.numpy as jnp
 from jaxshard.core.types import PyTree
 
 Read = Callable[[], tuple[PyTree, Any]]
+"""Makes the next batch and returns it with the position after it; raises StopIteration at the end."""
 
 
 class Batches(Iterator[PyTree]):
-    """Global batches on the devices; made by `batches` and `local_batches`.
+    """Global batches on the devices; made by `js.batches` and `js.local_batches`.
 
-    `position` is where the next batch stands, in a form that JSON holds; given as `start=` it goes on there. Batches
-    that were made ahead and not yet given out don't count. An error of the source is raised by `next` in the place of
-    its batch, and ends the batches. `seek(position)` goes to another position, back or forth, where the source can be
-    read again (`once` says that it can't). `close()`, or the end of a `with` block, stops the thread and drops what was
-    made ahead; without it that happens when the iterator is no longer used.
+        with js.batches(source, layout, start=run.step) as batches:
+            for batch in batches:
+                run, metrics = step(run, batch)
+
+    Each batch is a tree of global `jax.Array`s, placed by the layout. One thread makes them, up to `prefetch` ahead. An
+    error of the source is raised by `next` in the place of its batch, and ends the batches.
+
+    Attributes:
+      once: True if the source can't be read again, so that `seek` is refused.
     """
 
     def __init__(self, open: Callable[[Any], tuple[Read, Any]], position: Any, prefetch: int, *, once: bool = False):
-        """`open(position)` gives the position and `read`, which makes the next batch and says the position after it.
+        """Opens the batches at a position; users call `js.batches` or `js.local_batches`.
 
-        StopIteration is the end. With `once` nothing is opened again.
+        Args:
+          open: `open(position)` returns (read, position): `read()` makes the next batch and returns it with the
+            position after it, or raises StopIteration.
+          position: where to begin.
+          prefetch: the number of batches to make ahead.
+          once: the source can't be opened a second time.
+
+        Raises:
+          ValueError: a negative `prefetch`.
         """
         if prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more batches, got {prefetch}")
         self._open, self.once, self._prefetch = open, once, prefetch
         # Threads don't inherit JAX's settings, and this one decides dtypes.
         self._x64 = jnp.result_type(float) == jnp.float64
+        # Batches under way, oldest first. A single worker makes them, so they come in order.
         self._ahead: deque[Future[tuple[PyTree, Any]]] = deque()
-        self._start(position)
+        self._open_at(position)
 
-    def _start(self, position: Any) -> None:
+    def _open_at(self, position: Any) -> None:
         opened = self._open(position)
         self._read: Read | None = opened[0]
         self._position = opened[1]
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="batches") if self._prefetch else None
 
+    @property
+    def position(self) -> Any:
+        """The position of the next batch, in a form that JSON holds; `start=` and `seek` take it.
+
+        Batches that were made ahead and not yet given out don't count.
+        """
+        return self._position
+
     def seek(self, position: Any) -> None:
-        """Goes on at a `position`, or at a number of batches, as if started there.
+        """Goes to a `position` or to a number of batches, back or forth, as if it had started there.
 
         Raises:
           TypeError: the source is an iterator that saves no state: what it gave is gone.
@@ -57,35 +79,23 @@ class Batches(Iterator[PyTree]):
                 "can't go to another position; give a source, a list, or an iterable that can be read again"
             )
         self.close()
-        self._start(position)
-
-    @property
-    def position(self) -> Any:
-        return self._position
-
-    def __next__(self) -> PyTree:
-        if self._read is None:
-            raise StopIteration
-        batch, self._position = self._read() if self._worker is None else self._taken(self._worker, self._read)
-        return batch
-
-    def _taken(self, worker: ThreadPoolExecutor, read: Callable[[], tuple[PyTree, Any]]) -> tuple[PyTree, Any]:
-        """The next of the batches under way, of which `prefetch` are left."""
-        while len(self._ahead) <= self._prefetch:
-            self._ahead.append(worker.submit(_with_x64, self._x64, read))
-        made = self._ahead[0]
-        error = made.exception()  # waits; an interrupt loses no batch
-        if error is not None:
-            self.close()
-            raise error
-        return self._ahead.popleft().result()
+        self._open_at(position)
 
     def close(self) -> None:
-        """Ends the batches; waits for one that is just being made."""
+        """Ends the batches, drops those made ahead, and waits for one that is just being made.
+
+        The end of a `with` block does it, and so does the end of the iterator's life.
+        """
         self._read = None
         if self._worker is not None:
             self._worker.shutdown(cancel_futures=True)
         self._ahead.clear()
+
+    def __next__(self) -> PyTree:
+        if self._read is None:
+            raise StopIteration
+        batch, self._position = self._read() if self._worker is None else self._take(self._worker, self._read)
+        return batch
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +105,19 @@ class Batches(Iterator[PyTree]):
     ) -> None:
         self.close()
 
+    def _take(self, worker: ThreadPoolExecutor, read: Read) -> tuple[PyTree, Any]:
+        """Takes the oldest of the batches under way, after which `prefetch` are left."""
+        # The worker gets `read`, never `self`: it would keep an iterator alive that nobody uses any more.
+        while len(self._ahead) <= self._prefetch:
+            self._ahead.append(worker.submit(_read_with_x64, self._x64, read))
+        oldest = self._ahead[0]
+        error = oldest.exception()  # waits; the batch is taken off only afterwards, so that Ctrl-C loses none
+        if error is not None:
+            self.close()
+            raise error
+        return self._ahead.popleft().result()
 
-def _with_x64(x64: bool, read: Callable[[], tuple[PyTree, Any]]) -> tuple[PyTree, Any]:
+
+def _read_with_x64(x64: bool, read: Read) -> tuple[PyTree, Any]:
     with jax.enable_x64(x64):
         return read()

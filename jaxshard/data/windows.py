@@ -1,4 +1,13 @@
-"""Windows of a token array: in an order drawn from (seed, epoch) to train on, in the order of the text to evaluate."""
+"""Windows of a token array: shuffled to train on, in the order of the text to evaluate.
+
+The tokens are cut into windows of seq + 1, of which neighbours share one token, so that every token but the first is
+predicted once. With seq = 3:
+
+    tokens      0  1  2  3  4  5  6  7  8  9
+    window 0    0  1  2  3
+    window 1             3  4  5  6
+    window 2                      6  7  8  9
+"""
 
 from __future__ import annotations
 
@@ -6,15 +15,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int, Int32
 
 from jaxshard.data.corpus import check_ids
-from jaxshard.data.order import permute
-from jaxshard.data.source import places
+from jaxshard.data.source import draw_indices
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The indexed source that `windows` makes."""
+    """The source that `windows` makes.
+
+    Attributes:
+      tokens: integers [number of tokens], in memory or memory-mapped.
+      batch: the number of global rows of a step.
+      seq: the number of targets of a window.
+      seed: what the order is drawn from.
+      vocab: token ids are checked against it in every row that is read; None for no check.
+    """
 
     tokens: np.ndarray
     batch: int
@@ -24,36 +41,74 @@ class Windows:
 
     @property
     def epoch_windows(self) -> int:
-        """How many windows an epoch has: each token but the first is a target at most once."""
+        """The number of windows in an epoch. Tokens that don't fill a last window are left out."""
         return (len(self.tokens) - 1) // self.seq
 
-    def rows(self, step: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """{"tokens": int32[len(rows), seq + 1]}: the given global rows of the batch of a step."""
-        epoch, position = np.divmod(places(step, rows, self.batch), self.epoch_windows)
-        window = permute(position, size=self.epoch_windows, seed=self.seed, epoch=epoch)
-        return {"tokens": _read(self.tokens, window * self.seq, self.seq, self.vocab)}
+    def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> dict[str, Int32[np.ndarray, "rows seq_plus_1"]]:
+        """Reads global rows of the batch of a step; reads only these windows.
+
+        Args:
+          step: the number of the batch, from 0.
+          rows: numbers from 0 to batch - 1.
+
+        Returns:
+          {"tokens": int32[len(rows), seq + 1]}
+
+        Raises:
+          ValueError: a row outside the batch, a negative step, a token id outside the vocabulary.
+        """
+        window = draw_indices(step, rows, batch=self.batch, size=self.epoch_windows, seed=self.seed)
+        return {"tokens": _read_windows(self.tokens, window * self.seq, self.seq, self.vocab)}
 
 
-def windows(tokens: np.ndarray, *, batch: int, seq: int, seed: int, vocab: int | None = None) -> Windows:
-    """A source of {"tokens": int32[batch, seq + 1]} from a token array, which is read lazily.
+def windows(
+    tokens: Int[np.ndarray, " tokens"], *, batch: int, seq: int, seed: int, vocab: int | None = None
+) -> Windows:
+    """Makes a source of windows of a token array, shuffled anew in every epoch.
 
-    The tokens are cut into windows of seq + 1, neighbours sharing one token. Step s takes the windows s * batch to
-    (s + 1) * batch of an endless sequence that runs through all windows in an order drawn from (seed, epoch), then
-    again in another order: no window comes twice in an epoch, and a batch may straddle two. The order is computed for
-    the windows that are read, never stored. With `vocab` the ids of every row that is read are checked.
+    Step s takes the windows s * batch to (s + 1) * batch of an endless sequence that runs through all windows in an
+    order drawn from (seed, epoch), then again in another order: no window comes twice in an epoch, and a batch may
+    straddle two. The order is computed for the windows that are read and never stored; tokens are read lazily.
+
+        source = js.data.windows(np.memmap("tokens.bin", np.uint16, "r"), batch=32, seq=1024, seed=0)
+
+    Args:
+      tokens: integers [number of tokens], in memory or memory-mapped.
+      batch: the number of global rows of a step.
+      seq: the number of targets of a window, which has seq + 1 tokens.
+      seed: what the order is drawn from.
+      vocab: checks the token ids of every row that is read.
+
+    Returns:
+      A source of {"tokens": int32[batch, seq + 1]}.
+
+    Raises:
+      ValueError: `batch` or `seq` below 1, tokens that are no one-dimensional integer array, or too few for a window.
     """
     _check_tokens(tokens, batch, seq)
     return Windows(tokens, batch, seq, seed, vocab)
 
 
 def eval_batches(
-    tokens: np.ndarray, *, batch: int, seq: int, limit: int | None = None, vocab: int | None = None
-) -> Iterator[dict[str, np.ndarray]]:
-    """Held-out batches {"tokens": int32[batch, seq + 1]}, a finite number; the last may be short.
+    tokens: Int[np.ndarray, " tokens"], *, batch: int, seq: int, limit: int | None = None, vocab: int | None = None
+) -> Iterator[dict[str, Int32[np.ndarray, "rows seq_plus_1"]]]:
+    """Makes batches of held-out windows, a finite number, in the order of the text.
 
-    They come in the order of the text, as NumPy arrays with all global rows, the same on every host.
-    `limit` is the largest number of windows: that many, evenly spaced over the text, so that a short evaluation is no
-    sample of the first files alone. Without it every window comes once.
+    They are NumPy arrays with all global rows, the same on every host.
+
+    Args:
+      tokens: integers [number of tokens], in memory or memory-mapped.
+      batch: the number of windows in a batch; the last may be shorter.
+      seq: the number of targets of a window, which has seq + 1 tokens.
+      limit: the largest number of windows, taken evenly spaced over the text, so that a short evaluation is no sample
+        of the first files alone. None takes every window once.
+      vocab: checks the token ids of every row.
+
+    Returns:
+      An iterator of {"tokens": int32[batch, seq + 1]}.
+
+    Raises:
+      ValueError: as `windows`, or a limit below 1. While iterating: a token id outside the vocabulary.
     """
     _check_tokens(tokens, batch, seq)
     if limit is not None and limit < 1:
@@ -61,13 +116,14 @@ def eval_batches(
     total = (len(tokens) - 1) // seq
     count = min(total, limit or total)
     chosen = np.arange(count) * total // count
-    return ({"tokens": _read(tokens, part * seq, seq, vocab)} for part in np.split(chosen, range(batch, count, batch)))
+    parts = np.split(chosen, range(batch, count, batch))
+    return ({"tokens": _read_windows(tokens, part * seq, seq, vocab)} for part in parts)
 
 
-def _read(tokens: np.ndarray, starts: np.ndarray, seq: int, vocab: int | None) -> np.ndarray:
-    """int32[len(starts), seq + 1]: the windows that begin at `starts`."""
+def _read_windows(tokens: np.ndarray, starts: np.ndarray, seq: int, vocab: int | None) -> np.ndarray:
+    """Reads the windows that begin at `starts`: int32[len(starts), seq + 1]."""
     # All windows as one view without a copy: whole rows are copied out of it, no index per token is made.
-    rows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq + 1)[starts]
+    rows: np.ndarray = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq + 1)[starts]
     check_ids(rows, 2**31 if vocab is None else vocab)
     return rows.astype(np.int32)
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxshard import data
-from jaxshard.data.batches import rows_here
+from jaxshard.data.batches import local_rows
 from tests.data.rows import Rows, Spy
 
 TOKENS = (np.arange(1000) * 7 % 251).astype(np.uint8)
@@ -70,7 +70,7 @@ def test_rows_of_the_processes_are_the_batch(source, count):
     """Each process reads only its rows, and joined they are what one process reads, at any step."""
     for step in (0, 1, 6, 1000):
         whole = source.rows(step, np.arange(16))
-        mine = [rows_here(Process(index, count), (16,)) for index in range(count)]
+        mine = [local_rows(Process(index, count), (16,)) for index in range(count)]
         assert [len(rows) for rows in mine] == [16 // count] * count
         parts = [source.rows(step, rows) for rows in mine]
         joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
@@ -78,9 +78,9 @@ def test_rows_of_the_processes_are_the_batch(source, count):
 
 
 def test_processes_may_hold_the_same_rows():
-    np.testing.assert_array_equal(rows_here(Process(1, 4, copies=2), (16,)), np.arange(4, 8))
+    np.testing.assert_array_equal(local_rows(Process(1, 4, copies=2), (16,)), np.arange(4, 8))
     for index in (0, 1):
-        np.testing.assert_array_equal(rows_here(Process(index, 2, copies=8), (16,)), np.arange(16))
+        np.testing.assert_array_equal(local_rows(Process(index, 2, copies=8), (16,)), np.arange(16))
 
 
 def test_global_batches_by_number_end():

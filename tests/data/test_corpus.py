@@ -90,12 +90,12 @@ def test_token_arrays_are_memory_mapped(tmp_path):
 
 def test_a_long_array_is_digested_in_pieces(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 8)
-    monkeypatch.setattr(module, "_SCANNED", 4)
-    pieces = [piece.tolist() for piece in module._chunks(np.arange(100))]
+    monkeypatch.setattr(module, "_MAX_CHUNKS", 4)
+    pieces = [piece.tolist() for piece in module._sample_chunks(np.arange(100))]
     assert pieces == [list(range(s, s + 8)) for s in (0, 32, 64)] + [[96, 97, 98, 99]]
-    assert len(list(module._chunks(np.arange(30)))) == 4
+    assert len(list(module._sample_chunks(np.arange(30)))) == 4
     with pytest.raises(ValueError, match="token id 99"):
-        module._from_tokens("x", np.arange(100), 99)
+        module._split_tokens("x", np.arange(100), 99)
 
 
 # Bad input.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxshard import data
-from jaxshard.data.batches import rows_here
+from jaxshard.data.batches import local_rows
 from tests.data.rows import Rows
 from tests.data.test_batches import Process
 
@@ -50,7 +50,7 @@ def test_rows_of_a_map_dataset(count):
     """The global batches do not depend on the number of processes."""
     source = data.examples(rows(), batch=16, seed=None)
     for step in range(8):
-        parts = [source.rows(step, rows_here(Process(index, count), (16,)))["y"] for index in range(count)]
+        parts = [source.rows(step, local_rows(Process(index, count), (16,)))["y"] for index in range(count)]
         assert np.concatenate(parts).tolist() == EXPECTED[step]
     assert ys(data.batches(source, Rows("data", data=8)), 4) == EXPECTED[:4]
 
@@ -70,12 +70,12 @@ def test_a_filtered_map_dataset_is_refused():
 def loader():
     sampler = grain.samplers.IndexSampler(50, num_epochs=3, seed=3, shuffle=True)
     operations = [grain.transforms.Batch(16, drop_remainder=True)]
-    return grain.DataLoader(data_source=Source(), sampler=sampler, operations=operations)
+    return grain.DataLoader(data_source=Numbers(), sampler=sampler, operations=operations)
 
 
-class Source:
+class Numbers:
     def __repr__(self):
-        return "Source()"  # Grain compares it with the one in a state
+        return "Numbers()"  # Grain compares it with the one in a state
 
     def __len__(self):
         return 50

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshard import data
-from jaxshard.data.mixture import draws
+from jaxshard.data.mixture import assign_slots
 
 
 def numbered(first, count, *, batch, seed=0):
@@ -22,7 +22,7 @@ def numbered(first, count, *, batch, seed=0):
 def test_every_run_of_slots_holds_the_shares(counts, start, data):
     """Rows of a source are numbered without gaps; whole rounds are exact; any run is within ceil(log2(sources))."""
     total = sum(counts)
-    which, number = draws(tuple(counts), start * total + np.arange(total))
+    which, number = assign_slots(tuple(counts), start * total + np.arange(total))
     for i, count in enumerate(counts):
         np.testing.assert_array_equal(number[which == i], start * count + np.arange(count))
     first, last = sorted(data.draw(st.tuples(st.integers(0, total), st.integers(0, total))))
@@ -33,7 +33,7 @@ def test_every_run_of_slots_holds_the_shares(counts, start, data):
 
 def test_large_weights_do_not_overflow():
     counts = (2**31 - 3, 1, 1)
-    which, number = draws(counts, 2**55 + np.arange(5))
+    which, number = assign_slots(counts, 2**55 + np.arange(5))
     assert set(which) == {0} and (np.diff(number) == 1).all()
     share = (2**55 * counts[0]) // sum(counts)
     assert abs(int(number[0]) - share) < 3

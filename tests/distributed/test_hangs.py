@@ -29,13 +29,13 @@ TRAIN = """
     step = js.make_step(loss_fn, tx, made(), engine=js.explicit())
     late("batches")
 
-    class Source(Ones):
+    class Slow(Ones):
         def rows(self, number, rows):
             if number == 20 and what == "data" and index == 1:
                 time.sleep(1000)
             return super().rows(number, rows)
 
-    batches = js.batches(Source(), made())
+    batches = js.batches(Slow(), made())
     late("step")
 
     def callback(number, run):
