@@ -1,4 +1,9 @@
-"""Every test runs on eight simulated CPU devices, under a watchdog: one that hangs ends the run with all stacks."""
+"""Every test runs on eight simulated CPU devices, under a watchdog: one that hangs ends the run with all stacks.
+
+The fast tier compiles without optimizing the code, in the processes that tests start too: its programs run for
+milliseconds and compile for seconds. Partitioning, collectives and arguments stay the same. `pytest -m slow` compiles
+as users do.
+"""
 
 import faulthandler
 import os
@@ -10,11 +15,23 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 import pytest
 
-from tests.toys import quick_compile
-
 jax.config.update("jax_num_cpu_devices", 8)
 
 SECONDS, SLOW_SECONDS = 300, 1200
+
+# XLA's older code generator for fusions takes half the time. JAX 0.12 has it no longer: unknown flags end the process.
+QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets JAX up for quick compilation where slow tests are left out, before anything is compiled."""
+    if "not slow" not in config.option.markexpr:
+        return
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version_info__[:2] == (0, 10) and QUICK_FLAGS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {QUICK_FLAGS}".strip()
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +54,3 @@ def watchdog(request: pytest.FixtureRequest, terminal: int) -> Iterator[None]:
     faulthandler.dump_traceback_later(SLOW_SECONDS if slow else SECONDS, exit=True, file=terminal)
     yield
     faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture
-def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Slow tests compile as users do, the others without optimizations of the code."""
-    if request.node.get_closest_marker("slow"):
-        yield
-    else:
-        with quick_compile():
-            yield

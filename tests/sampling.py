@@ -1,9 +1,13 @@
-"""A plugin: `--sample N` runs N of the selected tests, none marked `slow(sampled=False)`, a case of every test function
-before a second one of any; under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
+"""A pytest plugin that runs a part of the selected tests, the same part every time.
+
+`--sample N` runs N of them, none marked `slow(sampled=False)`, a case of every test function before a second case of
+any. `--shard I/N` runs the I-th of N parts, which are disjoint and together hold all of them; `tests/run_slow.sh` runs
+one after another. Under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 from collections import Counter
@@ -20,18 +24,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("samples")
     group.addoption("--sample", type=int, metavar="N", help="run only N of the selected tests")
     group.addoption("--sample-seed", default="", metavar="TEXT", help="every text draws another sample")
+    group.addoption("--shard", type=_parse_shard, metavar="I/N", help="run only part I of N of the selected tests")
+
+
+def _parse_shard(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 1 to N, as in 3/12")
+    return int(index), int(count)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    count = config.getoption("--sample")
-    if count is None:
-        return
-    eligible = [item.nodeid for item in items if _is_sampled(item)]
-    kept = sample(eligible, count, config.getoption("--sample-seed"))
-    dropped = [item for item in items if item.nodeid not in kept]
-    items[:] = [item for item in items if item.nodeid in kept]
-    config.hook.pytest_deselected(items=dropped)
+    kept = {item.nodeid for item in items}
+    if part := config.getoption("--shard"):
+        kept &= shard(kept, *part)
+    if (count := config.getoption("--sample")) is not None:
+        eligible = [item.nodeid for item in items if item.nodeid in kept and _is_sampled(item)]
+        kept &= sample(eligible, count, config.getoption("--sample-seed"))
+    if dropped := [item for item in items if item.nodeid not in kept]:
+        items[:] = [item for item in items if item.nodeid in kept]
+        config.hook.pytest_deselected(items=dropped)
 
 
 def _is_sampled(item: pytest.Item) -> bool:
@@ -39,9 +52,14 @@ def _is_sampled(item: pytest.Item) -> bool:
     return slow is None or slow.kwargs.get("sampled", True)
 
 
+def shard(nodeids: Iterable[str], index: int, count: int) -> set[str]:
+    """Returns the node ids of part `index` (from 1) of `count`: each belongs to one part, whatever the others are."""
+    return {nodeid for nodeid in nodeids if int.from_bytes(_digest(nodeid)) % count == index - 1}
+
+
 def sample(nodeids: Iterable[str], count: int, seed: str = "") -> set[str]:
-    """`count` of the node ids, by a hash: one case of every test function before a second case of any."""
-    drawn = sorted(nodeids, key=lambda nodeid: hashlib.sha256(f"{seed}\n{nodeid}".encode()).digest())
+    """Returns `count` of the node ids, by a hash: one case of every test function before a second case of any."""
+    drawn = sorted(nodeids, key=lambda nodeid: _digest(f"{seed}\n{nodeid}"))
     seen: Counter[str] = Counter()
     turns = []
     for order, nodeid in enumerate(drawn):
@@ -49,6 +67,10 @@ def sample(nodeids: Iterable[str], count: int, seed: str = "") -> set[str]:
         turns.append((seen[function], order, nodeid))
         seen[function] += 1
     return {nodeid for _, _, nodeid in sorted(turns)[:count]}
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: after pytest has told an xfail from a skip

@@ -1,15 +1,10 @@
 """The pytest plugin `tests.sampling`, run on small test files of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.sampling import sample
-
-ROOT = Path(__file__).parent.parent
+from tests.sampling import sample, shard
 
 SUITE = """
 import pytest
@@ -57,15 +52,23 @@ def test_one(): pass
 """
 
 
-def run_pytest(folder: Path, text: str, *options: str, **environment: str) -> str:
-    (folder / "test_made.py").write_text(text)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  tpu\n")
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.sampling", "-p", "no:cacheprovider", *options]
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAXSHARD_"))}
-    done = subprocess.run(
-        command, cwd=folder, env=outside | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True, text=True
-    )
-    return done.stdout
+OPTIONS = ("-rA", "-p", "tests.sampling", "-p", "no:xdist", "--assert=plain", "-p", "no:unraisableexception")
+"""The last one would collect garbage five times after each run, all of JAX included."""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs pytest with the plugin on a file of the given text, in this process, and returns what it printed."""
+    monkeypatch.delenv("JAXSHARD_REQUIRE_TPU", raising=False)
+    pytester.makeini("[pytest]\nmarkers =\n  slow\n  tpu\n")
+
+    def run(text: str, *options: str) -> str:
+        pytester.makepyfile(test_made=text)
+        return str(pytester.runpytest_inprocess(*OPTIONS, *options).stdout)
+
+    return run
 
 
 def test_a_sample_is_the_same_every_time_and_another_with_another_seed():
@@ -82,25 +85,45 @@ def test_every_function_comes_before_a_second_case_of_any():
     assert functions == {"test_a.py::test_many", "test_a.py::test_b", "test_b.py::test_b"}
 
 
-def test_only_what_is_selected_is_sampled(tmp_path):
-    assert "2 passed, 8 deselected" in run_pytest(tmp_path, SUITE, "--sample", "2", "-m", "slow")
-    assert "3 passed, 7 deselected" in run_pytest(tmp_path, SUITE, "--sample", "3")
-    assert "10 passed" in run_pytest(tmp_path, SUITE)
+def test_every_test_is_in_one_shard_and_stays_there_when_others_come():
+    nodeids = {f"tests/test_a.py::test_one[{i}]" for i in range(200)}
+    shards = [shard(nodeids, index, 5) for index in range(1, 6)]
+    assert set.union(*shards) == nodeids and sum(map(len, shards)) == 200
+    assert all(20 <= len(part) <= 60 for part in shards)
+    assert shard({*nodeids, "tests/test_b.py::test_new"}, 2, 5) & nodeids == shards[1]
 
 
-def test_what_takes_too_long_is_in_no_sample(tmp_path):
-    assert "2 passed, 9 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--sample", "2")
-    assert "10 passed, 1 deselected" in run_pytest(tmp_path, SUITE + HOURS, "--sample", "99")
+def test_only_what_is_selected_is_sampled(run):
+    assert "2 passed, 8 deselected" in run(SUITE, "--sample", "2", "-m", "slow")
+    assert "3 passed, 7 deselected" in run(SUITE, "--sample", "3")
+    assert "10 passed" in run(SUITE)
 
 
-def test_a_skipped_tpu_test_fails_only_where_tpu_is_required(tmp_path):
-    assert "3 skipped, 1 xfailed" in run_pytest(tmp_path, SKIPS)
-    assert "1 failed, 1 skipped, 1 xfailed, 1 error" in (
-        output := run_pytest(tmp_path, SKIPS, JAXSHARD_REQUIRE_TPU="1")
-    )
+def test_shards_part_what_is_selected(run):
+    outputs = [run(SUITE, "--shard", f"{index}/3", "-m", "slow") for index in (1, 2, 3)]
+    passed = [line for output in outputs for line in output.splitlines() if line.startswith("PASSED")]
+    assert len(passed) == len(set(passed)) == 9
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "1/0", "a/b"])
+def test_a_shard_that_is_none_is_refused(run, capfd, text):
+    run(SUITE, "--shard", text)
+    assert f"{text!r} is not I/N with I from 1 to N" in capfd.readouterr().err
+
+
+def test_what_takes_too_long_is_in_no_sample(run):
+    assert "2 passed, 9 deselected" in run(SUITE + HOURS, "--sample", "2")
+    assert "10 passed, 1 deselected" in run(SUITE + HOURS, "--sample", "99")
+
+
+def test_a_skipped_tpu_test_fails_only_where_tpu_is_required(run, monkeypatch):
+    assert "3 skipped, 1 xfailed" in run(SKIPS)
+    monkeypatch.setenv("JAXSHARD_REQUIRE_TPU", "1")
+    assert "1 failed, 1 skipped, 1 xfailed, 1 error" in (output := run(SKIPS))
     assert "no libtpu here" in output
 
 
 @pytest.mark.parametrize("required, expected", [("0", "1 skipped"), ("1", "1 error")])
-def test_a_tpu_module_that_skips_itself_is_an_error_where_tpu_is_required(tmp_path, required, expected):
-    assert expected in run_pytest(tmp_path, MODULE_SKIP, JAXSHARD_REQUIRE_TPU=required)
+def test_a_tpu_module_that_skips_itself_is_an_error_where_tpu_is_required(run, monkeypatch, required, expected):
+    monkeypatch.setenv("JAXSHARD_REQUIRE_TPU", required)
+    assert expected in run(MODULE_SKIP)

@@ -24,22 +24,12 @@ from tests.toys import (
     classes,
     cross_entropy,
     one_device,
-    quick_compile,
     sharded,
     start_of,
 )
 
 TX = optax.sgd(0.01)
 WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def _compile(request):
-    if request.node.get_closest_marker("tpu"):
-        yield
-    else:
-        with quick_compile():
-            yield
 
 
 def mesh():

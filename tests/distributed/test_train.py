@@ -42,7 +42,7 @@ def assert_same(one, several):
 
 
 @pytest.mark.slow
-def test_two_processes_of_four_devices_train_like_one_of_eight(text, tmp_path, compiling):
+def test_two_processes_of_four_devices_train_like_one_of_eight(text, tmp_path):
     """Losses within 1e-6."""
     flags = [*FLAGS, "--data", text, "--sample", "3"]
     files = ["--json", tmp_path / "2.json", "--log", tmp_path / "2.log"]

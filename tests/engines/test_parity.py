@@ -31,7 +31,6 @@ from tests.toys import (
     one_device,
     one_device_key,
     one_device_toy,
-    quick_compile,
     sharded,
     start_of,
     tree_error,
@@ -48,16 +47,6 @@ STRATEGIES = {
 SPLIT = {"ddp": (), "zero1": ("opt",), "zero2": ("opt", "grad")}
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
 FAST = {(s, "nnx") for s in STRATEGIES} | {("fsdp", "gpt"), ("hsdp", "linen")}
-
-
-@pytest.fixture(autouse=True)
-def _compile(request):
-    """Slow tests compile as users do."""
-    if request.node.get_closest_marker("slow"):
-        yield
-    else:
-        with quick_compile():
-            yield
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:

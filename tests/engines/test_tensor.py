@@ -20,16 +20,6 @@ DATA = {"tensor alone": None, "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min
 ENGINES = {"auto": js.auto(), "explicit": js.explicit()}
 
 
-@pytest.fixture(autouse=True)
-def _compile(request):
-    """Slow tests compile as users do."""
-    if request.node.get_closest_marker("slow"):
-        yield
-    else:
-        with quick_compile():
-            yield
-
-
 def cells():
     for model, parts, data, engine in itertools.product(ZOO, (2, 4, 8), DATA, ENGINES):
         alone = data == "tensor alone"

@@ -14,8 +14,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 60
 
-pytestmark = pytest.mark.usefixtures("compiling")
-
 
 def load(name: str) -> ModuleType:
     """Imports an example as a module, so that it runs in this process, on its devices."""

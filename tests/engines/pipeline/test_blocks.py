@@ -25,8 +25,6 @@ from tests.engines.pipeline.pipes import (
 )
 from tests.toys import Toy, assert_equal_runs, loss_error, one_device, sharded, start_of, tree_error
 
-pytestmark = pytest.mark.usefixtures("compiling")
-
 TABLE = np.linspace(-1, 1, WIDTH, dtype=np.float32)
 
 

@@ -32,7 +32,7 @@ def head_real(params, x, batch, key):
     return squared_error(x @ params["head"]["w"], batch)
 
 
-def test_complex_activations_have_gradients(compiling):
+def test_complex_activations_have_gradients():
     def embed(params, batch, key):
         return jnp.fft.fft(embed_real(params, batch, key))
 
@@ -62,7 +62,7 @@ def head_with_metrics(params, x, batch, key):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the mesh axis 'tensor' splits nothing")
-def test_narrow_and_boolean_metrics_beside_an_automatic_axis(compiling):
+def test_narrow_and_boolean_metrics_beside_an_automatic_axis():
     """A manual sum in bf16 aborts the CPU compiler there, so that no failure would be seen: the run would end."""
     model, tx = model_of(head_with_metrics), optax.sgd(0.1)
     mesh, strategy = js.hybrid(data=2, tensor=2, pipe=2, split=js.ddp)
@@ -81,7 +81,7 @@ def test_narrow_and_boolean_metrics_beside_an_automatic_axis(compiling):
 
 
 @pytest.mark.slow
-def test_short_batches_count_the_rows_that_there_are(compiling):
+def test_short_batches_count_the_rows_that_there_are():
     model, tx = model_of(head_with_metrics), optax.sgd(0.1)
     mesh, strategy = js.hybrid(data=4, pipe=2)
     layout = js.layout(strategy, mesh, model.init, tx)

@@ -17,8 +17,6 @@ from tests.engines.pipeline.pipes import Ring, dropping_block, reference, residu
 from tests.schedules.test_buffers import delayed
 from tests.toys import assert_equal_runs, loss_error, one_device, quick_compile, sharded, start_of, tree_error
 
-pytestmark = pytest.mark.usefixtures("compiling")
-
 STASHES = {
     "layer": "layer",
     "stage": "stage",

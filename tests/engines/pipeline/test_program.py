@@ -19,8 +19,6 @@ from tests.engines.pipeline.pipes import FEATURES, WIDTH, Ring, residual_block, 
 from tests.engines.programs import Program
 from tests.toys import Toy, quick_compile
 
-pytestmark = pytest.mark.usefixtures("compiling")
-
 SIZES = {"zero_bubble": Ring(4, 1), "interleaved": Ring(4, 2)}
 MICROBATCHES, DEPTH = 8, 12
 TRANSFORMS = {"sgd": optax.sgd(0.1), "adamw": optax.adamw(1e-3), "lamb": js.optim.per_block(optax.lamb(1e-3))}
