@@ -10,6 +10,10 @@ from jaxshard.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from jaxshard.optim.clipping import global_norm as global_norm
 from jaxshard.optim.master import MasterState as MasterState
 from jaxshard.optim.master import master as master
+from jaxshard.optim.parts import gather_params as gather_params
+from jaxshard.optim.parts import param_specs as param_specs
+from jaxshard.optim.parts import shard_params as shard_params
+from jaxshard.optim.parts import state_specs as state_specs
 from jaxshard.optim.per_block import PerBlockState as PerBlockState
 from jaxshard.optim.per_block import per_block as per_block
 from jaxshard.optim.proof.elementwise import check_elementwise as check_elementwise
@@ -18,12 +22,8 @@ from jaxshard.optim.proof.report import Reason as Reason
 from jaxshard.optim.proof.report import Report as Report
 from jaxshard.optim.proof.stacking import require_same_stacked as require_same_stacked
 from jaxshard.optim.proof.stacking import stacking_changes as stacking_changes
-from jaxshard.optim.sharded import fsdp as fsdp
-from jaxshard.optim.sharded import gather_params as gather_params
-from jaxshard.optim.sharded import param_specs as param_specs
-from jaxshard.optim.sharded import shard_params as shard_params
-from jaxshard.optim.sharded import state_specs as state_specs
-from jaxshard.optim.sharded import zero1 as zero1
-from jaxshard.optim.sharded import zero2 as zero2
 from jaxshard.optim.tensor import tensor as tensor
 from jaxshard.optim.tensor import tensor_state_specs as tensor_state_specs
+from jaxshard.optim.zero import fsdp as fsdp
+from jaxshard.optim.zero import zero1 as zero1
+from jaxshard.optim.zero import zero2 as zero2

@@ -12,28 +12,53 @@ from jaxshard.core.types import PyTree
 
 
 class AveragedState(NamedTuple):
-    """The average of the parameters, and the state of `tx`."""
+    """The state of `js.optim.averaged`.
+
+    Attributes:
+      average: The average, a tree like the parameters, with f32 arrays for bf16 and f16 ones.
+      inner: The state of the wrapped transform.
+    """
 
     average: PyTree
     inner: Any
 
 
 def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> optax.GradientTransformationExtraArgs:
-    """`tx` with a moving average of the parameters in its state.
+    """Keep a moving average of the parameters in the state of an optimizer (while training).
 
-    After each step, average = decay * average + (1 - decay) * params.
-    The average starts at the initial parameters. It has their shapes; that of a bf16 or f16 parameter is kept in f32,
-    where small steps are not rounded away, and integers are followed, not averaged. `averaged_params(opt_state)`
-    finds it. Put this outermost but for wrappers such as `master(averaged(tx, ...))`, which then averages the f32
-    originals: it has to see the final updates. Extra arguments are passed on. No collectives. ValueError for a decay
-    outside [0, 1], or without `params`.
+    This wraps an optimizer. `js.averaged(run, layout)` is another function, for evaluation: it puts the average that
+    this one kept in the place of a run's parameters.
+
+    After each step (Polyak and Juditsky 1992, with exponential weights)
+
+        average = decay * average + (1 - decay) * params
+
+    The average starts at the initial parameters and has their shapes, whole or per device, so that it is split as they
+    are. That of a bf16 or f16 parameter is kept in f32, where small steps are not rounded away; integers are followed,
+    not averaged. Put this outermost, since it has to see the final updates, but for wrappers such as `master(averaged(
+    tx, ...))`, which then averages the f32 originals. Extra arguments are passed on. No collectives.
+
+    Args:
+      tx: The transform to wrap. What it does is not changed.
+      decay: Between 0 and 1; 0.999 averages about 1000 steps.
+
+    Returns:
+      A transform with an `AveragedState`; `averaged_params(opt_state)` finds the average.
+
+    Raises:
+      ValueError: A decay outside [0, 1]; from `update`, no `params`.
+
+    Example:
+        tx = js.optim.averaged(optax.adamw(3e-4), decay=0.999)
+        ...                                                     # train
+        metrics = eval_step(js.averaged(run, layout), batch)    # evaluate the average
     """
     if not isinstance(decay, jax.Array) and not 0 <= decay <= 1:
         raise ValueError(f"averaged: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1000 steps")
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params: PyTree) -> AveragedState:
-        return AveragedState(jax.tree.map(lambda p: jnp.array(p, _dtype(p)), params), tx.init(params))
+        return AveragedState(jax.tree.map(lambda p: jnp.array(p, _average_dtype(p)), params), tx.init(params))
 
     def update_fn(
         updates: PyTree, state: AveragedState, params: PyTree | None = None, **extra_args: Any
@@ -41,20 +66,32 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
         if params is None:
             raise ValueError("averaged: update needs the parameters; call tx.update(grads, state, params)")
         updates, inner = tx.update(updates, state.inner, params, **extra_args)
-        moved = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda old, new: _blend(old, new, decay), state.average, moved)
+        new_params = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda old, new: _blend(old, new, decay), state.average, new_params)
         return updates, AveragedState(average, inner)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def averaged_params(opt_state: PyTree) -> PyTree:
-    """The averaged parameters inside an optimizer state, however deep.
+    """Find the averaged parameters inside an optimizer state, however deep.
 
-    The tree of the parameters that `averaged` saw, with f32 arrays for bf16 and f16. ValueError if there is none or
-    more than one.
+    Args:
+      opt_state: The state of any transform with one `js.optim.averaged` in it.
+
+    Returns:
+      The tree of the parameters that `averaged` saw, as stored, with f32 arrays for bf16 and f16.
+
+    Raises:
+      ValueError: There is no average in the state, or more than one.
+
+    Example:
+      >>> params = {"w": jnp.ones(3)}
+      >>> tx = optax.chain(optax.clip(1.0), averaged(optax.sgd(0.1), decay=0.9))
+      >>> averaged_params(tx.init(params))
+      {'w': Array([1., 1., 1.], dtype=float32)}
     """
-    found = _averages(opt_state)
+    found = _find_averages(opt_state)
     if len(found) != 1:
         raise ValueError(
             f"averaged_params: expected one average in the optimizer state, found {len(found)}; "
@@ -63,13 +100,13 @@ def averaged_params(opt_state: PyTree) -> PyTree:
     return found[0].average
 
 
-def _averages(opt_state: PyTree) -> list[AveragedState]:
+def _find_averages(opt_state: PyTree) -> list[AveragedState]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, AveragedState))
     outer = [node for node in nodes if isinstance(node, AveragedState)]
-    return outer + [node for state in outer for node in _averages(state.inner)]
+    return outer + [node for state in outer for node in _find_averages(state.inner)]
 
 
-def _dtype(x: Any) -> Any:
+def _average_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 

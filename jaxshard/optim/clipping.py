@@ -1,4 +1,13 @@
-"""Clipping by the global norm, also where every device holds a part of the arrays."""
+"""Clipping by the global norm, also where every device holds a part of the arrays.
+
+The norm of a split array is not the norm of its parts. With the sums of squares q of this device's parts
+
+    w [1024] over data=8   q = sum(w_part**2)            psum over data
+    v [1024] whole         q = sum(v**2)                 the same on all devices, counted once
+    norm = sqrt(psum(q_w) + q_v)
+
+arrays are grouped by the axes that split them, and every group is summed over its own axes with one all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from jaxshard.core.collectives import all_sum
 from jaxshard.core.mesh import axis_names
@@ -18,13 +28,24 @@ from jaxshard.core.types import AxisName, PyTree
 def clip_by_global_norm(
     max_norm: float | jax.Array, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates scaled so that their global norm is at most `max_norm`, like `optax.clip_by_global_norm`.
+    """Scale updates down so that their global norm is at most `max_norm`, like `optax.clip_by_global_norm`.
 
-    With `axis_name` it runs inside `shard_map` on this device's shards, as inside `js.optim.zero2` and
-    `js.optim.fsdp`, and uses the norm of the whole arrays: one all-reduce of one f32 number. Arrays count as split
-    over the axis (or tuple of axes), scalars as whole on every device, so they are counted once; inside
+    Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2. Without `axis_name`
+    updates are global arrays, or whole. With it, this runs inside `shard_map` on this device's parts, as it does inside
+    `js.optim.zero1`, `zero2` and `fsdp`, and uses the norm of the whole arrays: one all-reduce of one f32 number.
+    Arrays count as split over the axis, scalars as whole on every device, so they are counted once. Inside
     `js.optim.tensor` the parameters that are whole there are counted once, too (one more all-reduce of one number).
-    Where updates arrive whole, leave `axis_name` out.
+
+    Args:
+      max_norm: The largest norm that updates keep.
+      axis_name: The mesh axis, or a tuple of axes, over which every array is split; None where they arrive whole.
+
+    Example:
+        js.make_step(loss_fn, optax.chain(js.optim.clip_by_global_norm(1.0), optax.adamw(3e-4)), layout)
+
+        # in a shard_map loop of your own
+        clip = js.optim.clip_by_global_norm(1.0, "data")
+        tx = js.optim.zero2(optax.chain(clip, optax.adamw(3e-4)), "data")
     """
 
     def init_fn(params: PyTree) -> optax.EmptyState:
@@ -44,28 +65,35 @@ def clip_by_global_norm(
 
 
 SplitAxes = Callable[[str, tuple[str, ...]], tuple[str, ...]]
-"""`split_axes(path, axes) -> axes`: which axes split an array, given those that split every array; of `tensor`."""
+"""`split_axes(path, axes) -> axes`: the axes that split one array, given those that split every array (of `tensor`)."""
 
 
-def global_norm(tree: PyTree, axis_name: AxisName | None = None, *, split_axes: SplitAxes | None = None) -> jax.Array:
-    """The Euclidean norm of all numbers of a tree: a scalar, accumulated in at least f32.
+def global_norm(
+    tree: PyTree, axis_name: AxisName | None = None, *, split_axes: SplitAxes | None = None
+) -> Float[Array, ""]:
+    """Return the Euclidean norm of all numbers of a tree, accumulated in at least f32.
 
-    With `axis_name` the arrays are this device's shards over the axis (or tuple of axes) and scalars are whole: one
-    all-reduce of one number makes the result the same on every device. `split_axes` tells for single arrays which axes
-    split them, given the path and those of `axis_name`: one all-reduce per set of axes.
+    Args:
+      tree: Arrays. With `axis_name` those of one or more dimensions are this device's parts over the axis, and scalars
+        are whole; one all-reduce of one number then makes the result the same on every device.
+      axis_name: The mesh axis, or a tuple of axes, over which arrays are split.
+      split_axes: Tells for single arrays which axes split them, given the path and those of `axis_name`. One all-reduce
+        per set of axes.
+
+    Example:
+      >>> float(global_norm({"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray(4.0)}))
+      5.0
     """
     names = axis_names(axis_name)
     groups: dict[tuple[str, ...], list[jax.Array]] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         axes = names if x.ndim else ()
         groups.setdefault(axes if split_axes is None else split_axes(path_str(path), axes), []).append(x)
-    squares = (all_sum(_sum_of_squares(leaves), axes) for axes, leaves in groups.items())
-    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+    zero = jnp.zeros((), jnp.float32)
+    squares = (all_sum(sum(map(_sum_of_squares, leaves), start=zero), axes) for axes, leaves in groups.items())
+    return jnp.sqrt(sum(squares, start=zero))
 
 
-def _sum_of_squares(leaves: list[jax.Array]) -> jax.Array:
-    def one(x: jax.Array) -> jax.Array:
-        size = jnp.abs(x)
-        return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
-
-    return sum(map(one, leaves), start=jnp.zeros((), jnp.float32))
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    size = jnp.abs(x)  # of complex numbers
+    return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))

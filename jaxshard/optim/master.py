@@ -13,18 +13,25 @@ from jaxshard.core.types import PyTree
 
 
 class MasterState(NamedTuple):
-    """The f32 originals of the low-precision parameters (`optax.MaskedNode` for the others), and the state of `tx`."""
+    """The state of `js.optim.master`.
+
+    Attributes:
+      master: The f32 originals of the bf16 and f16 parameters; `optax.MaskedNode` for the others.
+      inner: The state of the wrapped transform, for the originals.
+    """
 
     master: PyTree
     inner: Any
 
 
 def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` run on f32 originals of the bf16 or f16 parameters, which follow them rounded.
+    """Run an optimizer on f32 originals of the bf16 or f16 parameters, which follow them rounded.
 
-    The state is `MasterState(master, inner)`: for Adam and bf16 parameters 12 bytes per parameter (original, mean,
-    variance) next to the 2 of the parameter (the K = 12 of Rajbhandari et al. 2020, section 3.1). Parameters of other
-    dtypes have no second copy. Gradients are cast to f32; `tx` sees the originals as its parameters.
+    Micikevicius et al. 2018, "Mixed Precision Training", section 3.1. The originals are optimizer state, so that every
+    strategy that splits that splits them. For Adam and bf16 parameters the state is 12 bytes per parameter (original,
+    mean, variance) next to the 2 of the parameter (the K = 12 of Rajbhandari et al. 2020, section 3.1). Parameters of
+    other dtypes have no second copy. Gradients are cast to f32; `tx` sees the originals as its parameters. Extra
+    arguments are passed on. No collectives.
 
     The update of a bf16 or f16 parameter is f32: the rounded new original minus the parameter, so that
     `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded original bit for bit as
@@ -32,12 +39,23 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     is off by at most 2**-24 of the old parameter. Errors do not add up: each update starts from the parameters that
     there are.
 
-    Extra arguments are passed on. No collectives. `tx.update` needs `params`, a ValueError otherwise.
+    Args:
+      tx: The transform to wrap.
+
+    Returns:
+      A transform with a `MasterState`, elementwise if `tx` is.
+
+    Raises:
+      ValueError: From `update`, without `params`.
+
+    Example:
+        tx = js.optim.master(optax.adamw(3e-4))
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     """
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params: PyTree) -> MasterState:
-        originals = jax.tree.map(_original, params)
+        originals = jax.tree.map(lambda p: _mask_others(p, p.astype(jnp.float32)), params)
         return MasterState(originals, tx.init(_merge(originals, params)))
 
     def update_fn(
@@ -48,20 +66,19 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
         originals = _merge(state.master, params)
         grads = jax.tree.map(lambda g, p: g.astype(jnp.float32) if _is_low(p) else g, updates, params)
         steps, inner = tx.update(grads, state.inner, originals, **extra_args)
-        moved = jax.tree.map(lambda original, step: original + step.astype(original.dtype), originals, steps)
-        kept = jax.tree.map(lambda p, new: new if _is_low(p) else optax.MaskedNode(), params, moved)
-        updates = jax.tree.map(lambda p, new, step: _difference(new, p) if _is_low(p) else step, params, moved, steps)
-        return updates, MasterState(kept, inner)
+        new = jax.tree.map(lambda original, step: original + step.astype(original.dtype), originals, steps)
+        updates = jax.tree.map(lambda p, x, step: _rounded_difference(x, p) if _is_low(p) else step, params, new, steps)
+        return updates, MasterState(jax.tree.map(_mask_others, params, new), inner)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _is_low(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
-def _original(x: jax.Array) -> jax.Array | optax.MaskedNode:
-    return x.astype(jnp.float32) if _is_low(x) else optax.MaskedNode()
+def _mask_others(param: jax.Array, original: jax.Array) -> jax.Array | optax.MaskedNode:
+    return original if _is_low(param) else optax.MaskedNode()
 
 
 def _merge(originals: PyTree, params: PyTree) -> PyTree:
@@ -69,8 +86,8 @@ def _merge(originals: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(lambda p, original: original if _is_low(p) else p, params, originals)
 
 
-def _difference(new: jax.Array, param: jax.Array) -> jax.Array:
+def _rounded_difference(new: jax.Array, param: jax.Array) -> jax.Array:
     # The barrier keeps the compiler from dropping the rounding as "excess precision", which would round twice, here and
     # after the addition.
-    rounded = lax.optimization_barrier(new.astype(param.dtype))
+    rounded: jax.Array = lax.optimization_barrier(new.astype(param.dtype))
     return rounded.astype(jnp.float32) - param.astype(jnp.float32)

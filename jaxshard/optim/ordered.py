@@ -1,4 +1,9 @@
-"""An optimizer whose sums over all parameters are taken in one order, whatever the processes."""
+"""An optimizer whose sums over all parameters are taken in one order, whatever the number of processes.
+
+The compiler adds the devices' shares of a sum in an order that suits it, and floating-point addition is not
+associative. Most optimizers take no sums; a global norm is one of sums over whole arrays. Those are found in the
+program of the update and replaced by `stack_totals`, which adds one number per device in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +13,54 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from jaxshard.core.jaxpr import inline_calls, open_jaxpr, replay
 from jaxshard.core.layout import Layout
 from jaxshard.core.ordered_sums import stack_totals
 from jaxshard.core.types import PyTree
-from jaxshard.optim.proof.elementwise import check_elementwise, is_elementwise_except_totals
+from jaxshard.optim.proof.elementwise import (
+    check_elementwise,
+    check_state,
+    is_elementwise_except_totals,
+    stored_shapes,
+)
 
 
-def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.GradientTransformation:
-    """`tx` on stored arrays, each sum over all elements of an array made of one number per device, added in order.
+def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.GradientTransformation:
+    """Return `tx` for stored arrays, with each sum over all elements of an array added in the order of the devices.
 
-    `params` are the shapes of the trained parameters and `views` those of what is stored. One all-gather of one number
-    per device for each such sum.
+    One all-gather of one number per device for each such sum.
+
+    Args:
+      tx: A transform that is elementwise but for functions of sums over all parameters, such as the global norm.
+      params: The shapes of the trained parameters, as the model knows them.
+      layout: Where parameters and state are stored.
 
     Raises:
-      ValueError: `tx` mixes elements in another way, which the compiler would order as it likes.
+      ValueError: `tx` mixes elements in another way, which the compiler would order as it likes; from `update`, it sums
+        inside a branch or a loop.
     """
     tx = optax.with_extra_args_support(tx)
-    if not is_elementwise_except_totals(tx, params, views):
+    views = stored_shapes(params, layout.opt_params)
+    proven = is_elementwise_except_totals(tx, params, views)
+    report = check_state(tx, views, layout.opt_state) if proven else check_elementwise(tx, params, views=views)
+    if not (proven and report):
         raise ValueError(
             "reduction='ordered' needs an optimizer that is elementwise but for sums over all parameters (a global "
-            f"norm), but this one is {check_elementwise(tx, params, views=views)}; use reduction='native'"
+            f"norm), but this one is {report}; use reduction='native'"
         )
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         program, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
         flat = inline_calls(program)
-        specs = [placement.store for placement in jax.tree.leaves(layout.opt_params)]
-        known = _Specs(open_jaxpr(flat)[0], [*specs, *[None] * len(jax.tree.leaves(state)), *specs])
+        inputs = layout.opt_params, layout.opt_state, layout.opt_params  # as the arguments of tx.update
+        known = _Specs(open_jaxpr(flat)[0], [placement.store for placement in jax.tree.leaves(inputs)])
 
         def rule(equation: Any, values: list[Any]) -> list[Any] | None:
-            spec = known.of(equation)
-            if spec is None or not _sums_all(equation):
+            spec = known.follow(equation)
+            if spec is None or not _sums_an_array(equation):
                 return None
             return [stack_totals(jnp.sum, values, [spec], layout.mesh)[0].astype(equation.outvars[0].aval.dtype)]
 
@@ -54,17 +72,18 @@ def ordered(tx: Any, params: PyTree, views: PyTree, layout: Layout) -> optax.Gra
 
 
 class _Specs:
-    """How the values of an elementwise program are split: as what they are made of and whose shape they have."""
+    """The specs of the values of an elementwise program.
 
-    def __init__(self, jaxpr: Any, inputs: list[PartitionSpec | None]):
-        self._known: dict[Any, PartitionSpec] = {}
-        for var, spec in zip(jaxpr.invars, inputs, strict=True):
-            if spec is not None:
-                self._known[var] = spec
+    Invariant: a value that has the shape of one of its operands has that operand's spec, for it has the same elements
+    in the same places.
+    """
 
-    def of(self, equation: Any) -> PartitionSpec | None:
-        """How the operand of an equation is split; to be asked in the order of the program."""
-        if any(_sums_all(inner) for inner in _nested(equation)):
+    def __init__(self, jaxpr: Any, inputs: list[PartitionSpec]):
+        self._known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def follow(self, equation: Any) -> PartitionSpec | None:
+        """Return the spec of the first operand that has one. To be called for every equation, in order."""
+        if any(map(_sums_an_array, _inner_equations(equation))):
             raise ValueError(
                 "reduction='ordered': the optimizer sums over parameters inside a branch or a loop "
                 f"({equation.primitive.name}), where it can't be ordered; use reduction='native'"
@@ -79,15 +98,13 @@ class _Specs:
         return given[0][1] if given else None
 
 
-def _sums_all(equation: Any) -> bool:
+def _sums_an_array(equation: Any) -> bool:
     """Whether an equation sums an array to a number; partial sums were refused before."""
     return equation.primitive.name == "reduce_sum" and bool(equation.invars[0].aval.shape)
 
 
-def _nested(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr, _ = open_jaxpr(one)
-            for inner in getattr(jaxpr, "eqns", ()):
-                yield inner
-                yield from _nested(inner)
+def _inner_equations(equation: Any) -> Iterator[Any]:
+    for program in jaxprs_in_params(equation.params):
+        for inner in open_jaxpr(program)[0].eqns:
+            yield inner
+            yield from _inner_equations(inner)

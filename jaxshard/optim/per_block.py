@@ -1,4 +1,8 @@
-"""A transform mapped over the blocks of a model whose parameters are stacked."""
+"""A transform mapped over the blocks of a model whose parameters are stacked.
+
+Stacking is what the model does for its own sake (one `scan` over blocks); an optimizer that takes the norm of an array
+would then take that of all blocks together. `proof/stacking.py` finds such optimizers, `per_block` is the remedy.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxshard.core.tree import BLOCKS, path_str, raise_all
+from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import coupled_leaves
 from jaxshard.optim.proof.marked import has_marks
@@ -16,11 +20,15 @@ from jaxshard.optim.proof.report import describe
 
 
 class PerBlockState(NamedTuple):
-    """The states of `tx` for the stacked parameters and for the others.
+    """The state of `js.optim.per_block`.
 
-    In `blocks` every array has a leading dimension of blocks. Both have the whole tree of the parameters, with
-    `optax.MaskedNode` where the other one has a parameter, so that the path of a state array still ends with the path
-    of its parameter.
+    Both parts have the whole tree of the parameters, with `optax.MaskedNode` where the other one has a parameter, so
+    that the path of a state array still ends with the path of its parameter.
+
+    Attributes:
+      blocks: The state of the wrapped transform for the stacked parameters; every array has a leading dimension of
+        blocks, counts included.
+      others: Its state for the other parameters.
     """
 
     blocks: Any
@@ -28,48 +36,54 @@ class PerBlockState(NamedTuple):
 
 
 def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.GradientTransformationExtraArgs:
-    """`tx` applied to every block of a stacked model by itself, as if the model were not stacked.
+    """Map an optimizer over the blocks of a stacked model, as if the model were not stacked.
 
-    Parameters under the top-level key `stacked` have shape [blocks, ...]; `tx` is mapped over that dimension. All
-    other parameters are updated by `tx` as they are. For transforms that look at whole arrays (LAMB, Muon, Adafactor,
-    block-wise clipping) this gives the updates of the model with its blocks in a list; for elementwise ones it
-    changes nothing. Masks and labels of `tx` see the shapes of one block. Extra arguments go to every block as they
-    are. No collectives of its own.
+    `tx` is mapped over the leading dimension of the stacked parameters; all others are updated by `tx` as they are. For
+    transforms that look at whole arrays (LAMB, Muon, Adafactor, block-wise clipping) this gives the updates of the
+    model with its blocks in a list; for elementwise ones it changes nothing. Masks and labels of `tx` see the shapes of
+    one block. Extra arguments go to every block as they are. No collectives of its own.
+
+    Args:
+      tx: The transform for one block.
+      stacked: The top-level key of the stacked parameters, which have shape [blocks, ...].
+
+    Returns:
+      A transform with a `PerBlockState`.
 
     Raises (from init):
-      ValueError: nothing under `stacked`; leading dimensions that differ; a transform that couples parameters, such
+      ValueError: Nothing under `stacked`; leading dimensions that differ; a transform that couples parameters, such
         as clipping by the global norm (put it before: `optax.chain(clip, per_block(tx))`), or that draws random
         numbers, which would be the same in every block.
+
+    Example:
+        # params: {"embed": [V, D], "blocks": {"w": [24, D, F]}}. The trust ratio of LAMB is one number per block.
+        tx = optax.chain(optax.clip_by_global_norm(1.0), js.optim.per_block(optax.lamb(1e-3)))
     """
     tx = optax.with_extra_args_support(tx)
 
-    def part(tree: PyTree, of_blocks: bool) -> PyTree:
-        def choose(path: tuple[Any, ...], x: Any) -> Any:
-            return x if (_key(path) == stacked) == of_blocks else optax.MaskedNode()
-
-        return jax.tree_util.tree_map_with_path(choose, tree)
+    def keep(tree: PyTree, *, blocks: bool) -> PyTree:
+        """The tree with its blocks, or all but its blocks, and `optax.MaskedNode` for the rest."""
+        return map_with_path(lambda path, x: x if (_key(path) == stacked) == blocks else optax.MaskedNode(), tree)
 
     def init_fn(params: PyTree) -> Any:
         if has_marks(params):
             return optax.EmptyState()
         _check(tx, params, stacked)
-        return PerBlockState(jax.vmap(tx.init)(part(params, True)), tx.init(part(params, False)))
+        return PerBlockState(jax.vmap(tx.init)(keep(params, blocks=True)), tx.init(keep(params, blocks=False)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
-        if has_marks(updates):  # what stacking changes is being checked: nothing here, whatever tx is
+        if has_marks(updates):  # `stacking_changes` looks for what stacking changes: nothing here, whatever tx is
             return updates, state
 
-        def one_block(grads: PyTree, inner: Any, params: PyTree | None) -> tuple[PyTree, Any]:
+        def one_block(grads: PyTree, inner: Any, params: PyTree | None) -> Any:
             return tx.update(grads, inner, params, **extra_args)
 
-        masked = [None, None] if params is None else [part(params, True), part(params, False)]
-        blocks, blocks_state = jax.vmap(one_block)(part(updates, True), state.blocks, masked[0])
-        others, others_state = tx.update(part(updates, False), state.others, masked[1], **extra_args)
-
-        def choose(path: tuple[Any, ...], _: Any, block: Any, other: Any) -> Any:
-            return block if _key(path) == stacked else other
-
-        merged = jax.tree_util.tree_map_with_path(choose, updates, blocks, others)
+        of_blocks, of_others = (None if params is None else keep(params, blocks=blocks) for blocks in (True, False))
+        blocks, blocks_state = jax.vmap(one_block)(keep(updates, blocks=True), state.blocks, of_blocks)
+        others, others_state = tx.update(keep(updates, blocks=False), state.others, of_others, **extra_args)
+        merged = map_with_path(
+            lambda path, _, block, other: block if _key(path) == stacked else other, updates, blocks, others
+        )
         return merged, PerBlockState(blocks_state, others_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -101,7 +115,7 @@ def _check(tx: optax.GradientTransformationExtraArgs, params: PyTree, stacked: s
         return jax.ShapeDtypeStruct(x.shape[1:] if _key(path) == stacked else x.shape, x.dtype)
 
     # A lone array cannot show whether its transform looks at others; two blocks can.
-    probe = jax.tree_util.tree_map_with_path(one_block, params)
+    probe = map_with_path(one_block, params)
     probe = [probe, probe] if len(jax.tree.leaves(probe)) == 1 else probe
     coupled = coupled_leaves(tx, probe)
     if coupled:

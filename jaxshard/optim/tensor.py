@@ -1,4 +1,9 @@
-"""Tensor parallelism in a user's own `shard_map` loop: gradients that are partial over an axis summed, norms right."""
+"""Tensor parallelism in a user's own `shard_map` loop: partial gradients are summed, and norms count everything once.
+
+Over a tensor axis some parameters are split and others whole. Of a whole one that is used on split activations, such
+as the scale of a layer norm between sequence-parallel layers, every device knows the gradient from its own share of the
+activations alone: it is *partial*, and the gradient is the sum over the devices.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,10 @@ from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.tree import abstract, map_with_path, path_str, paths, raise_all, same_structure
 from jaxshard.core.types import AxisName, PyTree
+from jaxshard.optim.parts import Parts, shard_shape, split_of, types_are_checked
 from jaxshard.optim.proof.elementwise import require_elementwise
 from jaxshard.optim.proof.trace import param_at_end
-from jaxshard.optim.sharded import OnParts, axis_parts, is_checked, shard_shape, split_of
+from jaxshard.optim.zero import OnParts
 
 
 def tensor(
@@ -30,59 +36,69 @@ def tensor(
     partial: PyTree | Callable[[str], bool] | None = None,
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` inside `shard_map` over a tensor axis, where some parameters are split and the others whole.
+    """Update parameters of which a tensor axis splits some, inside `shard_map`.
 
-    `specs` is a tree of `PartitionSpec` like the parameters: those with which they enter `shard_map`. Updates enter as
-    each device's gradient of its share of the loss (the loss is the sum of the shares over the axis), in the shapes of
-    this device's parameters:
+    Updates enter as each device's gradient of its share of the loss (the loss is the sum of the shares over the axis),
+    in the shapes of this device's parameters:
 
-      - a parameter whose spec has the axis is split: its gradient is this device's own, and left alone;
-      - one whose spec lacks it is whole. Where the loss uses it on activations that are split over the axis (a layer
-        norm between sequence-parallel layers, a bias after a reduce-scatter), each device knows a part of its gradient:
-        it is *partial*, and summed here, one all-reduce per array. Otherwise every device has the same, whole gradient.
-
-    Which are partial is known from their types under `check_vma=True`: those that vary over the axis. Under
-    `check_vma=False` types say nothing, and `partial` must name them: a function of the path ("blocks/norm/scale") or a
-    tree of booleans like the parameters; `partial=lambda path: False` for none.
+      - A parameter whose spec has the axis is split. Its gradient is this device's own, and left alone.
+      - One whose spec lacks it is whole. Where the loss uses it on activations that are split over the axis (a layer
+        norm between sequence-parallel layers, a bias after a reduce-scatter; Korthikanti et al. 2022, "Reducing
+        Activation Recomputation in Large Transformer Models", section 4.2.2), its gradient is partial, and summed here:
+        one all-reduce of the array. Otherwise every device has the same, whole gradient, which is left alone.
 
     `js.optim.clip_by_global_norm(max_norm, axis_name)` inside `tx` counts split parameters over all shards and whole
-    ones once (wrappers in between must pass extra arguments on, as optax's do). Over a data axis as well, put ZeRO
-    inside, and give the clipping inside it the data axis:
+    ones once (wrappers in between must pass extra arguments on, as optax's do). The state is that of `tx` on this
+    device's parameters; `tensor_state_specs` gives its specs.
 
-        tx = js.optim.tensor(js.optim.zero2(optax.adamw(3e-4), "data"), "tensor", specs)
-
-    The state is that of `tx` on this device's parameters; `tensor_state_specs` gives its specs.
-
-    Arguments:
-      extra_args: the extra arguments that `tx.update` requires, for the check of `init`; see `check_elementwise`.
+    Args:
+      tx: An elementwise transform, or `js.optim.zero1`, `zero2` or `fsdp` over a data axis around one.
+      axis_name: The tensor axis, or a tuple of axes.
+      specs: A tree of `PartitionSpec` like the parameters: those with which they enter `shard_map`. [1024, 4096] with
+        the spec P(None, "tensor") is [1024, 512] on each of 8 devices.
+      partial: Which gradients of whole parameters are partial: a function of the path ("blocks/norm/scale") or a tree
+        of booleans like the parameters. Under `check_vma=True` it is known from their types: those that vary over the
+        axis. Under `check_vma=False` types say nothing, and `partial` must name them; `lambda path: False` for none.
+      extra_args: The extra arguments that `tx.update` requires, for the check of `init`; see `check_elementwise`.
 
     Raises (from init and update):
-      ValueError: the axis is not bound; `tx` is not elementwise (from init); `specs` have other leaves than the
+      ValueError: The axis is not bound; `tx` is not elementwise (from init); `specs` have other leaves than the
         parameters; a gradient that is already summed, as its type says, but named partial; a gradient of a split
         parameter whose type does not vary over the axis; no `partial` under `check_vma=False`.
+
+    Example:
+        # ZeRO over a data axis goes inside, and the clipping inside that has the data axis.
+        clip = js.optim.clip_by_global_norm(1.0, "data")
+        zero = js.optim.zero2(optax.chain(clip, optax.adamw(3e-4)), "data")
+        tx = js.optim.tensor(zero, "tensor", specs)
+        states = js.optim.tensor_state_specs(tx, params, specs, mesh, zero_axis="data")
     """
-    names = axis_names(axis_name)
+    axes = axis_names(axis_name)
     tx = optax.with_extra_args_support(tx)
     known = {path_str(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)}
-    split = {path: tuple(name for name in names if name in axes_of(spec)) for path, spec in known.items()}
+    split = {path: tuple(axis for axis in axes if axis in axes_of(spec)) for path, spec in known.items()}
 
     def init_fn(params: PyTree) -> Any:
-        axis_parts(names, "tensor")
+        Parts.bound(axes, "tensor")
         _check_tree(split, params)
         if not isinstance(tx, OnParts):
-            whole = map_with_path(lambda path, x: _grown(x, known[path_str(path)], names), params)
-            require_elementwise(tx, params, axis_name=names, extra_args=extra_args, views=whole)
+            sizes = {axis: lax.axis_size(axis) for axis in axes}
+            whole = map_with_path(
+                lambda path, x: _resize(x, known[path_str(path)], lambda size, parts: size * parts, sizes), params
+            )
+            require_elementwise(tx, params, axis_name=axes, extra_args=extra_args, views=whole)
         return tx.init(params)
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        axis_parts(names, "tensor")
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> Any:
+        Parts.bound(axes, "tensor")
         _check_tree(split, updates)
-        missing = _missing_sums(updates, split, names, _named(partial, updates))
+        missing = _find_missing_sums(updates, split, axes, _read_partial(partial, updates))
         grads = map_with_path(lambda path, g: all_sum(g, missing[path_str(path)]), updates)
-        outer = extra.pop("split_axes", lambda path, axes: axes)
+        # Tells a clipping inside which axes split an array. A `tensor` around this one may have told already.
+        outer = extra.pop("split_axes", lambda path, names: names)
 
-        def split_axes(path: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-            rest = tuple(axis for axis in outer(path, axes) if axis not in names)
+        def split_axes(path: str, names: tuple[str, ...]) -> tuple[str, ...]:
+            rest = tuple(name for name in outer(path, names) if name not in axes)
             return (*rest, *split[path])
 
         return tx.update(grads, state, params, split_axes=split_axes, **extra)
@@ -93,17 +109,30 @@ def tensor(
 def tensor_state_specs(
     tx: optax.GradientTransformation, params: PyTree, specs: PyTree, mesh: Mesh, *, zero_axis: AxisName | None = None
 ) -> PyTree:
-    """The `PartitionSpec` of every array of the state of `tx = js.optim.tensor(...)`, for `in_specs` and `out_specs`.
+    """Return the `PartitionSpec` of every array of the state of `tx = js.optim.tensor(...)`.
 
-    `params` are whole, and may be abstract; `specs` are those of `tensor`. `zero_axis` is the axis (or tuple of axes)
-    of ZeRO inside: its split comes on top, so that one dimension may be split over both, tensor axes major. An array
-    whose path ends with a parameter's path and that has its shape on one device is split as the parameter is; all
-    others are the same on all devices.
+    They are `in_specs` and `out_specs` of the loop. An array whose path ends with a parameter's path and that has its
+    shape on one device is split as the parameter is; all others are the same on all devices.
+
+    Args:
+      tx: The transform that `js.optim.tensor` returned.
+      params: The whole parameters, which may be abstract.
+      specs: Those given to `js.optim.tensor`.
+      mesh: The mesh with all axes.
+      zero_axis: The axis, or a tuple of axes, of ZeRO inside. Its split comes on top, so that one dimension may be
+        split over both, tensor axes major.
+
+    Example:
+        # w: [1024, 4096] with the spec P(None, "tensor") on data=2, tensor=4: moments of P("data", "tensor"),
+        # [512, 1024] on each device.
+        states = js.optim.tensor_state_specs(tx, params, specs, mesh, zero_axis="data")
     """
     zero = axis_names(zero_axis)
     count = math.prod(mesh.shape[name] for name in zero)
     sizes = dict(mesh.shape)
-    local = jax.tree.map(lambda x, spec: _resized(x, spec, lambda d, parts: d // parts, sizes), abstract(params), specs)
+    local = jax.tree.map(
+        lambda x, spec: _resize(x, spec, lambda size, parts: size // parts, sizes), abstract(params), specs
+    )
     known = jax.tree_util.tree_leaves_with_path(local)
     known_specs = jax.tree.leaves(specs, is_leaf=_is_spec)
     _, state = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(local)
@@ -115,7 +144,8 @@ def tensor_state_specs(
         shape = known[index][1].shape
         if x.shape not in (shape, shard_shape(shape, count)):
             return PartitionSpec()
-        own, further = known_specs[index], split_of(shape, count) if zero else None
+        own: PartitionSpec = known_specs[index]
+        further = split_of(shape, count) if zero else None
         if further is None:
             return own
         entries = [*own, *[None] * (len(shape) - len(own))]
@@ -129,23 +159,18 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, PartitionSpec)
 
 
-def _grown(x: Any, spec: PartitionSpec, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-    """The shape of the whole array of which `x` is this device's part over the axes."""
-    return _resized(x, spec, lambda size, parts: size * parts, {name: lax.axis_size(name) for name in names})
-
-
-def _resized(
+def _resize(
     x: Any, spec: PartitionSpec, resize: Callable[[int, int], int], sizes: Mapping[str, int]
 ) -> jax.ShapeDtypeStruct:
+    """The abstract array with `resize(size, parts)` as the size of each dimension that the spec splits into parts."""
     shape = list(x.shape)
     for dim, entry in enumerate(spec):
-        parts = math.prod(sizes.get(name, 1) for name in axis_names(entry))
-        shape[dim] = resize(shape[dim], parts)
+        shape[dim] = resize(shape[dim], math.prod(sizes.get(axis, 1) for axis in axis_names(entry)))
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
-def _named(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) -> dict[str, bool] | None:
-    """For every path whether the user calls it partial; None where the user says nothing."""
+def _read_partial(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) -> dict[str, bool] | None:
+    """For every path whether the user calls its gradient partial; None where the user says nothing."""
     if partial is None or callable(partial):
         return None if partial is None else {path: bool(partial(path)) for path in paths(tree)}
     if not same_structure(partial, tree):
@@ -156,20 +181,30 @@ def _named(partial: PyTree | Callable[[str], bool] | None, tree: PyTree) -> dict
     return dict(zip(paths(tree), map(bool, jax.tree.leaves(partial)), strict=True))
 
 
-Axes = dict[str, tuple[str, ...]]
+AxesByPath = dict[str, tuple[str, ...]]
 """For every path some of the axes."""
 
 
-def _missing_sums(grads: PyTree, split: Axes, names: tuple[str, ...], named: dict[str, bool] | None) -> Axes:
-    """Over which axes each gradient must still be summed; errors where types and what was named contradict."""
-    checked = is_checked(names)
+def _find_missing_sums(
+    grads: PyTree, split: AxesByPath, axes: tuple[str, ...], named: dict[str, bool] | None
+) -> AxesByPath:
+    """The axes over which each gradient must still be summed; errors where types and what was named contradict.
+
+    `split` holds the axes that split each parameter. With checked types, over the axes that don't:
+
+        the gradient's type   named partial            named not partial        nothing named
+        varies                summed                   refused: they would      summed
+                                                       drift apart
+        does not vary         refused: summed twice    left alone               left alone
+    """
+    checked = types_are_checked(axes)
     if named is None and not checked:
         raise ValueError(
             "tensor: under check_vma=False types do not say which gradients of whole parameters are partial, that is, "
             "of parameters used on activations split over the axis; name them with partial=lambda path: ..., or none "
             "with partial=lambda path: False"
         )
-    whole = {path: tuple(name for name in names if name not in axes) for path, axes in split.items()}
+    whole = {path: tuple(axis for axis in axes if axis not in own) for path, own in split.items()}
     raise_all(
         (f"{path}: split over {', '.join(split[path])}" for path in split if named and named[path] and not whole[path]),
         ValueError,
@@ -178,15 +213,15 @@ def _missing_sums(grads: PyTree, split: Axes, names: tuple[str, ...], named: dic
     )
     if not checked:
         assert named is not None
-        return {path: axes if named[path] else () for path, axes in whole.items()}
+        return {path: others if named[path] else () for path, others in whole.items()}
     varying = {path: varying_axes(g) for path, g in zip(paths(grads), jax.tree.leaves(grads), strict=True)}
     raise_all(
-        (f"{path}: does not vary over {axes}" for path, axes in split.items() if set(axes) - varying[path]),
+        (f"{path}: does not vary over {own}" for path, own in split.items() if set(own) - varying[path]),
         ValueError,
         "tensor: by their specs these parameters are split, but their gradients are the same on all devices; pass the "
         "specs with which the parameters enter shard_map",
     )
-    missing = {path: tuple(axis for axis in axes if axis in varying[path]) for path, axes in whole.items()}
+    missing = {path: tuple(axis for axis in others if axis in varying[path]) for path, others in whole.items()}
     raise_all(
         (f"{path}: does not vary over {whole[path]}" for path in whole if named and named[path] and not missing[path]),
         ValueError,
@@ -195,7 +230,7 @@ def _missing_sums(grads: PyTree, split: Axes, names: tuple[str, ...], named: dic
         "partial out: types say what is partial",
     )
     raise_all(
-        (f"{path}: varies over {axes}" for path, axes in missing.items() if axes and named and not named[path]),
+        (f"{path}: varies over {found}" for path, found in missing.items() if found and named and not named[path]),
         ValueError,
         "tensor: these gradients are not named partial, but each device has another one, and the parameters would "
         "drift apart. Leave partial out: types say what is partial",
@@ -203,7 +238,7 @@ def _missing_sums(grads: PyTree, split: Axes, names: tuple[str, ...], named: dic
     return missing
 
 
-def _check_tree(split: Axes, tree: PyTree) -> None:
+def _check_tree(split: AxesByPath, tree: PyTree) -> None:
     found = paths(tree)
     problems = [f"{path}: no spec" for path in found if path not in split]
     problems += [f"{path}: a spec without a parameter" for path in split if path not in set(found)]

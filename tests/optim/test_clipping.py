@@ -1,4 +1,4 @@
-"""Clipping by the global norm without an axis; with one it is tested on shards, in test_sharded.py."""
+"""Clipping by the global norm without an axis; with one it is tested on shards, in test_zero.py."""
 
 from __future__ import annotations
 

@@ -211,7 +211,9 @@ def _two_updates(tx: Any, params: PyTree, grads: list[PyTree]) -> list[PyTree]:
 
     def run(params: PyTree, grads: list[PyTree]) -> list[PyTree]:
         first, state = tx.update(grads[0], tx.init(params), params)
-        second = jax.vmap(lambda count: tx.update(grads[1], set_counts(state, count), params)[0])
+        second: Callable[[jax.Array], PyTree] = jax.vmap(
+            lambda count: tx.update(grads[1], set_counts(state, count), params)[0]
+        )
         return [first, second(jnp.arange(_COUNTS))]
 
     with jax.default_matmul_precision("highest"):
@@ -225,11 +227,12 @@ def _differences(together: PyTree, apart: PyTree, dim: int) -> Iterator[tuple[st
     for (path, one), (_, other) in zip(*trees, strict=True):
         x = one.slices[0] if is_marked(one) else one
         y = np.stack(other.slices, axis=dim) if is_marked(other) else other
-        finite = np.isfinite(x) & np.isfinite(y)
-        largest = float(np.abs(y[finite]).max(initial=0.0))
-        difference = float(np.abs(x[finite] - y[finite]).max(initial=0.0))
-        same = np.array_equal(np.isfinite(x), np.isfinite(y))
-        yield path_str(path), difference / max(largest, 1e-30) if same else np.inf
+        finite = np.isfinite(x)
+        if not np.array_equal(finite, np.isfinite(y)):
+            yield path_str(path), np.inf
+            continue
+        largest = float(np.max(np.abs(y[finite]), initial=0.0))
+        yield path_str(path), float(np.max(np.abs(x[finite] - y[finite]), initial=0.0)) / max(largest, 1e-30)
 
 
 # Who is to blame?

@@ -1,0 +1,217 @@
+"""How arrays are split into one part per device inside `shard_map`, for `js.optim.zero1`, `zero2` and `fsdp`.
+
+An array is split over the axis along one dimension (`split_of`): the one where padding costs least, the largest of
+equals, so the largest that divides if any does. Otherwise it is padded with zeros at the end; it is never left whole.
+Scalars are whole. On 8 devices:
+
+    array        padded        part
+    [3, 5, 16]   [3, 5, 16]    [3, 5, 2]     16 divides
+    [1001]       [1008]        [126]         the last device has 7 zeros at the end
+    [1]          [16]          [2]           see `split_of`
+    []           []            []
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxshard.core.collectives import gather
+from jaxshard.core.compat import varying_axes
+from jaxshard.core.mesh import axis_names
+from jaxshard.core.tree import abstract, map_with_path, path_str, raise_all
+from jaxshard.core.types import AxisName, PyTree
+from jaxshard.optim.proof.trace import param_at_end
+
+
+class Split(NamedTuple):
+    """The dimension along which an array is split, its size, and its size on one device."""
+
+    dim: int
+    size: int
+    local: int
+
+
+def split_of(shape: tuple[int, ...], count: int) -> Split | None:
+    """Decide how an array is split into `count` parts of equal size; None for scalars and arrays without elements."""
+    if not math.prod(shape) or not shape:
+        return None
+
+    def local(size: int) -> int:
+        # A part of a single element gets two places, so that no part has the shape of its whole array: `fsdp` tells
+        # them apart by shape.
+        return 2 if size == 1 and count > 1 else -(-size // count)
+
+    dim = min(range(len(shape)), key=lambda d: (local(shape[d]) * count / shape[d], -shape[d]))
+    return Split(dim, shape[dim], local(shape[dim]))
+
+
+def shard_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return the shape of one device's part."""
+    split = split_of(shape, count)
+    return shape if split is None else (*shape[: split.dim], split.local, *shape[split.dim + 1 :])
+
+
+class Parts(NamedTuple):
+    """The mesh axes over which arrays are split, and the number of devices along them: one part for each."""
+
+    axes: tuple[str, ...]
+    devices: int
+
+    @classmethod
+    def bound(cls, axis_name: AxisName, who: str) -> Parts:
+        """The parts over axes that are bound by the `shard_map` around; a ValueError outside of one."""
+        axes = axis_names(axis_name)
+        try:
+            return cls(axes, math.prod(lax.axis_size(axis) for axis in axes))
+        except NameError as error:
+            raise ValueError(
+                f"{who}: {error} Call init and update inside jax.shard_map over the axis, with the optimizer state's "
+                "specs from js.optim.state_specs(tx, params, axis_name, axis_size)"
+            ) from error
+
+    def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """The `PartitionSpec` of a whole array."""
+        split = split_of(shape, self.devices)
+        entry = self.axes[0] if len(self.axes) == 1 else self.axes
+        return PartitionSpec() if split is None else PartitionSpec(*[None] * split.dim, entry)
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """A whole array with zeros at the end, so that its parts have equal size."""
+        split = split_of(x.shape, self.devices)
+        if split is None or split.local * self.devices == split.size:
+            return x
+        missing = split.local * self.devices - split.size
+        return lax.pad(x, x.dtype.type(0), [(0, missing if dim == split.dim else 0, 0) for dim in range(x.ndim)])
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """This device's part of a whole array that every device has. No collectives."""
+        split = split_of(x.shape, self.devices)
+        if split is None:
+            return x
+        return lax.dynamic_slice_in_dim(self.pad(x), lax.axis_index(self.axes) * split.local, split.local, split.dim)
+
+    def gather_replicated(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The whole array of the parts `x`, of a type that does not vary over the axes: parameters stay replicated."""
+        split = split_of(shape, self.devices)
+        if split is None:
+            return x
+        for axis in reversed(self.axes):
+            x = lax.all_gather(x, axis, axis=split.dim, tiled=True, to="invarying")
+        return lax.slice_in_dim(x, 0, split.size, axis=split.dim)
+
+
+def types_are_checked(axes: tuple[str, ...]) -> bool:
+    """Return whether types say over which axes a value varies.
+
+    Under `check_vma=False` nothing varies by its type, not even the index of the axis, and nothing can be refused.
+    """
+    return all(axis in varying_axes(lax.axis_index(axis)) for axis in axes)
+
+
+def param_specs(params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
+    """Return the `PartitionSpec` of every parameter as `shard_params` gives it.
+
+    They are `in_specs` and `out_specs` of `js.optim.fsdp` loops.
+
+    Args:
+      params: The whole parameters, which may be abstract.
+      axis_name: The mesh axis, or a tuple of axes, over which they are split.
+      axis_size: The number of devices along it.
+
+    Example:
+      >>> param_specs({"w": jax.ShapeDtypeStruct((3, 16), "float32")}, "data", 8)
+      {'w': P(None, 'data')}
+    """
+    parts = Parts(axis_names(axis_name), axis_size)
+    return jax.tree.map(lambda x: parts.spec(x.shape), params)
+
+
+def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
+    """Return the `PartitionSpec` of every array of the optimizer state.
+
+    They are `in_specs` and `out_specs` of loops with `js.optim.zero1`, `zero2` and `fsdp`. An array whose path ends
+    with a parameter's path and that has its shape (or that of a part) is split as the parameter is; all others are the
+    same on all devices.
+
+    Args:
+      tx: The wrapped transform, or the one inside.
+      params: The whole parameters, which may be abstract.
+      axis_name: The mesh axis, or a tuple of axes, over which the state is split.
+      axis_size: The number of devices along it.
+
+    Example:
+        tx = js.optim.zero2(optax.adamw(3e-4), "data")
+        states = js.optim.state_specs(tx, params, "data", mesh.shape["data"])
+        init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=states)
+    """
+    parts = Parts(axis_names(axis_name), axis_size)
+    params = abstract(params)
+    known = jax.tree_util.tree_leaves_with_path(params)
+    # Any sizes with the right product do: only the number of parts matters.
+    env = list(zip(parts.axes, (axis_size, *[1] * (len(parts.axes) - 1)), strict=True))
+    _, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)
+
+    def spec(path: Any, x: Any) -> PartitionSpec:
+        index = param_at_end(path, [p for p, _ in known])
+        whole = () if index is None else known[index][1].shape
+        return parts.spec(whole) if x.shape in (whole, shard_shape(whole, axis_size)) else PartitionSpec()
+
+    return map_with_path(spec, state)
+
+
+def shard_params(params: PyTree, axis_name: AxisName = "data") -> PyTree:
+    """Return this device's part of every whole parameter, inside `shard_map`.
+
+    A parameter [4096, 1001] on 8 devices gives a part [512, 1001], one of [1001] a part [126] of which the last device
+    has 7 zeros of padding. No collectives.
+
+    Example:
+        specs = js.optim.param_specs(params, "data", 8)
+        parts = jax.shard_map(js.optim.shard_params, mesh=mesh, in_specs=P(), out_specs=specs)(params)
+    """
+    parts = Parts.bound(axis_name, "shard_params")
+    return jax.tree.map(parts.take, params)
+
+
+def gather_params(shards: PyTree, like: PyTree, axis_name: AxisName = "data") -> PyTree:
+    """Return the whole parameters of which `shards` are this device's parts, inside `shard_map`, padding removed.
+
+    One all-gather per array, which moves (n - 1) / n of the padded array's bytes to each of n devices. Under `jax.grad`
+    it becomes one reduce-scatter of as many bytes: the gradient with respect to the shards is the sum over the devices
+    of each device's gradient. Call it in the loss, just before use.
+
+    Args:
+      shards: This device's parts, as `shard_params` gives them.
+      like: The whole shapes (arrays or ShapeDtypeStructs).
+      axis_name: The mesh axis, or a tuple of axes, over which the parameters are split.
+
+    Raises:
+      ValueError: A shard whose shape is not that of a part of its array, or no `shard_map` over the axis.
+
+    Example:
+        def local_loss(shards, rows):
+            return loss(js.optim.gather_params(shards, shapes, "data"), rows)
+    """
+    parts = Parts.bound(axis_name, "gather_params")
+    raise_all(
+        (
+            f"{path_str(path)}: {list(x.shape)}, expected {list(part)} of {list(whole.shape)}"
+            for (path, x), whole in zip(jax.tree_util.tree_leaves_with_path(shards), jax.tree.leaves(like), strict=True)
+            if x.shape != (part := shard_shape(whole.shape, parts.devices))
+        ),
+        ValueError,
+        "gather_params: these shards are not parts of the arrays; make them with shard_params",
+    )
+
+    def gather_one(x: jax.Array, whole: Any) -> jax.Array:
+        split = split_of(whole.shape, parts.devices)
+        if split is None:
+            return x
+        return lax.slice_in_dim(gather(x, parts.spec(whole.shape)), 0, split.size, axis=split.dim)
+
+    return jax.tree.map(gather_one, shards, like)

@@ -1,0 +1,261 @@
+"""ZeRO for a user's own `shard_map` loop: `zero1`, `zero2` and `fsdp` as ordinary optax transforms.
+
+    stage    parameters   gradients   optimizer state   collectives per array and step
+    zero1    whole        whole       split             all-reduce of the gradient, all-gather of the update
+    zero2    whole        split       split             reduce-scatter of the gradient, all-gather of the update
+    fsdp     split        split       split             all-gather of the parameter, reduce-scatter of the gradient
+
+`parts` says how an array is split. The inner transform sees only this device's parts, so that it has to be elementwise,
+which `init` proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import optax
+
+from jaxshard.core.collectives import all_sum, scatter_sum
+from jaxshard.core.compat import varying_axes
+from jaxshard.core.tree import map_with_path, path_str, raise_all
+from jaxshard.core.types import AxisName, PyTree
+from jaxshard.optim.parts import Parts, shard_shape, types_are_checked
+from jaxshard.optim.proof.elementwise import require_elementwise
+
+Reduce = Literal["mean", "sum"]
+
+
+class OnParts(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types, so this is Any
+    """A transform for `shard_map` that checks by itself what it runs on this device's parts."""
+
+
+def zero1(
+    tx: optax.GradientTransformation,
+    axis_name: AxisName = "data",
+    *,
+    reduce: Reduce = "mean",
+    extra_args: Mapping[str, Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Split the optimizer state over an axis, inside `shard_map`; parameters and gradients stay whole.
+
+    ZeRO stage 1 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    section 5.1). Updates enter as each device's own gradient of its local mean, whole, and leave averaged, whole and
+    equal on all devices.
+
+    Per array: one all-reduce of the gradient, `tx` on this device's part, one all-gather of the update. With n devices
+    each sends 3 (n - 1) / n times the array's bytes, one half more than under `zero2`, which gives the same updates.
+
+    Args:
+      tx: An elementwise transform.
+      axis_name: The mesh axis, or a tuple of axes, over which the batch and the state are split.
+      reduce: See `zero2`.
+      extra_args: See `zero2`.
+
+    Returns:
+      A transform whose `init` and `update` belong inside `shard_map`, as those of `zero2`, with the same errors.
+
+    Example:
+        tx = js.optim.zero1(optax.adamw(3e-4), "data")
+        states = js.optim.state_specs(tx, params, "data", mesh.shape["data"])
+    """
+
+    def to_part(grad: jax.Array, parts: Parts) -> jax.Array:
+        return parts.take(all_sum(grad, parts.axes))
+
+    return _on_parts("zero1", tx, axis_name, reduce, extra_args, to_part)
+
+
+def zero2(
+    tx: optax.GradientTransformation,
+    axis_name: AxisName = "data",
+    *,
+    reduce: Reduce = "mean",
+    extra_args: Mapping[str, Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Split gradients and optimizer state over an axis, inside `shard_map`; parameters stay whole.
+
+    ZeRO stage 2 (Rajbhandari et al. 2020, section 5.2). Updates enter as each device's own gradient of its local mean,
+    whole, and leave averaged, whole and equal on all devices.
+
+    Per array: one reduce-scatter of the gradient, `tx` on this device's part, one all-gather of the update; scalars are
+    all-reduced. With n devices each sends 2 (n - 1) / n times the (padded) array's bytes, as much as an all-reduce.
+
+    Args:
+      tx: An elementwise transform. For a norm over all parameters put `js.optim.clip_by_global_norm(max_norm,
+        axis_name)` inside, which knows about parts.
+      axis_name: The mesh axis, or a tuple of axes, over which the batch and the state are split.
+      reduce: "mean" over the axis, or "sum" for a loss that is already this device's share of the global mean.
+      extra_args: The extra arguments that `tx.update` requires, for the check of `init`; see `check_elementwise`.
+
+    Returns:
+      A transform whose `init` and `update` both belong inside `shard_map` over the axis, with or without `check_vma`.
+      `init` takes whole parameters; the state is that of `tx` on the parts: for a parameter [4096, 1024] on 8 devices a
+      moment of Adam is [512, 1024]. Its specs are `state_specs(tx, params, axis_name, axis_size)`.
+
+    Raises (from init and update):
+      ValueError: The axis is not bound; `tx` is not elementwise (from init); a gradient that is already summed, as
+        `jax.grad` with respect to a replicated parameter gives under `check_vma=True`; a gradient whose shape is not
+        its parameter's.
+
+    Example:
+        tx = js.optim.zero2(optax.adamw(3e-4), "data")
+        states = js.optim.state_specs(tx, params, "data", mesh.shape["data"])
+
+        def step(params, opt_state, rows):
+            params = jax.lax.pcast(params, "data", to="varying")    # so that jax.grad does not sum over devices
+            grads = jax.grad(local_mean_loss)(params, rows)
+            return tx.update(grads, opt_state, params)
+
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P(), states, P("data")), out_specs=(P(), states))
+    """
+
+    def to_part(grad: jax.Array, parts: Parts) -> jax.Array:
+        return scatter_sum(parts.pad(grad), parts.spec(grad.shape), parts.axes)
+
+    return _on_parts("zero2", tx, axis_name, reduce, extra_args, to_part)
+
+
+def fsdp(
+    tx: optax.GradientTransformation,
+    axis_name: AxisName = "data",
+    *,
+    reduce: Reduce = "mean",
+    extra_args: Mapping[str, Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Split parameters, gradients and optimizer state over an axis, inside `shard_map`.
+
+    ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3). `init` and `update` take and return this device's parts
+    (`shard_params`, specs from `param_specs` and `state_specs`); the loss gathers them with `gather_params`. `update`
+    needs `params`. Gradients of the local mean may enter as
+
+      - parts, from `jax.grad` with respect to the parts: `gather_params` has then summed them over the axis;
+      - whole arrays, from `jax.grad` with respect to the gathered parameters: one reduce-scatter per array.
+
+    Which of both is told from the shapes, per array. Either way they are averaged here (or not, `reduce="sum"`).
+    Scalars are whole and all-reduced, unless their type says that they are summed. No other collectives: with those of
+    `gather_params` each of n devices sends 2 (n - 1) / n times an array's bytes per step, as for `zero2`, and (n - 1) /
+    n more for each time that the parameters are gathered again, such as under `jax.checkpoint`.
+
+    Args:
+      tx: An elementwise transform; see `zero2`.
+      axis_name: The mesh axis, or a tuple of axes, over which the batch, the parameters and the state are split.
+      reduce: See `zero2`.
+      extra_args: See `zero2`.
+
+    Raises (from init and update):
+      ValueError: As for `zero2`; also without `params`, and for a gradient that is neither whole nor a part.
+
+    Example:
+        tx = js.optim.fsdp(optax.adamw(3e-4), "data")
+        shapes = jax.eval_shape(lambda: params)
+
+        def step(shards, opt_state, rows):
+            grads = jax.grad(lambda s: local_mean_loss(js.optim.gather_params(s, shapes, "data"), rows))(shards)
+            updates, opt_state = tx.update(grads, opt_state, shards)
+            return optax.apply_updates(shards, updates), opt_state
+
+        specs, states = js.optim.param_specs(shapes, "data", 8), js.optim.state_specs(tx, shapes, "data", 8)
+        step = jax.shard_map(step, mesh=mesh, in_specs=(specs, states, P("data")), out_specs=(specs, states))
+    """
+    scale = _make_scale("fsdp", reduce)
+    tx = optax.with_extra_args_support(tx)
+
+    def init_fn(params: PyTree) -> Any:
+        parts = Parts.bound(axis_name, "fsdp")
+        # The whole shapes are not known here: they lie between those of the parts and this.
+        largest = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(tuple(d * parts.devices for d in x.shape), x.dtype), params
+        )
+        require_elementwise(tx, params, axis_name=axis_name, extra_args=extra_args, views=largest)
+        return tx.init(params)
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> Any:
+        if params is None:
+            raise ValueError(
+                "fsdp: update needs this device's parts of the parameters; call tx.update(grads, state, params)"
+            )
+        parts = Parts.bound(axis_name, "fsdp")
+        checked = types_are_checked(parts.axes)
+        _check_shapes("fsdp", updates, params, lambda g, p: g == p or shard_shape(g, parts.devices) == p)
+        whole = jax.tree.map(lambda g, p: g if g.shape != p.shape else None, updates, params)
+        _check_not_summed("fsdp", whole, parts.axes)
+
+        def to_part(grad: jax.Array, param: jax.Array) -> jax.Array:
+            if grad.shape != param.shape:
+                return scatter_sum(parts.pad(grad), parts.spec(grad.shape), parts.axes)
+            if grad.shape:
+                return grad
+            # Where types are known, an axis over which a scalar's gradient does not vary has been summed over.
+            return all_sum(grad, [axis for axis in parts.axes if not checked or axis in varying_axes(grad)])
+
+        shards = jax.tree.map(lambda g, p: scale(to_part(g, p), parts.devices), updates, params)
+        return tx.update(shards, state, params, **extra)
+
+    return OnParts(init_fn, update_fn)
+
+
+def _on_parts(
+    who: str,
+    tx: optax.GradientTransformation,
+    axis_name: AxisName,
+    reduce: Reduce,
+    extra_args: Mapping[str, Any] | None,
+    to_part: Callable[[jax.Array, Parts], jax.Array],
+) -> optax.GradientTransformationExtraArgs:
+    """The transform that runs `tx` on this device's parts of gradients and parameters, and gathers the updates."""
+    scale = _make_scale(who, reduce)
+    tx = optax.with_extra_args_support(tx)
+
+    def init_fn(params: PyTree) -> Any:
+        parts = Parts.bound(axis_name, who)
+        views = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shard_shape(x.shape, parts.devices), x.dtype), params)
+        require_elementwise(tx, params, axis_name=axis_name, extra_args=extra_args, views=views)
+        return tx.init(jax.tree.map(parts.take, params))
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> Any:
+        parts = Parts.bound(axis_name, who)
+        if params is not None:
+            _check_shapes(who, updates, params, lambda g, p: g == p)
+        _check_not_summed(who, updates, parts.axes)
+        grads = jax.tree.map(lambda g: scale(to_part(g, parts), parts.devices), updates)
+        own = None if params is None else jax.tree.map(parts.take, params)
+        steps, state = tx.update(grads, state, own, **extra)
+        return jax.tree.map(lambda step, g: parts.gather_replicated(step, g.shape), steps, updates), state
+
+    return OnParts(init_fn, update_fn)
+
+
+def _make_scale(who: str, reduce: Reduce) -> Callable[[jax.Array, int], jax.Array]:
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f'{who}: reduce must be "mean" or "sum", got {reduce!r}')
+    return (lambda total, count: total / count) if reduce == "mean" else (lambda total, count: total)
+
+
+def _check_not_summed(who: str, grads: PyTree, axes: tuple[str, ...]) -> None:
+    if not types_are_checked(axes):
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    found = [(path_str(path), sorted(set(axes) - varying_axes(g))) for path, g in leaves]
+    raise_all(
+        (f"{path}: does not vary over {', '.join(map(repr, missing))}" for path, missing in found if missing),
+        ValueError,
+        f"{who}: these gradients are already summed over the axis: with check_vma=True jax.grad with respect to a "
+        "replicated parameter sums over the devices, and another sum would make them too large. Take the gradient with "
+        f'respect to jax.lax.pcast(params, {axes[0] if len(axes) == 1 else axes!r}, to="varying")',
+    )
+
+
+def _check_shapes(who: str, grads: PyTree, params: PyTree, fits: Callable[[Any, Any], bool]) -> None:
+    def problem(path: Any, g: Any, p: Any) -> str | None:
+        if fits(g.shape, p.shape):
+            return None
+        return f"{path_str(path)}: gradient {list(g.shape)}, parameter {list(p.shape)}"
+
+    raise_all(
+        jax.tree.leaves(map_with_path(problem, grads, params)),
+        ValueError,
+        f"{who}: these gradients do not fit their parameters; pass the gradients of the same tree, whole"
+        + (", or this device's parts as gather_params gives them" if who == "fsdp" else ""),
+    )
