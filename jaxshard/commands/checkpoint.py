@@ -1,4 +1,4 @@
-"""`jaxshard checkpoint`: the steps that a folder holds, what is in them, and whether every byte is what was saved."""
+"""`jaxshard checkpoint`: list, show and verify the saved steps in a folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from jaxshard.checkpoint.checksums import compare, compare_names, opened
-from jaxshard.checkpoint.folder import folder_of, numbered, root_of
-from jaxshard.checkpoint.manifest import NAME, Manifest
+from jaxshard.checkpoint.checksums import compare_file_names, compare_files, try_manifest
+from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
+from jaxshard.checkpoint.manifest import MANIFEST, Manifest
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import Count, File, check_files
+from jaxshard.commands.flags import Count, JsonFile, check_files
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.core.layout import human_bytes
@@ -24,7 +24,7 @@ def checkpoint(
     /,
     *,
     step: Count = None,
-    json: File = None,
+    json: JsonFile = None,
 ) -> int:
     """List the steps in a folder of checkpoints, show what one holds, or verify every byte of all of them.
 
@@ -35,17 +35,16 @@ def checkpoint(
       action: list, show or verify.
       dir: the folder that js.save or jaxshard train --checkpoint wrote.
       step: this step alone; show takes the newest one by default.
-      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
     """
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        folders = _folders(root_of(dir), step)
+        folders = _folders(absolute_root(dir), step)
     if action == "show":
         return _show(console, folders, json)
-    steps = [_row(folder, deep=action == "verify") for folder in folders.values()]
+    steps = [_describe_step(folder, deep=action == "verify") for folder in folders.values()]
     for row in steps:
-        console.print(_line(row, deep=action == "verify"))
+        console.print(_step_line(row, deep=action == "verify"))
         for problem in row["problems"]:
             console.print(f"  {problem}")
     write_json(json, {"folder": str(dir), "steps": steps})
@@ -53,49 +52,48 @@ def checkpoint(
 
 
 def _folders(root: Path, step: int | None) -> dict[int, Path]:
-    """The steps to look at, incomplete ones included."""
-    folders = numbered(root)
+    """The folders of the steps to look at, incomplete ones included."""
+    folders = step_folders(root)
     if not folders or (step is not None and step not in folders):
-        folder_of(root, step)  # says what is wrong
+        step_folder(root, step)  # says what is wrong
     return folders if step is None else {step: folders[step]}
 
 
-def _row(folder: Path, *, deep: bool) -> dict[str, Any]:
-    """A step as plain values: by its manifest and the names of its files, or with all of them compared."""
-    manifest, problems = opened(folder)
+def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
+    """Describe a step by its manifest and the names of its files; `deep` compares every byte too."""
+    manifest, problems = try_manifest(folder)
     if manifest is None:
         return {"step": int(folder.name), "problems": problems}
-    return {"step": manifest.step, "problems": (compare if deep else compare_names)(folder, manifest)} | _about(
-        manifest
-    )
+    problems = compare_files(folder, manifest) if deep else compare_file_names(folder, manifest)
+    return {"step": manifest.step, "problems": problems} | _manifest_facts(manifest)
 
 
-def _about(manifest: Manifest) -> dict[str, Any]:
+def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     counts = {"arrays": len(manifest.arrays), "files": len(manifest.files) + 1, "bytes": manifest.size}
     return counts | {name: manifest.made.get(name) for name in ("time", "mesh", "processes", "jaxshard", "jax")}
 
 
-def _line(row: dict[str, Any], *, deep: bool) -> str:
+def _step_line(row: dict[str, Any], *, deep: bool) -> str:
     state = "damaged" if row["problems"] else "intact" if deep else "complete"
     if "bytes" not in row:
         return f"step {row['step']}: {state}"
     size = f"{human_bytes(row['bytes'])} in {row['files']} files, {row['arrays']} arrays"
-    return f"step {row['step']}: {state}, {size}, saved {row['time']} on mesh {_mesh(row['mesh'])}"
+    return f"step {row['step']}: {state}, {size}, saved {row['time']} on mesh {_mesh_text(row['mesh'])}"
 
 
-def _mesh(mesh: Any) -> str:
+def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.items()) if isinstance(mesh, dict) else "unknown"
 
 
 def _show(console: Console, folders: dict[int, Path], json: Path | None) -> int:
-    newest = max((number for number in folders if (folders[number] / NAME).exists()), default=max(folders))
-    manifest, problems = opened(folders[newest])
+    newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
+    manifest, problems = try_manifest(folders[newest])
     if manifest is None:
         console.print(f"step {newest}: damaged\n  {problems[0]}")
         write_json(json, {"step": newest, "problems": problems})
         return 1
-    about = _about(manifest)
-    console.print(_line({"step": newest, "problems": []} | about, deep=False))
+    about = _manifest_facts(manifest)
+    console.print(_step_line({"step": newest, "problems": []} | about, deep=False))
     made = f"jaxshard {about['jaxshard']}, JAX {about['jax']}, {about['processes']} process(es)"
     facts(console, {"made by": made} | ({} if manifest.data is None else {"data": str(manifest.data)}))
     console.print()

@@ -9,24 +9,27 @@ import jax
 from jaxshard.core.compat import backend_is_initialized, default_devices, process_count_and_id
 
 SIMULATED = 8
-"""How many CPU devices are simulated when no number is asked for."""
+"""The number of simulated CPU devices where none is asked for."""
 
 
 def choose_devices(count: int | None) -> list[jax.Device]:
-    """`count` devices of the default backend, or all of them; must run before anything touches a device.
+    """Choose devices of the default backend; call it before anything touches a device.
 
-    Without an accelerator, and where JAX_PLATFORMS asks for one that is not there, the CPU appears as `count` devices,
-    else as many as JAX_NUM_CPU_DEVICES or XLA_FLAGS say, else eight. Of several processes each has its share of the
-    count or of the eight, the first ones of its own; what the environment says it says to each.
+    Without an accelerator, and where JAX_PLATFORMS asks for one that is not there, CPU devices are simulated: `count`
+    of them, else as many as JAX_NUM_CPU_DEVICES or XLA_FLAGS say, else eight. Several processes share `count`, or the
+    eight, equally: each gives its own first devices. What the environment says holds for each process.
+
+    Args:
+      count: how many devices, over all processes; None for all there are.
 
     Raises:
-      ValueError: a count below 1, more than there are, or one that the processes can't share.
+      ValueError: a count below 1, above what is there, or that the processes do not divide.
     """
     processes = process_count_and_id()[0]
     if count is not None and count < 1:
         raise ValueError(f"--devices must be at least 1, got {count}")
     if count is not None and count % processes:
-        raise ValueError(_unshared(f"--devices {count}", processes))
+        raise ValueError(_indivisible(f"--devices {count}", processes))
     eight = count is None and not backend_is_initialized() and not _is_simulated()
     if not backend_is_initialized() and (count is not None or eight):
         jax.config.update("jax_num_cpu_devices", max(1, (count or SIMULATED) // processes))
@@ -35,7 +38,7 @@ def choose_devices(count: int | None) -> list[jax.Device]:
         jax.config.update("jax_platforms", "cpu")
         found = jax.devices()
     if eight and SIMULATED % processes and found[0].platform == "cpu":
-        raise ValueError(_unshared(f"{SIMULATED} simulated CPU devices", processes))
+        raise ValueError(_indivisible(f"{SIMULATED} simulated CPU devices", processes))
     if count is None:
         return found
     if count > len(found):
@@ -52,7 +55,7 @@ def choose_devices(count: int | None) -> list[jax.Device]:
 
 
 def describe(devices: list[jax.Device]) -> str:
-    """What they are: "8 simulated CPU devices", "4 x NVIDIA H100 80GB HBM3", "... in 2 processes"."""
+    """Describe devices, such as "8 simulated CPU devices" or "16 x NVIDIA H100 80GB HBM3 in 2 processes"."""
     processes = len({device.process_index for device in devices})
     where = f" in {processes} processes" if processes > 1 else ""
     if devices[0].platform != "cpu":
@@ -60,11 +63,11 @@ def describe(devices: list[jax.Device]) -> str:
     return "1 CPU device" if len(devices) == 1 else f"{len(devices)} simulated CPU devices{where}"
 
 
-def _unshared(what: str, processes: int) -> str:
+def _indivisible(what: str, processes: int) -> str:
     return f"{what} can't be divided over {processes} processes; give --devices a multiple of {processes}"
 
 
 def _is_simulated() -> bool:
-    """Whether the number of CPU devices was set, by JAX's own configuration or by XLA's flag."""
+    """True if the number of CPU devices was set, by JAX's own configuration or by XLA's flag."""
     flagged = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     return flagged or getattr(jax.config, "jax_num_cpu_devices", -1) > 0

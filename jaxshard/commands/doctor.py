@@ -1,4 +1,4 @@
-"""`jaxshard doctor`: what is here, and what is missing."""
+"""`jaxshard doctor`: print devices and versions, and what is missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def doctor() -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """The version of Python and of every package that a result depends on; None where one is not installed."""
+    """Return the versions of Python and of every package that a result depends on; None for one not installed."""
     return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
 
 

@@ -1,47 +1,172 @@
-"""What the flags of a command mean: sizes, files, corpora. Errors name the flag and the way out."""
+"""The flags that several commands share, each described once, and checks of their values.
+
+tyro makes the command line from signatures. A group of flags is a frozen dataclass, which a command takes as one
+parameter and tyro spreads out into single flags; the help of each flag is its line under "Attributes". A flag that
+stands alone in several commands is an annotated type. Errors name the flag and how to put it right.
+"""
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import numpy as np
 import tyro
-from rich.console import Console
 
-from jaxshard.data import corpus
-from jaxshard.models.decoder import Size
-from jaxshard.models.sizes import SIZES
+StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+EngineName = Literal["explicit", "auto", "pipelined"]
+RematName = Literal["everything", "dots", "nothing"]
 
+# Optional flags; without the hint their help would end in "(default: None)".
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Rate = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")]
 Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+Number = Annotated[int, tyro.conf.arg(metavar="N")]
+
+Target = tyro.conf.Positional[
+    Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="TARGET",
+            help="a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function "
+            "without arguments that returns (init_fn, loss_fn, tx, batch).",
+        ),
+    ]
+]
+Remat = Annotated[
+    RematName | None,
+    tyro.conf.arg(
+        help="what the forward pass of a block saves for the backward pass; by default everything, nothing in a "
+        "pipeline.",
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        metavar="PATH",
+        help="write the result as one JSON object; - is standard output, and then nothing else goes there.",
+        help_behavior_hint="",
+    ),
+]
 
 
-def size_of(model: str, *, seq: int | None, batch: int | None, steps: int | None, lr: float | None, parts: int) -> Size:
-    """The ready-made size with what was given instead of its numbers; a batch of its own is rounded up to divide."""
-    if model not in SIZES:
-        raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}")
-    check_positive(seq=seq, batch=batch, steps=steps, lr=lr)
-    size = SIZES[model]
-    recipe = size.recipe._replace(
-        batch=batch or size.recipe.batch + -size.recipe.batch % parts,
-        steps=steps or size.recipe.steps,
-        learning_rate=lr or size.recipe.learning_rate,
-    )
-    return size._replace(shape=size.shape | {"seq": seq or size.shape["seq"]}, recipe=recipe)
+@dataclass(frozen=True)
+class ShardingFlags:
+    """Where the arrays of a step live and how it runs.
+
+    Attributes:
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
+        tensor splits the layers themselves, an axis pipe puts them in stages.
+      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
+        parameters too; hsdp is fsdp within each group of an axis replica.
+      engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
+        pipelined.
+      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
+      chunks: stages per device of a pipeline; by default two for a ready-made size with enough blocks, else one.
+      devices: use so many devices, over all processes; simulated ones where there is no accelerator.
+      microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
+    """
+
+    mesh: Words = None
+    strategy: StrategyName = "fsdp"
+    engine: EngineName | None = None
+    schedule: Words = None
+    chunks: Count = None
+    devices: Count = None
+    microbatches: Count = None
+
+
+Sharding = tyro.conf.OmitArgPrefixes[ShardingFlags]
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """The corpus to train on.
+
+    Attributes:
+      data: a text file, a folder of text, or token ids as .npy or .bin; without it Python's own library.
+      dtype: of the token ids in a .bin file, such as uint16.
+      vocab: how many token ids there are, for .npy and .bin.
+    """
+
+    data: File = None
+    dtype: Words = None
+    vocab: Count = None
+
+
+@dataclass(frozen=True)
+class RecipeFlags:
+    """How long and how fast to train; by default what suits the model.
+
+    Attributes:
+      steps: optimizer steps in all; by default what suits the model.
+      batch: rows of a step over all devices; by default what suits the model.
+      seq: tokens in a row; by default what suits the model.
+      seed: of the parameters and the order of the data.
+      lr: the highest learning rate of AdamW; by default what suits the model.
+      eval_every: steps between evaluations; by default four in all.
+      patience: stop after so many evaluations without a lower held-out loss.
+      bad_steps: where loss or gradients are not finite, which changes nothing but the number of the step: raise ends
+        the training, skip leaves the batch out, rollback goes back to the newest step in --checkpoint first.
+    """
+
+    steps: Count = None
+    batch: Count = None
+    seq: Count = None
+    seed: Number = 0
+    lr: Rate = None
+    eval_every: Count = None
+    patience: Count = None
+    bad_steps: Literal["raise", "skip", "rollback"] = "raise"
+
+
+@dataclass(frozen=True)
+class SavingFlags:
+    """Where the run is saved and from where it goes on.
+
+    Attributes:
+      checkpoint: save the run into this folder while it trains, and at the end; each step in a folder of its own.
+      resume: go on from the newest step in --checkpoint; from step 0 where there is none.
+      checkpoint_every: steps between saves; by default 10.
+      keep: so many of the newest saves stay; by default all.
+      fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged.
+    """
+
+    checkpoint: File = None
+    resume: bool = False
+    checkpoint_every: Count = None
+    keep: Count = None
+    fall_back: bool = False
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """What is written and shown besides the progress.
+
+    Attributes:
+      sample: how many tokens to draw from the model at the end; 0 for none.
+      log: append the numbers of every step to this file, one JSON object a line.
+      tensorboard: write them for TensorBoard into this folder; needs tensorboardX.
+      profile: write a profile of three steps into this folder.
+    """
+
+    sample: Number = 160
+    json: JsonFile = None
+    log: File = None
+    tensorboard: File = None
+    profile: File = None
 
 
 def check_positive(**numbers: float | None) -> None:
-    """Raises for the flags whose number is given and not above zero."""
+    """Raise ValueError for a flag whose number is given and not above zero."""
     for name, value in numbers.items():
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a number above 0")
 
 
 def check_files(**files: Path | None) -> None:
-    """Raises before the work where its results could not be written after it."""
+    """Raise ValueError for a file that could not be written later, so that no work is lost."""
     for name, file in files.items():
         if file is None or str(file) == "-":
             continue
@@ -49,21 +174,3 @@ def check_files(**files: Path | None) -> None:
             raise ValueError(f"--{name} {file}: that is a folder; give a file")
         if not file.parent.is_dir():
             raise ValueError(f"--{name} {file}: the folder {file.parent} does not exist; make it, or give another file")
-
-
-def corpus_of(console: Console, path: Path | None, dtype: str | None, vocab: int | None) -> corpus.Corpus:
-    """The corpus at a path, or the standard library; what loading leaves out is noted on the console."""
-    if path is None:
-        if dtype is not None or vocab is not None:
-            raise ValueError("--dtype and --vocab describe a file of token ids; name it with --data")
-        return corpus.stdlib()
-    try:
-        kind = None if dtype is None else np.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"--dtype {dtype}: there is no such dtype; use one such as uint16 or int32") from error
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        found = corpus.load(path, dtype=kind, vocab=vocab)
-    for warning in caught:
-        console.print(f"note: {warning.message}")
-    return found

@@ -1,32 +1,52 @@
-"""`Job`: all that the flags of a training command decide, before anything is computed."""
+"""`Job`: all that the flags of `jaxshard train` decide, before anything is computed."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
+from rich.console import Console
 
 from jaxshard.commands.doctor import versions
+from jaxshard.commands.flags import DataFlags
 from jaxshard.commands.parallel import Parallel
 from jaxshard.commands.result import corpus_facts, predicted_bytes
 from jaxshard.core.layout import Layout, human_bytes
-from jaxshard.core.layout import layout as make_layout
+from jaxshard.core.make_layout import layout as make_layout
+from jaxshard.core.types import PyTree
 from jaxshard.cost.flops import train_flops
+from jaxshard.data import corpus as corpora
 from jaxshard.data import windows
 from jaxshard.data.corpus import Corpus
 from jaxshard.data.source import Source
 from jaxshard.data.windows import eval_batches
-from jaxshard.models.decoder import Decoder, Size
+from jaxshard.models.decoder import Decoder
+from jaxshard.models.recipe import Size
 from jaxshard.training.step import check_batch
 
 EVAL_TOKENS = 2**16
-"""How many held-out tokens an evaluation sees, evenly spaced over them."""
+"""The number of held-out tokens in an evaluation, evenly spaced over all of them."""
 
 
 class Job(NamedTuple):
-    """A model, its data, and how it is trained; `rows` are the shapes of a batch."""
+    """A model, its data, and how it is trained.
+
+    Attributes:
+      name: the name of the ready-made size.
+      how: mesh, strategy and engine.
+      size: the size's numbers and recipe, with those that were given by flags.
+      corpus: the tokens.
+      seed: of the parameters and the order of the data.
+      network: the model.
+      tx: the recipe's optimizer.
+      layout: where every array lives.
+      source: the batches to train on.
+      rows: the shapes and dtypes of a global batch.
+      held_out: the batches to evaluate on.
+    """
 
     name: str
     how: Parallel
@@ -37,27 +57,28 @@ class Job(NamedTuple):
     tx: optax.GradientTransformation
     layout: Layout
     source: Source
-    rows: Any
+    rows: PyTree
     held_out: list[dict[str, np.ndarray]]
 
     @property
     def seq(self) -> int:
+        """Tokens in a row."""
         return self.size.shape["seq"]
 
     @property
     def tokens(self) -> int:
-        """Of a batch."""
+        """Tokens in a global batch."""
         return self.size.recipe.batch * self.seq
 
     @property
     def flops(self) -> float | None:
-        """Of a step."""
+        """Floating point operations of a step, on all devices together."""
         shapes = self.layout.shapes
         return train_flops(self.network.loss, shapes.params, self.rows, shapes.key)
 
     @property
     def sequence(self) -> dict[str, Any]:
-        """What decides the batches and learning rates of all steps, to go on with the same ones."""
+        """The facts that decide the batches and learning rates of all steps, to go on with the same ones."""
         recipe, corpus = self.size.recipe, self.corpus
         return {
             "model": self.name,
@@ -71,7 +92,7 @@ class Job(NamedTuple):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What is trained, for results."""
+        """The facts that the command writes into its JSON object."""
         mesh = self.how.mesh
         return {
             "model": self.name,
@@ -89,24 +110,24 @@ class Job(NamedTuple):
 
     @property
     def shown(self) -> dict[str, str]:
-        """What is trained, for the eye."""
+        """The facts that the command prints, by name."""
         about, predicted = self.about, predicted_bytes(self.layout, self.rows)
         size, corpus, unit = about["size"], about["corpus"], f"{about['corpus']['unit']}s"
-        parts = {"param": "params", "grad": "grads", "opt": "optimizer"}
+        roles = {"param": "params", "grad": "grads", "opt": "optimizer"}
+        per_device = ", ".join(f"{name} {human_bytes(predicted[role])}" for role, name in roles.items())
         return {
             "model": f"{self.name}: {about['params']:,} parameters (width {size['width']}, {size['depth']} blocks)",
             "data": f"{corpus['name']}: {corpus['train_tokens']:,} {unit}, {corpus['held_out_tokens']:,} held out",
-            "steps": f"{about['recipe']['steps']:,} of {about['recipe']['batch']} x {size['seq']} {unit}",
-            "per device": ", ".join(f"{name} {human_bytes(predicted[role])}" for role, name in parts.items())
-            + " (predicted)",
+            "steps": f"{self.size.recipe.steps:,} of {self.size.recipe.batch} x {self.seq} {unit}",
+            "per device": f"{per_device} (predicted)",
         }
 
 
 def make_job(name: str, how: Parallel, size: Size, corpus: Corpus, seed: int) -> Job:
-    """The job of training a size on a corpus.
+    """Make the job of training a size on a corpus.
 
     Raises:
-      ValueError: what does not fit together: a batch that devices and micro-batches don't divide, a short corpus.
+      ValueError: a batch that devices and micro-batches do not divide, or a corpus that is too short.
     """
     recipe, seq = size.recipe, size.shape["seq"]
     network, tx = size.model(vocab=corpus.vocab), recipe.optimizer()
@@ -118,8 +139,31 @@ def make_job(name: str, how: Parallel, size: Size, corpus: Corpus, seed: int) ->
     return Job(name, how, size, corpus, seed, network, tx, layout, source, rows, held_out)
 
 
+def load_corpus(console: Console, flags: DataFlags) -> Corpus:
+    """Load the corpus that the flags name; print a note about what loading leaves out.
+
+    Raises:
+      ValueError: a flag for files of token ids without such a file, or a dtype that does not exist.
+      OSError: a file that can't be read.
+    """
+    if flags.data is None:
+        if flags.dtype is not None or flags.vocab is not None:
+            raise ValueError("--dtype and --vocab describe a file of token ids; name it with --data")
+        return corpora.stdlib()
+    try:
+        dtype = None if flags.dtype is None else np.dtype(flags.dtype)
+    except TypeError as error:
+        raise ValueError(f"--dtype {flags.dtype}: there is no such dtype; use one such as uint16 or int32") from error
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        loaded = corpora.load(flags.data, dtype=dtype, vocab=flags.vocab)
+    for warning in caught:
+        console.print(f"note: {warning.message}")
+    return loaded
+
+
 def _held_out(corpus: Corpus, batch: int, seq: int) -> list[dict[str, np.ndarray]]:
-    """About `EVAL_TOKENS` held-out tokens in batches, whole ones where there are enough."""
+    """About `EVAL_TOKENS` held-out tokens in batches, all of the same size if there are enough tokens."""
     count = EVAL_TOKENS // seq
     limit = max(batch, count - count % batch)
     return list(eval_batches(corpus.held_out, batch=batch, seq=seq, limit=limit, vocab=corpus.vocab))

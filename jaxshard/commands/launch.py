@@ -1,4 +1,4 @@
-"""`jaxshard launch`: several processes on this machine, started again together when one dies."""
+"""`jaxshard launch`: run a command in several processes on this machine; when one dies, start all of them again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxshard.commands.flags import check_positive
 from jaxshard.commands.supervisor import run_together, say
 
 WRONG_USAGE = 2
-"""The exit status of a command that was given something wrong, which it would be given again."""
+"""The exit status of a command whose flags are wrong; they would be wrong again after a restart."""
 
 
 def launch(
@@ -47,7 +47,7 @@ def launch(
             raise ValueError(f"--max-restarts {max_restarts}: give 0 or more")
         if not hasattr(os, "killpg"):
             raise ValueError(f"launch needs process groups, which {sys.platform} does not have; use Linux or macOS")
-        command = (_program(command), *command[1:])
+        command = (_find_program(command), *command[1:])
     for restarts in range(max_restarts + 1):
         if restarts:
             say(f"starting all again, {restarts} of {max_restarts}")
@@ -57,8 +57,8 @@ def launch(
     return outcome.status
 
 
-def _program(command: tuple[str, ...]) -> str:
-    """The file to run."""
+def _find_program(command: tuple[str, ...]) -> str:
+    """Find the file to run; UsageError if there is none."""
     if not command:
         raise UsageError("give the command after a double dash: jaxshard launch -n 2 -- jaxshard train")
     # An environment that was not activated has its programs beside its Python, and not on PATH.

@@ -1,4 +1,7 @@
-"""The command line: `jaxshard COMMAND ...`. A command is imported when it is used, so that help comes at once."""
+"""The command line `jaxshard COMMAND ...`.
+
+A command's module, and with it JAX, is imported when the command is used, so that `jaxshard --help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,24 @@ COMMANDS = {
     "checkpoint": "list, show or verify saved steps",
     "doctor": "print devices, versions and what is missing",
 }
-"""What each command does; its function is `jaxshard.commands.NAME.NAME`."""
+"""Each command with its line of help; its function is `jaxshard.commands.NAME.NAME`."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0, what the command returned (1 where a check failed or a step was bad), or 2.
+    """Run a command line and return its exit status.
 
-    2 is for wrong flags or data, with a line on standard error, and for processes that were given different ones.
+    One of several processes does not return a status other than 0 but ends at once: the others may be waiting for it.
 
-    A flag that does not exist, or a value that can't be read, leaves through SystemExit(2), as in argparse. One of
-    several processes does not return a status other than 0, it ends at once: the others may be waiting for it.
+    Args:
+      args: the words after `jaxshard`; by default those of this process.
+
+    Returns:
+      0, or what the command returned: 1 where a check failed. 1 also where a step was bad, 2 for wrong flags or data
+      and where several processes were given different ones, 130 after Ctrl-C, each with a line on standard error.
+
+    Raises:
+      SystemExit: with status 2, as in argparse, for a command or flag that does not exist or a value of another type;
+        with status 0 for `COMMAND --help`.
     """
     name, *rest = (sys.argv[1:] if args is None else list(args)) or [""]
     if name in ("--help", "-h"):
@@ -37,7 +48,15 @@ def main(args: Sequence[str] | None = None) -> int:
         problem = f"there is no command {name!r}{hint}" if name else "name a command"
         print(f"{usage()}\n\njaxshard: {problem}", file=sys.stderr)
         raise SystemExit(2)
-    return _run(name, rest)
+    status = _run(name, rest)
+    if status and "jax" in sys.modules:  # without JAX this process has joined no others
+        import jax
+
+        from jaxshard.distributed.hard_exit import leave
+
+        if jax.distributed.is_initialized():
+            leave(status)
+    return status
 
 
 def usage() -> str:
@@ -57,41 +76,36 @@ def usage() -> str:
 
 
 def command_of(name: str) -> Callable[..., int | None]:
-    """The function of a command."""
+    """Import the function of a command."""
     command: Callable[..., int | None] = getattr(importlib.import_module(f"jaxshard.commands.{name}"), name)
     return command
 
 
 def _run(name: str, args: Sequence[str]) -> int:
-    """The exit status of one command."""
-    import jax
-
-    from jaxshard.distributed.hard_exit import leave
-
-    status = _status(command_of(name), f"jaxshard {name}", args)
-    if status and jax.distributed.is_initialized():
-        leave(status)
-    return status
-
-
-def _status(command: Callable[..., int | None], prog: str, args: Sequence[str]) -> int:
+    """Run a command; an error that needs no traceback becomes a line on standard error and an exit status."""
     import tyro
 
     from jaxshard.commands.errors import UsageError
-    from jaxshard.distributed.agree import Disagreement
-    from jaxshard.training.non_finite import BadStep
 
     try:
-        return tyro.cli(command, prog=prog, args=args) or 0
-    except (UsageError, Disagreement) as error:
-        print(f"jaxshard: {error}", file=sys.stderr)
-        return 2
-    except BadStep as error:
-        print(f"jaxshard: {error.what}; see --bad-steps", file=sys.stderr)
-        return 1
+        return tyro.cli(command_of(name), prog=f"jaxshard {name}", args=args) or 0
+    except UsageError as error:
+        status, line = 2, str(error)
     except KeyboardInterrupt:
-        print("jaxshard: interrupted", file=sys.stderr)
-        return 130
+        status, line = 130, "interrupted"
+    except (ValueError, FloatingPointError) as error:
+        from jaxshard.distributed.agree import Disagreement
+        from jaxshard.training.non_finite import BadStep
+
+        match error:
+            case Disagreement():
+                status, line = 2, str(error)
+            case BadStep():
+                status, line = 1, f"{error.what}; see --bad-steps"
+            case _:
+                raise
+    print(f"jaxshard: {line}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -1,27 +1,25 @@
-"""What the flags say about where and how a step runs: mesh, strategy and engine, and which batches divide."""
+"""How a step runs, resolved from the flags: `Parallel` holds the mesh, the strategy over its axes, and the engine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from jaxshard.commands.devices import choose_devices
+from jaxshard.commands.flags import EngineName, RematName, ShardingFlags, check_positive
 from jaxshard.core.mesh import make_mesh
 from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
-from jaxshard.engines.accumulate import Engine
 from jaxshard.engines.auto import auto
+from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import explicit
 from jaxshard.engines.pipeline.engine import pipelined
 from jaxshard.plan.topology import topology_mesh
 from jaxshard.schedules.named import ONE_CHUNK, full_name
 from jaxshard.schedules.schedule import Schedule
-
-StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
-EngineName = Literal["explicit", "auto", "pipelined"]
-RematName = Literal["everything", "dots", "nothing"]
 
 _ENGINES: dict[str, Callable[..., Engine]] = {"explicit": explicit, "auto": auto}
 
@@ -33,28 +31,33 @@ _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "hsdp": hsdp,
 }
 
-TURNS_PER_STAGE = 4
-"""Micro-batches per device of the pipeline where nothing is said: with two chunks a bubble of an eighth at most."""
+_MICROBATCHES_PER_STAGE = 4
+"""Of a pipeline where --microbatches is not given: with two chunks the bubble is an eighth at most."""
 
 
 class Parallel(NamedTuple):
-    """A mesh, a strategy over its axes, the engine, what the rows of a batch must be a multiple of, and a name.
+    """How a step runs.
 
-    The name is that of the data strategy.
+    Attributes:
+      mesh: the mesh over the chosen devices.
+      strategy: the data strategy, composed with those of the axes tensor and pipe.
+      engine: how the gradient is computed.
+      rows_multiple: the number that the rows of a batch must be a multiple of: micro-batches times data shards.
+      strategy_name: the name of the data strategy.
     """
 
     mesh: Mesh
     strategy: Strategy
     engine: Engine
-    parts: int
-    name: str
+    rows_multiple: int
+    strategy_name: str
 
     @property
     def shown(self) -> dict[str, str]:
-        """What runs, for the eye."""
+        """The facts that a command prints, by name."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        shown = {"mesh": axes, "strategy": self.name, "engine": self.about["engine"]}
-        if self.engine.reduction == "ordered":
+        shown = {"mesh": axes, "strategy": self.strategy_name, "engine": self.about["engine"]}
+        if self.about.get("reduction") == "ordered":
             shown["engine"] += ", sums in one order"
         if "schedule" in self.about:
             shown["schedule"] = f"{self.about['schedule']}, {self.engine.microbatches} micro-batches"
@@ -62,129 +65,166 @@ class Parallel(NamedTuple):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What ran, for results."""
-        engine = type(self.engine).__name__.lower()
-        made = {"strategy": self.name, "engine": engine, "microbatches": self.engine.microbatches}
-        schedule = getattr(self.engine, "schedule", None)
+        """The facts that a command writes into its JSON object."""
+        engine = self.engine
+        about = {
+            "strategy": self.strategy_name,
+            "engine": type(engine).__name__.lower(),
+            "microbatches": engine.microbatches,
+        }
+        schedule = getattr(engine, "schedule", None)
         if schedule is None:
-            return made | {"remat": self.engine.remat, "reduction": self.engine.reduction}
+            return about | {
+                "remat": getattr(engine, "remat", None),
+                "reduction": getattr(engine, "reduction", "native"),
+            }
         name = schedule if isinstance(schedule, str) else schedule.name
-        return made | {"schedule": name, "stash": getattr(self.engine, "stash", None)}
+        return about | {"schedule": name, "stash": getattr(engine, "stash", None)}
 
 
-def parallel(
+def make_parallel(
+    flags: ShardingFlags,
     *,
-    mesh: str | None,
-    strategy: str,
-    engine: str | None,
-    devices: int | None,
-    microbatches: int | None,
-    remat: str | None = None,
-    schedule: str | None = None,
-    chunks: int | None = None,
+    remat: RematName | None = None,
+    ordered: bool = False,
     topology: str | None = None,
     depth: int | None = None,
     batch: int | None = None,
-    ordered: bool = False,
 ) -> Parallel:
-    """The mesh over the chosen devices, by default all on the axis data, the strategy over its axes, and the engine.
+    """Resolve the flags; without --mesh all devices are on the axis data.
 
-    `strategy` names the data strategy; an axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline.
-    With a `topology` the mesh is over chips that are not here: it compiles, and holds no arrays. `depth` and `batch`,
-    where they are known, decide what was not said: chunks, and micro-batches of a pipeline. `ordered` adds over devices
-    in one order.
+    Args:
+      flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline.
+      remat: what the forward pass saves; by default everything, or nothing in a pipeline.
+      ordered: add over devices in one fixed order.
+      topology: make the mesh of chips that are not here, such as "v5e:2x4"; such a mesh compiles and holds no arrays.
+      depth: the number of blocks where it is known, to choose the chunks of a pipeline.
+      batch: the rows of a step where they are known, to choose the micro-batches of a pipeline.
+
+    Raises:
+      ValueError: flags that do not fit together, or not to the devices.
     """
-    usual = {"replica": 2, "data": -1} if strategy == "hsdp" else {"data": -1}
-    axes = usual if mesh is None else parse_axes(mesh)
-    axes = _with_data(axes, usual, mesh, strategy)
-    chosen = choose_devices(devices)
-    made = make_mesh(chosen, **axes) if topology is None else topology_mesh(topology, **axes)
-    split = [_STRATEGIES[strategy](*usual), *([tensor()] if "tensor" in axes else [])]
-    rows = 1
-    for axis in usual:
-        rows *= made.shape[axis]
-    if ordered and (not {"tensor", "pipe"}.isdisjoint(axes) or engine not in (None, "explicit")):
-        raise ValueError(
-            "--ordered: only the engine explicit adds in one order, and without the axes tensor and pipe; leave out "
-            f"{'--engine ' + engine if engine not in (None, 'explicit') else 'these axes'}, or --ordered"
-        )
-    if "pipe" not in axes:
-        _check_no_pipeline(mesh, engine, schedule, chunks)
-        turns = microbatches or 1
-        options = {"reduction": "ordered"} if ordered else {}
-        runs = _ENGINES[engine or "explicit"](microbatches=turns, remat=remat or "everything", **options)
-        return Parallel(made, compose(*split), runs, rows * turns, strategy)
-    if engine not in (None, "pipelined"):
-        raise ValueError(
-            f"--engine {engine}: a mesh with the axis pipe runs under engine pipelined; leave out the flag or the axis"
-        )
-    stages = made.shape["pipe"]
-    table = _table(schedule, stages, microbatches, chunks)
-    if table is None:
-        chunks = chunks or _chunks(schedule, stages, depth)
-        turns = microbatches or _turns(stages, rows, batch)
+    check_positive(microbatches=flags.microbatches)
+    data_axes = {"replica": 2, "data": -1} if flags.strategy == "hsdp" else {"data": -1}
+    axes = _with_data_axes(flags, data_axes)
+    devices = choose_devices(flags.devices)
+    mesh = make_mesh(devices, **axes) if topology is None else topology_mesh(topology, **axes)
+    strategy = _STRATEGIES[flags.strategy](*data_axes)
+    if "tensor" in axes:
+        strategy = compose(strategy, tensor())
+    if ordered:
+        _check_ordered(flags.engine, axes)
+    shards = math.prod(mesh.shape[axis] for axis in data_axes)
+    engine: Engine
+    if "pipe" in axes:
+        engine, chunks = _make_pipelined(flags, mesh.shape["pipe"], shards, remat=remat, depth=depth, batch=batch)
+        strategy = compose(strategy, pipeline("pipe", chunks=chunks))
     else:
-        chunks, turns = table.chunks, table.microbatches
-    stash = {"nothing": "layer", None: "layer"}.get(remat, remat)
-    runs = pipelined(microbatches=turns, schedule=table or schedule or "interleaved", stash=stash or "layer")
-    return Parallel(made, compose(*split, pipeline("pipe", chunks=chunks)), runs, rows * turns, strategy)
+        _check_no_pipeline(flags)
+        options = {"reduction": "ordered"} if ordered else {}
+        engine = _ENGINES[flags.engine or "explicit"](
+            microbatches=flags.microbatches or 1, remat=remat or "everything", **options
+        )
+    return Parallel(mesh, strategy, engine, shards * engine.microbatches, flags.strategy)
 
 
-def _with_data(axes: dict[str, int], usual: dict[str, int], mesh: str | None, strategy: str) -> dict[str, int]:
-    """The axes with those of the data strategy, of one device where all devices are on tensor or pipe."""
-    data = {name: size for name, size in axes.items() if name not in ("tensor", "pipe")}
-    if not data and len(axes) > len(data):
-        return dict.fromkeys(usual, 1) | axes
-    if set(data) != set(usual):
-        example = ",".join(f"{name}={count}" for name, count in usual.items())
+def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str, int]:
+    """The axes in --mesh with those of the data strategy, of size 1 where all devices are on tensor or pipe."""
+    if flags.mesh is None:
+        return data_axes
+    axes = parse_axes(flags.mesh)
+    given = [name for name in axes if name not in ("tensor", "pipe")]
+    if not given:
+        return dict.fromkeys(data_axes, 1) | axes
+    if set(given) != set(data_axes):
+        example = ",".join(f"{name}={count}" for name, count in data_axes.items())
         raise ValueError(
-            f"--mesh {mesh}: the strategy {strategy} needs the axes {' and '.join(usual)}, and tensor and pipe if you "
-            f"like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or choose another strategy"
+            f"--mesh {flags.mesh}: the strategy {flags.strategy} needs the axes {' and '.join(data_axes)}, and tensor "
+            f"and pipe if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or choose another "
+            "strategy"
         )
     return axes
 
 
-def _check_no_pipeline(mesh: str | None, engine: str | None, schedule: str | None, chunks: int | None) -> None:
-    given = {"engine": engine if engine == "pipelined" else None, "schedule": schedule, "chunks": chunks}
+def _check_ordered(engine: EngineName | None, axes: dict[str, int]) -> None:
+    other_engine = engine not in (None, "explicit")
+    if other_engine or not {"tensor", "pipe"}.isdisjoint(axes):
+        raise ValueError(
+            "--ordered: only the engine explicit adds in one order, and without the axes tensor and pipe; leave out "
+            f"{f'--engine {engine}' if other_engine else 'these axes'}, or --ordered"
+        )
+
+
+def _check_no_pipeline(flags: ShardingFlags) -> None:
+    engine = flags.engine if flags.engine == "pipelined" else None
+    given = {"engine": engine, "schedule": flags.schedule, "chunks": flags.chunks}
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"--{name} {value} is for a pipeline, but --mesh {mesh or 'data=-1'} has no axis pipe; write --mesh "
-                f"data=-1,pipe=2, or leave --{name} out"
+                f"--{name} {value} is for a pipeline, but --mesh {flags.mesh or 'data=-1'} has no axis pipe; write "
+                f"--mesh data=-1,pipe=2, or leave --{name} out"
             )
 
 
-def _table(schedule: str | None, stages: int, microbatches: int | None, chunks: int | None) -> Schedule | None:
-    """The user's own table where the schedule is a file, which then says all about itself."""
-    if schedule is None or not schedule.endswith(".csv"):
+def _make_pipelined(
+    flags: ShardingFlags, stages: int, shards: int, *, remat: RematName | None, depth: int | None, batch: int | None
+) -> tuple[Engine, int]:
+    """The engine of a pipeline, and its chunks per device."""
+    if flags.engine not in (None, "pipelined"):
+        raise ValueError(
+            f"--engine {flags.engine}: a mesh with the axis pipe runs under engine pipelined; leave out the flag or "
+            "the axis"
+        )
+    table = _read_table(flags, stages)
+    if table is None:
+        chunks = flags.chunks or _default_chunks(flags.schedule, stages, depth)
+        microbatches = flags.microbatches or _default_microbatches(stages, shards, batch)
+    else:
+        chunks, microbatches = table.chunks, table.microbatches
+    stash = "layer" if remat in (None, "nothing") else remat  # a block's input, from which it is recomputed
+    schedule = table or flags.schedule or "interleaved"
+    return pipelined(microbatches=microbatches, schedule=schedule, stash=stash), chunks
+
+
+def _read_table(flags: ShardingFlags, stages: int) -> Schedule | None:
+    """The user's own table where --schedule is a file; ValueError where other flags contradict it."""
+    if flags.schedule is None or not flags.schedule.endswith(".csv"):
         return None
-    table = Schedule.from_csv(Path(schedule))
+    table = Schedule.from_csv(Path(flags.schedule))
     own = {"pipe": table.stages, "microbatches": table.microbatches, "chunks": table.chunks}
-    for name, given in (("pipe", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if given is not None and given != own[name]:
+    given = {"pipe": stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
+    for name, value in given.items():
+        if value is not None and value != own[name]:
             raise ValueError(
-                f"--schedule {schedule} is a table for {name}={own[name]}, but {name}={given} was asked for"
+                f"--schedule {flags.schedule} is a table for {name}={own[name]}, but {name}={value} was asked for"
             )
     return table
 
 
-def _chunks(schedule: str | None, stages: int, depth: int | None) -> int:
-    """Chunks per device where none are said: two if the schedule can and the model has so many blocks."""
+def _default_chunks(schedule: str | None, stages: int, depth: int | None) -> int:
+    """Two chunks per device if the schedule can have them and the model has a block for each."""
     if schedule is not None and full_name(schedule) in ONE_CHUNK:
         return 1
     return 2 if depth is not None and depth >= 2 * stages else 1
 
 
-def _turns(stages: int, rows: int, batch: int | None) -> int:
-    """Micro-batches where none are said: several per stage if they divide the batch."""
-    wanted = [times * stages for times in (TURNS_PER_STAGE, 3, 2, 1)]
+def _default_microbatches(stages: int, shards: int, batch: int | None) -> int:
+    """Several micro-batches per stage if they divide the batch."""
+    wanted = [times * stages for times in (_MICROBATCHES_PER_STAGE, 3, 2, 1)]
     if batch is None:
         return wanted[0]
-    return next((turns for turns in wanted if batch % (rows * turns) == 0), stages)
+    return next((count for count in wanted if batch % (shards * count) == 0), stages)
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """The axes and sizes in "replica=2,data=4"."""
+    """Parse the value of --mesh.
+
+        >>> parse_axes("replica=2,data=-1")
+        {'replica': 2, 'data': -1}
+
+    Raises:
+      ValueError: an axis that is not name=size, or a name that comes twice.
+    """
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, count = part.strip().partition("=")

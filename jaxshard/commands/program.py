@@ -9,16 +9,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 import optax
 
 from jaxshard.commands.errors import UsageError, usage_errors
-from jaxshard.commands.flags import size_of
+from jaxshard.commands.flags import check_positive
 from jaxshard.core.layout import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
+from jaxshard.models.recipe import Size
 from jaxshard.models.sizes import SIZES
 
 _ORDER = "(init_fn, loss_fn, tx, batch)"
@@ -26,7 +27,7 @@ _RETURNS = f"a function without arguments that returns {_ORDER}"
 
 
 class Program(NamedTuple):
-    """Everything that a step is made of, and the name under which it was asked for; `batch` is a global one."""
+    """The parts of a training step, and the name under which they were asked for; `batch` is a global one."""
 
     init_fn: InitFn
     loss_fn: LossFn
@@ -35,47 +36,82 @@ class Program(NamedTuple):
     name: str
 
 
-def program_of(
-    target: str, *, rows: int | None = None, seq: int | None = None, seed: int = 0, parts: int = 1
-) -> Program:
-    """The program that `target` names.
+def size_of(
+    model: str,
+    *,
+    rows_multiple: int,
+    seq: int | None = None,
+    batch: int | None = None,
+    steps: int | None = None,
+    lr: float | None = None,
+) -> Size:
+    """Look up a ready-made size and replace its numbers by those that are given.
 
-    A ready-made size ("gpt-1m") has its recipe's optimizer, no dropout, and a batch {"tokens": int32[rows, seq + 1]}
-    drawn from `seed`; without `rows` the recipe's number, rounded up to a multiple of `parts`. `path/to/file.py:make`
-    and `package.module:make` name a function without arguments that returns (init_fn, loss_fn, tx, batch); it makes its
-    own batch, so `rows` and `seq` are refused there.
-
-    It runs the user's code, which may touch devices: choose them first. Not to be called inside `usage_errors`, so that
-    what goes wrong in the user's code keeps its traceback.
+    Without `batch` the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
 
     Raises:
-      UsageError: there is no such size, file, module or function, or the function returns something else.
+      ValueError: no such size, or a number that is not above zero.
+    """
+    if model not in SIZES:
+        raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}")
+    check_positive(seq=seq, batch=batch, steps=steps, lr=lr)
+    size = SIZES[model]
+    recipe = size.recipe._replace(
+        batch=batch or size.recipe.batch + -size.recipe.batch % rows_multiple,
+        steps=steps or size.recipe.steps,
+        learning_rate=lr or size.recipe.learning_rate,
+    )
+    return size._replace(shape=size.shape | {"seq": seq or size.shape["seq"]}, recipe=recipe)
+
+
+def depth_of(target: str) -> int | None:
+    """Return the number of blocks of a ready-made size, or None for what a user's function makes."""
+    return SIZES[target].shape["depth"] if target in SIZES else None
+
+
+def program_of(
+    target: str, *, rows: int | None = None, seq: int | None = None, seed: int = 0, rows_multiple: int = 1
+) -> Program:
+    """Make the program that `target` names.
+
+    A ready-made size has its recipe's optimizer, no dropout, and a batch {"tokens": int32[rows, seq + 1]} of random
+    tokens. A function of the user's file or module makes its own batch.
+
+    This runs the user's code, which may touch devices: choose them first. Do not call it inside `usage_errors`, so that
+    faults of the user's code keep their traceback.
+
+    Args:
+      target: a size such as "gpt-1m", or "path/to/file.py:make" or "package.module:make", where `make` is a function
+        without arguments that returns (init_fn, loss_fn, tx, batch).
+      rows: the rows of a ready-made size's batch; by default the recipe's number.
+      seq: the tokens in a row of a ready-made size's batch; by default what the size says.
+      seed: draws the tokens of a ready-made size.
+      rows_multiple: the recipe's number of rows is rounded up to a multiple of it.
+
+    Raises:
+      UsageError: no such size, file, module or function, a function that returns something else, or `rows` or `seq` for
+        a function.
     """
     if ":" not in target:
-        return _ready_made(target, rows, seq, seed, parts)
+        return _ready_made(target, rows, seq, seed, rows_multiple)
     if rows is not None or seq is not None:
         raise UsageError(
             f"--batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own batch: change "
             "it there"
         )
     where, _, name = target.rpartition(":")
-    make = _function(_module(where, target), name, target)
-    return _checked(make(), target)
+    make = _find_function(_import_module(where, target), name, target)
+    return _check_program(make(), target)
 
 
-def depth_of(target: str) -> int | None:
-    """How many blocks a ready-made size has; None for what is made by a function."""
-    return SIZES[target].shape["depth"] if target in SIZES else None
-
-
-def _ready_made(name: str, rows: int | None, seq: int | None, seed: int, parts: int) -> Program:
+def _ready_made(name: str, rows: int | None, seq: int | None, seed: int, rows_multiple: int) -> Program:
     if name not in SIZES:
         raise UsageError(
             f"{name}: there is no such size; give one of {', '.join(SIZES)}, or path/to/file.py:function or "
             f"package.module:function, {_RETURNS}"
         )
     with usage_errors():
-        size = size_of(name, seq=seq, batch=rows, steps=None, lr=None, parts=parts)
+        size = size_of(name, seq=seq, batch=rows, rows_multiple=rows_multiple)
     model = size.model()
     rng = np.random.default_rng(seed)
     shape = (size.recipe.batch, size.shape["seq"] + 1)
@@ -83,8 +119,8 @@ def _ready_made(name: str, rows: int | None, seq: int | None, seed: int, parts: 
     return Program(model.init, model.loss, size.recipe.optimizer(), {"tokens": tokens}, name)
 
 
-def _module(where: str, target: str) -> ModuleType:
-    """The imported file or module. A file's folder, or the current one, goes onto the path, as Python does it."""
+def _import_module(where: str, target: str) -> ModuleType:
+    """Import a file or module. A file's folder, or the current one, goes onto the path, as Python itself does it."""
     file = Path(where)
     if file.suffix != ".py":
         _put_on_path(Path.cwd())
@@ -119,7 +155,7 @@ def _put_on_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _function(module: ModuleType, name: str, target: str) -> Callable[[], Any]:
+def _find_function(module: ModuleType, name: str, target: str) -> Callable[[], Any]:
     make = getattr(module, name, None)
     if not callable(make):
         own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
@@ -129,11 +165,11 @@ def _function(module: ModuleType, name: str, target: str) -> Callable[[], Any]:
         inspect.signature(make).bind()
     except TypeError as error:
         raise UsageError(f"{target}: {name} can't be called without arguments ({error}); give {_RETURNS}") from error
-    return make
+    return cast(Callable[[], Any], make)
 
 
-def _checked(made: Any, target: str) -> Program:
-    """The four things that a function returned; a `UsageError` that says what was received where they are others."""
+def _check_program(made: Any, target: str) -> Program:
+    """Check what the user's function returned; the UsageError says what was received."""
     if not isinstance(made, tuple) or len(made) not in (4, len(Program._fields)):
         what = f"{len(made)} things" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(f"{target} returned {what}, expected (init_fn, loss_fn, tx, batch)")

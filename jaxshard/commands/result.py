@@ -1,4 +1,4 @@
-"""The result of a training run as plain values: what goes into the JSON object and the tables."""
+"""The result of a training run as plain values, for the JSON object and the tables at the end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ from jaxshard.training.metrics import finite
 from jaxshard.training.records import Record
 from jaxshard.training.state import TrainState
 
-_PROMPT, _TEMPERATURE = 32, 0.8
+_PROMPT_LENGTH = 32
+_TEMPERATURE = 0.8
 
 
 def predicted_bytes(layout: Layout, batch: Any) -> dict[str, int]:
-    """Bytes per device by role, and "arguments": all of them but the gradients, what a step is given."""
+    """Predict the bytes per device of a step from its layout and the shapes of a global batch.
+
+    Returns:
+      Bytes by role; "step_and_key", which have no role; and "arguments", what a step is given: all but the gradients.
+    """
     roles: dict[str, int] = {str(role): count for role, count in layout.bytes_per_device().items()}
     roles["batch"] = sum(
         layout.batch_placement(x).bytes_per_device(layout.mesh, x.dtype) for x in jax.tree.leaves(batch)
@@ -34,20 +39,23 @@ def predicted_bytes(layout: Layout, batch: Any) -> dict[str, int]:
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes per device of a compiled step: its arguments and its temporaries, gradients included."""
+    """Ask the compiler for a step's bytes per device: its arguments, and its temporaries with the gradients."""
     memory: Any = compiled.memory_analysis()
     return {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
 
 
-def numbers(records: Sequence[Record]) -> dict[str, Any]:
-    """What the records of this start come to; None for a number that is not finite or not known."""
+def summarize(records: Sequence[Record]) -> dict[str, Any]:
+    """Summarize the records of a run since it was started: losses, evaluations and mean speeds.
+
+    A number that is not finite or not known is None, since JSON has no other word for it.
+    """
     seconds = sum(record.seconds for record in records)
 
     def mean(name: str) -> float | None:
         known = [record.speed[name] * record.seconds / seconds for record in records if name in record.speed]
         return sum(known) if known else None
 
-    latest = {record.step: record for record in records}.values()  # of a step that was taken again, the last time
+    latest = {record.step: record for record in records}.values()  # a step taken again after a rollback counts once
     evaluations = [{"step": record.step, **record.evaluation} for record in latest if record.evaluation is not None]
     return {
         "losses": [finite(record.metrics["loss"]) for record in latest],
@@ -62,7 +70,7 @@ def numbers(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:
-    """Which data it was: `sha256` is over all tokens, `unit` is what a token is."""
+    """Describe the data: "sha256" identifies the tokens, "unit" says what a token is ("byte" for text)."""
     return {
         "name": corpus.name,
         "sha256": corpus.digest,
@@ -73,20 +81,24 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def sampled(
+def draw_sample(
     network: Decoder, run: TrainState, layout: Layout, corpus: Corpus, *, length: int, seed: int
 ) -> dict[str, str] | None:
-    """A prompt, the first held-out tokens, and `length` tokens that the model puts after it; None for a length of 0."""
+    """Let the model continue the first held-out tokens.
+
+    Returns:
+      {"prompt", "text"}, the text of `length` new tokens; None for a length of 0.
+    """
     if length == 0:
         return None
-    prompt = np.asarray(corpus.held_out[:_PROMPT], np.int32)
+    prompt = np.asarray(corpus.held_out[:_PROMPT_LENGTH], np.int32)
     draw = make_apply(partial(sample, network, length=length, temperature=_TEMPERATURE), layout)
     tokens = np.asarray(draw(run, prompt[None], jax.random.key(seed)))[0]
-    return {"prompt": _text(prompt, corpus), "text": _text(tokens[len(prompt) :], corpus)}
+    return {"prompt": _decode(prompt, corpus), "text": _decode(tokens[len(prompt) :], corpus)}
 
 
 def write_json(file: Path | None, result: dict[str, Any]) -> None:
-    """One JSON object into the file, or to standard output for "-"."""
+    """Write a JSON object into the file, or to standard output for "-"; nothing for None."""
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     if str(file) == "-":
         sys.stdout.write(text)
@@ -98,8 +110,8 @@ def _is_text(corpus: Corpus) -> bool:
     return corpus.train.dtype == np.uint8 and corpus.vocab == 256
 
 
-def _text(tokens: np.ndarray, corpus: Corpus) -> str:
-    """Bytes as text without control characters, other tokens as numbers."""
+def _decode(tokens: np.ndarray, corpus: Corpus) -> str:
+    """Decode bytes as text without control characters, and other tokens as numbers."""
     if not _is_text(corpus):
         return " ".join(map(str, tokens))
     text = bytes(tokens.astype(np.uint8)).decode(errors="replace")

@@ -1,62 +1,69 @@
-"""Where `jaxshard train` saves a run, and from which step it goes on: the flags about checkpoints."""
+"""Where `jaxshard train` saves a run and from which step it goes on, resolved from the flags: `Saving`."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.checkpoint.checksums import Damaged
-from jaxshard.checkpoint.folder import complete, latest_step, numbered, root_of
+from jaxshard.checkpoint.folder import absolute_root, complete_steps, latest_step, step_folders
 from jaxshard.checkpoint.reader import describe, restore
+from jaxshard.commands.flags import SavingFlags, check_positive
 from jaxshard.core.layout import Layout
 from jaxshard.training.state import TrainState
 
 EVERY = 10
-"""Steps between saves where nothing is said."""
+"""Steps between saves where --checkpoint-every is not given."""
 
-_SAME = {
+_FIX_THE_BATCHES = {
     "model": "--model",
     "batch": "--batch",
     "seq": "--seq",
     "seed": "--seed",
     "corpus": "--data",
 }
-"""What decides which batch a step sees, and the flags that say it: a run can't go on with another."""
+"""Facts of a saved run that decide which batch a step sees, with their flags: a run goes on only with the same ones."""
 
-_CHANGES_RATE = {"steps": "--steps", "lr": "--lr"}
-"""What only decides the learning rate of the steps to come."""
+_FIX_THE_RATE = {"steps": "--steps", "lr": "--lr"}
+"""Facts of a saved run that only decide the learning rate of the steps to come."""
 
 
 class Saving(NamedTuple):
-    """A folder of checkpoints, or None; how often, and how many steps are kept; the step to go on from, or None.
+    """Where a run is saved and from where it goes on.
 
-    `passed` are newer steps that are not gone on from, with the reason.
+    Attributes:
+      folder: the folder of checkpoints, or None where nothing is saved.
+      every: steps between saves.
+      keep: how many of the newest steps stay, or None for all.
+      resumed: the step to go on from, or None for a new run.
+      ignored: newer steps that the run does not go on from, with the reason; they will be replaced.
     """
 
-    folder: Path | None
-    every: int
-    keep: int | None
-    resumed: int | None
-    passed: dict[int, str]
+    folder: Path | None = None
+    every: int = EVERY
+    keep: int | None = None
+    resumed: int | None = None
+    ignored: Mapping[int, str] = MappingProxyType({})
 
     @property
     def shown(self) -> dict[str, str]:
-        """What is saved and where the run begins, for the eye."""
+        """The facts that the command prints, by name."""
         if self.folder is None:
             return {}
         begins = "new" if self.resumed is None else f"goes on from step {self.resumed}"
-        begins += "".join(f"; step {step} is {why} and will be replaced" for step, why in self.passed.items())
+        begins += "".join(f"; step {step} is {why} and will be replaced" for step, why in self.ignored.items())
         return {"checkpoint": f"{self.folder}, every {self.every} steps; {begins}"}
 
-    def restored(self, layout: Layout) -> TrainState | None:
-        """The run to go on with; None where there is none, and it starts at step 0.
+    def restore_run(self, layout: Layout) -> TrainState | None:
+        """Restore the run to go on with; None for a new run.
 
         Raises:
-          ValueError: as `js.restore`: another model, damaged files.
+          ValueError: as `js.restore`: the checkpoint is of another model, or damaged.
         """
         if self.folder is None or self.resumed is None:
             return None
@@ -66,16 +73,25 @@ class Saving(NamedTuple):
             raise Damaged(f"{error}; --fall-back goes on from the newest step that is intact") from error
 
     @contextlib.contextmanager
-    def checkpointers(self, layout: Layout, about: dict[str, Any]) -> Iterator[list[Checkpointer]]:
-        """What saves the run, with what `checked` compares; nothing without a folder. Waits for the last save."""
+    def checkpointers(self, layout: Layout, facts: dict[str, Any]) -> Iterator[list[Checkpointer]]:
+        """Yield the one `Checkpointer` of the run, or none without a folder; wait for its last save at the end.
+
+        `facts` are saved beside the run, for `check_facts` when it goes on.
+        """
         if self.folder is None:
             yield []
             return
-        with Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: about) as checkpointer:
+        with Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts) as checkpointer:
             yield [checkpointer]
 
-    def checked(self, about: dict[str, Any]) -> list[str]:
-        """What differs from the run that was saved and may: only the learning rate of the steps to come.
+    def check_facts(self, facts: dict[str, Any]) -> list[str]:
+        """Compare the facts of this run with those of the saved one, and note what changes.
+
+        Args:
+          facts: `Job.sequence`, all that decides batches and learning rates.
+
+        Returns:
+          A line for each fact that may differ and does: those that change the learning rate of the steps to come.
 
         Raises:
           ValueError: the batches would be others than those of the run that was saved.
@@ -83,71 +99,64 @@ class Saving(NamedTuple):
         if self.folder is None or self.resumed is None:
             return []
         saved = describe(self.folder, step=self.resumed).data
-        if not isinstance(saved, dict) or not saved.keys() >= about.keys():
+        if not isinstance(saved, dict) or not saved.keys() >= facts.keys():
             raise ValueError(
                 f"--resume: step {self.resumed} in {self.folder} was not saved by jaxshard train; js.restore reads it"
             )
-        for name, flag in _SAME.items():
-            if saved[name] != about[name]:
+        for name, flag in _FIX_THE_BATCHES.items():
+            if saved[name] != facts[name]:
                 raise ValueError(
-                    f"--resume: the run in {self.folder} has {flag} {saved[name]}, now it is {about[name]}: it would "
+                    f"--resume: the run in {self.folder} has {flag} {saved[name]}, now it is {facts[name]}: it would "
                     f"see other batches. Give the same {flag}, or another folder for a new run"
                 )
         return [
-            f"the run so far had {flag} {saved[name]}, now it is {about[name]}: the learning rate changes"
-            for name, flag in _CHANGES_RATE.items()
-            if saved[name] != about[name]
+            f"the run so far had {flag} {saved[name]}, now it is {facts[name]}: the learning rate changes"
+            for name, flag in _FIX_THE_RATE.items()
+            if saved[name] != facts[name]
         ]
 
 
-def saving(
-    *,
-    checkpoint: Path | None,
-    resume: bool,
-    fall_back: bool,
-    checkpoint_every: int | None,
-    keep: int | None,
-    others: Sequence[Path | None] = (),
-) -> Saving:
-    """What the flags say; `others` are what else the command writes, perhaps into the same folder.
+def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Saving:
+    """Resolve the flags about checkpoints, and check that the folder can be written.
+
+    Args:
+      flags: what was asked for.
+      others: files that the command writes besides, perhaps into the same folder.
 
     Raises:
-      ValueError: flags that need others; a folder with steps where --resume was not given; a folder of something else.
+      ValueError: flags that need others, a folder with steps where --resume is not given, or a folder of something
+        else.
       OSError: a folder that can't be written.
     """
-    given = {"resume": resume, "fall-back": fall_back, "checkpoint-every": checkpoint_every, "keep": keep}
-    if checkpoint is None:
-        _refuse(given, "needs a folder: add --checkpoint DIR")
-        return Saving(None, EVERY, None, None, {})
-    if not resume:
-        _refuse({"fall-back": fall_back}, "chooses the step to go on from: add --resume")
-    for name, count in (("checkpoint-every", checkpoint_every), ("keep", keep)):
-        if count is not None and count < 1:
-            raise ValueError(f"--{name} {count}: give a number above 0")
-    newest = latest_step(checkpoint)
-    _check_folder(checkpoint, others)
-    if newest is not None and not resume:
+    folder = flags.checkpoint
+    if folder is None:
+        for name, value in vars(flags).items():
+            _refuse(name, value, "needs a folder: add --checkpoint DIR")
+        return Saving()
+    if not flags.resume:
+        _refuse("fall_back", flags.fall_back, "chooses the step to go on from: add --resume")
+    check_positive(checkpoint_every=flags.checkpoint_every, keep=flags.keep)
+    newest = latest_step(folder)
+    _check_folder(folder, others)
+    if newest is not None and not flags.resume:
         raise ValueError(
-            f"--checkpoint {checkpoint}: a run is there, saved at step {newest}; add --resume to go on with it, or "
+            f"--checkpoint {folder}: a run is there, saved at step {newest}; add --resume to go on with it, or "
             "give another folder"
         )
-    begin = _newest_intact(checkpoint, newest) if fall_back and newest is not None else newest
-    passed = {step: "damaged" for step in complete(root_of(checkpoint)) if begin is not None and step > begin}
-    passed |= {
-        step: "incomplete"
-        for step in numbered(root_of(checkpoint))
-        if step > (-1 if begin is None else begin) and step not in passed
-    }
-    return Saving(checkpoint, checkpoint_every or EVERY, keep, begin, passed)
+    begin = _newest_intact(folder, newest) if flags.fall_back and newest is not None else newest
+    root, after = absolute_root(folder), -1 if begin is None else begin
+    saved = complete_steps(root)
+    ignored = {step: "damaged" if step in saved else "incomplete" for step in step_folders(root) if step > after}
+    return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, ignored)
 
 
 def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:
-    """Raises where a folder holds something else than steps, or can't be written; makes it if it is absent."""
+    """Raise for a folder of something else than steps, or that can't be written; make it if it is absent."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {path.absolute() for path in others if path is not None}
     seen = (path for path in folder.iterdir() if not path.name.startswith("."))
     found = sorted(path.name for path in seen if path.absolute() not in own)
-    if found and not numbered(root_of(folder)):
+    if found and not step_folders(absolute_root(folder)):
         raise ValueError(
             f"--checkpoint {folder} is not a folder of checkpoints: it holds {found[0]} and no step; give another one"
         )
@@ -165,8 +174,8 @@ def _newest_intact(folder: Path, newest: int) -> int:
     return intact
 
 
-def _refuse(flags: dict[str, Any], why: str) -> None:
-    for name, value in flags.items():
-        if value is not None and value is not False:
-            shown = "" if value is True else f" {value}"
-            raise ValueError(f"--{name}{shown} {why}")
+def _refuse(name: str, value: bool | int | None, why: str) -> None:
+    """Raise ValueError if a flag is given."""
+    if value is not None and value is not False:
+        shown = "" if value is True else f" {value}"
+        raise ValueError(f"--{name.replace('_', '-')}{shown} {why}")

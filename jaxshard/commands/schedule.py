@@ -1,4 +1,4 @@
-"""`jaxshard schedule`: what a pipeline does in every tick, how long its devices idle, and how much they keep."""
+"""`jaxshard schedule`: the table of a pipeline's schedule, the idle time of its devices, and what they store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import Count, File, check_files, check_positive
+from jaxshard.commands.flags import Count, File, JsonFile, check_files, check_positive
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.schedules.chart import WIDTH
@@ -28,7 +28,7 @@ def schedule(
     microbatches: Count = None,
     chunks: Count = None,
     plot: File = None,
-    json: File = None,
+    json: JsonFile = None,
 ) -> None:
     """Show a pipeline's schedule: the table, its idle time, and what every device stashes.
 
@@ -41,32 +41,31 @@ def schedule(
       microbatches: parts of a batch; a file has its own.
       chunks: parts of the model on each device, for interleaved and zero_bubble; 2 by default.
       plot: draw the schedule into a file such as schedule.png or schedule.svg.
-      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
     """
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_positive(stages=stages, microbatches=microbatches, chunks=chunks)
         check_files(plot=plot, json=json)
-        made = _made(name, stages, microbatches, chunks)
+        the_schedule = _load_or_make(name, stages, microbatches, chunks)
         if plot is not None:
-            plot_schedule(made, plot)
-    stats = made.stats()
-    console.print(made.chart(width=console.width if console.is_terminal else WIDTH))
+            plot_schedule(the_schedule, plot)
+    stats = the_schedule.stats()
+    console.print(the_schedule.chart(width=console.width if console.is_terminal else WIDTH))
     console.print()
     facts(console, _facts(stats))
-    write_json(json, _result(made, stats))
+    write_json(json, _result(the_schedule, stats))
 
 
-def _made(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+def _load_or_make(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
+    """Read the schedule from a file, whose sizes the flags must not contradict, or make the one of that name."""
     if Path(name).suffix == ".csv" and not Path(name).is_file():
         raise ValueError(f"{name}: there is no such file; give the path of a CSV file, or one of {', '.join(NAMES)}")
     if Path(name).is_file():
-        made = Schedule.from_csv(name)
-        for size, number in asked.items():
-            if number not in (None, getattr(made, size)):
-                raise ValueError(f"--{size} {number}: {name} has {getattr(made, size)}; leave --{size} out")
-        return made
+        loaded = Schedule.from_csv(name)
+        for size, number in {"stages": stages, "microbatches": microbatches, "chunks": chunks}.items():
+            if number not in (None, getattr(loaded, size)):
+                raise ValueError(f"--{size} {number}: {name} has {getattr(loaded, size)}; leave --{size} out")
+        return loaded
     full_name(name)
     if stages is None or microbatches is None:
         raise ValueError(f"the schedule {name} needs --stages and --microbatches, such as --stages 4 --microbatches 16")
@@ -82,7 +81,7 @@ def _facts(stats: Stats) -> dict[str, str]:
     }
 
 
-def _result(made: Schedule, stats: Stats) -> dict[str, Any]:
-    sizes = {"name": made.name, "stages": made.stages, "microbatches": made.microbatches, "chunks": made.chunks}
-    table = [dict(zip(COLUMNS, op)) for op in made.ops]
+def _result(schedule: Schedule, stats: Stats) -> dict[str, Any]:
+    sizes = {name: getattr(schedule, name) for name in ("name", "stages", "microbatches", "chunks")}
+    table = [dict(zip(COLUMNS, op)) for op in schedule.ops]
     return sizes | asdict(stats) | {"costs": {"F": Costs().F, "B": Costs().B}, "table": table}

@@ -1,7 +1,11 @@
-"""Runs a command as several processes of this machine that live and die together.
+"""Run a command as several processes of this machine that live and die together.
 
-One thread waits for each process and two copy its output, so that the main thread, where signals arrive, never blocks
-on either: all of them report to one queue.
+One thread waits for each process and two copy its output. Python runs signal handlers in the main thread, which must
+therefore never block on a process or a pipe: it only reads one queue, where the ends of processes and signals arrive.
+
+    process 0 ── waiter ──── _Ended(0, status) ──┐
+    process 1 ── waiter ──── _Ended(1, status) ──┼──> queue ──> main thread (_watch) ──> signals to the processes
+    SIGTERM, SIGINT, SIGHUP ─ _Signal(number) ───┘
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, NamedTuple
 
-from jaxshard.distributed.cluster import COORDINATOR, INDEX, PROCESSES, RESTARTS
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES, RESTARTS
 
 SECONDS_TO_END = 5.0
-"""After SIGTERM, for those whose sibling died: what they compute together can't go on anyway."""
+"""From SIGTERM to SIGKILL for processes whose sibling died; what they compute together can't go on anyway."""
 
-_SAME = 2.0
-"""Seconds in which two signals count as one: schedulers signal a job more than once."""
+_SAME_SIGNAL = 2.0
+"""Seconds within which two signals count as one, since schedulers signal a job more than once."""
 
 _FORWARDED = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGHUP"))
 
@@ -39,14 +43,20 @@ if os.getppid() != int(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)  # it died before
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Asks Linux to kill this process when its parent dies, however that happens, and becomes the command.
+"""Program that asks Linux to kill it when its parent dies, however that happens, and then becomes the command.
 
-In a process of its own, since Python code between fork and exec can deadlock where the parent has threads.
+It is a program of its own and not a `preexec_fn`: Python code between fork and exec can deadlock if the parent has
+threads.
 """
 
 
 class Outcome(NamedTuple):
-    """How the processes ended: the status of the first that failed (128 + n for signal n), and if we were told to."""
+    """How the processes ended.
+
+    Attributes:
+      status: 0, or the exit status of the process that failed first: 128 + n where signal n ended it.
+      interrupted: a signal to this process ended them.
+    """
 
     status: int
     interrupted: bool
@@ -65,14 +75,22 @@ _Events = SimpleQueue[_Ended | _Signal]
 
 
 def run_together(command: Sequence[str], *, count: int, restarts: int, grace: float) -> Outcome:
-    """Runs a command, whose first word is a file, `count` times at once, until all ended with 0 or one did not.
+    """Run a command several times at once, until all processes ended with status 0 or one did not.
 
-    None is left running. Each process finds the others by its environment (`js.distributed.initialize`), leads its own
-    process group, which ends with it, and has its lines of output copied with its number in front, to the stream that
-    they were written to. Where one fails, all others get SIGTERM, and SIGKILL `SECONDS_TO_END` later. SIGTERM, SIGINT
-    and SIGHUP are passed on, and SIGKILL follows `grace` seconds later, or at the second of these signals. Signals are
-    the caller's again on return. On Linux the processes die with this one even where it is killed; what they started
-    themselves does not.
+    Each process finds the others by its environment, which `js.distributed.initialize` reads. Its lines of output are
+    copied, with its number in front, to the stream that it wrote them to. It leads a process group of its own, which is
+    killed when the process ends.
+
+    When a process fails, all others get SIGTERM, and SIGKILL `SECONDS_TO_END` later. SIGTERM, SIGINT and SIGHUP to this
+    process are passed on, and SIGKILL follows `grace` seconds later or at the second signal. No process is left running
+    and the caller's signal handlers are back on return. On Linux the processes also die with this one if it is killed,
+    but not what they have started themselves.
+
+    Args:
+      command: the file to run and its arguments.
+      count: the number of processes.
+      restarts: how often all were started before, for their environment.
+      grace: seconds from a signal that was passed on to SIGKILL.
     """
     events: _Events = SimpleQueue()
     with _signals_to(events), _reserved_port() as port:
@@ -92,7 +110,7 @@ def run_together(command: Sequence[str], *, count: int, restarts: int, grace: fl
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with lines that come at once, and without a proxy between processes of this machine."""
+    """Copy our environment, with unbuffered output, and without a proxy between processes of this machine."""
     ours = {"PYTHONUNBUFFERED": "1"} | dict(os.environ)
     if any(name in ours for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         direct = ours.get("no_grpc_proxy", ours.get("no_proxy", ""))
@@ -101,10 +119,10 @@ def _environment() -> dict[str, str]:
 
 
 def _watch(group: _Group, events: _Events, grace: float) -> Outcome:
-    """The outcome, once all processes have ended."""
+    """Wait for all processes to end, and end them as `run_together` says."""
     status = 0
-    told: float | None = None
-    deadline: float | None = None
+    signaled: float | None = None  # when the first signal was passed on
+    deadline: float | None = None  # when those that are left are killed
     while group.running:
         try:
             event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -114,30 +132,32 @@ def _watch(group: _Group, events: _Events, grace: float) -> Outcome:
             continue
         if isinstance(event, _Signal):
             now = time.monotonic()
-            if told is None:
-                told, deadline = now, deadline or now + grace
+            if signaled is None:
+                signaled, deadline = now, deadline or now + grace
                 group.send(event.number)
-            elif now - told >= _SAME:
+            elif now - signaled >= _SAME_SIGNAL:
                 group.send(signal.SIGKILL)
         else:
             group.running.discard(event.process)
             if event.status and not status:
                 status = event.status
-                if told is None:
-                    say(f"process {event.process} {_how(event.status)}" + "; ending the others" * bool(group.running))
+                if signaled is None:
+                    say(
+                        f"process {event.process} {_how_it_ended(event.status)}"
+                        + "; ending the others" * bool(group.running)
+                    )
                     group.send(signal.SIGTERM)
                     deadline = time.monotonic() + SECONDS_TO_END
-    return Outcome(status, interrupted=told is not None)
+    return Outcome(status, interrupted=signaled is not None)
 
 
-def _how(status: int) -> str:
-    """How a process ended, from its exit status."""
+def _how_it_ended(status: int) -> str:
     names = {128 + number: number.name for number in signal.Signals}
     return f"was ended by {names[status]}" if status in names else f"ended with status {status}"
 
 
 class _Group:
-    """All processes of an attempt."""
+    """All processes of one attempt."""
 
     def __init__(self) -> None:
         self._processes: list[_Process] = []
@@ -175,19 +195,19 @@ class _Process:
         out, err = self._popen.stdout, self._popen.stderr
         assert out is not None and err is not None
         self._copiers = [
-            _thread(lambda: _copy(out, sys.stdout.fileno(), index)),
-            _thread(lambda: _copy(err, sys.stderr.fileno(), index)),
+            _start_thread(lambda: _copy_lines(out, sys.stdout.fileno(), index)),
+            _start_thread(lambda: _copy_lines(err, sys.stderr.fileno(), index)),
         ]
-        self._waiter = _thread(self._wait)
+        self._waiter = _start_thread(self._wait)
 
     def send(self, number: int) -> None:
-        """A signal to the process and what it started, unless it has ended."""
+        """Send a signal to the process and what it started, unless it has ended."""
         with self._lock:
             if not self._reaped:
                 _signal_group(self._popen.pid, number)
 
     def join(self) -> None:
-        """Returns when it has ended and its output is copied, up to a pipe that somebody else holds open."""
+        """Wait until the process has ended and its output is copied, but not for a pipe that others hold open."""
         self._waiter.join()
         end = time.monotonic() + SECONDS_TO_END
         for copier in self._copiers:
@@ -195,7 +215,7 @@ class _Process:
 
     def _wait(self) -> None:
         if hasattr(os, "waitid"):
-            # While it is a zombie, its number and its group can't be another's.
+            # WNOWAIT leaves a zombie, so that neither its number nor that of its group can become another's.
             os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._popen.wait()
@@ -212,23 +232,24 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _argv(command: Sequence[str]) -> list[str]:
-    """What to start: the command itself, on Linux by way of the wrapper."""
+    """The command, on Linux behind the wrapper."""
     if not sys.platform.startswith("linux"):
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
 
 
-def _thread(target: Callable[[], None]) -> threading.Thread:
+def _start_thread(target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread
 
 
 _WRITING = threading.Lock()
+"""Held while a line is written, so that lines of several processes do not mix."""
 
 
-def _copy(source: IO[bytes], target: int, index: int) -> None:
-    """Whole lines, each with the number of its process in front; what can't be written (nobody reads on) is dropped."""
+def _copy_lines(source: IO[bytes], target: int, index: int) -> None:
+    """Copy whole lines, each with the number of its process; drop what can't be written because nobody reads it."""
     with source:
         for line in source:
             text = b"[%d] " % index + line.removesuffix(b"\n") + b"\n"
@@ -238,14 +259,14 @@ def _copy(source: IO[bytes], target: int, index: int) -> None:
 
 
 def say(text: str) -> None:
-    """A line of our own."""
+    """Print a line about the processes to standard error."""
     with contextlib.suppress(OSError):
         print(f"jaxshard launch: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _signals_to(events: _Events) -> Iterator[None]:
-    """Signals become events; one that was ignored when we were started (nohup) stays ignored."""
+    """Turn signals into events; one that was ignored when we were started, as under nohup, stays ignored."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         events.put(_Signal(number))
@@ -263,9 +284,10 @@ def _signals_to(events: _Events) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port that nobody else on this machine gets while process 0 may listen on it.
+    """Yield a port that nobody else on this machine is given, while process 0 can listen on it.
 
-    The socket never listens; process 0 binds the same port, which Linux allows to the same user where both ask for it.
+    The socket here is bound and never listens. Process 0 binds the same port, which Linux allows to the same user if
+    both sockets have SO_REUSEPORT.
     """
     kind, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
     with socket.socket(kind) as reserved:

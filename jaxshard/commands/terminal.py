@@ -1,19 +1,19 @@
-"""What a training command shows: lines at the start, a live bar, tables at the end."""
+"""What the commands print: facts at the start, the progress of a training, tables at its end."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.text_table import align_columns
 from jaxshard.training.records import Record
 
 _ROLES = {
@@ -26,30 +26,48 @@ _ROLES = {
     "arguments": "all arguments of a step",
     "temporaries": "temporaries, with gradients",
 }
-_LINES = 10
-"""How many progress lines are written where there is no terminal for a bar."""
-_WIDTH = 10
-"""Of the names in front of facts."""
+"""Rows of the table of bytes: the names in the JSON object with those for people."""
+
+_PROGRESS_LINES = 10
+"""The number of lines about progress where there is no terminal for a bar."""
+
+_NAME_WIDTH = 10
+"""Characters for the names in front of facts."""
+
+_RECENT_STEPS = 20
+"""The number of steps over which the shown speed is a mean."""
 
 
 def make_console(*, stderr: bool, quiet: bool = False) -> Console:
-    """A console for plain text: nothing is read as markup, and no colour codes go into files and pipes."""
+    """Make a console that prints text as it is: no markup, no wrapping, no colour codes in files and pipes.
+
+    Args:
+      stderr: print to standard error, where standard output is kept for JSON.
+      quiet: print nothing, as all but the first of several processes do.
+    """
     return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
 
 
 def facts(console: Console, rows: dict[str, str]) -> None:
-    """One line per fact, names in a column of their own."""
+    """Print one line per fact, with the names in a column of their own."""
     for name, value in rows.items():
-        console.print(Text.assemble((f"  {name:<{_WIDTH}}  ", "dim"), value))
+        console.print(Text.assemble((f"  {name:<{_NAME_WIDTH}}  ", "dim"), value))
 
 
 @contextlib.contextmanager
 def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]:
-    """A callback for `fit` that shows step, loss, speed and time left: a live bar, or some lines without a terminal."""
+    """Yield a callback for `js.fit` that shows step, loss, speed and time left.
+
+    On a terminal this is a live bar, elsewhere about ten lines over the whole run.
+
+    Args:
+      console: where it is shown.
+      steps: the number of the last step.
+    """
     columns = TextColumn(" "), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
     bar = Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
     task = bar.add_task("", total=steps, status="the first step")
-    recent: deque[Record] = deque(maxlen=20)
+    recent: deque[Record] = deque(maxlen=_RECENT_STEPS)
     started, before = time.perf_counter(), 0
 
     def show(record: Record) -> None:
@@ -59,7 +77,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
         left = (time.perf_counter() - started) / (record.step - before) * (steps - record.step)
         status = f"loss {record.metrics['loss']:.3f}  {_speed(recent)}  {_clock(left)} left"
         bar.update(task, completed=record.step, status=status)
-        if bar.disable and (record.step % max(1, steps // _LINES) == 0 or record.step in (before + 1, steps)):
+        if bar.disable and (record.step % max(1, steps // _PROGRESS_LINES) == 0 or record.step in (before + 1, steps)):
             console.print(f"  step {record.step}/{steps}  {status}")
         if record.evaluation is not None:
             names = sorted(record.evaluation, key=lambda name: (name != "loss", name))
@@ -71,13 +89,13 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
 
 
 def tables(console: Console, result: dict[str, Any]) -> None:
-    """The end of a training run, from its JSON object: losses, speed, bytes per device, collectives and a sample."""
+    """Print the end of a training run from its JSON object: losses, speed, bytes, collectives and a sample."""
     console.print()
     facts(console, _outcome(result) if result["losses"] else {"steps": "none was left to take"})
     console.print()
-    console.print(_bytes_table(result["bytes_per_device"]))
+    _print_table(console, _bytes_rows(result["bytes_per_device"]), "<>>")
     console.print()
-    console.print(_collectives_table(result["collectives"]))
+    _print_table(console, _collectives_rows(result["collectives"]), "<>>>")
     if sample := result["sample"]:
         prompt, text = (_printable(sample[part], console) for part in ("prompt", "text"))
         console.print(Text("\n  sample, after a prompt", "dim"))
@@ -85,7 +103,7 @@ def tables(console: Console, result: dict[str, Any]) -> None:
 
 
 def _outcome(result: dict[str, Any]) -> dict[str, str]:
-    """Losses and speed of the steps that were taken."""
+    """Losses, speed and time of the steps that were taken, as facts."""
     losses, held_out = result["losses"], result["loss_eval"]
     loss = f"first {_number(losses[0])}, last {_number(losses[-1])}"
     if result["evaluations"]:
@@ -94,39 +112,40 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
     if result["mfu"] is not None:
         speed += f", {result['mfu']:.1%} of what the chips can do"
     times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
-    told = {"loss": f"{loss} nats per {result['corpus']['unit']}", "speed": speed, "time": times}
-    return told | ({"bad steps": f"left out: {', '.join(map(str, bad))}"} if (bad := result["bad_steps"]) else {})
+    outcome = {"loss": f"{loss} nats per {result['corpus']['unit']}", "speed": speed, "time": times}
+    if bad := result["bad_steps"]:
+        outcome["bad steps"] = f"left out: {', '.join(map(str, bad))}"
+    return outcome
 
 
-def _bytes_table(sizes: dict[str, dict[str, int]]) -> Table:
-    table = _table("bytes per device", "predicted", "compiled")
+def _bytes_rows(sizes: dict[str, dict[str, int]]) -> Iterator[tuple[str, ...]]:
+    yield "bytes per device", "predicted", "compiled"
     for key, name in _ROLES.items():
         known = [sizes[column].get(key) for column in ("predicted", "compiled")]
         if any(known):
-            table.add_row(name, *("" if size is None else human_bytes(size) for size in known))
-    return table
+            yield name, *("" if size is None else human_bytes(size) for size in known)
 
 
-def _collectives_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("collectives per step", "axis", "count", "bytes")
+def _collectives_rows(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    yield "collectives per step", "axis", "count", "bytes"
     for row in rows:
         count = "?" if row["count"] is None else f"{row['count']:,}"
         size = "?" if row["bytes"] is None else human_bytes(row["bytes"])
-        table.add_row(row["kind"], row["axis"], count, size)
+        yield row["kind"], row["axis"], count, size
     if not rows:
-        table.add_row("none")
-    return table
+        yield "none", "", "", ""
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title, box=None, padding=(0, 2), header_style="dim")
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
+def _print_table(console: Console, rows: Iterable[Sequence[str]], sides: str) -> None:
+    """Print aligned columns, the heading dimmed."""
+    heading, *lines = align_columns(rows, sides)
+    console.print(Text(f"  {heading}", "dim"))
+    for line in lines:
+        console.print(f"  {line}")
 
 
 def _speed(records: deque[Record]) -> str:
-    """The rate over the latest records, in the unit of the first rate they hold."""
+    """The mean speed over the latest records, in the unit of the first speed they hold."""
     name = next(iter(records[-1].speed))
     seconds = sum(record.seconds for record in records)
     rate = sum(record.speed[name] * record.seconds for record in records) / seconds
@@ -134,13 +153,13 @@ def _speed(records: deque[Record]) -> str:
 
 
 def _flops(rate: float) -> str:
-    """A rate with its unit: "15.0 GFLOP/s"."""
+    """Format a rate with its unit, such as "15.0 GFLOP/s"."""
     unit, name = next((pair for pair in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if rate >= pair[0]), (1e6, "M"))
     return f"{rate / unit:.1f} {name}FLOP/s"
 
 
 def _printable(text: str, console: Console) -> str:
-    """The text with what the console's encoding lacks replaced."""
+    """Replace the characters that the console's encoding lacks."""
     return text.encode(console.encoding, errors="replace").decode(console.encoding)
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxshard.core.compat import backend_is_initialized, cluster_processes, process_count_and_id
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES
 from jaxshard.distributed.hard_exit import leave_on_error
-
-COORDINATOR, PROCESSES, INDEX = "JAXSHARD_COORDINATOR_ADDRESS", "JAXSHARD_NUM_PROCESSES", "JAXSHARD_PROCESS_ID"
-"""Environment variables in the place of the arguments of `initialize`; `jaxshard launch` sets them."""
-RESTARTS = "JAXSHARD_RESTARTS"
-"""Environment variable: how often `jaxshard launch` has started all processes again. For users' scripts."""
 
 
 def initialize(
@@ -24,7 +20,7 @@ def initialize(
     heartbeat_timeout: int = 30,
     initialization_timeout: int = 300,
 ) -> None:
-    """Joins the processes that train together, so that `jax.devices()` holds the devices of all of them.
+    """Join the processes that train together, so that `jax.devices()` holds the devices of all of them.
 
     Every process calls it at the top of its program, before anything touches a device; it returns once all are there:
 
@@ -75,12 +71,7 @@ def initialize(
             "at the top of the program, before anything creates an array or asks for jax.devices()"
         )
     jax.distributed.initialize(
-        coordinator_address=place.coordinator if place else None,
-        num_processes=place.processes if place else None,
-        process_id=place.process if place else None,
-        # An explicit place is complete; JAX would ask the cluster for the rest, as for one device per process on Slurm.
-        cluster_detection_method="deactivate" if place else None,
-        coordinator_bind_address=place.coordinator if place and place.is_local else None,
+        **(place.arguments() if place else {}),
         initialization_timeout=initialization_timeout,
         heartbeat_timeout_seconds=heartbeat_timeout,
     )
@@ -94,14 +85,22 @@ class _Place(NamedTuple):
     processes: int
     process: int
 
-    @property
-    def is_local(self) -> bool:
-        """True if only this machine needs to reach the coordinator, which then listens to nobody else."""
-        return self.coordinator.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `jax.distributed.initialize`."""
+        is_local = self.coordinator.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
+        return {
+            "coordinator_address": self.coordinator,
+            "num_processes": self.processes,
+            "process_id": self.process,
+            # On this machine alone, the coordinator need not listen to others.
+            "coordinator_bind_address": self.coordinator if is_local else None,
+            # All is said. JAX would ask the cluster for the rest, and take one device per process on Slurm.
+            "cluster_detection_method": "deactivate",
+        }
 
 
 def _read_place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
-    """Reads the arguments, or else the environment; returns None if neither says anything."""
+    """Read the arguments, or else the environment; return None if neither says anything."""
     given = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
     if all(value is None for value in given.values()):
         given = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
@@ -132,7 +131,7 @@ def _parse_number(name: str, value: object) -> int:
 
 
 def _check_same(place: _Place | None) -> None:
-    """Raises RuntimeError if this process has joined others than those that are asked for now."""
+    """Raise RuntimeError if this process has joined others than those that are asked for now."""
     here = process_count_and_id()
     if place is not None and here != (place.processes, place.process):
         raise RuntimeError(

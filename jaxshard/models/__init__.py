@@ -4,10 +4,10 @@ Imports `core/` and `adapt/`.
 """
 
 from jaxshard.models.decoder import Decoder as Decoder
-from jaxshard.models.decoder import Recipe as Recipe
-from jaxshard.models.decoder import Size as Size
 from jaxshard.models.decoder import logits as logits
 from jaxshard.models.decoder import sample as sample
 from jaxshard.models.gpt import gpt as gpt
 from jaxshard.models.llama import llama as llama
+from jaxshard.models.recipe import Recipe as Recipe
+from jaxshard.models.recipe import Size as Size
 from jaxshard.models.sizes import SIZES as SIZES

@@ -1,7 +1,12 @@
-"""What decoder-only language models share: batches, loss, sampling, and how a ready-made size is described.
+"""Decoder-only language models as `js.Stacked` models: the batch they take, their loss, their logits and samples.
 
-The batch is {"tokens": int32[B, T + 1]} and optionally {"weights": float[B, T] or float[B]}: position t predicts token
-t + 1, and a prediction counts with its weight (without weights: one). Any T up to the model's `seq` will do.
+A batch is {"tokens": int32[B, T + 1]}, for example for B = 1 and T = 3
+
+    tokens    [[ 5, 1, 7, 2 ]]      the model reads 5 1 7
+    targets   [[    1, 7, 2 ]]      and predicts 1 7 2
+
+with an optional "weights", float[B, T] for each prediction or float[B] for each row; they are 1 by default. Rows may
+have any length T from 1 to the model's `seq`.
 
 Shape suffixes: B rows, T positions, C width, V vocabulary.
 """
@@ -9,56 +14,52 @@ Shape suffixes: B rows, T positions, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from flax import linen as nn
+from jaxtyping import Array, Float, Int
 
-from jaxshard.adapt.stacked import BLOCKS, Stacked
-from jaxshard.core.constrain import constrain
+from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.cross_entropy import cross_entropy
 from jaxshard.core.keys import row_keys
 from jaxshard.core.loss import Loss, Mean
+from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
-
-STDDEV = 0.02
-"""Of the normal distribution from which weights are drawn."""
-
-RESIDUAL = ("batch", "sequence", None)
-"""Activations between blocks: split along the sequence where a rule says so."""
-
-WHOLE = ("batch", None, None)
-
-HEADS = ("batch", None, "heads", None)
 
 
 class Decoder(Stacked):
-    """A `Stacked` model that predicts tokens, made of what its family adds; `logits` and `sample` take it.
+    """A `js.Stacked` model that predicts the next token of every position.
+
+    The loss is a `js.Mean` of nats per token, in f32. In evaluation, where there is no key, the share of tokens that
+    were most likely to the model is a metric "accuracy" beside it.
 
     Args:
-      name: of the family, for errors.
-      seq: the longest row, in positions.
+      family: the name that errors begin with, such as "gpt".
+      seq: the largest number of positions in a row.
       embed: `embed(params, tokens[B, T], key) -> x[B, T, C]`.
-      block: as `Stacked` takes it.
+      block: `block(block_params, x[B, T, C], key) -> x[B, T, C]`, as `js.Stacked` takes it.
       readout: `readout(params, x[B, T, C]) -> logits[B, T, V]`.
-      num_blocks: as `Stacked` takes it.
-      init: as `Stacked` takes it.
-
-    The loss is a `js.Mean` of nats per token; in evaluation (no key) there is an "accuracy" beside it.
+      num_blocks: the number of blocks.
+      init: `init(key) -> {"embed": ..., "block": ..., "head": ...}`, as `js.Stacked` takes it.
     """
 
     def __init__(
-        self, name: str, seq: int, embed: Callable, block: Callable, readout: Callable, num_blocks: int, init: Callable
-    ):
+        self,
+        family: str,
+        seq: int,
+        embed: Callable[[PyTree, jax.Array, jax.Array | None], jax.Array],
+        block: Callable[[PyTree, jax.Array, jax.Array | None], jax.Array],
+        readout: Callable[[PyTree, jax.Array], jax.Array],
+        num_blocks: int,
+        init: Callable[[jax.Array], PyTree],
+    ) -> None:
         def embed_batch(params: PyTree, batch: PyTree, key: jax.Array | None) -> jax.Array:
-            return embed(params, _tokens(name, batch, seq)[:, :-1], key)
+            return embed(params, _check_tokens(family, batch, seq)[:, :-1], key)
 
         def head(params: PyTree, x_BTC: jax.Array, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
             logits_BTV = readout(params, x_BTC).astype(jnp.float32)
             targets_BT = batch["tokens"][:, 1:]
-            weights_BT = _weights(name, batch, targets_BT.shape)
+            weights_BT = _token_weights(family, batch, targets_BT.shape)
             nats_BT = cross_entropy(logits_BTV, targets_BT)
             weight = weights_BT.sum()
             loss = Mean((nats_BT * weights_BT).sum(), weight)
@@ -71,43 +72,17 @@ class Decoder(Stacked):
         self.seq, self.readout = seq, readout
 
 
-class Recipe(NamedTuple):
-    """How a size is trained when nothing else is said: global rows per step, steps, and the numbers of `adamw`."""
+def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+    """Compute the logits of the token after each position, in f32, without dropout.
 
-    batch: int
-    steps: int
-    learning_rate: float
-    warmup: int
-    b2: float = 0.95
-    weight_decay: float = 0.1
+    Args:
+      model: a `js.models.gpt` or `js.models.llama`.
+      params: the model's whole parameters in model order, such as `js.logical(run, layout).params`.
+      tokens: rows of at most `model.seq` tokens.
 
-    def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
-        """AdamW with a linear warm-up, then a cosine down to a twentieth at `steps` steps (the recipe's by default).
-
-        The warm-up does not depend on `steps`: runs that are meant to be of different length begin alike.
-        Elementwise: it runs on whatever shards the parameters are stored in.
-        """
-        steps = self.steps if steps is None else steps
-        warmup, peak = self.warmup, self.learning_rate
-        end = max(steps, warmup + 1)
-        rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, end, peak / 20)
-        return optax.adamw(rate, b2=self.b2, weight_decay=self.weight_decay)
-
-
-class Size(NamedTuple):
-    """A ready-made model: the arguments of the function that makes it, a recipe to train it, and that function."""
-
-    shape: dict[str, int]
-    recipe: Recipe
-    make: Callable[..., Decoder]
-
-    def model(self, **changes: int) -> Decoder:
-        """The model, some of its arguments replaced."""
-        return self.make(**self.shape | changes)
-
-
-def logits(model: Decoder, params: PyTree, tokens: jax.Array) -> jax.Array:
-    """logits[B, T, V] in f32 for tokens[B, T]: position t predicts token t + 1. Nothing is dropped."""
+    Returns:
+      Logits; those at position t are for token t + 1, from tokens 0 to t.
+    """
     rest = {name: part for name, part in params.items() if name != BLOCKS}
     # embed takes a training row, whose last token is only a target.
     x_BTC = model.embed(rest, {"tokens": jnp.pad(tokens, ((0, 0), (0, 1)))}, None)
@@ -116,16 +91,35 @@ def logits(model: Decoder, params: PyTree, tokens: jax.Array) -> jax.Array:
 
 
 def sample(
-    model: Decoder, params: PyTree, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float = 1.0
-) -> jax.Array:
-    """tokens[B, P + length]: the prompt[B, P] continued by drawn tokens, from whole parameters in model order.
+    model: Decoder,
+    params: PyTree,
+    prompt: Int[Array, "batch prompt"],
+    key: jax.Array,
+    *,
+    length: int,
+    temperature: float = 1.0,
+) -> Int[Array, "batch prompt+length"]:
+    """Continue prompts with tokens drawn from the model.
 
-    The model sees a fixed window, the last `seq` tokens, so that one compiled program draws all of them; nothing is
-    cached, a token costs a forward pass. `temperature` divides the logits; 0 takes the likeliest token. Every row draws
-    from a key of its own (`js.row_keys`). For a sharded state:
+    One compiled program draws all tokens: the model sees a window of fixed size, the last `model.seq` tokens. Nothing
+    is cached, so every token costs a forward pass over the window. For a sharded state:
 
-        generate = js.make_apply(partial(sample, model, length=256), layout)
+        generate = js.make_apply(partial(js.models.sample, model, length=256), layout)
         tokens = generate(run, prompt, key)
+
+    Args:
+      model: a `js.models.gpt` or `js.models.llama`.
+      params: the model's whole parameters in model order.
+      prompt: at least one token per row; a longer prompt than the window is cut for the model, not in the result.
+      key: every row draws from a key of its own (`js.row_keys`), so its tokens do not depend on the other rows.
+      length: the number of tokens to draw, at least 1.
+      temperature: divides the logits; 0 takes the most likely token.
+
+    Returns:
+      The prompts followed by the drawn tokens, int32.
+
+    Raises:
+      ValueError: an empty prompt, a length below 1 or a negative temperature.
     """
     rows, given = prompt.shape
     if given < 1 or length < 1:
@@ -136,7 +130,7 @@ def sample(
         raise ValueError(f"sample: temperature must not be negative, got {temperature}")
     window = model.seq
     keys_B = row_keys(key, rows)
-    # What lies after the position that is drawn is zeros, or old, and never seen: attention is causal.
+    # Positions from the drawn one on hold zeros; attention is causal, so the model never sees them.
     tokens = jnp.zeros((rows, max(given + length, window)), jnp.int32).at[:, :given].set(prompt)
 
     def draw(position: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -150,76 +144,35 @@ def sample(
             drawn = jax.vmap(jax.random.categorical)(keys, logits_BV / temperature)
         return tokens.at[:, position].set(drawn.astype(jnp.int32))
 
-    return jax.lax.fori_loop(given, given + length, draw, tokens)[:, : given + length]
+    continued: jax.Array = jax.lax.fori_loop(given, given + length, draw, tokens)
+    return continued[:, : given + length]
 
 
-def apply(module: nn.Module, params: PyTree, *args: Any) -> Any:
-    """What a module without state computes."""
-    return module.apply({"params": params}, *args)
-
-
-class Output(nn.Module):
-    """The final norm, and logits[B, T, vocab] when there is a vocabulary (an untied output matrix)."""
-
-    vocab: int | None
-    norm: Callable[[], nn.Module]
-
-    @nn.compact
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        x_BTC = enter(self.norm()(x_BTC))
-        if self.vocab is None:
-            return x_BTC
-        init = nn.initializers.normal(STDDEV)
-        return nn.Dense(self.vocab, use_bias=False, kernel_init=init, name="lm_head")(x_BTC)
-
-
-def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width: int) -> Callable[[jax.Array], PyTree]:
-    """`init(key) -> {"embed", "block", "head"}`, the parameters of the three, as `Stacked` takes it."""
-
-    def init(key: jax.Array) -> PyTree:
-        keys = jax.random.split(key, 3)
-        x_BTC = jnp.zeros((1, 1, width))
-        return {
-            "embed": embedding.init(keys[0], jnp.zeros((1, 1), jnp.int32))["params"],
-            "block": block.init(keys[1], x_BTC)["params"],
-            "head": output.init(keys[2], x_BTC)["params"],
-        }
-
-    return init
-
-
-def enter(x_BTC: jax.Array) -> jax.Array:
-    """What enters column-parallel layers: whole rows; the gradient is scattered again."""
-    return constrain(x_BTC, WHOLE, grad=RESIDUAL)
-
-
-def check_sizes(name: str, sizes: dict[str, int]) -> None:
-    """Raises unless all sizes are at least 1."""
-    if wrong := {key: size for key, size in sizes.items() if size < 1}:
-        raise ValueError(f"{name}: sizes must be at least 1, got {wrong}")
-
-
-def _tokens(name: str, batch: PyTree, seq: int) -> jax.Array:
+def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
+    """The batch's tokens; ValueError where they are absent, or of another dtype or shape."""
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f'{name}: the batch must be a dict with "tokens" of shape [rows, positions + 1], got {got}')
-    tokens = batch["tokens"]
+        raise ValueError(f'{family}: the batch must be a dict with "tokens" of shape [rows, positions + 1], got {got}')
+    tokens: jax.Array = batch["tokens"]
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            f'{name}: batch["tokens"] must be integers [rows, positions + 1], got {tokens.dtype}{tokens.shape}'
+            f'{family}: batch["tokens"] must be integers [rows, positions + 1], got {tokens.dtype}{tokens.shape}'
         )
     if not 2 <= tokens.shape[1] <= seq + 1:
         raise ValueError(
-            f'{name}: batch["tokens"] has {tokens.shape[1]} columns, but must have 2 to {seq + 1} (positions + 1); '
+            f'{family}: batch["tokens"] has {tokens.shape[1]} columns, but must have 2 to {seq + 1} (positions + 1); '
             f"cut the rows or build the model with seq={max(tokens.shape[1] - 1, 1)}"
         )
     return tokens
 
 
-def _weights(name: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array:
+def _token_weights(family: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array:
+    """The weights[B, T] of all predictions, given per prediction, per row or not at all."""
     weights = batch.get("weights")
     if weights is None:
         return jnp.ones(shape, jnp.float32)
     if weights.shape not in (shape, shape[:1]):
-        raise ValueError(f'{name}: batch["weights"] must have the shape {shape} or {shape[:1]}, got {weights.shape}')
-    return jnp.broadcast_to(weights.reshape(weights.shape + (1,) * (2 - weights.ndim)), shape).astype(jnp.float32)
+        raise ValueError(f'{family}: batch["weights"] must have the shape {shape} or {shape[:1]}, got {weights.shape}')
+    if weights.ndim == 1:
+        weights = weights[:, None]
+    return jnp.broadcast_to(weights, shape).astype(jnp.float32)

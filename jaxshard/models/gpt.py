@@ -1,36 +1,34 @@
-"""GPT-2 of Flax modules as a `Stacked` model, and its ready-made sizes. `models/decoder.py` tells what a batch is.
+"""GPT-2 as a `js.Stacked` model of Flax modules, and its ready-made sizes. `models/decoder.py` describes the batch.
 
-Shape suffixes: B rows, T positions, N = B T, C width, F the MLP's width, H heads, D = C / H, V vocabulary.
+Shape suffixes: B rows, T positions, C width, F the MLP's width, H heads, D = C / H, V vocabulary.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxshard.core.constrain import constrain, splits
+from jaxshard.core.constrain import constrain
 from jaxshard.core.keys import row_keys
 from jaxshard.core.types import PyTree
-from jaxshard.models.decoder import (
+from jaxshard.models.decoder import Decoder
+from jaxshard.models.parts import (
     HEADS,
     RESIDUAL,
     STDDEV,
-    WHOLE,
-    Decoder,
+    WHOLE_ROWS,
     Output,
-    Recipe,
-    Size,
     apply,
+    apply_to_rows,
     check_sizes,
-    enter,
+    enter_tensor_region,
     init_parts,
+    residual_stddev,
 )
-from jaxshard.models.decoder import logits as logits
-from jaxshard.models.decoder import sample as sample
+from jaxshard.models.recipe import Recipe, Size
 
 
 def gpt(
@@ -44,15 +42,31 @@ def gpt(
     tied: bool = True,
     expansion: int = 4,
 ) -> Decoder:
-    """A decoder-only transformer, GPT-2's: `model.init(key)` and `model.loss(params, batch, key)`.
+    """Build a GPT-2: `model.init(key)` and `model.loss(params, batch, key)`.
 
-    Pre-LN blocks, learned positions, causal attention, GELU (tanh form), biases everywhere but in the output matrix,
-    which is the token embedding itself when `tied`. Weights are drawn from N(0, 0.02), those that write into the
-    residual stream with 0.02 / sqrt(2 depth). Everything is computed in the dtype of the parameters, layer-norm
-    statistics, softmax and loss in f32.
+    Layer norms in front of attention and MLP, learned positions, causal attention, GELU (tanh form), and biases
+    everywhere but in the output matrix. Weights are drawn from N(0, 0.02), those that write into the residual stream
+    from N(0, 0.02 / sqrt(2 depth)). Everything is computed in the dtype of the parameters; layer-norm statistics,
+    softmax and loss are in f32.
 
-    The loss is a `js.Mean` of nats per token; in evaluation (no key) there is an "accuracy" beside it. `dropout` drops
-    the embeddings and both branches of a block, row by row from `js.row_keys`, so that every engine drops the same.
+    The loss is a `js.Mean` of nats per token; in evaluation there is a metric "accuracy" beside it.
+
+    Args:
+      vocab: the number of token ids.
+      width: the width C of the residual stream, a multiple of `heads`.
+      depth: the number of blocks.
+      heads: the number of attention heads.
+      seq: the largest number of positions in a row.
+      dropout: the share of entries that training drops from the embeddings and from both branches of a block. Each row
+        draws from a key of its own (`js.row_keys`), so every engine drops the same entries.
+      tied: use the token embedding as the output matrix.
+      expansion: the MLP's width over `width`.
+
+    Returns:
+      The model, a `js.Stacked` that every engine can run.
+
+    Raises:
+      ValueError: a size below 1, a width that `heads` does not divide, or a dropout outside [0, 1).
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
     """
@@ -64,15 +78,15 @@ def gpt(
         raise ValueError(f"gpt: dropout must be in [0, 1), got {dropout}")
 
     embedding = Embedding(vocab, seq, width)
-    one_block = Block(heads, expansion, dropout, residual_stddev=STDDEV / (2 * depth) ** 0.5)
+    one_block = Block(heads, expansion, dropout, residual_stddev(depth))
     output = _output(None if tied else vocab)
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
-        x_BTC = constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE)
-        return _drop(x_BTC, dropout, _row_keys(key, dropout, len(tokens_BT)), 0)
+        x_BTC = constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE_ROWS)
+        return _drop(x_BTC, dropout, _dropout_keys(key, dropout, len(tokens_BT)), 0)
 
     def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
-        return apply(one_block, params, x_BTC, _row_keys(key, dropout, len(x_BTC)))
+        return apply(one_block, params, x_BTC, _dropout_keys(key, dropout, len(x_BTC)))
 
     init = init_parts(embedding, one_block, output, width)
     return Decoder("gpt", seq, embed, block, readout, num_blocks=depth, init=init)
@@ -103,11 +117,11 @@ SIZES = {
     "gpt2-large": _gpt2(1280, 36, 20, 2.5e-4),
     "gpt2-xl": _gpt2(1600, 48, 25, 2e-4),
 }
-"""Ready-made sizes; `gpt(**SIZES["gpt2"].shape | {"vocab": 256})` is one of them with another vocabulary."""
+"""Ready-made sizes of this family; `js.models.SIZES` has those of all families."""
 
 
 class Embedding(nn.Module):
-    """x[B, T, C] of tokens[B, T]: token plus learned position embedding."""
+    """The sum of token and learned position embeddings: tokens[B, T] to x[B, T, C]."""
 
     vocab: int
     seq: int
@@ -117,13 +131,13 @@ class Embedding(nn.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         init = nn.initializers.normal(STDDEV)
         tokens_BTC = nn.Embed(self.vocab, self.width, embedding_init=init, name="wte")(tokens_BT)
-        tokens_BTC = constrain(tokens_BTC, WHOLE)
-        positions_TC = self.param("wpe", init, (self.seq, self.width))
+        tokens_BTC = constrain(tokens_BTC, WHOLE_ROWS)
+        positions_TC: jax.Array = self.param("wpe", init, (self.seq, self.width))
         return tokens_BTC + positions_TC[: tokens_BT.shape[1]]
 
 
 class Block(nn.Module):
-    """x[B, T, C] of x[B, T, C]: causal attention, then an MLP, each on a normalised copy and added."""
+    """Causal attention, then an MLP, each on a normalized copy of x[B, T, C] and added to it."""
 
     heads: int
     expansion: int
@@ -132,44 +146,41 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTC: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        # Products see rows and positions as one dimension: where both are contracted at once, as in the gradient of
-        # a kernel, XLA on CPU transposes both operands first, at several times the cost.
-        B, T, C = x_BTC.shape
+        C = x_BTC.shape[-1]
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
 
-        def dense(name: str, x: jax.Array, features: int, init: Any) -> jax.Array:
-            layer = nn.Dense(features, kernel_init=init, name=name)
-            # Positions that are split can't be scattered once they are merged with rows.
-            return layer(x) if splits("sequence") else layer(x.reshape(B * T, -1)).reshape(B, T, features)
+        def dense(name: str, x: jax.Array, features: int, init: nn.initializers.Initializer) -> jax.Array:
+            return apply_to_rows(nn.Dense(features, kernel_init=init, name=name), x)
 
-        h_BTC = enter(nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC))
+        h_BTC = enter_tensor_region(nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC))
         h_BTC = _attend(dense("qkv", h_BTC, 3 * C, init), self.heads)
         h_BTC = constrain(dense("attn_out", h_BTC, C, residual_init), RESIDUAL)
         x_BTC = x_BTC + _drop(h_BTC, self.dropout, keys_B, 0)
 
-        h_BTC = enter(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC))
+        h_BTC = enter_tensor_region(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC))
         h_BTF = constrain(nn.gelu(dense("mlp_in", h_BTC, self.expansion * C, init)), ("batch", None, "mlp"))
         h_BTC = constrain(dense("mlp_out", h_BTF, C, residual_init), RESIDUAL)
         return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
+
+
+def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
+    """Compute logits[B, T, V] from the last block's x[B, T, C]; the model is tied if it has no matrix "lm_head"."""
+    head = params["head"]
+    if "lm_head" in head:
+        return apply(_output(head["lm_head"]["kernel"].shape[-1]), head, x_BTC)
+    embedding_VC: jax.Array = params["embed"]["wte"]["embedding"]
+    return apply(_output(None), head, x_BTC) @ embedding_VC.T
 
 
 def _output(vocab: int | None) -> Output:
     return Output(vocab, partial(nn.LayerNorm, epsilon=1e-5, name="ln_f"))
 
 
-def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
-    """logits[B, T, V] of the last block's output, tied or not as the parameters tell."""
-    head = params["head"]
-    if "lm_head" in head:
-        return apply(_output(head["lm_head"]["kernel"].shape[-1]), head, x_BTC)
-    return apply(_output(None), head, x_BTC) @ params["embed"]["wte"]["embedding"].T
-
-
 def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:
-    """Causal attention, x[B, T, C] of the projection [B, T, 3 C].
+    """Causal attention: x[B, T, C] of the projection [B, T, 3 C].
 
-    The 3 C columns are ordered head by head, (q, k, v) within each, so that splitting them over a tensor axis splits
-    whole heads (Megatron-LM, GPT-NeoX); GPT-2's published weights are ordered (q, k, v) first.
+    The 3 C columns are ordered by head, with (q, k, v) within each head, so that a tensor axis splits whole heads
+    (Megatron-LM and GPT-NeoX do the same). GPT-2's published weights are ordered by (q, k, v) first.
     """
     B, T, X = qkv_BTX.shape
     qkv_BTHX = constrain(qkv_BTX.reshape(B, T, heads, 3, X // (3 * heads)), (*HEADS, None))
@@ -178,12 +189,13 @@ def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:
     return constrain(x_BTHD, HEADS).reshape(B, T, X // 3)
 
 
-def _row_keys(key: jax.Array | None, dropout: float, rows: int) -> jax.Array | None:
+def _dropout_keys(key: jax.Array | None, dropout: float, rows: int) -> jax.Array | None:
+    """One key per row, or None where nothing is dropped."""
     return None if key is None or dropout == 0 else row_keys(key, rows)
 
 
 def _drop(x_BTC: jax.Array, rate: float, keys_B: jax.Array | None, call: int) -> jax.Array:
-    """x with the share `rate` of its entries zero and the others scaled up; `call` tells the uses of one key apart."""
+    """Dropout by one key per row; `call` numbers the uses of the same key, which must draw different bits."""
     if keys_B is None:
         return x_BTC
 

@@ -1,4 +1,4 @@
-"""Llama 3 of Flax modules as a `Stacked` model, and its ready-made sizes. `models/decoder.py` tells what a batch is.
+"""Llama 3 as a `js.Stacked` model of Flax modules, and its ready-made sizes. `models/decoder.py` describes the batch.
 
 Shape suffixes: B rows, T positions, C width, F the MLP's hidden width, H heads, K heads of keys and values, D = C / H,
 V vocabulary.
@@ -12,23 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Array, Float
 
-from jaxshard.core.constrain import constrain, splits
+from jaxshard.core.constrain import constrain
 from jaxshard.core.types import PyTree
-from jaxshard.models.decoder import (
+from jaxshard.models.decoder import Decoder
+from jaxshard.models.parts import (
     HEADS,
     RESIDUAL,
     STDDEV,
-    WHOLE,
-    Decoder,
+    WHOLE_ROWS,
     Output,
-    Recipe,
-    Size,
     apply,
+    apply_to_rows,
     check_sizes,
-    enter,
+    enter_tensor_region,
     init_parts,
+    residual_stddev,
 )
+from jaxshard.models.recipe import Recipe, Size
 
 _KV_HEADS = ("batch", None, "kv_heads", None)
 
@@ -45,15 +47,32 @@ def llama(
     rope_base: float = 500_000,
     tied: bool = False,
 ) -> Decoder:
-    """A decoder-only transformer, Llama 3's: `model.init(key)` and `model.loss(params, batch, key)`.
+    """Build a Llama 3: `model.init(key)` and `model.loss(params, batch, key)`.
 
-    Blocks with RMS norms in front, rotary positions, causal attention in which heads / kv_heads neighbouring heads
-    share keys and values, a gated SiLU, and no biases. The output matrix is the token embedding where `tied`. Rotary
-    positions turn dimension i of a head together with i + D / 2, by the angle t rope_base^(-2 i / D) at position t.
-    Weights are drawn from N(0, 0.02), those that write into the residual stream with 0.02 / sqrt(2 depth). Everything
-    is computed in the dtype of the parameters, statistics of norms, angles, softmax and loss in f32.
+    RMS norms in front of attention and MLP, rotary positions, causal attention in which heads / kv_heads neighbouring
+    heads share keys and values, a gated SiLU, and no biases. Weights are drawn from N(0, 0.02), those that write into
+    the residual stream from N(0, 0.02 / sqrt(2 depth)). Everything is computed in the dtype of the parameters;
+    statistics of norms, angles, softmax and loss are in f32.
 
-    A tensor axis that does not divide `kv_heads` leaves keys and values, and their weights, whole.
+    The loss is a `js.Mean` of nats per token; in evaluation there is a metric "accuracy" beside it.
+
+    Args:
+      vocab: the number of token ids.
+      width: the width C of the residual stream; `heads` divides it into an even number of dimensions per head.
+      depth: the number of blocks.
+      heads: the number of query heads.
+      kv_heads: the number of heads of keys and values, a divisor of `heads`. A tensor axis that does not divide it
+        leaves keys and values, and their weights, whole.
+      hidden: the MLP's hidden width.
+      seq: the largest number of positions in a row.
+      rope_base: base of the rotary angles, see `rotate`.
+      tied: use the token embedding as the output matrix.
+
+    Returns:
+      The model, a `js.Stacked` that every engine can run.
+
+    Raises:
+      ValueError: a size below 1, sizes that do not divide each other, or a `rope_base` of at most 1.
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.2; Su et al. 2021, "RoFormer".
     """
@@ -69,18 +88,19 @@ def llama(
         raise ValueError(f"llama: rope_base must be above 1, got {rope_base}")
 
     embedding = Embedding(vocab, width)
-    one_block = Block(heads, kv_heads, hidden, rope_base, residual_stddev=STDDEV / (2 * depth) ** 0.5)
+    one_block = Block(heads, kv_heads, hidden, rope_base, residual_stddev(depth))
     output = Output(None if tied else vocab, partial(nn.RMSNorm, epsilon=1e-5, name="norm"))
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
-        return constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE)
+        return constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE_ROWS)
 
     def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
         return apply(one_block, params, x_BTC)
 
     def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
-        x_BTX = apply(output, params["head"], x_BTC)
-        return x_BTX @ params["embed"]["embed_tokens"]["embedding"].T if tied else x_BTX
+        x_BTX = apply(output, params["head"], x_BTC)  # normalized if tied, else logits
+        embedding_VC: jax.Array = params["embed"]["embed_tokens"]["embedding"]
+        return x_BTX @ embedding_VC.T if tied else x_BTX
 
     init = init_parts(embedding, one_block, output, width)
     return Decoder("llama", seq, embed, block, readout, num_blocks=depth, init=init)
@@ -103,11 +123,11 @@ SIZES = {
         llama,
     ),
 }  # fmt: skip
-"""Ready-made sizes; `llama(**SIZES["llama3-8b"].shape | {"seq": 2048})` is one of them with shorter rows."""
+"""Ready-made sizes of this family; `js.models.SIZES` has those of all families."""
 
 
 class Embedding(nn.Module):
-    """x[B, T, C] of tokens[B, T]."""
+    """The token embedding: tokens[B, T] to x[B, T, C]."""
 
     vocab: int
     width: int
@@ -116,11 +136,11 @@ class Embedding(nn.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         init = nn.initializers.normal(STDDEV)
         tokens_BTC = nn.Embed(self.vocab, self.width, embedding_init=init, name="embed_tokens")(tokens_BT)
-        return constrain(tokens_BTC, WHOLE)
+        return constrain(tokens_BTC, WHOLE_ROWS)
 
 
 class Block(nn.Module):
-    """x[B, T, C] of x[B, T, C]: grouped-query attention, then a gated MLP, each on a normalised copy and added."""
+    """Grouped-query attention, then a gated MLP, each on a normalized copy of x[B, T, C] and added to it."""
 
     heads: int
     kv_heads: int
@@ -130,39 +150,40 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        # As in the GPT: products see rows and positions as one dimension, unless positions are split.
-        B, T, C = x_BTC.shape
+        C = x_BTC.shape[-1]
         D = C // self.heads
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
 
         def dense(name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer) -> jax.Array:
-            inputs = x.shape[2:]
-            axis = tuple(range(-len(inputs), 0))
-            layer = nn.DenseGeneral(features, axis=axis, use_bias=False, kernel_init=init, name=name)
-            return layer(x) if splits("sequence") else layer(x.reshape(B * T, *inputs)).reshape(B, T, *features)
+            inputs = tuple(range(2 - x.ndim, 0))  # all dimensions but rows and positions
+            return apply_to_rows(nn.DenseGeneral(features, axis=inputs, use_bias=False, kernel_init=init, name=name), x)
 
-        h_BTC = enter(nn.RMSNorm(epsilon=1e-5, name="attn_norm")(x_BTC))
+        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=1e-5, name="attn_norm")(x_BTC))
         q_BTHD = constrain(dense("q_proj", h_BTC, (self.heads, D), init), HEADS)
         k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
         v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
-        q_BTHD, k_BTKD = rotated(q_BTHD, self.rope_base), rotated(k_BTKD, self.rope_base)
+        q_BTHD, k_BTKD = rotate(q_BTHD, self.rope_base), rotate(k_BTKD, self.rope_base)
         h_BTHD = jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, is_causal=True)
         h_BTC = dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init)
         x_BTC = x_BTC + constrain(h_BTC, RESIDUAL)
 
-        h_BTC = enter(nn.RMSNorm(epsilon=1e-5, name="mlp_norm")(x_BTC))
+        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=1e-5, name="mlp_norm")(x_BTC))
         gate_BTF = constrain(dense("gate_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
         up_BTF = constrain(dense("up_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
         h_BTC = dense("down_proj", nn.silu(gate_BTF) * up_BTF, (C,), residual_init)
         return x_BTC + constrain(h_BTC, RESIDUAL)
 
 
-def rotated(x_BTHD: jax.Array, base: float) -> jax.Array:
-    """x[B, T, heads, D] with the dimensions i and i + D / 2 of position t turned by the angle t base^(-2 i / D)."""
+def rotate(x_BTHD: Float[Array, "batch seq heads dim"], base: float) -> Float[Array, "batch seq heads dim"]:
+    """Apply rotary positions: turn the pair of dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
+
+    Computed in f32. Source: Su et al. 2021, "RoFormer", section 3.2, with the pairs of dimensions of Llama's weights in
+    the form of Hugging Face.
+    """
     T, D = x_BTHD.shape[1], x_BTHD.shape[3]
     rates = jnp.asarray(base ** (-np.arange(0, D, 2) / D), jnp.float32)
     angles_T1D = jnp.arange(T, dtype=jnp.float32)[:, None, None] * rates
     cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)
     first, second = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTHD.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHD.dtype)

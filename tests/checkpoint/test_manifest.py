@@ -6,12 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshard.checkpoint.manifest import FORMAT, Manifest, Saved, Segment, _seal, from_bytes, read, to_bytes
-from jaxshard.commands.checkpoint import _line, _row
+from jaxshard.checkpoint.manifest import (
+    FORMAT,
+    Manifest,
+    SavedArray,
+    Segment,
+    _checksum_line,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+)
+from jaxshard.commands.checkpoint import _describe_step, _step_line
 
 GOOD = Manifest(
     step=3,
-    arrays=(Saved("params/w", (2, 3), "float32"), Saved("key", (), "key<fry>")),
+    arrays=(SavedArray("params/w", (2, 3), "float32"), SavedArray("key", (), "key<fry>")),
     files={"arrays/d/1": (Segment(10, 2**32 - 1, 0), Segment(0, 0, None)), "arrays/x": ()},
     data={"epoch": [1, None, 2.5, "\N{SNOWMAN}\n"]},
     made={"mesh": {"data": 2}},
@@ -25,18 +34,18 @@ JSON = st.recursive(
 
 def sealed(value):
     line = json.dumps(value).encode() + b"\n"
-    return line + _seal(line)
+    return line + _checksum_line(line)
 
 
 def test_what_was_written_comes_back():
-    assert from_bytes(to_bytes(GOOD)) == GOOD
-    assert to_bytes(GOOD).count(b"\n") == 2
+    assert decode_manifest(encode_manifest(GOOD)) == GOOD
+    assert encode_manifest(GOOD).count(b"\n") == 2
 
 
 def check_refused(raw):
-    for content in (raw, raw + b"\n" + _seal(raw + b"\n")):
+    for content in (raw, raw + b"\n" + _checksum_line(raw + b"\n")):
         with pytest.raises(ValueError):
-            from_bytes(content)
+            decode_manifest(content)
 
 
 @settings(max_examples=100, deadline=None)
@@ -46,12 +55,12 @@ def test_bytes_are_refused(raw):
 
 
 PLACES = [("step",), ("arrays",), ("files",), ("made",), ("format",), ("arrays", 0), ("files", "arrays/d/1")]
-PLACES += [("arrays", 0, name) for name in Saved._fields] + [("files", "arrays/d/1", 0, i) for i in range(3)]
+PLACES += [("arrays", 0, name) for name in SavedArray._fields] + [("files", "arrays/d/1", 0, i) for i in range(3)]
 PLACES += [("arrays", 0, "shape", 0), ("files", "arrays/d/1", 0)]
 
 
 def check_place(place, value, away):
-    fields = json.loads(to_bytes(GOOD).splitlines()[0])
+    fields = json.loads(encode_manifest(GOOD).splitlines()[0])
     inner = fields
     for key in place[:-1]:
         inner = inner[key]
@@ -59,10 +68,10 @@ def check_place(place, value, away):
     if away:
         del inner[place[-1]]
     try:
-        made = from_bytes(sealed(fields))
+        made = decode_manifest(sealed(fields))
     except ValueError:
         return
-    assert json.loads(to_bytes(made).splitlines()[0]) == fields  # nothing was changed or overlooked
+    assert json.loads(encode_manifest(made).splitlines()[0]) == fields  # nothing was changed or overlooked
 
 
 @settings(max_examples=300, deadline=None)
@@ -82,9 +91,9 @@ def test_many_manifests(place, value, away, raw):
 @settings(max_examples=100, deadline=None)
 @given(name=st.text(max_size=12) | st.sampled_from(["../x", "/x", "a/../b", "a//b", ".", "", "manifest.json", "a\\b"]))
 def test_files_lie_in_the_folder_of_the_step(name, tmp_path_factory):
-    fields = json.loads(to_bytes(GOOD._replace(files={})).splitlines()[0]) | {"files": {name: []}}
+    fields = json.loads(encode_manifest(GOOD._replace(files={})).splitlines()[0]) | {"files": {name: []}}
     try:
-        from_bytes(sealed(fields))
+        decode_manifest(sealed(fields))
     except ValueError:
         return
     root = tmp_path_factory.getbasetemp() / "step"
@@ -97,14 +106,14 @@ def test_files_lie_in_the_folder_of_the_step(name, tmp_path_factory):
         (sealed([1]), "not the manifest"),
         (sealed({"format": FORMAT + 1, "anything": 1}), f"format {FORMAT + 1}, .*reads format {FORMAT}"),
         (sealed({"format": FORMAT}), "wrong fields"),
-        (b"[" * 100_000 + b"\n" + _seal(b"[" * 100_000 + b"\n"), "no JSON"),
+        (b"[" * 100_000 + b"\n" + _checksum_line(b"[" * 100_000 + b"\n"), "no JSON"),
         (b"", "checksum"),
     ],
 )
 def test_messages(content, message, tmp_path):
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=f"manifest.json: .*{message}"):
-        read(tmp_path)
+        read_manifest(tmp_path)
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,5 +121,7 @@ def test_messages(content, message, tmp_path):
 def test_the_command_shows_whatever_was_noted(made, tmp_path_factory):
     folder = tmp_path_factory.mktemp("noted") / "3"
     folder.mkdir()
-    (folder / "manifest.json").write_bytes(to_bytes(GOOD._replace(made=made)))
-    assert _line(_row(folder, deep=False), deep=False).startswith("step 3: damaged, 10 B in 3 files, 2 arrays")
+    (folder / "manifest.json").write_bytes(encode_manifest(GOOD._replace(made=made)))
+    assert _step_line(_describe_step(folder, deep=False), deep=False).startswith(
+        "step 3: damaged, 10 B in 3 files, 2 arrays"
+    )

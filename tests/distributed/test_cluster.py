@@ -7,13 +7,14 @@ import jax
 import pytest
 
 import jaxshard as js
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES
 from jaxshard.distributed import cluster, hard_exit
 
 SLURM = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
     "SLURM_LOCALID": "0",
 }  # fmt: skip
-LAUNCHED = {cluster.COORDINATOR: "localhost:4711", cluster.PROCESSES: "4", cluster.INDEX: "3"}
+LAUNCHED = {COORDINATOR: "localhost:4711", PROCESSES: "4", INDEX: "3"}
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def environment(monkeypatch):
 def test_nothing_happens_alone(joined, environment):
     js.distributed.initialize()
     js.distributed.initialize("localhost:4711", 1, 0)
-    environment(LAUNCHED | {cluster.PROCESSES: "1", cluster.INDEX: "0"})
+    environment(LAUNCHED | {PROCESSES: "1", INDEX: "0"})
     js.distributed.initialize()
     assert joined == [] and not isinstance(sys.excepthook, hard_exit.LeavingHook)
 
@@ -64,7 +65,7 @@ def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined,
     js.distributed.initialize()
     js.distributed.initialize("other:1", 3, 2, heartbeat_timeout=9, initialization_timeout=8)
     names = "coordinator_address", "num_processes", "process_id", "cluster_detection_method", "coordinator_bind_address"
-    assert [tuple(given[name] for name in names) for given in joined] == [
+    assert [tuple(given.get(name) for name in names) for given in joined] == [
         (None, None, None, None, None),
         ("localhost:4711", 4, 3, "deactivate", "localhost:4711"),
         ("other:1", 3, 2, "deactivate", None),
@@ -79,9 +80,9 @@ def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined,
     [
         (("host:1", 2), {}, "got coordinator_address=host:1, num_processes=2 without process_id; give all three"),
         (("host:1", 2), LAUNCHED, "without process_id"),
-        ((), {cluster.PROCESSES: "2"}, f"without {cluster.COORDINATOR} and {cluster.INDEX}"),
-        ((), LAUNCHED | {cluster.INDEX: "first"}, f"{cluster.INDEX}=first is not a whole number"),
-        ((), LAUNCHED | {cluster.INDEX: "4"}, f"{cluster.INDEX}=4 is none of {cluster.PROCESSES}=4 processes"),
+        ((), {PROCESSES: "2"}, f"without {COORDINATOR} and {INDEX}"),
+        ((), LAUNCHED | {INDEX: "first"}, f"{INDEX}=first is not a whole number"),
+        ((), LAUNCHED | {INDEX: "4"}, f"{INDEX}=4 is none of {PROCESSES}=4 processes"),
         (("host:1", 2, -1), {}, "process_id=-1 is not a whole number"),
         (("host", 2, 1), {}, "coordinator_address=host is not host:port"),
         ((":12", 2, 1), {}, "coordinator_address=:12 is not host:port"),

@@ -12,7 +12,9 @@ import pytest
 
 import jaxshard as js
 from jaxshard.core.keys import row_keys
-from jaxshard.models.gpt import SIZES, Recipe, gpt, logits, sample
+from jaxshard.models.decoder import logits, sample
+from jaxshard.models.gpt import SIZES, gpt
+from jaxshard.models.recipe import Recipe
 
 SMALL = {"vocab": 65, "width": 32, "depth": 2, "heads": 4, "seq": 12}
 KEY = jax.random.key(0)

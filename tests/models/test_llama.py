@@ -13,7 +13,7 @@ import pytest
 import jaxshard as js
 from jaxshard.models import SIZES
 from jaxshard.models.decoder import logits, sample
-from jaxshard.models.llama import llama, rotated
+from jaxshard.models.llama import llama, rotate
 from tests.engines.programs import Program, elements
 from tests.toys import quick_compile
 
@@ -138,7 +138,7 @@ def test_logits_and_loss_equal_a_plain_reference(tied, kv_heads):
 def test_rotations_depend_on_distances_alone():
     """1e-5: the products of turned queries and keys are those of any other two positions equally far apart."""
     q, k = jax.random.normal(KEY, (2, 8))
-    turned = [rotated(jnp.broadcast_to(x, (1, 40, 1, 8)), 1e4)[0, :, 0] for x in (q, k)]
+    turned = [rotate(jnp.broadcast_to(x, (1, 40, 1, 8)), 1e4)[0, :, 0] for x in (q, k)]
     products = np.asarray(turned[0] @ turned[1].T)
     for distance in (0, 1, 7, 30):
         along = np.diagonal(products, -distance)

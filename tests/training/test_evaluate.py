@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.models.gpt import gpt, logits, sample
+from jaxshard.models.decoder import logits, sample
+from jaxshard.models.gpt import gpt
 from tests.toys import linen_toy, mask, quick_compile
 
 TX = optax.sgd(0.1)

@@ -1,0 +1,17 @@
+"""The environment variables by which the processes of one run find each other.
+
+`jaxshard launch` sets them and `js.distributed.initialize` reads them. They have a file of their own so that the
+launcher, which outlives many runs, does not import JAX.
+"""
+
+COORDINATOR = "JAXSHARD_COORDINATOR_ADDRESS"
+"""host:port of process 0."""
+
+PROCESSES = "JAXSHARD_NUM_PROCESSES"
+"""How many processes there are."""
+
+INDEX = "JAXSHARD_PROCESS_ID"
+"""Which of them this one is, from 0."""
+
+RESTARTS = "JAXSHARD_RESTARTS"
+"""How often all processes were started again. For users' scripts; the library does not read it."""

@@ -1,0 +1,98 @@
+"""Parts that the families of decoders share: dimension names of activations, the output layer and initialization.
+
+Shape suffixes: B rows, T positions, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxshard.core.constrain import constrain, splits
+from jaxshard.core.types import PyTree
+
+STDDEV = 0.02
+"""Standard deviation of the normal distribution that weights are drawn from."""
+
+# Logical names of the dimensions of activations, for `constrain`; `js.tensor(rules)` maps them to mesh axes.
+RESIDUAL = ("batch", "sequence", None)
+"""Activations [B, T, C] between blocks, which a rule for "sequence" splits along the positions."""
+WHOLE_ROWS = ("batch", None, None)
+"""Activations [B, T, C] with every position on every device of a tensor axis."""
+HEADS = ("batch", None, "heads", None)
+"""Activations [B, T, heads, D] inside attention."""
+
+
+class Output(nn.Module):
+    """The final norm and, for an untied model, the output matrix.
+
+    Maps x[B, T, C] to logits[B, T, vocab], or to the normalized x[B, T, C] where `vocab` is None.
+    """
+
+    vocab: int | None
+    norm: Callable[[], nn.Module]
+
+    @nn.compact
+    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        x_BTC = enter_tensor_region(self.norm()(x_BTC))
+        if self.vocab is None:
+            return x_BTC
+        init = nn.initializers.normal(STDDEV)
+        logits_BTV: jax.Array = nn.Dense(self.vocab, use_bias=False, kernel_init=init, name="lm_head")(x_BTC)
+        return logits_BTV
+
+
+def apply(module: nn.Module, params: PyTree, *args: Any) -> jax.Array:
+    """Call a stateless Linen module with its parameters."""
+    return cast(jax.Array, module.apply({"params": params}, *args))
+
+
+def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
+    """Apply a dense layer to x[B, T, ...] with rows and positions merged into one dimension.
+
+    The merge is for XLA on CPU: where two dimensions are contracted at once, as in the gradient of a kernel, it first
+    transposes both operands, at several times the cost of the product. Positions that are split over a tensor axis stay
+    apart, since a merged dimension can't be scattered along one of its parts.
+    """
+    if splits("sequence"):
+        y: jax.Array = layer(x)
+        return y
+    B, T, *inputs = x.shape
+    y = layer(x.reshape(B * T, *inputs))
+    return y.reshape(B, T, *y.shape[1:])
+
+
+def enter_tensor_region(x_BTC: jax.Array) -> jax.Array:
+    """Gather the positions of x before column-parallel layers; its gradient is scattered along them again."""
+    return constrain(x_BTC, WHOLE_ROWS, grad=RESIDUAL)
+
+
+def init_parts(embedding: nn.Module, block: nn.Module, output: nn.Module, width: int) -> Callable[[jax.Array], PyTree]:
+    """Build `init(key) -> {"embed", "block", "head"}`, the parameters of three modules, as `js.Stacked` takes it."""
+
+    def init(key: jax.Array) -> PyTree:
+        keys = jax.random.split(key, 3)
+        x_BTC = jnp.zeros((1, 1, width))
+        return {
+            "embed": embedding.init(keys[0], jnp.zeros((1, 1), jnp.int32))["params"],
+            "block": block.init(keys[1], x_BTC)["params"],
+            "head": output.init(keys[2], x_BTC)["params"],
+        }
+
+    return init
+
+
+def residual_stddev(depth: int) -> float:
+    """Standard deviation of weights that write into the residual stream, of two per block: 0.02 / sqrt(2 depth)."""
+    return STDDEV / math.sqrt(2 * depth)
+
+
+def check_sizes(family: str, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless all sizes are at least 1."""
+    if wrong := {name: size for name, size in sizes.items() if size < 1}:
+        raise ValueError(f"{family}: sizes must be at least 1, got {wrong}")

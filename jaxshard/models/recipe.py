@@ -1,0 +1,65 @@
+"""How a ready-made model is described: `Size` names its numbers and its `Recipe` how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import optax
+
+from jaxshard.models.decoder import Decoder
+
+
+class Recipe(NamedTuple):
+    """Training settings of a ready-made size.
+
+    Attributes:
+      batch: rows per step over all devices.
+      steps: optimizer steps.
+      learning_rate: the highest learning rate of the schedule.
+      warmup: steps of linear warm-up.
+      b2: decay of AdamW's second moment.
+      weight_decay: AdamW's decoupled weight decay.
+    """
+
+    batch: int
+    steps: int
+    learning_rate: float
+    warmup: int
+    b2: float = 0.95
+    weight_decay: float = 0.1
+
+    def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
+        """AdamW with a linear warm-up and a cosine decay to a twentieth of the peak.
+
+        The warm-up does not depend on `steps`, so runs of different planned length begin alike.
+
+        Args:
+          steps: where the decay ends; by default the recipe's own number of steps.
+
+        Returns:
+          An elementwise transformation, which can run on parameters however they are sharded.
+        """
+        steps = self.steps if steps is None else steps
+        warmup, peak = self.warmup, self.learning_rate
+        end = max(steps, warmup + 1)
+        rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, end, peak / 20)
+        return optax.adamw(rate, b2=self.b2, weight_decay=self.weight_decay)
+
+
+class Size(NamedTuple):
+    """A ready-made model.
+
+    Attributes:
+      shape: the keyword arguments of `make`, such as {"vocab": 256, "width": 144, ...}.
+      recipe: how the model is trained unless the user says otherwise.
+      make: the function that builds the model, `js.models.gpt` or `js.models.llama`.
+    """
+
+    shape: dict[str, int]
+    recipe: Recipe
+    make: Callable[..., Decoder]
+
+    def model(self, **changes: int) -> Decoder:
+        """Build the model, with some arguments of `make` replaced: `SIZES["gpt2"].model(vocab=256)`."""
+        return self.make(**self.shape | changes)
