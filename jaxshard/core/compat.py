@@ -101,7 +101,7 @@ def coordinator_client() -> Any:
     """Return the client of JAX's coordinator, whose key-value store all processes share; None in a single process.
 
     Private: `jax._src.distributed.global_state.client`, the only way to the store that JAX itself uses. Loud: an
-    AttributeError. The methods and error texts that are used of it are listed in distributed/key_value.py.
+    AttributeError. Its methods are used by `put_key` and the others below.
     """
     return distributed.global_state.client
 
@@ -234,3 +234,48 @@ def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh)
         "that are loaded from it can hang in their collectives",
         stacklevel=3,
     )
+
+
+# The key-value store of JAX's coordinator. `store` is `coordinator_client()`, or an object with its methods.
+#
+# Private: the methods of the client, undocumented and written in C++, and the texts of its errors, which all are
+# RuntimeErrors. Renamed methods are loud. A changed text is loud too: where None was expected an error is raised.
+
+
+def put_key(store: Any, key: str, value: str, *, overwrite: bool = False) -> None:
+    """Store a value under a key.
+
+    Raises:
+      RuntimeError: the key is there already and `overwrite` is False, or the store can't be reached.
+    """
+    store.key_value_set(key, value, allow_overwrite=overwrite)
+
+
+def get_key(store: Any, key: str) -> str | None:
+    """Return the value of a key, or None if it is not there."""
+    try:
+        return str(store.key_value_try_get(key))
+    except RuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def wait_for_key(store: Any, key: str, seconds: float) -> str | None:
+    """Return the value of a key as soon as it is there, or None if it has not come within `seconds`."""
+    try:
+        return str(store.blocking_key_value_get(key, max(1, int(1000 * seconds))))
+    except RuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+
+
+def list_keys(store: Any, folder: str) -> dict[str, str]:
+    """Return {last part of the key: value} of all keys below `folder`, which ends in a slash."""
+    return {key.rsplit("/", 1)[1]: value for key, value in store.key_value_dir_get(folder)}
+
+
+def delete_keys(store: Any, key: str) -> None:
+    """Delete a key and all keys below it."""
+    store.key_value_delete(key)

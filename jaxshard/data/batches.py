@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def batches(
     source: Source | Indexed | Iterable[PyTree], layout: Layout, *, start: Any = 0, prefetch: int = 2
 ) -> Batches:
-    """Makes global batches from `start` on, each leaf a `jax.Array` placed by the layout. No collectives.
+    """Make global batches from `start` on, each leaf a `jax.Array` placed by the layout. No collectives.
 
         source = js.data.windows(tokens, batch=32, seq=1024, seed=0)
         for batch in js.batches(source, layout, start=run.step):     # {"tokens": global int32[32, 1025]}
@@ -77,7 +77,7 @@ def batches(
 
 
 def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0, prefetch: int = 2) -> Batches:
-    """Makes global batches from an iterator of this host's rows. No collectives.
+    """Make global batches from an iterator of this host's rows. No collectives.
 
     All hosts give the same number of rows, in the order of their place in the global batch; hosts that hold the same
     rows (a tensor axis across hosts) give the same rows.
@@ -106,14 +106,14 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
 
 
 def local_rows(sharding: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the rows of a global array that this process holds, each once and in order, int64."""
+    """Return the rows of a global array that this process holds, each once and in order, int64."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     spans = {index[0].indices(shape[0])[:2] for index in indices if index is not None}
     return np.unique(np.concatenate([np.arange(*span) for span in spans] or [np.arange(0)]))
 
 
 def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch: int) -> Batches:
-    """Makes `Batches` whose position is the step."""
+    """Make `Batches` whose position is the step."""
 
     def open(start: Any) -> tuple[Read, int]:
         steps = itertools.count(to_step(start))
@@ -128,7 +128,7 @@ def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch:
 
 
 def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Returns `fn(step) -> batch` for a `Source`, of which this host reads its own rows."""
+    """Return `fn(step) -> batch` for a `Source`, of which this host reads its own rows."""
     row = jax.tree.map(np.asarray, source.rows(start, np.zeros(1, np.int64)))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((source.batch, *leaf.shape[1:]), leaf.dtype), row)
     if (peers := peers_of(layout.mesh)) is not None:
@@ -149,7 +149,7 @@ def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyT
 
 
 def _whole_reader(indexed: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
-    """Returns `fn(step) -> batch` for global batches by number; it raises StopIteration after the last."""
+    """Return `fn(step) -> batch` for global batches by number; it raises StopIteration after the last."""
     if (peers := peers_of(layout.mesh)) is not None and start < len(indexed):
         batch = jax.tree.map(np.asarray, indexed[start])
         _agree_on_start(peers, start, batch, jax.tree.map(lambda x: np.atleast_1d(x)[:1], batch))
@@ -163,12 +163,12 @@ def _whole_reader(indexed: Any, layout: Layout, start: int) -> Callable[[int], P
 
 
 def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None:
-    """Raises Disagreement in every process unless all begin with the same step, batch shape and first row."""
+    """Raise Disagreement in every process unless all begin with the same step, batch shape and first row."""
     peers.agree("js.batches", {"start": str(step)} | batch_facts(batch) | row_facts(row))
 
 
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
-    """Places a batch that this host has whole."""
+    """Place a batch that this host has whole."""
 
     def place(leaf: Any) -> jax.Array:
         # A copy: some iterators fill one buffer over and over, and on a CPU JAX goes on using the array it is given.
@@ -179,7 +179,7 @@ def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
 
 
 def _place_local(batch: PyTree, layout: Layout) -> PyTree:
-    """Places a batch of which this host has its own rows."""
+    """Place a batch of which this host has its own rows."""
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         array = np.array(leaf)  # a copy, as in `_place_whole`

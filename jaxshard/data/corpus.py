@@ -48,7 +48,7 @@ class Corpus(NamedTuple):
 
 
 def stdlib() -> Corpus:
-    """Loads the source text of the running Python's standard library: about 12 MB that are on every machine.
+    """Load the source text of the running Python's standard library: about 12 MB that are on every machine.
 
     These are all `*.py` files below `sysconfig`'s stdlib folder in the order of their paths, without installed packages
     (site-packages, dist-packages) and without test suites: some distributions leave those out, and where they are
@@ -68,7 +68,7 @@ def stdlib() -> Corpus:
 
 
 def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Corpus:
-    """Loads the corpus at a path: text, or tokens.
+    """Load the corpus at a path: text, or tokens.
 
     - A folder: the bytes of every UTF-8 file below it. Hidden files are left out, and other ones that are not UTF-8,
       with a warning. Files are held out by a hash of their relative path, at least one.
@@ -126,18 +126,16 @@ def _load_folder(root: Path) -> Corpus:
 
 
 def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
-    """Lists files by relative path, in order, without hidden ones and those below a folder in `skip`."""
-    found = [path for path in root.rglob(pattern) if path.is_file()]
-    wanted = (path.relative_to(root) for path in found)
-    return sorted(path for path in wanted if not any(part in skip or part.startswith(".") for part in path.parts))
+    """List files by relative path, in order, without hidden ones and those below a folder in `skip`."""
+    found = (path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
+    return sorted(path for path in found if not any(part in skip or part.startswith(".") for part in path.parts))
 
 
 def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus:
-    """Makes the corpus of several texts by relative path, each of them either trained on or held out."""
+    """Make the corpus of several texts by relative path, each of them either trained on or held out."""
     texts = {path: text for path, text in texts.items() if text}
     if len(texts) < 2:
-        whole = b"".join(texts.values())
-        return _split_tokens(name, np.frombuffer(whole, np.uint8), _BYTES)
+        return _split_tokens(name, np.frombuffer(b"".join(texts.values()), np.uint8), _BYTES)
     # A number in [0, 1) for each path that does not depend on the other files.
     share = {path: int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64 for path in texts}
     by_share = sorted(texts, key=share.__getitem__)
@@ -152,7 +150,7 @@ def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus:
 
 
 def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus:
-    """Makes the corpus of one token array, whose end is held out."""
+    """Make the corpus of one token array, whose end is held out."""
     if not len(tokens):
         raise ValueError(f"data: {name} is empty")
     for chunk in _sample_chunks(tokens):
@@ -162,7 +160,7 @@ def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus:
 
 
 def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
-    """Opens the integers in a .npy or raw file, memory-mapped."""
+    """Open the integers in a .npy or raw file, memory-mapped."""
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path} is empty")
     if path.suffix == ".npy":
@@ -176,13 +174,12 @@ def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
         if size % item:
             raise ValueError(f"data: {path} has {size} bytes, no multiple of the {item} bytes of {np.dtype(dtype)}")
         tokens = np.memmap(path, np.dtype(dtype), "r")
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"data: {path} must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
+    check_token_array(tokens, str(path))
     return tokens
 
 
 def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields all of the tokens in pieces, or evenly spaced pieces of them if they are very many."""
+    """Yield all of the tokens in pieces, or evenly spaced pieces of them if they are very many."""
     starts = np.arange(0, len(tokens), _CHUNK)
     if len(starts) > _MAX_CHUNKS:
         starts = starts[np.linspace(0, len(starts) - 1, _MAX_CHUNKS).astype(int)]
@@ -198,8 +195,14 @@ def _hash_tokens(arrays: list[np.ndarray]) -> str:
     return total.hexdigest()
 
 
+def check_token_array(tokens: np.ndarray, name: str) -> None:
+    """Raise ValueError unless tokens are a one-dimensional integer array."""
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"data: {name} must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
+
+
 def check_ids(tokens: np.ndarray, vocab: int) -> None:
-    """Raises ValueError if a token id lies outside the vocabulary."""
+    """Raise ValueError if a token id lies outside the vocabulary."""
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab):
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(f"data: token id {wrong} is outside the vocabulary of {vocab} (0 to {vocab - 1})")

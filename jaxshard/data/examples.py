@@ -37,7 +37,7 @@ class Examples:
     seed: int | None
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
-        """Reads global rows of the batch of a step; reads only these examples.
+        """Read global rows of the batch of a step, and only these examples.
 
         Args:
           step: the number of the batch, from 0.
@@ -56,7 +56,7 @@ class Examples:
 
 
 def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
-    """Makes a source of `batch` examples a step from a data set with `len` and an index.
+    """Make a source of `batch` examples a step from a data set with `len` and an index.
 
     An epoch has every example once, in an order drawn from (seed, epoch). Every host reads only its own examples.
 
@@ -86,7 +86,7 @@ def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
 
 
 def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
-    """Stacks examples, which must be alike; `numbers` are theirs in the data set, for messages."""
+    """Stack examples, which must be alike; `numbers` are theirs in the data set, for messages."""
     missing = [i for i, example in zip(numbers, chosen, strict=True) if example is None]
     if missing:
         raise ValueError(

@@ -40,7 +40,7 @@ class Mixture:
     seed: int
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
-        """Reads global rows of the batch of a step, each from one of the sources.
+        """Read global rows of the batch of a step, each from one of the sources.
 
         Args:
           step: the number of the batch, from 0.
@@ -72,12 +72,13 @@ class Mixture:
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *parts)
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """Returns how many rows of each source, by name, come before a step."""
-        return dict(zip(self.names, _count_before(self.counts, step * self.batch), strict=True))
+        """Return how many rows of each source, by name, come before a step."""
+        before = count_rows(self.counts, np.array([step * self.batch]))
+        return dict(zip(self.names, before[:, 0].tolist(), strict=True))
 
 
 def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixture:
-    """Makes a source that mixes others by weight: each row of a batch comes from one of them.
+    """Make a source that mixes others by weight: each row of a batch comes from one of them.
 
         source = js.data.mixture({"code": (code, 0.3), "prose": (prose, 0.7)}, seed=0)
 
@@ -118,16 +119,17 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
 def assign_slots(
     counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]
 ) -> tuple[Int[np.ndarray, " slots"], Int[np.ndarray, " slots"]]:
-    """Gives every slot of an endless sequence to one of several sources, in proportion to `counts`.
+    """Give every slot of an endless sequence to one of several sources, in proportion to `counts`.
 
-    The sources are halved until one is left. Of two halves with weights a and b, the first takes slot n if
-    floor(n a / (a + b)) goes up there, and the second takes the others. So the rows of a source are numbered without
-    gaps in the order of the slots, and both answers follow from the slot alone. With counts (2, 1):
+    A slot belongs to the source that has one row more after it than before it, and the number of the row is how many
+    that source had before. So the rows of a source are numbered without gaps, and both answers follow from the slot
+    alone. With counts (2, 1), whose first source has floor(2 n / 3) rows before slot n:
 
-        slot              0  1  2  3  4  5
-        floor(2 n / 3)    0  0  1  2  2  3    (4 at slot 6)
-        source            1  0  0  1  0  0
-        number            0  0  1  1  2  3
+        slot                  0  1  2  3  4  5  6
+        rows of source 0      0  0  1  2  2  3  4
+        rows of source 1      0  1  1  1  2  2  2
+        the slot's source     1  0  0  1  0  0
+        the row's number      0  0  1  1  2  3
 
     Args:
       counts: the whole weight of each source.
@@ -136,36 +138,27 @@ def assign_slots(
     Returns:
       (the index of a source, the number of its row) for every slot, both int64.
     """
+    before = count_rows(counts, slots)
+    which = np.argmax(count_rows(counts, slots + 1) - before, axis=0)
+    return which, np.take_along_axis(before, which[None], axis=0)[0]
+
+
+def count_rows(counts: tuple[int, ...], slots: Int[np.ndarray, " slots"]) -> Int[np.ndarray, "sources slots"]:
+    """Return how many rows of each source come before a slot, int64.
+
+    The sources are halved until one is left; of two halves with weights a and b, the first gets floor(n a / (a + b)) of
+    the first n slots. Every halving adds an error below 1, which makes the bound in `mixture`.
+    """
     if len(counts) == 1:
-        return np.zeros_like(slots), slots
+        return slots[None]
     half = len(counts) // 2
     part, total = sum(counts[:half]), sum(counts)
-    taken = _floor_share(slots, part, total)
-    first = _floor_share(slots + 1, part, total) > taken
-    which, number = np.empty_like(slots), np.empty_like(slots)
-    which[first], number[first] = assign_slots(counts[:half], taken[first])
-    which[~first], number[~first] = assign_slots(counts[half:], (slots - taken)[~first])
-    which[~first] += half
-    return which, number
-
-
-def _count_before(counts: tuple[int, ...], slot: int) -> list[int]:
-    """Returns how many slots before this one each source takes; `assign_slots` for one number."""
-    if len(counts) == 1:
-        return [slot]
-    half = len(counts) // 2
-    taken = slot * sum(counts[:half]) // sum(counts)
-    return _count_before(counts[:half], taken) + _count_before(counts[half:], slot - taken)
-
-
-def _floor_share(n: np.ndarray, part: int, total: int) -> np.ndarray:
-    """Returns floor(n * part / total) without overflow: `total` is below 2**31, so that both products fit."""
-    share: np.ndarray = n // total * part + n % total * part // total
-    return share
+    first = slots // total * part + slots % total * part // total  # floor(slots * part / total) in 64 bits
+    return np.concatenate([count_rows(counts[:half], first), count_rows(counts[half:], slots - first)])
 
 
 def _to_whole(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Returns the weights as whole numbers in lowest terms, decimals as they are written."""
+    """Return the weights as whole numbers in lowest terms, decimals as they are written."""
     for name, weight in weights.items():
         if not isinstance(weight, Real) or isinstance(weight, bool):
             raise TypeError(f"mixture: the weight of {name!r} must be a number, got {_show(weight)}")
@@ -181,7 +174,7 @@ def _to_whole(weights: Mapping[str, float]) -> tuple[int, ...]:
 
 
 def _check_same_rows(members: Mapping[str, Source]) -> None:
-    """Raises ValueError unless rows of all sources have one structure, and leaves of one shape and dtype."""
+    """Raise ValueError unless rows of all sources have one structure, and leaves of one shape and dtype."""
     (name, first), *others = ((name, source.rows(0, np.zeros(1, np.int64))) for name, source in members.items())
     for other, row in others:
         what = f"mixture: rows of {other!r} differ from those of {name!r}"

@@ -19,7 +19,7 @@ _ROUNDS = 8
 def permute(
     position: Int[np.ndarray, "*shape"], *, size: int, seed: int, epoch: Int[np.ndarray, "*shape"] | int
 ) -> Int[np.ndarray, "*shape"]:
-    """Shuffles positions: for a fixed (seed, epoch) a permutation of the numbers 0 to size - 1.
+    """Shuffle positions: for a fixed (seed, epoch) a permutation of the numbers 0 to size - 1.
 
     A Feistel network on pairs (left, right) in [a] x [b] with a * b just above `size`, which is a permutation of a * b
     values; a value that lands outside `size` is put through again until it lies inside, which keeps it one. Source:
@@ -67,7 +67,7 @@ def _hash(x: np.ndarray, key: np.ndarray, size: int) -> np.ndarray:
 
 
 def _mix(x: Any) -> Any:
-    """Hashes uint64 values: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Hash uint64 values: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import copy
 import itertools
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jaxshard.data.stream import Batches, Read
 def batches_in_turn(
     iterable: Iterable[PyTree], place: Callable[[PyTree], PyTree], start: Any, prefetch: int
 ) -> Batches:
-    """Makes batches of what an iterable gives, in turn.
+    """Make batches of what an iterable gives, in turn.
 
     Args:
       iterable: gives NumPy batches. It, or the iterator made of it, may save its state.
@@ -69,7 +70,7 @@ def batches_in_turn(
 
 
 def to_step(start: Any) -> int:
-    """Returns a start as a number of steps; raises ValueError if it is negative."""
+    """Convert a start to a number of steps. A negative one is a ValueError."""
     step = int(start)
     if step < 0:
         raise ValueError(f"batches: start must be 0 or more, got {step}")
@@ -86,7 +87,7 @@ class _State(NamedTuple):
 def _open_iterator(
     iterable: Iterable[PyTree], saved: Mapping[str, Any] | None
 ) -> tuple[Iterator[PyTree], _State | None]:
-    """Makes an iterator, at a saved position if there is one; returns it with the way to save its state."""
+    """Make an iterator, at a saved position if there is one; return it with the way to save its state."""
     if (state := _state_of(iterable)) is not None:
         _restore(state, saved)  # before `iter`: torch's loaders begin there
         return iter(iterable), state
@@ -95,8 +96,8 @@ def _open_iterator(
         _restore(state, saved)
     elif saved is not None:
         raise TypeError(
-            f"batches: a position {_shorten(saved)} for a {type(iterable).__name__}, which has neither get_state and "
-            "set_state nor state_dict and load_state_dict; start it at a number of batches"
+            f"batches: a position {reprlib.repr(saved)} for a {type(iterable).__name__}, which has neither get_state "
+            "and set_state nor state_dict and load_state_dict; start it at a number of batches"
         )
     return iterator, state
 
@@ -113,7 +114,7 @@ def _restore(state: _State, saved: Mapping[str, Any] | None) -> None:
     if saved is None:
         return
     if "batches" not in saved or ("state" in saved) == ("base64" in saved):
-        raise ValueError(f'batches: {_shorten(saved)} is no position; expected {{"batches": ..., "state": ...}}')
+        raise ValueError(f'batches: {reprlib.repr(saved)} is no position; expected {{"batches": ..., "state": ...}}')
     state.restore(copy.deepcopy(saved["state"]) if "state" in saved else base64.b64decode(saved["base64"]))
 
 
@@ -122,8 +123,3 @@ def _to_json(state: Any) -> dict[str, Any]:
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
     return {"state": copy.deepcopy(state)}
-
-
-def _shorten(x: object) -> str:
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:77]}..."

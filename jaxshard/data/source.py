@@ -38,12 +38,12 @@ class Source(Protocol):
     def batch(self) -> int: ...
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> PyTree:
-        """Returns a tree of NumPy arrays [len(rows), ...]: these global rows of the batch of a step, in this order."""
+        """Return a tree of NumPy arrays [len(rows), ...]: these global rows of the batch of a step, in this order."""
         ...
 
 
 def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> Int[np.ndarray, " rows"]:
-    """Returns the positions of rows of a step in the sequence of all rows, int64.
+    """Return the positions of rows of a step in the sequence of all rows, int64.
 
     Raises:
       ValueError: a row outside the batch, or a negative step.
@@ -59,7 +59,7 @@ def global_positions(step: int, rows: Int[np.ndarray, " rows"], batch: int) -> I
 def draw_indices(
     step: int, rows: Int[np.ndarray, " rows"], *, batch: int, size: int, seed: int | None
 ) -> Int[np.ndarray, " rows"]:
-    """Returns which of `size` examples stand at rows of a step, int64: each once per epoch, in an order drawn anew.
+    """Return which of `size` examples stand at rows of a step, int64: each once per epoch, in an order drawn anew.
 
     The sequence of all rows is cut into epochs of `size` positions, wherever batches begin: a batch may straddle two.
     With seed=None every epoch is 0, 1, ..., size - 1.

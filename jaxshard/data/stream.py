@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -32,7 +31,7 @@ class Batches(Iterator[PyTree]):
     """
 
     def __init__(self, open: Callable[[Any], tuple[Read, Any]], position: Any, prefetch: int, *, once: bool = False):
-        """Opens the batches at a position; users call `js.batches` or `js.local_batches`.
+        """Open the batches at a position; users call `js.batches` or `js.local_batches`.
 
         Args:
           open: `open(position)` returns (read, position): `read()` makes the next batch and returns it with the
@@ -68,7 +67,7 @@ class Batches(Iterator[PyTree]):
         return self._position
 
     def seek(self, position: Any) -> None:
-        """Goes to a `position` or to a number of batches, back or forth, as if it had started there.
+        """Go to a `position` or to a number of batches, back or forth, as if it had started there.
 
         Raises:
           TypeError: the source is an iterator that saves no state: what it gave is gone.
@@ -82,7 +81,7 @@ class Batches(Iterator[PyTree]):
         self._open_at(position)
 
     def close(self) -> None:
-        """Ends the batches, drops those made ahead, and waits for one that is just being made.
+        """End the batches, drop those made ahead, and wait for one that is just being made.
 
         The end of a `with` block does it, and so does the end of the iterator's life.
         """
@@ -100,13 +99,11 @@ class Batches(Iterator[PyTree]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _take(self, worker: ThreadPoolExecutor, read: Read) -> tuple[PyTree, Any]:
-        """Takes the oldest of the batches under way, after which `prefetch` are left."""
+        """Take the oldest of the batches under way, after which `prefetch` are left."""
         # The worker gets `read`, never `self`: it would keep an iterator alive that nobody uses any more.
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(worker.submit(_read_with_x64, self._x64, read))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jaxshard.data.corpus import check_ids
+from jaxshard.data.corpus import check_ids, check_token_array
 from jaxshard.data.source import draw_indices
 
 
@@ -45,7 +45,7 @@ class Windows:
         return (len(self.tokens) - 1) // self.seq
 
     def rows(self, step: int, rows: Int[np.ndarray, " rows"]) -> dict[str, Int32[np.ndarray, "rows seq_plus_1"]]:
-        """Reads global rows of the batch of a step; reads only these windows.
+        """Read global rows of the batch of a step, and only these windows.
 
         Args:
           step: the number of the batch, from 0.
@@ -64,7 +64,7 @@ class Windows:
 def windows(
     tokens: Int[np.ndarray, " tokens"], *, batch: int, seq: int, seed: int, vocab: int | None = None
 ) -> Windows:
-    """Makes a source of windows of a token array, shuffled anew in every epoch.
+    """Make a source of windows of a token array, shuffled anew in every epoch.
 
     Step s takes the windows s * batch to (s + 1) * batch of an endless sequence that runs through all windows in an
     order drawn from (seed, epoch), then again in another order: no window comes twice in an epoch, and a batch may
@@ -92,7 +92,7 @@ def windows(
 def eval_batches(
     tokens: Int[np.ndarray, " tokens"], *, batch: int, seq: int, limit: int | None = None, vocab: int | None = None
 ) -> Iterator[dict[str, Int32[np.ndarray, "rows seq_plus_1"]]]:
-    """Makes batches of held-out windows, a finite number, in the order of the text.
+    """Make batches of held-out windows, a finite number, in the order of the text.
 
     They are NumPy arrays with all global rows, the same on every host.
 
@@ -121,7 +121,7 @@ def eval_batches(
 
 
 def _read_windows(tokens: np.ndarray, starts: np.ndarray, seq: int, vocab: int | None) -> np.ndarray:
-    """Reads the windows that begin at `starts`: int32[len(starts), seq + 1]."""
+    """Read the windows that begin at `starts`: int32[len(starts), seq + 1]."""
     # All windows as one view without a copy: whole rows are copied out of it, no index per token is made.
     rows: np.ndarray = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq + 1)[starts]
     check_ids(rows, 2**31 if vocab is None else vocab)
@@ -131,8 +131,7 @@ def _read_windows(tokens: np.ndarray, starts: np.ndarray, seq: int, vocab: int |
 def _check_tokens(tokens: np.ndarray, batch: int, seq: int) -> None:
     if batch < 1 or seq < 1:
         raise ValueError(f"data: batch and seq must be at least 1, got batch={batch}, seq={seq}")
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"data: tokens must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
+    check_token_array(tokens, "tokens")
     if len(tokens) < seq + 1:
         raise ValueError(
             f"data: {len(tokens)} tokens are too few for one window of seq + 1 = {seq + 1}; give more data or a seq of "

@@ -4,7 +4,7 @@ A process that has another batch shape, program or seed than the others hangs wi
 process that comes late makes gloo's collectives fail after 30 seconds. So before its first collectives every process
 calls `agree` (or `meet`, which compares nothing): it returns once all are there with equal facts, or raises in all.
 
-The protocol of one call, over the key-value store (see `key_value`). The keys begin with jaxshard/agree/<peers>/<n>/,
+The protocol of one call, over JAX's key-value store. The keys begin with jaxshard/agree/<peers>/<n>/,
 where <peers> names the set of processes and <n> counts its calls, so that no two calls share a key:
 
     process 0, the first                         processes 1, 2, ...
@@ -24,7 +24,7 @@ where <peers> names the set of processes and <n> counts its calls, so that no tw
 - Cost: every process writes two small values and reads two, the first one reads an answer of each.
 - Late: a wait has no end, since compiling or loading may take minutes on one host. Every 5 seconds it looks up; after
   10, 20, 40, ... seconds one process, the first that is there, says on standard error for whom all wait.
-- Failed: a process that ends by an error leaves a note first (`key_value.report_failure`). Those that wait find it
+- Failed: a process that ends by an error leaves a note first (`failures.report_failure`). Those that wait find it
   within 5 seconds and raise. One that is killed leaves none: JAX's heartbeat then ends the others.
 - The call before may be deleted, because whoever answers this one has read all it needed of that.
 - The first process waits for `seen` before it raises, because the store lives in process 0 and may end with the error.
@@ -47,8 +47,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxshard.core.compat import coordinator_client
-from jaxshard.distributed.key_value import delete_keys, get_key, list_failures, list_keys, put_key, wait_for_key
+from jaxshard.core.compat import coordinator_client, delete_keys, get_key, list_keys, put_key, wait_for_key
+from jaxshard.distributed.failures import list_failures
 from jaxshard.distributed.mismatch import Mismatch, describe_mismatches, find_mismatches, list_names, shorten_facts
 
 _LOOK_UP = 5.0
@@ -94,7 +94,7 @@ class Peers:
         return f"process {process} (host {host})" if host else f"process {process}"
 
     def meet(self, point: str) -> None:
-        """Waits until all processes are here, however late; use it before a collective that would not wait for them.
+        """Wait until all processes are here, however late; use it before a collective that would not wait for them.
 
         Args:
           point: the name of this point of the program, for messages.
@@ -105,7 +105,7 @@ class Peers:
         self.agree(point, {})
 
     def agree(self, point: str, facts: Mapping[str, str]) -> None:
-        """Waits until all processes are at this point, however late, and compares what they bring.
+        """Wait until all processes are at this point, however late, and compare what they bring.
 
         Every process calls it for the same points in the same order. Moves a few hundred bytes per process; of a text
         of many lines only a digest, and the text itself only if that differs.
@@ -161,7 +161,7 @@ class Peers:
         return [(process, Mismatch(*mismatch)) for process, mismatch in outcome]
 
     def _wait_for(self, room: str, key: str, point: str) -> str:
-        """Waits for a key without end, unless a process has failed; says on standard error for whom it waits."""
+        """Wait for a key without end, unless a process has failed; say on standard error for whom it waits."""
         start, tell = time.monotonic(), _TELL
         # In slices: while the client waits for one key, it notices nothing else.
         while (value := wait_for_key(self.store, f"{room}/{key}", _LOOK_UP)) is None:
@@ -175,7 +175,7 @@ class Peers:
         return value
 
     def _print_missing(self, room: str, point: str, waited: float) -> None:
-        """Prints for whom all wait, in one process alone: the first of those that are there."""
+        """Print for whom all wait, in one process alone: the first of those that are there."""
         there = {int(process) for process in list_keys(self.store, f"{room}/here/")}
         if self.process == min(there, default=self.process):
             missing = [self.name_of(other) for other in self.processes if other not in there] or ["an answer"]
@@ -183,7 +183,7 @@ class Peers:
             print(text, file=sys.stderr, flush=True)
 
     def _wait_until_seen(self, room: str) -> None:
-        """Lets every process read the outcome before the first one ends, and the store with it."""
+        """Let every process read the outcome before the first one ends, and the store with it."""
         if self.process != self._first:
             put_key(self.store, f"{room}/seen/{self.process}", "")
             return
@@ -193,7 +193,7 @@ class Peers:
 
 
 def peers_of(mesh: Mesh) -> Peers | None:
-    """Returns the processes whose devices are in a mesh, or None where this process has nobody to wait for."""
+    """Return the processes whose devices are in a mesh, or None where this process has nobody to wait for."""
     if jax.process_count() == 1:
         return None
     processes = sorted({device.process_index for device in mesh.devices.flat})
@@ -201,7 +201,7 @@ def peers_of(mesh: Mesh) -> Peers | None:
 
 
 def all_peers() -> Peers | None:
-    """Returns all processes, or None where there is only one."""
+    """Return all processes, or None where there is only one."""
     count = jax.process_count()
     return None if count == 1 else _peers(tuple(range(count)))
 

@@ -63,7 +63,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def shared_flags(text: str) -> str:
-    """Sorts compiler flags and drops those that may differ between hosts, such as the folder for dumps."""
+    """Sort compiler flags and drop those that may differ between hosts, such as the folder for dumps."""
     chosen = [flag for flag in text.split() if not any(part in flag.split("=")[0] for part in _PER_HOST)]
     return " ".join(sorted(chosen))
 

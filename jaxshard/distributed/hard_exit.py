@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from jaxshard.distributed.key_value import report_failure
+from jaxshard.distributed.failures import report_failure
 
 INTERRUPTED = 130
 """The exit status of a process that Ctrl-C ended (128 + 2)."""
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process with an exit status, at once, whatever else is under way.
+    """End this process with an exit status, at once, whatever else is under way.
 
     Use it where one of several processes gives up alone. A normal end, `sys.exit` included, waits in JAX's shutdown for
     all other processes, and these may be waiting for this one in a collective: both would wait for ever. What was
@@ -43,12 +43,12 @@ def leave(status: int) -> NoReturn:
 
 
 def restore_sigterm() -> None:
-    """Gives SIGTERM the handler that Python knows, by default to end the process: JAX sets one that ignores it."""
+    """Give SIGTERM the handler that Python knows, by default to end the process: JAX sets one that ignores it."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def leave_on_error() -> None:
-    """Lets an error that nobody catches end the process by `leave`, after its traceback. A second call does nothing."""
+    """Let an error that nobody catches end the process by `leave`, after its traceback. A second call does nothing."""
     if not isinstance(sys.excepthook, LeavingHook):
         sys.excepthook = LeavingHook(sys.excepthook)
 

@@ -36,7 +36,7 @@ class Mismatch(NamedTuple):
 
 
 def shorten_facts(facts: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns (the facts with [digest] in the place of each long text, the long texts)."""
+    """Return (the facts with [digest] in the place of each long text, the long texts)."""
     texts = {item: text for item, text in facts.items() if len(text) > _LONG or "\n" in text}
     short = {
         item: [hashlib.sha256(text.encode()).hexdigest()] if item in texts else text for item, text in facts.items()
@@ -47,7 +47,7 @@ def shorten_facts(facts: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, s
 def find_mismatches(
     facts: Mapping[str, str], first: Mapping[str, Any], text_of: Callable[[str], str | None]
 ) -> list[Mismatch]:
-    """Compares facts with those of the first process.
+    """Compare facts with those of the first process.
 
     A mismatch that explains others hides them: at another point of the program ("call") nothing else is compared, and
     long texts are compared only where all short facts are equal, because they follow from those.
@@ -75,7 +75,7 @@ def find_mismatches(
 
 
 def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
-    """Returns the first line in which two texts differ, of both, each with its number and cut to the difference.
+    """Return the first line in which two texts differ, of both, each with its number and cut to the difference.
 
     Names of values in a program (%12) are ignored at first: they are numbered through, so one more value shifts all
     that follow, and the line that is the cause would be hidden by one that is not.
@@ -93,7 +93,7 @@ def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
 
 
 def describe_mismatches(point: str, found: Iterable[tuple[str, Mismatch]]) -> str:
-    """Returns the error message for pairs (name of a process, mismatch).
+    """Return the error message for pairs (name of a process, mismatch).
 
     A mismatch that several processes share takes one line:
 
@@ -113,12 +113,12 @@ def describe_mismatches(point: str, found: Iterable[tuple[str, Mismatch]]) -> st
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Joins names with commas, the first eight of them."""
+    """Join names with commas, the first eight of them."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def digest_arrays(*arrays: np.ndarray) -> str:
-    """Returns 16 hexadecimal digits of the SHA-256 over the bytes of arrays."""
+    """Return 16 hexadecimal digits of the SHA-256 over the bytes of arrays."""
     sha = hashlib.sha256()
     for x in arrays:
         sha.update(np.ascontiguousarray(x).tobytes())
@@ -126,7 +126,7 @@ def digest_arrays(*arrays: np.ndarray) -> str:
 
 
 def _cut(line: str, start: int) -> str:
-    """Returns the part of a line around position `start`, with dots where something was left out."""
+    """Return the part of a line around position `start`, with dots where something was left out."""
     start = max(0, start - (len(line) - len(line.lstrip())))
     line = line.strip()
     if len(line) <= _WIDTH:

@@ -14,11 +14,11 @@ import socket
 import sys
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
+from jaxshard.core.compat import get_key, put_key, wait_for_key
 from jaxshard.distributed.agree import Peers, all_peers
-from jaxshard.distributed.key_value import get_key, put_key, wait_for_key
 
 KILLED = 143
 """The exit status after a second SIGTERM: what a shell reports of a process that the signal ended (128 + 15)."""
@@ -31,9 +31,9 @@ _rooms = itertools.count()
 
 
 class Preemption:
-    """Ends `js.fit` after a step that is the same in all processes, once one of them got SIGTERM.
+    """A callback that ends `js.fit` after a step common to all processes, once one of them got SIGTERM.
 
-    It is a callback of `fit`, and a context in which the signal is caught. Every process enters it:
+    It is also a context in which the signal is caught. Every process enters it:
 
         with js.distributed.Preemption() as preemption:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
@@ -74,7 +74,7 @@ class Preemption:
         return self._stopped
 
     def __call__(self, step: int, run: Any) -> bool:
-        """Returns True if the training is to end after this step, in all processes after the same one."""
+        """Return True if the training is to end after this step, in all processes after the same one."""
         ends = self._signalled is not None if self._stop is None else self._stop.is_last(step)
         self._stopped |= ends
         return ends
@@ -92,9 +92,7 @@ class Preemption:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         signal.set_wakeup_fd(self._wakeup)
         # None is a handler that was not set from Python: JAX's own, which swallows the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._handler is None else self._handler)
@@ -103,7 +101,7 @@ class Preemption:
         self._thread.join()
         self._reader.close()
         self._writer.close()
-        if self._stop is not None and error is None:
+        if self._stop is not None and kind is None:
             self._stop.announce_step()  # others may still look for a common step: this process runs no more
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -130,7 +128,7 @@ class Preemption:
 
 
 class CommonStop:
-    """Finds a step after which all processes stop, once one of them is told to.
+    """The step after which all processes stop, once one of them is told to.
 
     In the key-value store, in a folder of its own:
 
@@ -159,18 +157,18 @@ class CommonStop:
         self._lock = threading.Lock()
 
     def is_last(self, step: int) -> bool:
-        """Takes note of a finished step; returns True if all processes stop after it."""
+        """Take note of a finished step; return True if all processes stop after it."""
         with self._lock:
             self._finished = step
             return self._last is not None and step >= self._last
 
     def request(self) -> None:
-        """Asks all processes to stop."""
+        """Ask all processes to stop."""
         self.told = self.peers.name_of(self.peers.process)
         put_key(self.peers.store, f"{self.room}/told", self.told, overwrite=True)
 
     def find_last_step(self) -> None:
-        """Finds the common last step if any process asked to stop; waits until all others have announced theirs."""
+        """Find the common last step if any process asked to stop; wait until all others have announced theirs."""
         if self._last is not None:
             return
         told = self.told or get_key(self.peers.store, f"{self.room}/told")
@@ -187,7 +185,7 @@ class CommonStop:
             self._last = max(steps) + 1
 
     def announce_step(self) -> None:
-        """Writes which step this process has finished, once; also when it is through, so that nobody waits for it."""
+        """Write which step this process has finished, once; also when it is through, so that nobody waits for it."""
         if not self._announced:
             put_key(self.peers.store, f"{self.room}/after/{self.peers.process}", str(self._finished))
             self._announced = True

@@ -23,13 +23,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 
+from jaxshard.core.compat import get_key, list_keys, put_key
 from jaxshard.distributed.agree import Peers, all_peers
-from jaxshard.distributed.key_value import get_key, list_keys, put_key
 
 HUNG = 75
 """The exit status of a process whose run hung: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -47,7 +47,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def waits_for_devices(fn: _Function) -> _Function:
-    """Marks a function that waits for devices, and with them for other processes, so that hang reports can tell.
+    """Mark a function that waits for devices, and with them for other processes, so that hang reports can tell.
 
     Use it as a decorator on functions that call compiled programs or read their results; JAX's own code is known to
     wait. Without the mark such a function counts as busy, and its process as the one that holds the others up.
@@ -77,9 +77,9 @@ class Beat(NamedTuple):
 
 
 class Watchdog:
-    """Ends a run that hangs with exit status 75 in every process, after a report of who holds it up, and all stacks.
+    """A callback that ends a run that hangs, in all processes, after a report of who holds it up.
 
-    It is a callback of `js.fit`, and a context around it:
+    It is also a context around `js.fit`. The exit status is 75, and the report comes with the stacks of all threads:
 
         with js.distributed.Watchdog() as watchdog:
             run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, watchdog])
@@ -131,7 +131,7 @@ class Watchdog:
         self._closed, self._alarmed = threading.Event(), threading.Event()
 
     def __call__(self, step: int, run: Any) -> None:
-        """Takes note of a finished step."""
+        """Take note of a finished step."""
         with self._state:
             if self._step >= 0:  # the first step, which compiles, would spoil the median
                 self._times.append(self._elapsed())
@@ -166,9 +166,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         # An error on the way out may be caused by the end of another process, which raised an alarm. The thread looks
         # for one a last time, and then this process ends by the report and not by the error.
@@ -201,7 +199,7 @@ class Watchdog:
             return Beat(number, self._step, self._elapsed(), self._pauses > 0, waits, place)
 
     def _exchange(self, beat: Beat) -> str | None:
-        """Writes a sign of life; returns the alarm of another process, if there is one."""
+        """Write a sign of life; return the alarm of another process, if there is one."""
         if self._peers is None:
             return None
         try:
@@ -213,7 +211,7 @@ class Watchdog:
             return None
 
     def _find_hang(self, beat: Beat) -> str | None:
-        """Raises the alarm for a step that takes too long, and returns it.
+        """Raise the alarm for a step that takes too long, and return it.
 
         Returns None as long as a process is busy with what belongs to no step, and until enough beats have passed to
         tell which processes are silent.
@@ -242,7 +240,7 @@ class Watchdog:
         return alarm
 
     def _end(self, alarm: str) -> None:
-        """Writes the report and all stacks, and ends the process."""
+        """Write the report and all stacks, and end the process."""
         # Not `print`: the main thread may hold the lock of standard error for ever.
         os.write(2, f"{alarm}\njaxshard: watchdog: stacks of this process, which ends with status {HUNG}:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
@@ -252,7 +250,7 @@ class Watchdog:
         os._exit(HUNG)
 
     def _wait_for_reports(self, peers: Peers) -> None:
-        """Waits until every process has reported: the end of one is an error, or an abort, in the others."""
+        """Wait until every process has reported: the end of one is an error, or an abort, in the others."""
         put_key(peers.store, f"{self._room}/ended/{peers.process}", "", overwrite=True)
         end = time.monotonic() + _FAREWELL
         while time.monotonic() < end and len(list_keys(peers.store, f"{self._room}/ended/")) < len(peers.processes):
@@ -262,7 +260,7 @@ class Watchdog:
 
 
 def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Writes the report of a hang: what hangs, for how long, who holds it up, and a line for each process.
+    """Write the report of a hang: what hangs, for how long, who holds it up, and a line for each process.
 
     Args:
       here: the last beat of this process.
@@ -286,7 +284,7 @@ def write_report(here: Beat, limit: float, beats: Mapping[int, tuple[str, Beat |
 
 
 def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence[int]) -> str:
-    """Says which processes hold the others up. The clearest evidence goes first: silent, then behind, then busy."""
+    """Say which processes hold the others up. The clearest evidence goes first: silent, then behind, then busy."""
     if silent:
         return f"held up by {', '.join(beats[who][0] for who in silent)}: silent (frozen, dead or out of reach)"
     heard = {name: beat for name, beat in beats.values() if beat is not None}
@@ -302,7 +300,7 @@ def name_culprits(beats: Mapping[int, tuple[str, Beat | None]], silent: Sequence
 
 
 def locate_thread(thread: int) -> tuple[bool, str]:
-    """Returns (True if a thread waits for its devices, the four innermost lines of Python in which it stands).
+    """Return (True if a thread waits for its devices, the four innermost lines of Python in which it stands).
 
     It waits if the innermost frame is a marked function (`waits_for_devices`) or code of JAX: waiting itself happens in
     C++, which has no frame.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jaxshard as js
 from jaxshard.commands import main
-from jaxshard.distributed import agree, key_value
+from jaxshard.distributed import agree, failures
 from jaxshard.distributed.agree import Peers, all_peers, peers_of
 from tests.distributed.store import Store, members, together
 
@@ -103,10 +103,10 @@ def test_a_late_process_is_waited_for_and_named_by_one(monkeypatch, capsys):
 def test_nobody_waits_for_a_process_that_has_failed(monkeypatch):
     monkeypatch.setattr(agree, "_LOOK_UP", 0.05)
     peers = members(3)
-    monkeypatch.setattr(key_value, "coordinator_client", lambda: peers[0].store)
-    monkeypatch.setattr(key_value, "process_count_and_id", lambda: (3, 1))
-    key_value.report_failure("FileNotFoundError: data.bin")
-    key_value.report_failure("it left with status 1")
+    monkeypatch.setattr(failures, "coordinator_client", lambda: peers[0].store)
+    monkeypatch.setattr(failures, "process_count_and_id", lambda: (3, 1))
+    failures.report_failure("FileNotFoundError: data.bin")
+    failures.report_failure("it left with status 1")
     for outcome in together([partial(peers[number].agree, "js.init", {}) for number in (0, 2)]):
         assert isinstance(outcome, js.distributed.Disagreement)
         assert "js.init: waited in vain" in str(outcome)
