@@ -6,14 +6,14 @@ Imports `core/`, `cost/` and `checks/`; only `commands/` imports it.
 from jaxshard.checks.collectives.compare import Comparison as Comparison
 from jaxshard.checks.collectives.compare import Surprise as Surprise
 from jaxshard.checks.collectives.compare import compare as compare
+from jaxshard.checks.collectives.expected import Expected as Expected
+from jaxshard.checks.collectives.forbidden import Never as Never
 from jaxshard.checks.collectives.found import Collective as Collective
 from jaxshard.checks.collectives.found import Row as Row
 from jaxshard.checks.collectives.found import arrays_only as arrays_only
 from jaxshard.checks.collectives.found import split_scalars as split_scalars
 from jaxshard.checks.collectives.found import summary as summary
 from jaxshard.checks.collectives.found import table as table
-from jaxshard.checks.collectives.promise import Expected as Expected
-from jaxshard.checks.collectives.promise import Never as Never
 from jaxshard.checks.collectives.promise import Promise as Promise
 from jaxshard.checks.collectives.promise import promise as promise
 from jaxshard.cost.flops import model_flops as model_flops

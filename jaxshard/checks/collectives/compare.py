@@ -1,31 +1,34 @@
-"""What a strategy promised against what a program communicates: every collective that nothing promised, by name."""
+"""What a layout promised against what a program communicates: every collective that nothing promised, by name."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
 from jaxshard.checks.collectives.found import KINDS, Collective, HasText, arrays_only, collectives, summary
-from jaxshard.checks.collectives.promise import Expected, Never, Promise, form, promise
-from jaxshard.checks.collectives.source import is_of_a_model
+from jaxshard.checks.collectives.matching import STANDS_FOR, Allowances, MovedArray
+from jaxshard.checks.collectives.promise import Promise, promise
+from jaxshard.checks.collectives.source import is_model_file
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.core.text_table import align_columns
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.accumulate import Engine
-
-_STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
-"""A compiler may reduce everywhere and slice, or add up arrays that are zero elsewhere."""
+from jaxshard.engines.engine import Engine
 
 
 @dataclass(frozen=True)
 class Surprise:
     """A collective that nothing promised.
 
-    `found` holds the unexpected ones of its arrays; `why` says what was promised instead, or what must never travel.
+    Attributes:
+      found: the collective, with the unexpected ones of its arrays.
+      why: what was promised instead, or what must never travel.
     """
 
     found: Collective
@@ -42,7 +45,7 @@ class Surprise:
         return name if self.found.source in (name, self.found.op) else f"{self.found.source} ({name})"
 
     def as_dict(self) -> dict[str, Any]:
-        """The surprise for JSON."""
+        """Return the surprise for JSON."""
         one = self.found
         return {
             "kind": one.kind,
@@ -85,13 +88,15 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no surprise."""
+        """True if there is no surprise."""
         return not self.surprises
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per kind and axes, scalars left out: bytes promised at most, bytes and executions found.
+        """Add up both sides: one row per kind and axes, scalars left out, in the order of `found.KINDS`.
 
-        "promised" is None where the loss decides, as it does over tensor axes. What only may be and is not has no row.
+        Returns:
+          Dictionaries with "kind", "axis" (several joined by "+"), "promised" (bytes at most; None where the loss
+          decides, as it does over tensor axes), "bytes" and "count" found. What only may be and is not has no row.
         """
         rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
 
@@ -126,196 +131,94 @@ class HasStep(Protocol):
     engine: Engine
     loss_fn: LossFn
 
-    def compile(self, batch: PyTree) -> HasText: ...
+    def compile(self, batch: PyTree) -> HasText:
+        """Compile the step for a batch of arrays or shapes."""
 
 
 def audit(step: HasStep, batch: PyTree) -> Comparison:
-    """The compiled step for a batch of arrays or ShapeDtypeStructs against the promise of its layout and engine.
+    """Compile a step and compare its collectives with the promise of its layout and engine.
 
-    Compiles, and moves nothing: works for the mesh of a TPU topology too (`plan.topology.topology_mesh`).
+    Nothing runs and no array is made; a mesh of a TPU topology (`js.plan.topology_mesh`) will do.
+
+    Args:
+      step: what `js.make_step` returned.
+      batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
+
+    Returns:
+      The comparison; `print` it, or check `comparison.ok`.
+
+    Example:
+      comparison = js.audit(js.make_step(loss_fn, tx, layout), batch_shapes)
+      assert comparison.ok, str(comparison)
     """
     promised = promise(step.layout, step.engine, step.loss_fn, batch)
     return compare(promised, collectives(step.compile(batch), step.layout.mesh))
 
 
 def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
-    """Every collective that is found matched with one that was promised, by kind, axes and number of elements.
+    """Match every collective that is found with one that was promised, by kind, axes and number of elements.
 
     An all-reduce may stand for a reduce-scatter or an all-gather of the same array. What is left over is a surprise,
     but for what the promise leaves to the compiler: up to `promised.slack` bytes, the smallest first. An array that
     must never travel is always one.
+
+    Args:
+      promised: what `promise` returned.
+      found: what `collectives` returned, for the same mesh.
+
+    Returns:
+      Both side by side, with the surprises.
     """
     found = tuple(found)
-    rooms = _Rooms(promised.expected)
-    problems: dict[tuple[int, int], str] = {}
-    items = [_Item(number, i, one) for number, one in enumerate(found) for i in range(len(one.shapes))]
-    left: list[_Item] = []
-    # What an engine issues comes first: of equal arrays the user's own collective is to be the one left over. And what
-    # happens often: it needs a promise with room for all of it.
-    for item in sorted(items, key=lambda item: (_is_users(item.found), -(item.found.count or 0))):
-        if banned := [one for one in promised.never if _forbidden(one, item)]:
-            problems[item.number, item.part] = _why_never(banned, item.found)
-        elif not rooms.take(item, item.found.kind):
-            left.append(item)
-    left = [item for item in left if not any(rooms.take(item, kind) for kind in _STANDS_FOR.get(item.found.kind, ()))]
+    allowances = Allowances(promised.expected)
+    problems: dict[MovedArray, str] = {}
+    arrays = [MovedArray(number, part, one) for number, one in enumerate(found) for part in range(len(one.shapes))]
+    left: list[MovedArray] = []
+    # What an engine issues is matched first: of equal arrays the user's own collective is to be the one left over. And
+    # what happens often before what happens seldom: it needs a promise with room for all of its executions.
+    for array in sorted(arrays, key=lambda array: (_is_users(array.found), -(array.found.count or 0))):
+        if banned := [one for one in promised.never if is_forbidden(one, array.found, array.shape)]:
+            problems[array] = explain_forbidden(banned, array.found)
+        elif not allowances.take(array, array.found.kind):
+            left.append(array)
+    # Only after all own kinds are matched may an all-reduce use up what was promised of another kind.
+    left = [one for one in left if not any(allowances.take(one, kind) for kind in STANDS_FOR.get(one.found.kind, ()))]
     slack = promised.slack
-    for item in sorted(left, key=lambda item: math.inf if item.bytes is None else item.bytes):
-        if item.bytes is not None and item.bytes <= slack:
-            slack -= item.bytes
+    for array in sorted(left, key=lambda array: math.inf if array.bytes is None else array.bytes):
+        if array.bytes is not None and array.bytes <= slack:
+            slack -= array.bytes
         else:
-            problems[item.number, item.part] = rooms.why(item)
-    return Comparison(
-        promised.expected, found, _surprises(found, problems), tuple(rooms.missing()), promised.slack - slack
-    )
+            problems[array] = allowances.explain(array)
+    missing = tuple(allowances.missing())
+    return Comparison(promised.expected, found, _merge_surprises(problems), missing, promised.slack - slack)
 
 
-class _Item(NamedTuple):
-    """One array of a collective, which may move several."""
-
-    number: int
-    part: int
-    found: Collective
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.found.shapes[self.part]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int | None:
-        return None if self.found.count is None else self.found.count * self.found.sizes[self.part]
-
-
-class _Key(NamedTuple):
-    """What makes two promised arrays the same to a program: elements, not shapes, which compilers change."""
-
-    kind: str
-    axes: tuple[str, ...]
-    elements: tuple[int, int]
-    stack: int
-
-
-class _Rooms:
-    """How often each promised array may still be moved."""
-
-    def __init__(self, expected: Iterable[Expected]) -> None:
-        self.any = [one for one in expected if one.shape is None or not one.axes]
-        self.exact: dict[_Key, _Room] = {}
-        for one in expected:
-            if one.shape is not None and one.axes and one.most:
-                room = self.exact.setdefault(_Key(one.kind, one.axes, one.elements, one.stack), _Room())
-                room.least, room.most = room.least + one.least, room.most + one.most
-                room.what.append(one.what)
-                room.forms |= {(1, form(one.shape)), (one.stack, form((one.stack, *one.shape)))}
-
-    def take(self, item: _Item, kind: str) -> bool:
-        """Whether a collective of that kind was promised for the array, as often as it is found."""
-        count = item.found.count
-        for times, room in self._of(kind, item):
-            if count is not None and room.used + times * count <= room.most:
-                room.used += times * count
-                return True
-        return kind == item.found.kind and any(_covers(one, item) for one in self.any)
-
-    def _of(self, kind: str, item: _Item) -> list[tuple[int, _Room]]:
-        """The promises that an array may be, those of its form and size first, and how many executions each time is."""
-        fits: list[tuple[bool, int, int, _Room]] = []
-        for key, room in self.exact.items():
-            if (key.kind, key.axes) == (kind, item.found.axes):
-                least, most = key.elements
-                fits += [
-                    ((times, form(item.shape)) not in room.forms, times * most, times, room)
-                    for times in dict.fromkeys((1, key.stack))
-                    if times * least <= item.elements <= times * most
-                ]
-        return [(times, room) for *_, times, room in sorted(fits, key=lambda fit: fit[:2])]
-
-    def why(self, item: _Item) -> str:
-        """What was promised of an array of this size over these axes, if anything."""
-        one = item.found
-        known = [room for kind in (one.kind, *_STANDS_FOR.get(one.kind, ())) for _, room in self._of(kind, item)]
-        if known:
-            names = [name for room in known for name in room.what]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            times = sum(room.most for room in known)
-            return f"more often than promised: {times} times for {', '.join(names[:3])}{more}"
-        return f"nothing of {item.elements:,} elements is promised there"
-
-    def missing(self) -> Iterator[str]:
-        for (kind, axes, (_, size), _), room in self.exact.items():
-            # An all-reduce in place of another kind is as good, and counts there.
-            if room.used < room.least:
-                yield (
-                    f"{kind} over {'+'.join(axes)} of {size:,} elements, {room.used} times instead of {room.least}: "
-                    f"{', '.join(room.what[:3])}"
-                )
-
-
-class _Room:
-    def __init__(self) -> None:
-        self.least = self.most = self.used = 0
-        self.what: list[str] = []
-        self.forms: set[tuple[int, tuple[int, ...]]] = set()
-
-
-def _covers(one: Expected, item: _Item) -> bool:
-    """Whether a promise without a number of executions covers the array."""
-    if one.kind != item.found.kind or (one.axes and not set(item.found.axes) <= set(one.axes)):
-        return False
-    if one.shape is not None:
-        return item.elements <= math.prod(one.shape)
-    return one.limit is None or item.elements <= one.limit
-
-
-def _forbidden(never: Never, item: _Item) -> bool:
-    """Whether an array has the form of one that must not travel over these axes.
-
-    A sum of a weight's size may be one of activations, so only what is gathered, exchanged or permuted is judged by a
-    weight's form.
-    """
-    one = item.found
-    if not set(one.axes) & set(never.axes):
-        return False
-    if never.vocab:
-        return item.shape[-1:] == (never.vocab,) and item.elements > never.vocab and len(form(item.shape)) > 1
-    if one.kind == "all-gather":
-        return form(item.shape) in never.shapes
-    moved = one.kind not in ("all-reduce", "reduce-scatter")
-    return moved and item.elements in never.shards and one.dtype.startswith(("f", "bf"))
-
-
-def _why_never(banned: list[Never], one: Collective) -> str:
-    weights = [never.what for never in banned if not never.vocab] or [never.what for never in banned]
-    what = " or ".join(weights[:3]) + (f" or one of {len(weights) - 3} more" if len(weights) > 3 else "")
-    size = "" if one.kind == "all-gather" or banned[0].vocab else "by its size part of "
-    return f"{size}{what}: must never move over {'+'.join(banned[0].axes)}"
-
-
-def _surprises(found: tuple[Collective, ...], problems: dict[tuple[int, int], str]) -> tuple[Surprise, ...]:
+def _merge_surprises(problems: dict[MovedArray, str]) -> tuple[Surprise, ...]:
     """One surprise per collective and reason, with the arrays that it is about; equal ones of one place added up."""
     merged: dict[tuple[Any, ...], Surprise] = {}
-    for number, one in enumerate(found):
-        mine = {part: why for (n, part), why in sorted(problems.items()) if n == number}
-        for why in dict.fromkeys(mine.values()):
-            parts = [part for part in mine if mine[part] == why]
-            shapes = tuple(one.shapes[part] for part in parts)
-            mine_only = replace(one, shapes=shapes, sizes=tuple(one.sizes[part] for part in parts))
+    in_order = sorted(problems, key=lambda array: (array.number, array.part))
+    for _, arrays_of_one in itertools.groupby(in_order, key=lambda array: array.number):
+        by_reason: dict[str, list[MovedArray]] = {}
+        for array in arrays_of_one:
+            by_reason.setdefault(problems[array], []).append(array)
+        for why, arrays in by_reason.items():
+            one = arrays[0].found
+            shapes = tuple(array.shape for array in arrays)
+            sizes = tuple(one.sizes[array.part] for array in arrays)
+            # Unknown counts are not added to known ones: `one.count is None` is part of the key.
             key = (one.kind, one.axes, one.dtype, shapes, one.source, one.op_name, one.count is None, why)
             before = merged[key].found.count if key in merged else 0
             count = None if one.count is None or before is None else one.count + before
-            merged[key] = Surprise(replace(mine_only, count=count), why)
+            merged[key] = Surprise(replace(one, shapes=shapes, sizes=sizes, count=count), why)
     return tuple(merged.values())
 
 
 def _is_users(one: Collective) -> bool:
-    """Whether the source is a line of a model: the user's own, or one of the ready-made ones."""
+    """True if the source is a line of a model: the user's own, or one of the ready-made ones."""
     file = Path(one.source.removeprefix("near ").rpartition(":")[0])
     if not one.frames:
         return False
-    return not is_jaxshard_file(file) or is_of_a_model(file)
+    return not is_jaxshard_file(file) or is_model_file(file)
 
 
 def _table(comparison: Comparison) -> str:

@@ -220,7 +220,7 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     kind = op.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    if scope.caller is None or scope.caller.opcode != "fusion":
+    if not _is_fused(scope):
         return kind
     # TPU repeats an asynchronous collective in every fusion that overlaps with it; the first one starts it.
     users = list(_users(scope.computation, op.name))
@@ -229,6 +229,10 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     # An all-reduce of which each device keeps its slice is how TPU writes a reduce-scatter.
     sliced = kind == "all-reduce" and any(user.opcode == "dynamic-slice" for user in users)
     return "reduce-scatter" if sliced else kind
+
+
+def _is_fused(scope: hlo.Scope) -> bool:
+    return scope.caller is not None and scope.caller.opcode == "fusion"
 
 
 def _users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
@@ -251,7 +255,7 @@ def _make_record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | 
         axes = axes_of_groups(groups, mesh)
     if not axes:
         return None
-    arrays = _whole_arrays(found.scope.computation, op, kind, len(groups[0]))
+    arrays = _whole_arrays(found.scope, op, kind, len(groups[0]))
     source = find_source(module, found.scope, op)
     return Collective(
         kind=kind,
@@ -276,14 +280,16 @@ def _attribute(op: hlo.Op, name: str) -> str:
     return "{}" if found is None else found[1]
 
 
-def _whole_arrays(computation: hlo.Computation, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:
+def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:
     """The unscattered arrays of a collective among groups of `width` devices.
 
     Made of the operands, not of the result: an asynchronous start has a tuple of buffers as result, which differs from
     kind to kind.
     """
+    computation = scope.computation
     sources = [computation[name] for name in op.operands]
-    if kind == "reduce-scatter":  # TPU pads inside its fusions, so that every shard has whole tiles
+    if kind == "reduce-scatter" and _is_fused(scope):
+        # TPU pads inside its fusions, so that every shard has whole tiles. Elsewhere a pad is the program's own.
         sources = [computation[one.operands[0]] if one.opcode == "pad" else one for one in sources]
     operands = tuple(array for one in sources for array in hlo.arrays(one.type))
     if kind == "all-gather":

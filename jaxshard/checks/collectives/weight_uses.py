@@ -1,26 +1,37 @@
-"""How often a step uses each weight and makes each gradient: counted in the traced program, without compiling it."""
+"""How often a step uses each weight and reduces each gradient, counted in the traced program without compiling it.
+
+The loss is traced as the engine runs it, with an engine's two moves of a weight replaced by a mark:
+
+    engine:  stored  --all_gather-->      weight       cotangent  --psum_scatter-->  gradient
+    here:    stored  --mark(weight w)-->  weight       cotangent  --mark(grad w)-->  gradient
+
+Then the marks that are left after dead code elimination are counted, a mark in the body of a scan as often as it turns.
+So recomputation, blocks, units, tied and unused weights come out as they will in the compiled step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr
+from jaxshard.adapt.objective import resolve
+from jaxshard.core.jaxpr import eliminate_dead_code
 from jaxshard.core.layout import Layout
+from jaxshard.core.loss import as_loss
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement
-from jaxshard.core.tree import map_with_path, path_str
+from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.accumulate import Engine, value_and_grad
-from jaxshard.engines.auto import Auto
-from jaxshard.engines.explicit import manual_axes
-from jaxshard.engines.just_in_time import Move, make_call
+from jaxshard.engines.accumulate import accumulate
+from jaxshard.engines.engine import BlockPasses, Engine
+from jaxshard.engines.just_in_time import MakeMove, Move
 
 # Called what it stands for, so that no policy of `jax.checkpoint` saves it: the backward pass gathers again.
 _mark = Primitive("all_gather")
@@ -28,7 +39,13 @@ _mark.def_abstract_eval(lambda x, **_: x)
 
 
 class Use(NamedTuple):
-    """A weight gathered ("weight") or its gradient reduced ("gradient"), whole or one slice of a stack of blocks."""
+    """One use of a parameter.
+
+    Attributes:
+      what: "weight" where it is gathered, "gradient" where its gradient is reduced.
+      path: of the parameter.
+      sliced: True for one block of a stack, False for the whole array.
+    """
 
     what: str
     path: str
@@ -36,51 +53,47 @@ class Use(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """How often each use happens in a step, and the shapes of the metrics that the loss reports, by name."""
+    """What a step does with weights, and what its loss reports.
 
-    counts: dict[Use, int]
+    Attributes:
+      counts: how often each use happens in a step.
+      metrics: the shapes of the loss's metrics, by name.
+    """
+
+    counts: Mapping[Use, int]
     metrics: dict[str, PyTree]
 
 
-def uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
-    """What a step does with weights, loops counted by their turns; what no result needs is left out.
+def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
+    """Count what a step does with weights, by tracing it for one device.
 
-    `batch` is a tree of global arrays or their shapes. Both branches of a conditional count, and a loop whose number of
-    turns is unknown counts once.
+    Both branches of a conditional count, and a loop whose number of turns is unknown counts once.
+
+    Args:
+      layout: where the arrays live.
+      engine: whose `block_passes` are None: no schedule decides what runs.
+      loss_fn: the loss.
+      batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
+    # A move is made of placements alone, so each parameter's carries its path here, where a rule's name usually stands.
     named = replace(layout, params=map_with_path(lambda path, p: replace(p, rule=path_str(path)), layout.params))
-    ranks = {path_str(path): x.ndim for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.params)}
-
-    def make_move(param: Placement, grad: Placement | None) -> Move:
-        sliced = len(param.view.logical) < ranks[param.rule]
-
-        def gather(stored: jax.Array) -> jax.Array:
-            marked: jax.Array = _mark.bind(stored, use=Use("weight", param.rule, sliced))
-            return param.view.invert(marked)
-
-        def reduce(cotangent: jax.Array) -> jax.Array:
-            assert grad is not None
-            return grad.view.apply(_mark.bind(cotangent, use=Use("gradient", param.rule, sliced)))
-
-        return Move(gather, reduce)
-
-    call = make_call(loss_fn, named, make_move, engine.remat, tuple(engine.units))
+    call = engine.make_call(resolve(loss_fn), named, _make_marking_move(layout))
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
-        return value_and_grad(
+        return accumulate(
             lambda sinks, state, rows, row: call(stored, sinks, state, rows, key, row),
             sinks, state, turns, jnp.arange(engine.microbatches), total=lambda x: x,
         )  # fmt: skip
 
-    manual = set() if isinstance(engine, Auto) else manual_axes(layout)
+    manual = engine.manual_axes(layout)
     if manual:  # what one device runs: the user's code may name axes
         mesh, whole = layout.mesh, PartitionSpec()
-        step = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=manual, check_vma=False)
+        step = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(manual), check_vma=False)
     parts = axis_size(layout.mesh, layout.batch_axes) if manual else 1
 
-    def rows(x: Any) -> jax.ShapeDtypeStruct:
-        size = (x.shape[0] // (parts * engine.microbatches), *x.shape[1:]) if x.ndim else ()
-        return jax.ShapeDtypeStruct((engine.microbatches, *size), x.dtype)
+    def turns_of(x: Any) -> jax.ShapeDtypeStruct:
+        rows = (x.shape[0] // (parts * engine.microbatches), *x.shape[1:]) if x.ndim else ()
+        return jax.ShapeDtypeStruct((engine.microbatches, *rows), x.dtype)
 
     def stored(x: Any, placement: Placement | None) -> jax.ShapeDtypeStruct | None:
         return None if placement is None else jax.ShapeDtypeStruct(placement.view.stored, x.dtype)
@@ -88,21 +101,57 @@ def uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses
     shapes = layout.shapes
     params, sinks = (jax.tree.map(stored, shapes.params, placements) for placements in (layout.params, layout.grads))
     traced, (outcome, _) = jax.make_jaxpr(step, return_shape=True)(
-        params, sinks, shapes.state, jax.tree.map(rows, batch), shapes.key
+        params, sinks, shapes.state, jax.tree.map(turns_of, batch), shapes.key
     )
-    found: dict[Use, int] = {}
-    for use, times in _marks(eliminate_dead_code(traced)[0], 1):
-        found[use] = found.get(use, 0) + times
-    return Uses(found, outcome.metrics)
+    counts: Counter[Use] = Counter()
+    for use, times in _find_marks(eliminate_dead_code(traced)[0], 1):
+        counts[use] += times
+    return Uses(counts, outcome.metrics)
 
 
-def _marks(jaxpr: Any, times: int) -> Iterator[tuple[Use, int]]:
+def _make_marking_move(layout: Layout) -> MakeMove:
+    ranks = {path_str(path): x.ndim for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.params)}
+
+    def make_move(param: Placement, grad: Placement | None) -> Move:
+        path = param.rule
+        sliced = len(param.view.logical) < ranks[path]
+
+        def gather(stored: jax.Array) -> jax.Array:
+            marked: jax.Array = _mark.bind(stored, use=Use("weight", path, sliced))
+            return param.view.invert(marked)
+
+        def reduce(cotangent: jax.Array) -> jax.Array:
+            assert grad is not None
+            return grad.view.apply(_mark.bind(cotangent, use=Use("gradient", path, sliced)))
+
+        return Move(gather, reduce)
+
+    return make_move
+
+
+def _find_marks(jaxpr: Any, times: int) -> Iterator[tuple[Use, int]]:
+    """Every mark of a program that runs `times`, and how often it is passed."""
     for equation in jaxpr.eqns:
         if equation.primitive is _mark:
             yield equation.params["use"], times
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                program, _ = open_jaxpr(inner)
-                if hasattr(program, "eqns"):
-                    yield from _marks(program, times * turns)
+        for inner in jaxprs_in_params(equation.params):
+            yield from _find_marks(inner, times * turns)
+
+
+def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, batch: PyTree) -> Uses:
+    """Count the most that a schedule does with weights in a step; embedding and head are used once.
+
+    Args:
+      layout: where the arrays live.
+      passes: what the engine says of its schedule.
+      loss_fn: the loss, traced for its metrics alone.
+      batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
+    """
+    counts: dict[Use, int] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(layout.shapes.params):
+        stacked = path[0].key == BLOCKS
+        counts[Use("weight", path_str(path), stacked)] = passes.gathers if stacked else 1
+        counts[Use("gradient", path_str(path), stacked)] = passes.reductions if stacked else 1
+    loss = jax.eval_shape(lambda *args: as_loss(loss_fn(*args)), layout.shapes.params, batch, layout.shapes.key)
+    return Uses(counts, loss.metrics)

@@ -147,6 +147,13 @@ def test_an_all_reduce_that_is_sliced_in_a_fusion_is_a_reduce_scatter():
     assert rows(program(unfused)) == (Row("all-reduce", ("y",), 1, WHOLE),)
 
 
+def test_what_a_program_pads_itself_counts_padded():
+    entry = f"""%zero = f32[] constant(0)
+    %pad = f32[80,16]{{1,0}} pad(%p, %zero), padding=0_16x0_0
+    ROOT %r = f32[20,16] reduce-scatter(%pad), channel_id=1, {GROUPS}, dimensions={{0}}, to_apply=%add"""
+    assert rows(program(entry)) == (Row("reduce-scatter", ("y",), 1, 80 * 16 * 4),)
+
+
 def test_a_collective_that_overlaps_with_several_fusions_counts_at_its_start():
     def fused(name, last):
         return f"""%{name} (q: f32[64,16]) -> f32[256,16] {{

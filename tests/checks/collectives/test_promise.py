@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit, compare
+from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.forbidden import Never
 from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.promise import Expected, Never, Promise, promise
+from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.engines.auto import Auto
 from jaxshard.models.gpt import gpt
 from jaxshard.plan.topology import topology_mesh

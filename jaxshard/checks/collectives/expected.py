@@ -1,0 +1,73 @@
+"""One collective that a step is expected to issue, as the promise counts it and a program is compared with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxshard.core.tree import bytes_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A collective that is promised, as one device sees it.
+
+    Attributes:
+      kind: one of `found.KINDS`.
+      axes: the mesh axes, in mesh order; () for any.
+      shape: the whole, unscattered array; None for activations, whatever their shape.
+      dtype: of the array; the CPU compiler promotes narrower ones to f32. None where the loss decides.
+      least: executions per step that there will be (0 where the compiler has a choice).
+      most: executions per step that there may be; None where the loss decides.
+      what: the array in words, with its path.
+      unpadded: the fewest elements, where the compiler may move the array before it is padded, or a part of it.
+      limit: the most elements of an array whose shape the loss decides; None for any.
+      stack: how many executions the compiler may join into one of a stacked array: the blocks of a loop.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shape: Shape | None
+    dtype: Any
+    least: int
+    most: int | None
+    what: str
+    unpadded: int | None = None
+    limit: int | None = None
+    stack: int = 1
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The fewest and the most elements that the array may have."""
+        assert self.shape is not None, self
+        size = math.prod(self.shape)
+        return min(size, self.unpadded or size), size
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of the whole array times `most`; None where the loss decides."""
+        if self.shape is None or self.most is None:
+            return None
+        return self.most * bytes_of(self.shape, self.dtype)
+
+
+def over_axes(mesh: Mesh, one: Expected, axes: Iterable[str]) -> Iterator[Expected]:
+    """Yield `one` over those of the axes that have several devices; nothing where there are none."""
+    axes = set(axes)
+    if several := tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1):
+        yield replace(one, axes=several)
+
+
+def normal_shape(shape: Shape) -> Shape:
+    """Return a shape up to the order of its dimensions and dimensions of size one, which compilers change freely.
+
+    >>> normal_shape((8, 1, 4))
+    (4, 8)
+    """
+    return tuple(sorted(size for size in shape if size != 1))

@@ -1,0 +1,151 @@
+"""Matching what a program does with what was promised: each promise covers so many executions and no more.
+
+Compilers rewrite shapes, so an array is known by its number of elements, its axes and its kind of collective:
+
+    promised    all-gather over data, 8 x 4, twice: weight w     an allowance of 2 executions of 32 elements
+    found       all-gather over data, f32[4, 8], once            takes 1, leaves 1
+    found       all-gather over data, f32[2, 8, 4], once         64 elements: takes 2 if w is one block of a stack of 2,
+                                                                 else it is not covered
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
+from jaxshard.checks.collectives.found import Collective
+
+STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
+"""A compiler may reduce everywhere and slice, or add up arrays that are zero elsewhere."""
+
+
+class MovedArray(NamedTuple):
+    """One array of a collective, which may move several.
+
+    Attributes:
+      number: of the collective, in the order of the program.
+      part: of the array among those of the collective.
+      found: the collective.
+    """
+
+    number: int
+    part: int
+    found: Collective
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole array."""
+        return self.found.shapes[self.part]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of the whole array."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of all executions; None where their number is unknown."""
+        return None if self.found.count is None else self.found.count * self.found.sizes[self.part]
+
+
+class _Key(NamedTuple):
+    """What makes two promised arrays the same to a program: elements, not shapes, which compilers change."""
+
+    kind: str
+    axes: tuple[str, ...]
+    elements: tuple[int, int]
+    stack: int
+
+
+@dataclass
+class _Allowance:
+    """What was promised of arrays that a program can't tell apart: executions, how many are used up, and for what."""
+
+    least: int = 0
+    most: int = 0
+    used: int = 0
+    what: list[str] = field(default_factory=list)
+    forms: set[tuple[int, Shape]] = field(default_factory=set)
+
+
+class Allowances:
+    """How often each promised array may still be moved."""
+
+    def __init__(self, expected: Iterable[Expected]) -> None:
+        expected = tuple(expected)
+        # Promises without a number: "as needed" covers any number of executions.
+        self._open = [one for one in expected if one.shape is None or not one.axes]
+        self._counted: dict[_Key, _Allowance] = {}
+        for one in expected:
+            if one.shape is not None and one.axes and one.most:
+                known = self._counted.setdefault(_Key(one.kind, one.axes, one.elements, one.stack), _Allowance())
+                known.least, known.most = known.least + one.least, known.most + one.most
+                known.what.append(one.what)
+                known.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
+
+    def take(self, array: MovedArray, kind: str) -> bool:
+        """Use up what was promised of an array by a kind of collective, for all its executions.
+
+        Args:
+          array: what the program moves.
+          kind: what to look for among the promises: the collective's own kind, or one that it stands for.
+
+        Returns:
+          False, and nothing is used up, if no promise has room for all of them.
+        """
+        count = array.found.count
+        for times, known in self._fitting(kind, array):
+            if count is not None and known.used + times * count <= known.most:
+                known.used += times * count
+                return True
+        return kind == array.found.kind and any(_covers(one, array) for one in self._open)
+
+    def _fitting(self, kind: str, array: MovedArray) -> list[tuple[int, _Allowance]]:
+        """The allowances that an array may fall under, and how many promised executions one of its own stands for.
+
+        That is one, or as many as there are blocks where the compiler joined those of a loop. Several arrays of a model
+        often have as many elements: those of the same shape come first, then the smallest, so that room is left for
+        arrays that were padded.
+        """
+        fits: list[tuple[bool, int, int, _Allowance]] = []
+        for key, known in self._counted.items():
+            if (key.kind, key.axes) == (kind, array.found.axes):
+                least, most = key.elements
+                fits += [
+                    ((times, normal_shape(array.shape)) not in known.forms, times * most, times, known)
+                    for times in dict.fromkeys((1, key.stack))
+                    if times * least <= array.elements <= times * most
+                ]
+        return [(times, known) for *_, times, known in sorted(fits, key=lambda fit: fit[:2])]
+
+    def explain(self, array: MovedArray) -> str:
+        """Return what was promised of an array of this size over these axes, if anything."""
+        one = array.found
+        kinds = (one.kind, *STANDS_FOR.get(one.kind, ()))
+        fitting = [known for kind in kinds for _, known in self._fitting(kind, array)]
+        if not fitting:
+            return f"nothing of {array.elements:,} elements is promised there"
+        names = [name for known in fitting for name in known.what]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        times = sum(known.most for known in fitting)
+        return f"more often than promised: {times} times for {', '.join(names[:3])}{more}"
+
+    def missing(self) -> Iterator[str]:
+        """Yield what was sure to happen and happened less often; an all-reduce that stood for another kind counts."""
+        for (kind, axes, (_, size), _), known in self._counted.items():
+            if known.used < known.least:
+                yield (
+                    f"{kind} over {'+'.join(axes)} of {size:,} elements, {known.used} times instead of {known.least}: "
+                    f"{', '.join(known.what[:3])}"
+                )
+
+
+def _covers(one: Expected, array: MovedArray) -> bool:
+    """Whether a promise without a number of executions covers the array."""
+    if one.kind != array.found.kind or (one.axes and not set(array.found.axes) <= set(one.axes)):
+        return False
+    most = one.limit if one.shape is None else math.prod(one.shape)
+    return most is None or array.elements <= most

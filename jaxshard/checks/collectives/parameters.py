@@ -1,0 +1,64 @@
+"""The parameters of a layout, each with the placements of its three roles."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxshard.core.layout import Layout
+from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.tree import BLOCKS, path_str
+
+
+class Parameter(NamedTuple):
+    """One parameter: what it is, and where it, its gradient and its optimizer state live.
+
+    Attributes:
+      path: such as "blocks/mlp_in/kernel".
+      shape: the logical, unpadded shape, stacked blocks included.
+      dtype: of the parameter.
+      param: where the parameter lives.
+      grad: where its gradient lives; None where it is frozen.
+      opt: where the optimizer sees parameter and gradient; None where it is frozen.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    param: Placement
+    grad: Placement | None
+    opt: Placement | None
+
+    @property
+    def is_stacked(self) -> bool:
+        """True for the parameters of blocks, whose first dimension counts blocks."""
+        return is_stacked(self.path)
+
+
+def parameters_of(layout: Layout) -> list[Parameter]:
+    """List the parameters of a layout, in the order of the tree."""
+    arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.params)
+    leaves = partial(jax.tree.leaves, is_leaf=lambda x: x is None)  # None, of what is frozen, is a leaf here
+    placements = zip(*map(leaves, (layout.params, layout.grads, layout.opt_params)), strict=True)
+    return [
+        Parameter(path_str(path), tuple(x.shape), x.dtype, *three)
+        for (path, x), three in zip(arrays, placements, strict=True)
+    ]
+
+
+def is_stacked(path: str) -> bool:
+    """Return True for the path of an array whose first dimension counts blocks."""
+    return path.startswith(f"{BLOCKS}/")
+
+
+def rank_of(path: str, shape: tuple[int, ...]) -> int:
+    """Return the number of dimensions of an array, that of stacked blocks left out."""
+    return len(shape) - is_stacked(path)
+
+
+def tensor_axes(layout: Layout) -> tuple[str, ...]:
+    """Return the mesh axes that split weights while they are used, in mesh order."""
+    used = {axis for placement in jax.tree.leaves(layout.params) for axis in axes_of(placement.use)}
+    return tuple(axis for axis in layout.mesh.axis_names if axis in used)
