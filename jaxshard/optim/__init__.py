@@ -1,6 +1,9 @@
 """Optimizer transforms for sharded training; every one is an ordinary optax transform.
 
-The wrappers are here, the proofs about a transform in `proof/`. Imports `core/` only.
+    in make_step                 averaged, master, per_block, and any transform of optax
+    in a shard_map of your own   zero1, zero2, fsdp (`zero`, which splits arrays as `parts` says), tensor, clipping
+
+The proofs about a transform are in `proof/`. Imports `core/` only.
 """
 
 from jaxshard.optim.averaging import AveragedState as AveragedState

@@ -20,12 +20,7 @@ from jaxshard.core.jaxpr import inline_calls, open_jaxpr, replay
 from jaxshard.core.layout import Layout
 from jaxshard.core.ordered_sums import stack_totals
 from jaxshard.core.types import PyTree
-from jaxshard.optim.proof.elementwise import (
-    check_elementwise,
-    check_state,
-    is_elementwise_except_totals,
-    stored_shapes,
-)
+from jaxshard.optim.proof.elementwise import check_elementwise, check_state, is_elementwise_except_totals, stored_shapes
 
 
 def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.GradientTransformation:

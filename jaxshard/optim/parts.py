@@ -14,6 +14,7 @@ Scalars are whole. On 8 devices:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -149,17 +150,30 @@ def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) ->
         states = js.optim.state_specs(tx, params, "data", mesh.shape["data"])
         init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=states)
     """
-    parts = Parts(axis_names(axis_name), axis_size)
-    params = abstract(params)
-    known = jax.tree_util.tree_leaves_with_path(params)
+    axes = axis_names(axis_name)
     # Any sizes with the right product do: only the number of parts matters.
-    env = list(zip(parts.axes, (axis_size, *[1] * (len(parts.axes) - 1)), strict=True))
-    _, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)
+    sizes = dict(zip(axes, (axis_size, *[1] * (len(axes) - 1)), strict=True))
+    specs = jax.tree.leaves(param_specs(params, axis_name, axis_size))
+    return specs_of_state(tx, abstract(params), specs, sizes, axis_size)
+
+
+def specs_of_state(
+    tx: Any, params: PyTree, specs: Sequence[PartitionSpec], sizes: Mapping[str, int], count: int
+) -> PyTree:
+    """Return the spec of every array of the state that `tx.init` makes inside `shard_map` of abstract `params`.
+
+    It is that of the parameter whose path ends the array's path, from `specs` in the order of the parameters, if the
+    array has its shape or that of one of `count` parts; P() otherwise. `sizes` are those of the bound axes.
+    """
+    known = jax.tree_util.tree_leaves_with_path(params)
+    _, state = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(params)
 
     def spec(path: Any, x: Any) -> PartitionSpec:
         index = param_at_end(path, [p for p, _ in known])
-        whole = () if index is None else known[index][1].shape
-        return parts.spec(whole) if x.shape in (whole, shard_shape(whole, axis_size)) else PartitionSpec()
+        if index is None:
+            return PartitionSpec()
+        shape = known[index][1].shape
+        return specs[index] if x.shape in (shape, shard_shape(shape, count)) else PartitionSpec()
 
     return map_with_path(spec, state)
 

@@ -22,9 +22,8 @@ from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.tree import abstract, map_with_path, path_str, paths, raise_all, same_structure
 from jaxshard.core.types import AxisName, PyTree
-from jaxshard.optim.parts import Parts, shard_shape, split_of, types_are_checked
+from jaxshard.optim.parts import Parts, specs_of_state, split_of, types_are_checked
 from jaxshard.optim.proof.elementwise import require_elementwise
-from jaxshard.optim.proof.trace import param_at_end
 from jaxshard.optim.zero import OnParts
 
 
@@ -133,26 +132,17 @@ def tensor_state_specs(
     local = jax.tree.map(
         lambda x, spec: _resize(x, spec, lambda size, parts: size // parts, sizes), abstract(params), specs
     )
-    known = jax.tree_util.tree_leaves_with_path(local)
-    known_specs = jax.tree.leaves(specs, is_leaf=_is_spec)
-    _, state = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(local)
 
-    def spec(path: Any, x: Any) -> PartitionSpec:
-        index = param_at_end(path, [p for p, _ in known])
-        if index is None:
-            return PartitionSpec()
-        shape = known[index][1].shape
-        if x.shape not in (shape, shard_shape(shape, count)):
-            return PartitionSpec()
-        own: PartitionSpec = known_specs[index]
-        further = split_of(shape, count) if zero else None
-        if further is None:
-            return own
-        entries = [*own, *[None] * (len(shape) - len(own))]
-        entries[further.dim] = spec_entry((*axis_names(entries[further.dim]), *zero))
+    def add_zero(x: Any, spec: PartitionSpec) -> PartitionSpec:
+        split = split_of(x.shape, count) if zero else None
+        if split is None:
+            return spec
+        entries = [*spec, *[None] * (len(x.shape) - len(spec))]
+        entries[split.dim] = spec_entry((*axis_names(entries[split.dim]), *zero))
         return PartitionSpec(*entries)
 
-    return map_with_path(spec, state)
+    split_further = jax.tree.leaves(jax.tree.map(add_zero, local, specs), is_leaf=_is_spec)
+    return specs_of_state(tx, local, split_further, sizes, count)
 
 
 def _is_spec(node: Any) -> bool:
