@@ -12,6 +12,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard import data
+from jaxshard.checkpoint.reader import describe
 
 
 def init_fn(key):
@@ -57,7 +58,7 @@ def test_a_resumed_run_is_the_run(open_at, tmp_path):
         return [record.metrics["loss"] for record in history], run
 
     losses, whole = train(js.init(init_fn, tx, layout, key=0), open_at(layout, 0), 5)
-    position = js.checkpoint.describe(tmp_path, step=3).data
+    position = describe(tmp_path, step=3).data
     assert position == 3
     run = js.restore(tmp_path, layout, step=3)
     again, resumed = train(run, open_at(layout, position), 5)
