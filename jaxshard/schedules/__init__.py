@@ -1,6 +1,8 @@
 """Schedules of a pipeline as tables: the named ones, your own, what they cost, and pictures of them.
 
-Imports `core/` only.
+`table` is the table and its rules, `schedule` the public class, `named` makes the usual ones, `runs` says when
+embedding and head run; `stats`, `chart`, `plot` and `file` show a schedule; `buffers` and `packing` turn it into what
+`engines/pipeline` executes. Imports `core/` only.
 """
 
 from jaxshard.schedules.named import NAMES as NAMES

@@ -1,15 +1,25 @@
-"""A schedule as text: ticks from left to right, a line per device and kind of operation."""
+"""A schedule as text: ticks from left to right, a line per device and kind of operation.
+
+zero_bubble: 2 stages, 3 micro-batches; a cell is micro-batch
+tick       0 1 2 3 4 5
+device 0 F 0 1 2
+         B       0 1 2
+         W       0 1 2
+device 1 F   0 1 2
+         B     0 1 2
+         W       0 1 2
+"""
 
 from __future__ import annotations
 
 from jaxshard.schedules.table import KINDS, Op, Table
 
 WIDTH = 120
-"""Characters in a line, where nothing else is asked for."""
+"""The default number of characters in a line."""
 
 
-def chart(schedule: Table, *, width: int = WIDTH) -> str:
-    """The table as lines of at most `width` characters: the first ticks that fit, and a note of how many do not.
+def draw_chart(schedule: Table, *, width: int = WIDTH) -> str:
+    """Return the table as lines of at most `width` characters: the first ticks that fit, and how many do not.
 
     A cell holds the micro-batch, in front of it the chunk where a device has several.
     """

@@ -6,8 +6,8 @@
     1,0,F,0,1
     ...
 
-The first line may be left out, and any of its parts: a size is then one more than the largest number of its column, the
-name is the file's.
+The first line may be left out, and any of its parts: a size is then one more than the largest number of its column, and
+the name is that of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jaxshard.core.tree import raise_all
-from jaxshard.schedules.table import KINDS, Kind, Op, Table, is_name, listed, problems
+from jaxshard.schedules.table import KINDS, Kind, Op, Table, find_problems, is_name, shorten
 
 COLUMNS = ("tick", "device", "op", "chunk", "microbatch")
 _SIZES = ("stages", "microbatches", "chunks")
@@ -28,7 +28,7 @@ _NUMBER = re.compile("[0-9]{1,9}")
 
 
 class Contents(NamedTuple):
-    """What a file says, as the fields of a table."""
+    """The fields of a table, as a file has them."""
 
     name: str
     stages: int
@@ -37,8 +37,8 @@ class Contents(NamedTuple):
     ops: tuple[Op, ...]
 
 
-def read(path: Path) -> Contents:
-    """The contents of a CSV file, which can run.
+def read_csv(path: Path) -> Contents:
+    """Read a CSV file and check that its schedule can run.
 
     Raises:
       OSError: the file can't be read.
@@ -59,21 +59,21 @@ def read(path: Path) -> Contents:
         ops.append(op)
         lines[op] = number
     headline = f"{path} is no schedule:"
-    raise_all(listed(wrong), ValueError, headline)
+    raise_all(shorten(wrong), ValueError, headline)
     if not ops:
         raise ValueError(f"{path} is no schedule: there is no operation in it; each is a line {','.join(COLUMNS)}")
     largest = {"stages": "device", "microbatches": "microbatch", "chunks": "chunk"}
     stages, microbatches, chunks = (
         int(head[size]) if size in head else 1 + max(getattr(op, largest[size]) for op in ops) for size in _SIZES
     )
-    found = problems(ops, stages, microbatches, chunks)
+    found = find_problems(ops, stages, microbatches, chunks)
     texts = (f"line {lines[op]}: {text}" if op in lines else text for op, text in found)
     raise_all(texts, ValueError, headline)
     return Contents(head.get("name", path.stem), stages, microbatches, chunks, tuple(ops))
 
 
-def write(path: Path, schedule: Table) -> None:
-    """Writes the file that `read` takes."""
+def write_csv(path: Path, schedule: Table) -> None:
+    """Write the file that `read_csv` reads."""
     sizes = " ".join(f"{size}={getattr(schedule, size)}" for size in _SIZES)
     rows = [f"# {sizes} name={schedule.name}", ",".join(COLUMNS), *(",".join(map(str, op)) for op in schedule.ops)]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -20,16 +20,20 @@ from jaxshard.schedules.table import Op, check_sizes
 
 
 class _Group(NamedTuple):
-    """Micro-batches that go through one chunk after the other together: their first one, and how many they are."""
+    """Micro-batches that go through one chunk after the other together: the first one, and how many."""
 
     start: int
     size: int
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards in the same order of micro-batches; any number of them.
+    """Make GPipe: all forwards, then all backwards in the same order of micro-batches.
 
-    Every device stashes all m micro-batches at its peak.
+    Takes any number of micro-batches; every device stashes all m of them at its peak. Source: Huang et al. 2019.
+
+    Args:
+      stages: the devices of the pipeline, p.
+      microbatches: m.
     """
     check_sizes(stages, microbatches, 1)
     forwards = _forwards(stages, [_Group(0, microbatches)], 1)
@@ -39,10 +43,14 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """A forward and a backward in every tick between warm-up and cool-down: `interleaved` with one chunk per device.
+    """Make 1F1B, a forward and a backward in every tick between warm-up and cool-down: `interleaved` with one chunk.
 
     Device s stashes min(m, D + p - 2 s) micro-batches at its peak, whatever m is. D, the tick of the first backward, is
-    p - 2 + ceil(m / ceil(m / p)), so 2 (p - 1) or less.
+    p - 2 + ceil(m / ceil(m / p)), so 2 (p - 1) or less. Source: Narayanan et al. 2021, section 2.2.
+
+    Args:
+      stages: the devices of the pipeline, p.
+      microbatches: m, at least p.
 
     Raises:
       ValueError: fewer micro-batches than stages.
@@ -51,12 +59,17 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
-    """One forward and one backward of a chunk in every tick between warm-up and cool-down; the bubble shrinks by v.
+    """Make interleaved 1F1B: a forward and a backward of one chunk in every tick; the bubble shrinks by v.
 
     Micro-batches go in floor(m / p) groups whose sizes differ by at most one, each group through all chunks before the
     next one begins. Device s stashes min(m v, D + p - 2 s) pairs of chunk and micro-batch at its peak; a pair is a v-th
     of a device's blocks. D, the tick of the first backward, is p - 2 + max((v - 1) g + ceil(g / ceil(g / p))) over the
-    sizes g of the groups: p (v + 1) - 2 if p divides m.
+    sizes g of the groups: p (v + 1) - 2 if p divides m. Source: Narayanan et al. 2021, section 2.2.
+
+    Args:
+      stages: the devices of the pipeline, p.
+      microbatches: m, at least p.
+      chunks: parts of the model on each device, v.
 
     Raises:
       ValueError: fewer micro-batches than stages.
@@ -65,10 +78,16 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
-    """`interleaved` with the weights' gradients apart, in the same tick on every device, so their slots never wait.
+    """Make `interleaved` with the weights' gradients as operations of their own, W, whose slots are never idle.
 
-    A W needs nothing from other devices, so it waits until device 0 has done the B of that position. Device s stashes
-    min(m v, D + p - s) pairs at its peak, with the D of `interleaved`.
+    A W needs nothing from other devices, so it waits until device 0 has done the B of that position, and all devices
+    do theirs in the same tick. Device s stashes min(m v, D + p - s) pairs at its peak, with the D of `interleaved`.
+    Source: Qi et al. 2023.
+
+    Args:
+      stages: the devices of the pipeline, p.
+      microbatches: m, at least p.
+      chunks: parts of the model on each device, v.
 
     Raises:
       ValueError: fewer micro-batches than stages.
@@ -143,15 +162,18 @@ _NAMED: dict[str, Callable[..., Schedule]] = {
     "zero_bubble": zero_bubble,
 }
 NAMES = tuple(_NAMED)
-"""What `named` knows; it takes 1f1b for one_f_one_b, and - for _, too."""
-
+"""The names that `named` knows; it also takes 1f1b for one_f_one_b, and - for _."""
 
 ONE_CHUNK = ("gpipe", "one_f_one_b")
-"""Those whose devices hold one chunk each."""
+"""The schedules whose devices hold one chunk each."""
 
 
 def full_name(name: str) -> str:
-    """Which of `NAMES` is meant; a ValueError if none is."""
+    """Return which of `NAMES` is meant.
+
+    Raises:
+      ValueError: none is.
+    """
     known = "one_f_one_b" if name == "1f1b" else name.replace("-", "_")
     if known not in _NAMED:
         raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(NAMES)}")
@@ -159,7 +181,13 @@ def full_name(name: str) -> str:
 
 
 def named(name: str, stages: int, microbatches: int, *, chunks: int | None = None) -> Schedule:
-    """The schedule of that name; `chunks` by default as many as it has by default.
+    """Return the schedule of that name.
+
+    Args:
+      name: one of `NAMES`, or another spelling (see there).
+      stages: the devices of the pipeline, p.
+      microbatches: m.
+      chunks: chunks per device, by default as many as the schedule has by default: 1 or 2.
 
     Raises:
       ValueError: there is no such schedule, or it has one chunk per device and `chunks` is another number.

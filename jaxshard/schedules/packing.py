@@ -1,4 +1,13 @@
-"""Columns of small numbers packed into words: a table is a constant of the program, and its text should stay short."""
+"""Columns of small numbers packed into 32-bit words.
+
+A schedule's table is a constant of the program, read row by row; packed it is short in the program's text and a device
+reads one or two words per tick. A column takes as many bits as its numbers need above their smallest one:
+
+    column        values      low   bits        word 0 of a row
+    f_chunk       0, 1          0     1         bit  0
+    f_microbatch  -1, ..., 7   -1     4         bits 1 to 4       value = low + ((word >> 1) & 0b1111)
+    f_inbox       2, 2, 2       2     0         none: a column that never changes
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ BITS = 32
 
 
 class _Field(NamedTuple):
-    """Where a column's number stands: `low + ((words[word] >> shift) & mask)`."""
+    """The place of a column: its number is `low + ((words[word] >> shift) & mask)`."""
 
     word: int
     shift: int
@@ -19,31 +28,30 @@ class _Field(NamedTuple):
     low: int
 
 
-def packed(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
-    """(uint32 words [..., words] of columns of one shape, `unpack(words) -> number by column`).
+def pack_columns(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Callable[[Any], dict[str, Any]]]:
+    """Pack columns of integers, all of one shape.
 
-    `unpack` takes NumPy and JAX arrays; a column that never changes takes no bit.
+    Returns:
+      (words, unpack): `words` is uint32 [*shape, number of words]; `unpack(words[i])` gives the int32 numbers of row i
+      by column, for NumPy and JAX arrays of any leading shape.
     """
     fields: dict[str, _Field] = {}
     word, shift = 0, 0
     for name, values in columns.items():
         low = int(values.min())
         width = (int(values.max()) - low).bit_length()
-        if shift + width > BITS:
+        if shift + width > BITS:  # no number lies in two words
             word, shift = word + 1, 0
         fields[name] = _Field(word, shift, (1 << width) - 1, low)
         shift += width
-    shape = next(iter(columns.values())).shape
-    words = np.zeros((*shape, word + 1), np.uint32)
-    for name, field in fields.items():
-        words[..., field.word] |= (columns[name].astype(np.int64) - field.low).astype(np.uint32) << np.uint32(
-            field.shift
-        )
+    words = np.zeros((*next(iter(columns.values())).shape, word + 1), np.uint32)
+    for name, (word, shift, _, low) in fields.items():
+        words[..., word] |= (columns[name].astype(np.int64) - low).astype(np.uint32) << np.uint32(shift)
 
     def unpack(words: Any) -> dict[str, Any]:
         return {
-            name: ((words[..., one.word] >> one.shift) & one.mask).astype(np.int32) + one.low
-            for name, one in fields.items()
+            name: ((words[..., word] >> shift) & mask).astype(np.int32) + low
+            for name, (word, shift, mask, low) in fields.items()
         }
 
     return words, unpack

@@ -1,4 +1,4 @@
-"""Pictures, for which matplotlib is needed (extra viz)."""
+"""Pictures of schedules: a bar per operation over time. They need matplotlib (extra viz)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxshard.schedules.schedule import Schedule
-from jaxshard.schedules.stats import Costs, Span, asynchronous, lockstep
+from jaxshard.schedules.stats import Costs, Span, asynchronous_spans, lockstep_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,24 +16,26 @@ if TYPE_CHECKING:
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
 _NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
 _LABELLED = 600
-"""Micro-batches are written into bars of a picture with at most so many operations."""
+"""The largest number of operations for which micro-batches are written into the bars."""
 
 
 def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs = Costs()) -> None:  # noqa: B008
-    """Writes a picture of a schedule: what each device does when, in lockstep and asynchronously.
+    """Write a picture of a schedule: what each device does when, in lockstep and asynchronously.
 
-    The file's suffix says its kind: .png, .svg, .pdf. Chunks have shades of their own, the first one the lightest.
+    Args:
+      schedule: the schedule.
+      path: the file; its suffix says its kind: .png, .svg, .pdf.
+      costs: how long operations take. Chunks have shades of their own, the first one the lightest.
 
     Raises:
       ImportError: matplotlib is not installed.
       ValueError: matplotlib can't write that kind of file.
     """
-    figure = schedule_figure(schedule, costs=costs)
-    figure.savefig(path)
+    schedule_figure(schedule, costs=costs).savefig(path)
 
 
 def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  # noqa: B008 - frozen
-    """The picture that `plot_schedule` writes, as a figure of matplotlib that no window holds.
+    """Return the picture that `plot_schedule` writes, as a figure of matplotlib that no window holds.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -45,8 +47,8 @@ def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  #
     stats = schedule.stats(costs)
     figure = Figure(figsize=(14, 1.6 + 0.7 * schedule.stages), layout="constrained")
     panels: Any = figure.subplots(2, 1, sharex=True)
-    _draw(panels[0], schedule, lockstep(schedule, costs), f"in lockstep: bubble {stats.bubble:.1%}")
-    _draw(panels[1], schedule, asynchronous(schedule, costs), f"asynchronously: bubble {stats.bubble_async:.1%}")
+    _draw(panels[0], schedule, lockstep_spans(schedule, costs), f"in lockstep: bubble {stats.bubble:.1%}")
+    _draw(panels[1], schedule, asynchronous_spans(schedule, costs), f"asynchronously: bubble {stats.bubble_async:.1%}")
     panels[1].set_xlabel("time")
     figure.suptitle(f"{schedule.name}; micro-batches: {schedule.microbatches}, chunks per device: {schedule.chunks}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")

@@ -1,7 +1,14 @@
-"""When the first and the last layers run: up to p micro-batches at once, one per device of the pipeline.
+"""When embedding and head run: on up to p micro-batches at once, one per device of the pipeline.
 
-Embedding and head belong to no stage. In one program every device computes them whenever one does, so they work on a
-run of micro-batches, each device on its own.
+They belong to no stage. In one program every device computes them whenever one does, so they work on a run of
+micro-batches, each device on its own. For one_f_one_b(2, 3):
+
+    tick          0 1 2 3 4 5      embed_runs       tick 0 (0, 1), tick 2 (2)     before its first forward
+    device 0 F    0 1 2            head_runs        tick 2 (0, 1), tick 3 (2)     after its last forward
+             B          0 1 2      embed_grad_runs  tick 4 (0, 1), tick 5 (2)     after its last backward
+    device 1 F      0 1 2
+             B        0 1 2        The B of 0 in tick 2 needs the head's result of the same tick, so the head can't wait
+                                   for micro-batch 2: a run is cut short where a backward needs one of its members.
 """
 
 from __future__ import annotations
@@ -13,14 +20,19 @@ from jaxshard.schedules.table import Kind, Op, Table
 
 
 class Run(NamedTuple):
-    """An event: its tick, and the micro-batches, at most one per device, in the order of their operations."""
+    """One run of embedding or head.
+
+    Attributes:
+      tick: when.
+      microbatches: at most one per device, in the order of their operations.
+    """
 
     tick: int
     microbatches: tuple[int, ...]
 
 
 def head_runs(schedule: Table) -> list[Run]:
-    """The events that compute losses and the gradients that backwards start from, between F and B of their ticks.
+    """Return the runs that compute losses and the gradients that backwards start from, between F and B of their ticks.
 
     A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next one
     would come after the backward of a member. Its tick is that of its last forward.
@@ -39,18 +51,18 @@ def head_runs(schedule: Table) -> list[Run]:
 
 
 def output_runs(schedule: Table) -> list[Run]:
-    """The events that compute losses where there are no backwards to wait: each in the tick of its last forward."""
+    """Return the runs of the head without backwards, as in evaluation: each in the tick of its last forward."""
     last = schedule.stages * schedule.chunks - 1
     return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "F", last)]
 
 
 def embed_runs(schedule: Table) -> list[Run]:
-    """The events that compute what the first stage takes in, before F: each in the tick of its first forward."""
+    """Return the runs that compute what the first stage takes in, before F: each in the tick of its first forward."""
     return [Run(run[0].tick, _members(run)) for run in _in_runs(schedule, "F")]
 
 
 def embed_grad_runs(schedule: Table) -> list[Run]:
-    """The events that take the first stage's gradients back through the embedding, after B: each in its last tick."""
+    """Return the runs that take gradients back through the embedding, after B: each in the tick of its last B."""
     return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "B")]
 
 

@@ -6,16 +6,32 @@ import os
 from pathlib import Path
 
 from jaxshard.schedules import file
-from jaxshard.schedules.chart import WIDTH, chart
-from jaxshard.schedules.stats import Costs, Stats, stats_of
+from jaxshard.schedules.chart import WIDTH, draw_chart
+from jaxshard.schedules.stats import Costs, Stats, compute_stats
 from jaxshard.schedules.table import Table
 
 
 class Schedule(Table):
-    """What every device of a pipeline does in every tick, verified when it is made; `Op` entries in any order.
+    """A schedule of a pipeline: a table of operations, verified when it is made.
 
-    p stages are the devices of the pipeline's axis, each with `chunks` parts of the model: part k = chunk * p + device.
-    `print` shows the table.
+    p = `stages` devices form the pipeline, each with `chunks` parts of the model: part k = chunk * p + device. `print`
+    shows the table:
+
+        print(js.schedules.one_f_one_b(2, 3))
+
+        one_f_one_b: 2 stages, 3 micro-batches; a cell is micro-batch
+        tick       0 1 2 3 4 5
+        device 0 F 0 1 2
+                 B       0 1 2
+        device 1 F   0 1 2
+                 B     0 1 2
+
+    Args:
+      name: one line of text.
+      stages: the devices of the pipeline.
+      microbatches: into how many micro-batches a batch is cut.
+      chunks: parts of the model on each device.
+      ops: `Op` entries (tick, device, kind, chunk, microbatch), in any order.
 
     Raises:
       TypeError: an entry of `ops` is no operation.
@@ -23,16 +39,16 @@ class Schedule(Table):
     """
 
     def stats(self, costs: Costs = Costs()) -> Stats:  # noqa: B008 - frozen
-        """Bubbles and stash at these costs: by default a backward takes twice as long as a forward."""
-        return stats_of(self, costs)
+        """Return bubbles and stash at these costs; by default a backward takes twice as long as a forward."""
+        return compute_stats(self, costs)
 
     def chart(self, *, width: int = WIDTH) -> str:
-        """The table as text in lines of at most `width` characters; what does not fit is left out with a note."""
-        return chart(self, width=width)
+        """Return the table as text in lines of at most `width` characters; a note tells what does not fit."""
+        return draw_chart(self, width=width)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Schedule:
-        """The schedule in a file with the columns tick,device,op,chunk,microbatch.
+        """Read the schedule in a file with the columns tick,device,op,chunk,microbatch.
 
         Its first line may be a comment with sizes, `# stages=4 microbatches=16 chunks=2 name=mine`; a size that is not
         there is one more than the largest number of its column.
@@ -42,11 +58,11 @@ class Schedule(Table):
           ValueError: names every line that is no operation, else every operation that is missing, doubled, out of
             range or premature.
         """
-        return cls(*file.read(Path(path)))
+        return cls(*file.read_csv(Path(path)))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file that `from_csv` takes, sizes and name included."""
-        file.write(Path(path), self)
+        """Write the file that `from_csv` reads, sizes and name included."""
+        file.write_csv(Path(path), self)
 
     def __str__(self) -> str:
         return self.chart()

@@ -1,8 +1,15 @@
-"""What a schedule costs: its idle time, in lockstep and not, and what devices keep between forward and backward."""
+"""What a schedule costs: its idle time, in lockstep and not, and how much devices keep between forward and backward.
+
+In lockstep, as `engines/pipeline` runs a table, all devices go through each slot of each tick together: a slot that any
+device uses costs its time to all. For one_f_one_b(2, 3) with F = 1 and B = 2 (`print` shows the table) the F slots of
+ticks 0 to 3 and the B slots of ticks 2 to 5 are used: 4 F + 4 B = 12, of which each device works 3 F + 3 B = 9, so the
+bubble is 1/4. Asynchronously, as a program per device would run it, each device starts an operation when the one before
+it is done and its inputs are there.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +21,10 @@ from jaxshard.schedules.table import KINDS, Key, Kind, Op, Table
 class Costs:
     """Time of a micro-batch on a whole device, all of its chunks, in any unit.
 
-    `B` is the whole backward. Of it `W` are the weights' gradients, half of it by default, where a schedule has them
-    apart.
+    Attributes:
+      F: the forward.
+      B: the whole backward.
+      W: of B the weights' gradients, for schedules that split them off; half of B by default.
     """
 
     F: float = 1.0
@@ -23,28 +32,36 @@ class Costs:
     W: float | None = None
 
     def __post_init__(self) -> None:
-        weights = self.B / 2 if self.W is None else self.W
-        if not (0 < self.F < float("inf") and 0 < self.B < float("inf") and 0 <= weights <= self.B):
+        if not (0 < self.F < math.inf and 0 < self.B < math.inf and 0 <= self.weights <= self.B):
             raise ValueError(
                 f"costs must be finite and above 0, W between 0 and B; got F={self.F}, B={self.B}, W={self.W}"
             )
 
+    @property
+    def weights(self) -> float:
+        """The time of the weights' gradients, given or not."""
+        return self.B / 2 if self.W is None else self.W
+
     def of_op(self, kind: Kind, schedule: Table) -> float:
-        """Time of one operation, of one chunk."""
-        weights = (self.B / 2 if self.W is None else self.W) if schedule.splits_backward else 0.0
+        """Return the time of one operation, which is of one chunk."""
+        weights = self.weights if schedule.splits_backward else 0.0
         whole = {"F": self.F, "B": self.B - weights, "W": weights}[kind]
         return whole / schedule.chunks
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of a schedule; bubbles are idle fractions of the time from the first operation to the end of the last.
+    """Figures of a schedule, without embedding, head and communication.
 
-    Embedding, head and communication are not in them. `bubble` holds where all devices go through each tick together,
-    and a tick costs every slot that any device uses; `bubble_async` where each device runs its own operations in the
-    table's order as soon as their inputs are there. `peak_stash` counts, per device, the pairs of chunk and micro-batch
-    between their F and the end of their backward; F comes before B before W within a tick. `head_runs` is the number
-    of times that the head runs, on up to one micro-batch per device.
+    A bubble is the idle fraction of the time from the first operation to the end of the last.
+
+    Attributes:
+      ticks: how many ticks the table has.
+      bubble: where all devices go through each tick together, and a tick costs every slot that any device uses.
+      bubble_async: where each device runs its own operations in the table's order, as soon as their inputs are there.
+      peak_stash: per device the largest number of pairs of chunk and micro-batch between their F and the end of their
+        backward; within a tick F comes before B before W.
+      head_runs: how often the head runs, each time on up to one micro-batch per device.
     """
 
     ticks: int
@@ -55,31 +72,31 @@ class Stats:
 
 
 class Span(NamedTuple):
-    """When an operation runs."""
+    """An operation with the times at which it starts and ends."""
 
     op: Op
     start: float
     end: float
 
 
-def stats_of(schedule: Table, costs: Costs) -> Stats:
-    """The figures of a schedule at these costs."""
+def compute_stats(schedule: Table, costs: Costs) -> Stats:
+    """Return the figures of a schedule at these costs."""
     useful = schedule.microbatches * (costs.F + costs.B)
-    used = Counter(kind for _, kind in {(op.tick, op.kind) for op in schedule.ops})
-    lockstep = sum(count * costs.of_op(kind, schedule) for kind, count in used.items())
-    end = max(span.end for span in asynchronous(schedule, costs))
+    end, end_async = (
+        max(span.end for span in spans(schedule, costs)) for spans in (lockstep_spans, asynchronous_spans)
+    )
     return Stats(
         ticks=schedule.ticks,
         # Rounding must not make a full schedule's bubble negative.
-        bubble=max(0.0, 1 - useful / lockstep),
-        bubble_async=max(0.0, 1 - useful / end),
+        bubble=max(0.0, 1 - useful / end),
+        bubble_async=max(0.0, 1 - useful / end_async),
         peak_stash=peak_stash(schedule),
         head_runs=len(head_runs(schedule)),
     )
 
 
-def lockstep(schedule: Table, costs: Costs) -> list[Span]:
-    """When each operation runs if all devices go through every slot of every tick together."""
+def lockstep_spans(schedule: Table, costs: Costs) -> list[Span]:
+    """Return when each operation runs if all devices go through every slot of every tick together."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     spans: list[Span] = []
     end, slot = 0.0, (-1, "")
@@ -90,8 +107,8 @@ def lockstep(schedule: Table, costs: Costs) -> list[Span]:
     return spans
 
 
-def asynchronous(schedule: Table, costs: Costs) -> list[Span]:
-    """When each operation runs if every device does its own in the table's order, as soon as their inputs are there."""
+def asynchronous_spans(schedule: Table, costs: Costs) -> list[Span]:
+    """Return when each operation runs if every device does its own in order, each as soon as its inputs are there."""
     cost = {kind: costs.of_op(kind, schedule) for kind in KINDS}
     free = [0.0] * schedule.stages
     done: dict[Key, float] = {}
@@ -105,7 +122,7 @@ def asynchronous(schedule: Table, costs: Costs) -> list[Span]:
 
 
 def peak_stash(schedule: Table) -> tuple[int, ...]:
-    """Per device the largest number of pairs of chunk and micro-batch that wait for the end of their backward."""
+    """Return, per device, the largest number of pairs of chunk and micro-batch between F and the end of backward."""
     freed_by = "W" if schedule.splits_backward else "B"
     held, peak = [0] * schedule.stages, [0] * schedule.stages
     for op in schedule.ops:

@@ -1,8 +1,13 @@
 """What every device of a pipeline does in every tick: a table of operations, verified when it is made.
 
-p devices stand in a ring, each holds v chunks of the model: stage k = chunk * p + device, of p v stages. In one tick a
-device does at most one forward (F), then one backward (B), then one weight gradient (W). All devices go through a tick
-together, and what is sent in it can be used from the next tick on.
+p devices stand in a ring, each holds v chunks of the model: stage k = chunk * p + device, of p v stages. With p = 2 and
+v = 2 a micro-batch goes around the ring twice:
+
+    device 0: stage 0 ──> device 1: stage 1 ──> device 0: stage 2 ──> device 1: stage 3 ──> loss
+              chunk 0               chunk 0               chunk 1               chunk 1
+
+In one tick a device does at most one forward (F), then one backward (B), then one weight gradient (W): the slots of the
+tick. All devices go through a tick together, and what is sent in it can be used from the next tick on.
 """
 
 from __future__ import annotations
@@ -17,17 +22,20 @@ from jaxshard.core.tree import raise_all
 
 Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
-"""In the order of the slots of a tick."""
+"""The kinds of operations, in the order of the slots of a tick."""
 
 Key: TypeAlias = tuple[Kind, int, int]
-"""Kind, stage and micro-batch: what has to be done exactly once."""
+"""(kind, stage, micro-batch): what has to be done exactly once."""
 
 _SHOWN = 20
 """How many problems an error lists; the rest is counted."""
 
 
 class Op(NamedTuple):
-    """One operation: which kind, when, on which device, for which of its chunks and which micro-batch."""
+    """One operation: its kind ("F", "B" or "W"), when, where, and on which chunk of the device and micro-batch.
+
+    All numbers count from 0.
+    """
 
     tick: int
     device: int
@@ -37,7 +45,7 @@ class Op(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why a table can't run; `op` is the operation that is wrong, None for one that is not there."""
+    """A reason why a table can't run; `op` is the operation that is wrong, None for one that is missing."""
 
     op: Op | None
     text: str
@@ -77,40 +85,40 @@ class Table:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the weights' gradients are operations of their own."""
+        """True if the weights' gradients are operations of their own."""
         return any(op.kind == "W" for op in self.ops)
 
     def stage(self, op: Op) -> int:
-        """The stage of the model that an operation works on: 0 holds the first blocks."""
+        """Return the stage of the model that an operation works on: 0 holds the first blocks."""
         return op.chunk * self.stages + op.device
 
     def key(self, op: Op) -> Key:
-        """What the operation does, whenever and wherever that is."""
+        """Return what the operation does, whenever and wherever that is."""
         return op.kind, self.stage(op), op.microbatch
 
     def inputs(self, op: Op) -> list[Key]:
-        """What has to be done before an operation: by an earlier tick where another stage does it, else by its slot."""
+        """Return what has to be done before an operation, by another stage in an earlier tick or by its own slot."""
         return [key for key, _ in _inputs(self.key(op), self.stages * self.chunks)]
 
     def verify(self) -> None:
-        """Raises one ValueError that names every operation that is missing, doubled, out of range or premature.
+        """Raise one ValueError that names every operation that is missing, doubled, out of range or premature.
 
         Every stage does one F and one B for every micro-batch, and one W if the table has any. An F comes at least a
         tick after the F of the stage before, a B at least a tick after the B of the stage behind; the last stage's B
         may stand in the tick of its F, and a W in the tick of its B. A device does at most one operation of a kind in
         a tick, and no tick is empty: nothing is renumbered silently.
         """
-        found = problems(self.ops, self.stages, self.microbatches, self.chunks)
+        found = find_problems(self.ops, self.stages, self.microbatches, self.chunks)
         raise_all((problem.text for problem in found), ValueError, f"the schedule {self.name!r} can't run:")
 
 
 def is_name(text: str) -> bool:
-    """Whether a schedule may be called so: one line of text that a file can hold."""
+    """Return whether a schedule may have this name: one line of text that a file can hold."""
     return text.isprintable() and bool(text) and text == text.strip()
 
 
 def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
-    """Raises unless all three are whole numbers above zero."""
+    """Raise a TypeError or ValueError unless all three are whole numbers above zero."""
     for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -118,8 +126,8 @@ def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> list[Problem]:
-    """Everything that keeps operations, sorted or not, from being a table that can run; at most so many are listed."""
+def find_problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> list[Problem]:
+    """Return what keeps operations, in any order, from being a table that can run: the first 20 reasons."""
     depth = stages * chunks
     found: list[Problem] = []
     good = []
@@ -146,8 +154,8 @@ def problems(ops: Sequence[Op], stages: int, microbatches: int, chunks: int) -> 
     return found if count <= _SHOWN else [*found[:_SHOWN], Problem(None, f"and {count - _SHOWN} more")]
 
 
-def listed(texts: Sequence[str]) -> list[str]:
-    """The first of them, and how many more there are."""
+def shorten(texts: Sequence[str]) -> list[str]:
+    """Return the first 20 texts, and how many more there are."""
     more = len(texts) - _SHOWN
     return [*texts[:_SHOWN], f"and {more} more"] if more > 0 else list(texts)
 
@@ -187,7 +195,7 @@ def _shared_slots(ops: Iterable[Op]) -> Iterator[Problem]:
 
 
 def _inputs(key: Key, depth: int) -> list[tuple[Key, int]]:
-    """What an operation needs, and by how many ticks that must be earlier."""
+    """The operations that one needs, each with the number of ticks by which it must be earlier."""
     kind, stage, microbatch = key
     if kind == "F":
         return [(("F", stage - 1, microbatch), 1)] if stage > 0 else []
@@ -209,7 +217,7 @@ def _premature(done: dict[Key, Op], depth: int) -> Iterator[Problem]:
 def _missing(
     done: dict[Key, Op], kinds: Sequence[Kind], stages: int, chunks: int, microbatches: int
 ) -> tuple[int, list[Problem]]:
-    """How many operations are missing, and the first of them."""
+    """(how many operations are missing, the first of them)."""
     depth = stages * chunks
     count = len(kinds) * depth * microbatches - sum(key[0] in kinds for key in done)
     # Lazily, and no further than needed: the sizes in a file may ask for far more than the file has.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshard.schedules import Schedule, named
-from jaxshard.schedules.buffers import Slots, slots_of
+from jaxshard.schedules.buffers import BufferPlan, plan_buffers
 from tests.schedules.tables import make, schedules
 
 RUBBISH = ("rubbish", -1, -1)
@@ -22,17 +22,17 @@ RUBBISH = ("rubbish", -1, -1)
 class Machine:
     """Rings of tokens (what, stage, micro-batch) per device, and when each token is written and read."""
 
-    def __init__(self, slots: Slots):
-        self.slots, self.p = slots, slots.schedule.stages
-        self.last = self.p * slots.schedule.chunks - 1
-        self.rings = {ring: [[RUBBISH] * size for _ in range(self.p)] for ring, size in slots.sizes.items()}
+    def __init__(self, plan: BufferPlan):
+        self.plan, self.p = plan, plan.schedule.stages
+        self.last = self.p * plan.schedule.chunks - 1
+        self.rings = {ring: [[RUBBISH] * size for _ in range(self.p)] for ring, size in plan.sizes.items()}
         self.time = 0
         self.lives: dict[tuple, list[int]] = {}
         self.done: list[tuple] = []
 
     def write(self, ring, device, slot, token):
         """Over nothing that is still needed, which the reads show."""
-        assert 0 <= slot < self.slots.sizes[ring]
+        assert 0 <= slot < self.plan.sizes[ring]
         self.rings[ring][device][slot] = token
         if token != RUBBISH:
             self.lives[ring, device, token] = [self.time, self.time]
@@ -42,7 +42,7 @@ class Machine:
         self.lives[ring, device, token][1] = self.time
 
     def row(self, name, tick, device):
-        return int(self.slots.rows[name][tick, device])
+        return int(self.plan.rows[name][tick, device])
 
     def operation(self, kind, tick, device):
         """(stage, micro-batch) or None."""
@@ -54,10 +54,10 @@ class Machine:
 
     def run(self, name, tick, device):
         """(piece, micro-batch, slot) of a run on the device that has all of its pieces, and the slots of the others."""
-        number = int(self.slots.rows[name][tick])
+        number = int(self.plan.rows[name][tick])
         if number < 0:
             return []
-        members, places = (x[number] for x in self.slots.runs[name])
+        members, places = (x[number] for x in self.plan.runs[name])
         self.done += [(name, m) for m in members.tolist() if m >= 0]
         ring = "inbox" if name == "embed" else "outbox"
         for other in range(self.p):
@@ -67,8 +67,8 @@ class Machine:
         return [(m, int(places[device, i])) for i, m in enumerate(members.tolist()) if m >= 0]
 
     def tick(self, tick):
-        p, last, split = self.p, self.last, self.slots.schedule.splits_backward
-        busy = {kind: bool(self.slots.rows[kind][tick]) for kind in "fbw"}
+        p, last, split = self.p, self.last, self.plan.schedule.splits_backward
+        busy = {kind: bool(self.plan.rows[kind][tick]) for kind in "fbw"}
         sent_y, sent_dx = [RUBBISH] * p, [RUBBISH] * p
         for m, slot in self.run("embed", tick, 0):
             self.write("inbox", 0, slot, ("x", 0, m))
@@ -139,9 +139,9 @@ class Machine:
 
 
 def check(schedule: Schedule) -> Machine:
-    slots = slots_of(schedule)
-    assert all(len(row) == schedule.ticks for row in slots.rows.values())
-    machine = Machine(slots)
+    plan = plan_buffers(schedule)
+    assert all(len(row) == schedule.ticks for row in plan.rows.values())
+    machine = Machine(plan)
     for tick in range(schedule.ticks):
         machine.tick(tick)
     p, v, m = schedule.stages, schedule.chunks, schedule.microbatches
@@ -149,7 +149,7 @@ def check(schedule: Schedule) -> Machine:
     expected = [(kind, stage, i) for kind in kinds for stage in range(p * v) for i in range(m)]
     expected += [(name, i) for name in ("embed", "head", "embed_grad") for i in range(m)]
     assert sorted(machine.done, key=str) == sorted(expected, key=str)
-    for ring, size in slots.sizes.items():
+    for ring, size in plan.sizes.items():
         assert size == machine.longest(ring) + 1, ring
     return machine
 
@@ -194,17 +194,17 @@ def test_delayed_tables_find_what_they_need(schedule):
 @settings(max_examples=40, deadline=None)
 def test_what_is_kept_is_the_peak_stash(schedule):
     """Where a B ends it; where a W does, what it needs is carried on."""
-    slots = slots_of(schedule)
+    plan = plan_buffers(schedule)
     held, peak = [0] * schedule.stages, 0
     for op in schedule.ops:
         held[op.device] += (op.kind == "F") - (op.kind == "B")
         peak = max(peak, *held)
-    assert slots.sizes["kept"] == peak + 1
+    assert plan.sizes["kept"] == peak + 1
     if schedule.splits_backward:
-        assert max(schedule.stats().peak_stash) <= peak + slots.sizes["carried"] - 1
+        assert max(schedule.stats().peak_stash) <= peak + plan.sizes["carried"] - 1
     else:
         assert max(schedule.stats().peak_stash) == peak
-        assert slots.sizes["carried"] == 1
+        assert plan.sizes["carried"] == 1
 
 
 # Devices p, micro-batches m, chunks v, and the slots of (inbox, kept, outbox, carried), the last one for rubbish. Kept
@@ -220,14 +220,14 @@ SIZES = [
 @pytest.mark.parametrize(("name", "p", "m", "v", "expected"), SIZES)
 def test_sizes_do_not_grow_with_micro_batches(name, p, m, v, expected):
     """But for gpipe."""
-    few, many = (slots_of(make(name, p, count, v)).sizes for count in (m, 8 * m))
+    few, many = (plan_buffers(make(name, p, count, v)).sizes for count in (m, 8 * m))
     assert tuple(few[ring] for ring in ("inbox", "kept", "outbox", "carried")) == expected
     if name != "gpipe":
         assert few == many
 
 
 def test_numbers_are_small():
-    slots = slots_of(named("interleaved", 4, 64, chunks=2))
-    arrays = [*slots.rows.values(), *(x for pair in slots.runs.values() for x in pair)]
+    plan = plan_buffers(named("interleaved", 4, 64, chunks=2))
+    arrays = [*plan.rows.values(), *(x for pair in plan.runs.values() for x in pair)]
     assert {x.dtype for x in arrays} == {np.dtype(np.int8)}
-    assert slots_of(named("gpipe", 2, 200)).rows["f_microbatch"].dtype == np.int16
+    assert plan_buffers(named("gpipe", 2, 200)).rows["f_microbatch"].dtype == np.int16

@@ -1,4 +1,18 @@
-"""What one device of a pipelined step has: its blocks, its rows, and the two ends of the model."""
+"""One device's part of a pipelined step: its blocks, its rows, and the model's embedding and head.
+
+Stored, a parameter of the blocks is [chunks, p, blocks per chunk, ...], its second dimension split over the pipeline
+(`js.pipeline`), so inside `shard_map` a device has [chunks, 1, blocks per chunk, ...]. Here it is seen as a stack
+[chunks * blocks per chunk, ...], whose first index is the local index of a block:
+
+    p = 2, chunks = 2, 7 blocks, 2 per chunk     stored on device 0    stored on device 1
+        chunk 0                                    blocks 0 1            blocks 2 3
+        chunk 1                                    blocks 4 5            blocks 6 and padding
+
+    block number = (chunk * p + device) * blocks per chunk + place in the chunk
+
+Everything is computed for one micro-batch at a time: `microbatch` is its number among this device's rows, which are cut
+into `engine.microbatches` equal slices. Weights of a block are gathered each time that it runs, others once a step.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +26,32 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body
-from jaxshard.core.collectives import total
+from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.keys import advance
-from jaxshard.core.layout import Layout, only
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, View, only_axes
 from jaxshard.core.strategy import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
-from jaxshard.engines.accumulate import Engine
-from jaxshard.engines.explicit import make_move, manual_axes, reduced
+from jaxshard.engines.engine import Engine
+from jaxshard.engines.explicit import make_move, reduce_gradient
 from jaxshard.engines.just_in_time import Move, without_blocks
-from jaxshard.engines.pipeline.embed_and_head import Ends, Totals
-from jaxshard.engines.pipeline.split_backward import forward_only, halves
-from jaxshard.engines.pipeline.stages import Stages, Sums
+from jaxshard.engines.manual import data_axes
+from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Totals
+from jaxshard.engines.pipeline.split_backward import SplitBlock, forward_only, split_block
+from jaxshard.engines.pipeline.stages import GradSums, Stages
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one device has of a step, inside `shard_map`.
+class DeviceStep:
+    """One device's part of a step, inside `shard_map`.
 
     Attributes:
-      engine: how weights and gradients move, and in how many micro-batches the rows are cut.
+      engine: how weights and gradients move, and into how many micro-batches the rows are cut.
+      layout: where the arrays lie.
+      pipe: the axis of the pipeline and its chunks.
+      model: the blocks, embedding and head.
       params: the parameters as this device stores them.
       batch: this device's rows.
       key: of the step; None in evaluation.
@@ -47,125 +65,152 @@ class Share:
     batch: PyTree
     key: jax.Array | None
 
-    def ends(self) -> Ends:
-        """Embedding and head, their weights gathered."""
+    def embed_and_head(self) -> EmbedAndHead:
+        """Return embedding and head with their weights gathered."""
         params, grads, stored = map(without_blocks, (self.layout.params, self.layout.grads, self.params))
-        rest = jax.tree.map(lambda p, g, x: self._move(p, g).gather(x), params, grads, stored)
-        return Ends(
-            self.model.embed, self.model.head, rest, without_blocks(self.layout.trainable), self._rows, self._key,
+        weights = jax.tree.map(lambda p, g, x: self._move(p, g).gather(x), params, grads, stored)
+        return EmbedAndHead(
+            self.model.embed, self.model.head, weights, without_blocks(self.layout.trainable), self._rows, self._key,
             self.model.num_blocks + 1,
         )  # fmt: skip
 
-    def weighed(self, ends: Ends) -> Ends:
-        """The ends with the global weights of the loss, summed over all micro-batches and devices."""
-        axes = self.layout.batch_axes
-        each = jax.vmap(ends.own_weights)(jnp.arange(self.engine.microbatches))
+    def with_loss_weights(self, ends: EmbedAndHead) -> EmbedAndHead:
+        """Return embedding and head that know the loss's weights, summed over all micro-batches and devices.
+
+        Collectives: one all-reduce of a scalar over the batch axes per term of the loss.
+        """
+        each = jax.vmap(ends.microbatch_weights)(jnp.arange(self.engine.microbatches))
         wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in each]
-        return replace(ends, weights=tuple(total(x.sum(), axes) for x in wide))
+        weights = tuple(sum_scalar(x.sum(), self.layout.batch_axes) for x in wide)
+        return replace(ends, loss_weights=weights)
 
-    def stages(self, ends: Ends, policy: RematPolicy, *, recompute: bool = False) -> Stages:
-        """This device's blocks in training: a block keeps what the policy says, a chunk its input to `recompute`."""
+    def training_stages(self, ends: EmbedAndHead, policy: RematPolicy, *, recompute: bool = False) -> Stages:
+        """Return this device's blocks: each keeps what the policy says, with `recompute` a chunk keeps its input."""
         zero = jnp.int32(0)
-        weights, x = jax.eval_shape(self._fetch, zero), jax.eval_shape(ends.enter, zero)
+        weights, x = jax.eval_shape(self._fetch_weights, zero), jax.eval_shape(ends.run_embed, zero)
         block = self.model.block if policy == "everything" else checkpoint_body(policy, self.model.block)
-        programs = halves(block, weights, x, jax.eval_shape(self._key, zero, zero), self._trained())
-        return Stages(programs, self._fetch, self._place_in_model, self._key, self._add, self._cut()[1], recompute)
+        trained = [grad is not None for grad in _leaves(self.layout.grads[BLOCKS])]
+        key = jax.eval_shape(self._key, zero, zero)
+        return self._stages(split_block(block, weights, x, key, trained), recompute)
 
-    def forward_stages(self) -> Stages:
-        """This device's blocks in evaluation: they keep nothing."""
-        programs = forward_only(self.model.block)
-        return Stages(programs, self._fetch, self._place_in_model, self._key, self._add, self._cut()[1], False)
+    def evaluation_stages(self) -> Stages:
+        """Return this device's blocks, which keep nothing."""
+        return self._stages(forward_only(self.model.block), False)
 
-    def zero_sums(self) -> Sums:
-        """Zeros for the gradients of this device's blocks, as they are summed."""
-        manual = manual_axes(self.layout)
+    def zero_grad_sums(self) -> GradSums:
+        """Return zeros for the gradients of this device's blocks, as they are summed.
+
+        Whole with scatter="end", since they are reduced after the sum; else as they rest, since each is reduced first.
+        """
+        axes, (chunks, each) = data_axes(self.layout), self._chunks()
 
         def zeros(grad: Placement, dtype: Any) -> jax.Array:
-            chunks, each = self._cut()
             tail = grad.tail()
-            mine = replace(tail, store=only_axes(tail.store, manual)).shard_shape(self.layout.mesh)
+            mine = replace(tail, store=only_axes(tail.store, axes)).shard_shape(self.layout.mesh)
             return jnp.zeros((chunks * each, *(tail.view.logical if self.engine.scatter == "end" else mine)), dtype)
 
         dtypes = [x.dtype for x in jax.tree.leaves(self.params[BLOCKS])]
-        pairs = zip(_leaves(self.layout.grads[BLOCKS]), dtypes, strict=True)
-        return [zeros(grad, dtype) for grad, dtype in pairs if grad is not None]
+        grads = zip(_leaves(self.layout.grads[BLOCKS]), dtypes, strict=True)
+        return [zeros(grad, dtype) for grad, dtype in grads if grad is not None]
 
-    def zeros(self, ends: Ends) -> Totals:
-        """Totals of nothing."""
-        shapes = only(self.layout.trainable, self.layout.shapes.params)
-        return ends.zeros(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), without_blocks(shapes)))
+    def zero_totals(self, ends: EmbedAndHead) -> Totals:
+        """Return the totals of no micro-batch."""
+        shapes = without_blocks(select(self.layout.trainable, self.layout.shapes.params))
+        return ends.zero_totals(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
-    def reduced(self, sums: Sums, rest: PyTree) -> PyTree:
-        """All gradients as they rest, summed over the devices that have a share of them."""
+    def reduce_gradients(self, sums: GradSums, rest: PyTree) -> PyTree:
+        """Return all gradients as they rest, summed over the devices that have a share of them.
+
+        Args:
+          sums: of the blocks, one array per trained leaf.
+          rest: of embedding and head, a tree with None where a leaf is frozen; also summed over the pipeline.
+        """
         grads = iter(sums)
 
-        def of_block(param: Placement, grad: Placement | None) -> jax.Array | None:
+        def reduce_blocks(param: Placement, grad: Placement | None) -> jax.Array | None:
             if grad is None:
                 return None
             mine = next(grads)
             if self.engine.scatter == "end":
-                stack = partial(_stacked, mine.shape[0])
-                mine = reduced(self.layout, self.engine, stack(grad.tail()), mine, stack(param.tail()))
+                stack = partial(_stack_placement, mine.shape[0])
+                mine = reduce_gradient(self.layout, self.engine, stack(grad.tail()), mine, stack(param.tail()))
             return mine.reshape(grad.view.stored[0], 1, grad.view.stored[2], *mine.shape[1:])
 
-        def of_rest(param: Placement, grad: Placement | None, x: Any) -> jax.Array | None:
-            return None if grad is None else reduced(self.layout, self.engine, grad, x, param, (self.pipe.axis,))
+        def reduce_rest(param: Placement, grad: Placement | None, x: Any) -> jax.Array | None:
+            if grad is None:
+                return None
+            return reduce_gradient(self.layout, self.engine, grad, x, param, (self.pipe.axis,))
 
         params, placements = self.layout.params, self.layout.grads
-        blocks = jax.tree.map(of_block, params[BLOCKS], placements[BLOCKS])
-        return jax.tree.map(of_rest, without_blocks(params), without_blocks(placements), rest) | {BLOCKS: blocks}
+        blocks = jax.tree.map(reduce_blocks, params[BLOCKS], placements[BLOCKS])
+        return jax.tree.map(reduce_rest, without_blocks(params), without_blocks(placements), rest) | {BLOCKS: blocks}
 
-    def _cut(self) -> tuple[int, int]:
+    def first_row(self, microbatch: jax.Array) -> jax.Array:
+        """Return the global number of a micro-batch's first row."""
+        axes = self.layout.batch_axes
+        before = lax.axis_index(axes) * self.engine.microbatches if axes else 0
+        return (before + microbatch) * self._microbatch_rows()
+
+    def _stages(self, block: SplitBlock, recompute: bool) -> Stages:
+        each = self._chunks()[1]
+        return Stages(block, self._fetch_weights, self._block_number, self._key, self._add_gradients, each, recompute)
+
+    def _chunks(self) -> tuple[int, int]:
         """(chunks of a device, blocks of a chunk)."""
         chunks, _, each = jax.tree.leaves(self.layout.params[BLOCKS])[0].view.stored[:3]
         return chunks, each
 
-    def _fetch(self, place: jax.Array) -> PyTree:
-        """The weights of this device's block at a place, gathered."""
+    def _fetch_weights(self, index: jax.Array) -> PyTree:
+        """The weights, gathered, of this device's block at a local index."""
 
-        def one(param: Placement, grad: Placement | None, x: jax.Array) -> jax.Array:
-            own = x.reshape(-1, *x.shape[3:])
-            return self._move(param, grad).gather(lax.dynamic_index_in_dim(own, place, keepdims=False))
+        def fetch(move: Move, x: jax.Array) -> jax.Array:
+            stack = x.reshape(-1, *x.shape[3:])
+            return move.gather(lax.dynamic_index_in_dim(stack, index, keepdims=False))
 
-        return jax.tree.map(one, *map(_tails, self._blocks()), self.params[BLOCKS])
+        leaves, tree = jax.tree.flatten(self.params[BLOCKS])
+        moves = [move for move, _ in self._block_moves()]
+        return jax.tree.unflatten(tree, [fetch(*pair) for pair in zip(moves, leaves, strict=True)])
 
-    def _add(self, sums: Sums, place: jax.Array, new: list[Any], active: jax.Array) -> Sums:
-        """The sums with a block's gradients added, reduced first where each of them is."""
+    def _add_gradients(self, sums: GradSums, index: jax.Array, new: list[Any], active: jax.Array) -> GradSums:
+        """The sums with a block's gradients added, each reduced first unless scatter="end"."""
 
-        def one(sums: jax.Array, x: Any, move: Move) -> jax.Array:
+        def add(sums: jax.Array, x: Any, move: Move) -> jax.Array:
             if x is None:
                 return sums
             # Back in the parameter's dtype first: a weight computed in bf16 is not thereby reduced in bf16.
-            return sums.at[place].add(move.reduce(jnp.where(active, x, 0).astype(sums.dtype)))
+            return sums.at[index].add(move.reduce(jnp.where(active, x, 0).astype(sums.dtype)))
 
-        pairs = zip(*map(_leaves, map(_tails, self._blocks())), strict=True)
-        moves = [self._move(param, grad) for param, grad in pairs if grad is not None]
-        return [one(*leaf) for leaf in zip(sums, new, moves, strict=True)]
+        moves = [move for move, is_trained in self._block_moves() if is_trained]
+        return [add(*leaf) for leaf in zip(sums, new, moves, strict=True)]
 
-    def _place_in_model(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(number of this device's block at a place, whether the model has it: else it is padding)."""
-        _, each = self._cut()
-        devices, number = axis_size(self.layout.mesh, self.pipe.axis), self.model.num_blocks
-        found = (place // each * devices + lax.axis_index(self.pipe.axis)) * each + place % each
-        return jnp.minimum(found, number - 1), found < number
+    def _block_moves(self) -> list[tuple[Move, bool]]:
+        """For each leaf of the blocks how one block's weight moves, and whether it is trained."""
+        pairs = zip(jax.tree.leaves(self.layout.params[BLOCKS]), _leaves(self.layout.grads[BLOCKS]), strict=True)
+        return [(self._move(p.tail(), None if g is None else g.tail()), g is not None) for p, g in pairs]
 
-    def _blocks(self) -> tuple[PyTree, PyTree]:
-        return self.layout.params[BLOCKS], self.layout.grads[BLOCKS]
-
-    def _trained(self) -> list[bool]:
-        return [grad is not None for grad in _leaves(self.layout.grads[BLOCKS])]
+    def _block_number(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(number in the model of the block at a local index, whether the model has it: else it is padding)."""
+        _, each = self._chunks()
+        chunk, place = index // each, index % each
+        stage = chunk * axis_size(self.layout.mesh, self.pipe.axis) + lax.axis_index(self.pipe.axis)
+        number = stage * each + place
+        return jnp.minimum(number, self.model.num_blocks - 1), number < self.model.num_blocks
 
     def _move(self, param: Placement, grad: Placement | None) -> Move:
         return make_move(self.layout, self.engine)(param, grad)
 
     def _rows(self, microbatch: jax.Array) -> PyTree:
-        """A micro-batch's rows: of this device's, as many in a row."""
-        size = self._size()
+        """A micro-batch's rows: a contiguous slice of this device's."""
+        size = self._microbatch_rows()
 
         def rows(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, microbatch * size, size) if x.ndim else x
 
         return jax.tree.map(rows, self.batch)
+
+    def _microbatch_rows(self) -> int:
+        own: int = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
+        return own // self.engine.microbatches
 
     def _key(self, call: jax.Array | int, microbatch: jax.Array) -> jax.Array | None:
         """The key of a call of the model for a micro-batch's rows, as one device would have it for them."""
@@ -173,25 +218,12 @@ class Share:
             return None
         return advance(jax.random.fold_in(self.key, call), self.first_row(microbatch))
 
-    def first_row(self, microbatch: jax.Array) -> jax.Array:
-        """The global number of a micro-batch's first row."""
-        axes = self.layout.batch_axes
-        first = (lax.axis_index(axes) * self.engine.microbatches if axes else 0) + microbatch
-        return first * self._size()
-
-    def _size(self) -> int:
-        return max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim) // self.engine.microbatches
-
 
 def _leaves(placements: PyTree) -> list[Placement | None]:
     return jax.tree.leaves(placements, is_leaf=lambda x: x is None)
 
 
-def _tails(placements: PyTree) -> PyTree:
-    return jax.tree.map(lambda placement: placement.tail(), placements)
-
-
-def _stacked(count: int, tail: Placement) -> Placement:
-    """The placement of so many arrays of one, stacked."""
+def _stack_placement(count: int, tail: Placement) -> Placement:
+    """The placement of `count` arrays of one placement, stacked along a new first dimension that stays whole."""
     view = View((count, *tail.view.logical), (count, *tail.view.padded), (count, *tail.view.stored))
     return Placement(view, PartitionSpec(None, *tail.use), PartitionSpec(None, *tail.store))

@@ -1,4 +1,20 @@
-"""The two ends of a pipeline: embedding and head, each micro-batch on one device of the ring, none on all of them."""
+"""Embedding and head: each micro-batch's on one device of the ring, so that none computes it for nothing.
+
+They belong to no stage. In one program for all devices, every device that takes part in a tick computes what any of
+them computes, so if device 0 alone ran the embedding, the others would do the same work on rubbish. Instead they run on
+up to p micro-batches at a time (`schedules/runs.py`), each device on a micro-batch of its own. With p = 2 and the run
+of micro-batches (0, 1):
+
+    device 0:  x0 = embed(rows of 0) ───────────────> inbox of device 0: x0, x1 ──> stages ──> ...
+    device 1:  x1 = embed(rows of 1) ── permuted ───>
+
+    ... ──> outbox of device 1: y0, y1 ── permuted ──> device 0: loss and dy of 0 ── permuted ──> outbox of device 1
+                                                       device 1: loss and dy of 1 ─────────────>
+
+(`tick_loop.py` moves the values.) The loss is a sum over micro-batches divided by a weight that is a sum over all of
+them as well, and its gradient is needed before the last micro-batch's forward: so the weights are summed first, which
+is why they may not depend on activations.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +27,15 @@ import jax.numpy as jnp
 
 from jaxshard.adapt.stacked import evaluation
 from jaxshard.core.jaxpr import eliminate_dead_code
-from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss, lowest, weighted_sum
+from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss, combine, lowest, weighted_sum
 from jaxshard.core.types import PyTree
+from jaxshard.engines.pipeline.floats import fill, floats_of
 
 Metrics = dict[str, Mean | Sum | Max]
 
 
 class Totals(NamedTuple):
-    """What the ends add up: this device's share of the loss, its metrics, and the gradients of the rest.
+    """Sums over ticks of what embedding and head make: this device's share of loss, metrics and gradients.
 
     `grads` has an array per trained parameter outside the blocks, None for the others.
     """
@@ -29,100 +46,105 @@ class Totals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Embedding and head on whole weights.
+class EmbedAndHead:
+    """Embedding and head, on whole weights.
 
     Attributes:
-      embed: `embed(rest, rows, key) -> x`.
-      head: `head(rest, x, rows, key) -> Loss`.
-      rest: the weights outside the blocks.
+      embed: `embed(params, rows, key) -> x`.
+      head: `head(params, x, rows, key) -> js.Mean | js.Loss`.
+      params: the weights outside the blocks.
       trained: for each of them whether it is trained.
-      rows_of: `rows_of(microbatch)`, the batch's rows.
-      key_of: `key_of(call, microbatch)`.
-      last: the number of the head's call.
-      weights: the global weights of the loss's terms.
+      rows_of: `rows_of(microbatch) -> rows` of the batch.
+      key_of: `key_of(call, microbatch) -> key`.
+      head_call: the number of the head's call; the embedding's is 0.
+      loss_weights: the global weights of the loss's terms, once they are known.
     """
 
     embed: Callable[..., PyTree]
     head: Callable[..., Loss]
-    rest: PyTree
+    params: PyTree
     trained: PyTree
     rows_of: Callable[[jax.Array], PyTree]
     key_of: Callable[[jax.Array | int, jax.Array], Any]
-    last: int
-    weights: tuple[jax.Array, ...] = ()
+    head_call: int
+    loss_weights: tuple[jax.Array, ...] = ()
 
-    def enter(self, microbatch: jax.Array) -> PyTree:
-        """What the first stage takes in."""
-        return self.embed(self.rest, self.rows_of(microbatch), self.key_of(0, microbatch))
+    def run_embed(self, microbatch: jax.Array) -> PyTree:
+        """Return what the first stage takes in."""
+        return self._embed(self.params, microbatch)
 
-    def leave(self, microbatch: jax.Array, y: PyTree, totals: Totals, active: jax.Array) -> tuple[PyTree, Totals]:
-        """(the cotangent of the last stage's output, the totals with the micro-batch added where `active`).
+    def run_head(self, microbatch: jax.Array, y: PyTree, totals: Totals, active: jax.Array) -> tuple[PyTree, Totals]:
+        """Return (the cotangent of the last stage's output `y`, the totals with the micro-batch's added).
 
-        Gradients are taken of the weights that the totals have sums for.
+        Nothing is added where `active` is False. Gradients are taken of the weights that the totals have sums for.
         """
-        floats, others = _parted(y)
 
-        def objective(trained: PyTree, floats: list[Any]) -> tuple[jax.Array, Loss]:
-            loss = self._loss(self._with(trained), _joined(y, floats, others), microbatch)
-            return weighted_sum(loss.value, self.weights), loss
+        def objective(own: PyTree, floats: PyTree) -> tuple[jax.Array, Loss]:
+            loss = self._loss(fill(own, self.params), fill(floats, y), microbatch)
+            return weighted_sum(loss.value, self.loss_weights), loss
 
+        own = self._with_sums(totals.grads)
         value_and_grad = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (value, loss), (grads, cotangents) = value_and_grad(self._trained(totals.grads), floats)
-        metrics = _all_added(totals.metrics, loss.metrics, active)
-        totals = Totals(totals.value + jnp.where(active, value, 0), metrics, _sum(totals.grads, grads, active))
-        return _joined(y, cotangents, others), totals
+        (value, loss), (grads, dy) = value_and_grad(own, floats_of(y))
+        value = totals.value + jnp.where(active, value, 0)
+        metrics = _add_metrics(totals.metrics, loss.metrics, active)
+        return fill(dy, y), Totals(value, metrics, _add_gradients(totals.grads, grads, active))
 
-    def enter_grad(self, microbatch: jax.Array, dx: PyTree, sums: PyTree, active: jax.Array) -> PyTree:
-        """The sums with the embedding's gradients of the micro-batch added where `active`."""
+    def add_embed_gradients(self, microbatch: jax.Array, dx: PyTree, sums: PyTree, active: jax.Array) -> PyTree:
+        """Return the sums with the embedding's gradients of the micro-batch added where `active`."""
 
-        def forward(trained: PyTree) -> list[Any]:
-            rows, key = self.rows_of(microbatch), self.key_of(0, microbatch)
-            return _parted(self.embed(self._with(trained), rows, key))[0]
+        def forward(own: PyTree) -> PyTree:
+            return floats_of(self._embed(fill(own, self.params), microbatch))
 
-        _, pullback = jax.vjp(forward, self._trained(sums))
-        (grads,) = pullback(_parted(dx)[0])
-        return _sum(sums, grads, active)
+        _, pullback = jax.vjp(forward, self._with_sums(sums))
+        (grads,) = pullback(floats_of(dx))
+        return _add_gradients(sums, grads, active)
 
-    def used(self) -> tuple[PyTree, PyTree]:
-        """For every trained weight whether embed reads it, and whether head does: elsewhere its gradient is zero."""
-        trained, zero = self._trained(), jnp.int32(0)
-        leaves, tree = jax.tree.flatten(trained)
+    def add_metrics(self, microbatch: jax.Array, y: PyTree, metrics: Metrics, active: jax.Array) -> Metrics:
+        """Return the metrics with the micro-batch's loss and metrics added where `active`. Evaluation only."""
+        return _add_metrics(metrics, evaluation(self._loss(self.params, y, microbatch)), active)
 
-        def reads(fn: Callable[[PyTree], Any]) -> PyTree:
-            traced = jax.make_jaxpr(lambda *leaves: fn(self._with(jax.tree.unflatten(tree, leaves))))(*leaves)
+    def readers(self) -> tuple[PyTree, PyTree]:
+        """Return for every trained weight whether the embedding reads it, and whether the head does.
+
+        The gradient of one that doesn't is zero and need not be carried through it.
+        """
+        own = jax.tree.map(lambda x, trained: x if trained else None, self.params, self.trained)
+        leaves, tree = jax.tree.flatten(own)
+        zero = jnp.int32(0)
+
+        def is_read(fn: Callable[[PyTree], Any]) -> PyTree:
+            traced = jax.make_jaxpr(lambda *leaves: fn(fill(jax.tree.unflatten(tree, leaves), self.params)))(*leaves)
             return jax.tree.unflatten(tree, eliminate_dead_code(traced)[1])
 
-        x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.enter, zero))
-        embed = reads(lambda rest: _parted(self.embed(rest, self.rows_of(zero), self.key_of(0, zero)))[0])
-        return embed, reads(lambda rest: self._loss(rest, x, zero).value.totals)
+        x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.run_embed, zero))
+        by_embed = is_read(lambda params: floats_of(self._embed(params, zero)))
+        return by_embed, is_read(lambda params: self._loss(params, x, zero).value.totals)
 
-    def zeros(self, sums: PyTree) -> Totals:
-        """Totals of nothing; `sums` are the zeros of the gradients."""
-        metrics = self.no_metrics()
+    def zero_totals(self, grads: PyTree) -> Totals:
+        """Return the totals of no micro-batch; `grads` are the zeros of the gradients."""
+        metrics = self.zero_metrics()
         value = metrics.pop("loss")
-        return Totals(jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(value))), metrics, sums)
+        return Totals(jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(value))), metrics, grads)
 
-    def judge(self, microbatch: jax.Array, y: PyTree, metrics: Metrics, active: jax.Array) -> Metrics:
-        """The metrics with a micro-batch's loss and metrics added where `active`; the gradient is nobody's business."""
-        return _all_added(metrics, evaluation(self._loss(self.rest, y, microbatch)), active)
-
-    def no_metrics(self) -> Metrics:
-        """The loss and the metrics of no rows."""
-        example = jax.eval_shape(lambda: evaluation(self._loss(self.rest, self.enter(jnp.int32(0)), jnp.int32(0))))
+    def zero_metrics(self) -> Metrics:
+        """Return the loss and the metrics of no rows."""
+        zero = jnp.int32(0)
+        example = jax.eval_shape(lambda: evaluation(self._loss(self.params, self.run_embed(zero), zero)))
         return {name: jax.tree.map(_nothing(metric), metric) for name, metric in example.items()}
 
-    def own_weights(self, microbatch: jax.Array) -> tuple[jax.Array, ...]:
-        """The weights of the loss's terms on a micro-batch, which must be known before any output is.
+    def microbatch_weights(self, microbatch: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the weights of the loss's terms on a micro-batch, before any output is known.
 
         Raises:
           TypeError: they depend on the model's activations.
         """
-        x = jax.eval_shape(self.enter, microbatch)
+        x = jax.eval_shape(self.run_embed, microbatch)
         leaves, tree = jax.tree.flatten(x)
 
         def weigh(*leaves: Any) -> tuple[jax.Array, ...]:
-            return self._loss(self.rest, jax.tree.unflatten(tree, leaves), microbatch).value.weights
+            loss = self._loss(self.params, jax.tree.unflatten(tree, leaves), microbatch)
+            return tuple(loss.value.weights)
 
         traced = jax.make_jaxpr(weigh)(*leaves)
         if any(eliminate_dead_code(traced)[1][-len(leaves) :]):
@@ -132,8 +154,11 @@ class Ends:
             )
         return weigh(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
 
-    def _loss(self, rest: PyTree, x: PyTree, microbatch: jax.Array) -> Loss:
-        loss = as_loss(self.head(rest, x, self.rows_of(microbatch), self.key_of(self.last, microbatch)))
+    def _embed(self, params: PyTree, microbatch: jax.Array) -> PyTree:
+        return self.embed(params, self.rows_of(microbatch), self.key_of(0, microbatch))
+
+    def _loss(self, params: PyTree, x: PyTree, microbatch: jax.Array) -> Loss:
+        loss = as_loss(self.head(params, x, self.rows_of(microbatch), self.key_of(self.head_call, microbatch)))
         if not isinstance(loss.value, Mean):
             raise TypeError(
                 "a pipeline needs a head that says its weight: return js.Mean(total, weight), summed over "
@@ -143,49 +168,20 @@ class Ends:
             raise TypeError("the head returned js.Loss(state=...), but a js.Stacked model has no state")
         return loss
 
-    def _trained(self, sums: PyTree = None) -> PyTree:
-        """The weights that have a sum; all that are trained without any."""
-        if sums is None:
-            return jax.tree.map(lambda x, own: x if own else None, self.rest, self.trained)
-        return jax.tree.map(lambda total, x: None if total is None else x, sums, self.rest, is_leaf=_is_none)
-
-    def _with(self, trained: PyTree) -> PyTree:
-        """All weights, those of the given tree among them."""
-        return filled(trained, self.rest)
+    def _with_sums(self, sums: PyTree) -> PyTree:
+        """The weights that have a sum for their gradient, None for the others."""
+        return jax.tree.map(lambda s, x: None if s is None else x, sums, self.params, is_leaf=lambda x: x is None)
 
 
-def filled(some: PyTree, everything: PyTree) -> PyTree:
-    """The leaves of `some`, and where it has None those of `everything`."""
-    return jax.tree.map(lambda new, x: x if new is None else new, some, everything, is_leaf=_is_none)
+def _add_gradients(sums: PyTree, grads: PyTree, active: jax.Array) -> PyTree:
+    return jax.tree.map(lambda old, new: old + jnp.where(active, new, 0).astype(old.dtype), sums, grads)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _parted(x: PyTree) -> tuple[list[Any], list[Any]]:
-    leaves = jax.tree.leaves(x)
-    floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-    return [a for a, f in zip(leaves, floating) if f], [a for a, f in zip(leaves, floating) if not f]
-
-
-def _joined(like: PyTree, floats: list[Any], others: list[Any]) -> PyTree:
-    given, rest = iter(floats), iter(others)
-    return jax.tree.map(lambda x: next(given if jnp.issubdtype(x.dtype, jnp.inexact) else rest), like)
-
-
-def _sum(sums: PyTree, grads: PyTree, active: jax.Array) -> PyTree:
-    return jax.tree.map(lambda total, x: total + jnp.where(active, x, 0).astype(total.dtype), sums, grads)
-
-
-def _all_added(totals: Metrics, metrics: Metrics, active: jax.Array) -> Metrics:
-    return {name: _added(totals[name], metric, active) for name, metric in metrics.items()}
-
-
-def _added(total: Any, metric: Any, active: jax.Array) -> Any:
-    if isinstance(metric, Max):
-        return Max(jnp.where(active, jnp.maximum(total.value, metric.value), total.value))
-    return jax.tree.map(lambda a, b: a + jnp.where(active, b, 0), total, metric)
+def _add_metrics(totals: Metrics, metrics: Metrics, active: jax.Array) -> Metrics:
+    added = {name: combine(totals[name], metric) for name, metric in metrics.items()}
+    before = {name: totals[name] for name in added}
+    after: Metrics = jax.tree.map(lambda new, old: jnp.where(active, new, old), added, before)
+    return after
 
 
 def _nothing(metric: Mean | Sum | Max) -> Callable[[Any], jax.Array]:

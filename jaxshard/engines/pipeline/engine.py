@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxshard.adapt.stacked import RematPolicy, stacked_of
-from jaxshard.core.collectives import total
-from jaxshard.core.layout import STACKED_EXAMPLE, Layout
+from jaxshard.adapt.objective import Objective, OfBlocks
+from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.core.collectives import sum_scalar
+from jaxshard.core.layout import Layout
+from jaxshard.core.make_layout import STACKED_EXAMPLE
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.placement import only_axes
 from jaxshard.core.strategy import Pipeline
-from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.accumulate import Engine, Outcome, Scatter
-from jaxshard.engines.explicit import combined, manual_axes
+from jaxshard.core.tree import BLOCKS
+from jaxshard.core.types import PyTree
+from jaxshard.engines.engine import BlockPasses, Engine, Outcome, Scatter, ValueAndGrad
+from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
-from jaxshard.engines.pipeline.device import Share
+from jaxshard.engines.manual import data_axes, on_each_device, row_specs, stored_specs
+from jaxshard.engines.pipeline.device import DeviceStep
 from jaxshard.engines.pipeline.tick_loop import run_ticks
 from jaxshard.schedules import named
-from jaxshard.schedules.buffers import slots_of
+from jaxshard.schedules.buffers import plan_buffers
 from jaxshard.schedules.named import ONE_CHUNK, full_name
 from jaxshard.schedules.schedule import Schedule
 
@@ -83,43 +85,63 @@ class Pipelined(Engine):
             )
         return self.schedule
 
-    def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
-        """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
-        model = stacked_of(loss_fn)
-        if model is None or loss_fn.__name__ != "loss":
+    def manual_axes(self, layout: Layout) -> frozenset[str]:
+        """Return the mesh axes over which the loss runs once per device."""
+        return data_axes(layout) | {_pipeline(layout).axis}
+
+    def row_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Return the batch axes and that of the stages, along which what is not in a block has its micro-batches."""
+        return (*layout.batch_axes, _pipeline(layout).axis)
+
+    def block_passes(self, layout: Layout) -> BlockPasses:
+        """Return how often a step uses a block's weights at most: as if every slot of every tick ran.
+
+        Which slots run is decided tick by tick, so that a compiled program says no more about what is in them.
+        """
+        table = self.table(layout)
+        blocks = jax.tree.leaves(layout.shapes.params[BLOCKS])[0].shape[0]
+        passes = table.ticks * _pipeline(layout).per_stage(blocks, layout.mesh)
+        recomputes = self.stash == "stage"
+        return BlockPasses(passes * (2 + recomputes + table.splits_backward), passes * (1 + table.splits_backward))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, for reports."""
+        name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
+        return super().describe() | {"schedule": name, "stash": self.stash}
+
+    def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
+        """Make the function that computes loss and gradient, each device its stages."""
+        if not isinstance(objective, OfBlocks):
             raise TypeError(
-                f"js.pipelined: {getattr(loss_fn, '__qualname__', loss_fn)} is opaque: where its blocks begin and end "
-                "can't be seen. Describe the model as js.Stacked and pass its method loss itself:\n"
-                f"    {STACKED_EXAMPLE}"
+                f"js.pipelined: {objective.name} is opaque: where its blocks begin and end can't be seen. Describe the "
+                "model as js.Stacked and pass its method loss itself (what is added to the loss, such as a penalty, "
+                f"belongs into the model's head):\n    {STACKED_EXAMPLE}"
             )
-        slots, pipe = slots_of(self.table(layout)), _pipeline(layout)
+        model = objective.model
+        plan, pipe = plan_buffers(self.table(layout)), _pipeline(layout)
 
         def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             with users_code(layout):
-                share = Share(self, layout, pipe, model, params, batch, key)
-                ends = share.weighed(share.ends())
-                stages = share.stages(ends, self.saved, recompute=self.stash == "stage")
-                grads, totals = run_ticks(slots, pipe.axis, stages, ends, share.zero_sums(), share.zeros(ends))
-            axes = (*layout.batch_axes, pipe.axis)
-            metrics = {name: combined(metric, axes) for name, metric in totals.metrics.items()}
-            return Outcome(total(totals.value, axes), metrics, ()), share.reduced(grads, totals.grads)
+                device = DeviceStep(self, layout, pipe, model, params, batch, key)
+                ends = device.with_loss_weights(device.embed_and_head())
+                stages = device.training_stages(ends, self.saved, recompute=self.stash == "stage")
+                zeros = device.zero_grad_sums(), device.zero_totals(ends)
+                grads, totals = run_ticks(plan, pipe.axis, stages, ends, *zeros)
+            axes = self.row_axes(layout)
+            metrics = {name: combine_over(metric, axes) for name, metric in totals.metrics.items()}
+            return Outcome(sum_scalar(totals.value, axes), metrics, ()), device.reduce_gradients(grads, totals.grads)
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             del state  # a Stacked model has none
-            manual = manual_axes(layout) | {pipe.axis}
-
-            def specs(placements: PyTree) -> PyTree:
-                return jax.tree.map(lambda placement: only_axes(placement.store, manual), placements)
-
-            rows = jax.tree.map(lambda x: layout.batch_placement(x).store, batch)
-            return jax.shard_map(
+            manual = self.manual_axes(layout)
+            run = on_each_device(
                 on_device,
-                mesh=layout.mesh,
-                in_specs=(specs(layout.params), rows, PartitionSpec()),
-                out_specs=(PartitionSpec(), specs(layout.grads)),
-                axis_names=manual,
-                check_vma=False,
-            )(params, batch, key)
+                layout,
+                manual,
+                in_specs=(stored_specs(layout.params, manual), row_specs(layout, batch), PartitionSpec()),
+                out_specs=(PartitionSpec(), stored_specs(layout.grads, manual)),
+            )
+            return run(params, batch, key)
 
         return loss_and_grads
 

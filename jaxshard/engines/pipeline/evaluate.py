@@ -1,4 +1,11 @@
-"""Evaluation of a pipelined model: forwards alone, through the same stages, so that no device holds other blocks."""
+"""Evaluation of a pipelined model: forwards alone, through the same stages, so that no device holds other blocks.
+
+In training the user chooses the number of micro-batches; a batch of evaluation may have any number of rows. A device's
+rows are cut into as many equal micro-batches as divide them, up to 4 per device of the ring. The schedule `interleaved`
+needs at least as many micro-batches as devices, so missing ones are made up and not counted:
+
+    p = 4 devices, 3 rows each     micro-batches 0 1 2 of one row, and 3, again the row of 2, where `counts` is False
+"""
 
 from __future__ import annotations
 
@@ -10,58 +17,61 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.placement import only_axes
 from jaxshard.core.types import PyTree
-from jaxshard.engines.explicit import combined, manual_axes
+from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
-from jaxshard.engines.pipeline.device import Share
+from jaxshard.engines.manual import on_each_device, row_specs, stored_specs
+from jaxshard.engines.pipeline.device import DeviceStep
 from jaxshard.engines.pipeline.embed_and_head import Metrics
 from jaxshard.engines.pipeline.engine import Pipelined
 from jaxshard.engines.pipeline.tick_loop import run_forwards
-from jaxshard.schedules.buffers import forward_slots
+from jaxshard.schedules.buffers import plan_forward_buffers
 from jaxshard.schedules.named import interleaved
 
-TURNS = 4
-"""At most so many micro-batches per device of the ring."""
+MICROBATCHES_PER_DEVICE = 4
+"""At most so many micro-batches per device of the ring: more make the bubble shorter, but each of them smaller."""
 
 
 def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
-    """`fn(stored parameters, batch, rows=None) -> metrics` of global arrays, under jit: {"loss": ...} and the head's.
+    """Make the function that evaluates batches.
 
-    With `rows` only so many rows of the batch count, the first ones: micro-batches are then one row per device long.
+    Returns:
+      `fn(stored parameters, batch, rows=None) -> {"loss": js.Mean, ...}` with the head's metrics, of global arrays,
+      under jit. With `rows`, a global int32 scalar, only the first so many rows of the batch count; micro-batches are
+      then one row long, so that each counts or not as a whole.
+
+    Collectives over the pipeline's axis: one permute of activations per tick, one activation per micro-batch to bring
+    inputs to the first device and outputs from the last, one all-reduce of the metrics.
     """
     pipe = layout.pipeline
     assert pipe is not None, "the layout has a pipeline"
-    stages = axis_size(layout.mesh, pipe.axis)
+    devices = axis_size(layout.mesh, pipe.axis)
     parts = axis_size(layout.mesh, layout.batch_axes)
 
     def evaluate(params: PyTree, batch: PyTree, rows: jax.Array | None = None) -> Metrics:
         own = max(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim) // parts
-        turns = own if rows is not None else max(n for n in range(1, TURNS * stages + 1) if own % n == 0)
-        # Those that go beyond the batch go around for company, and count nowhere.
-        slots = forward_slots(interleaved(stages, max(turns, stages), chunks=pipe.chunks))
-        engine = Pipelined(microbatches=turns)
+        most = MICROBATCHES_PER_DEVICE * devices
+        microbatches = own if rows is not None else max(n for n in range(1, most + 1) if own % n == 0)
+        # Pads to one micro-batch per stage; `counts` masks the padding. (A slice beyond the rows is the last slice.)
+        plan = plan_forward_buffers(interleaved(devices, max(microbatches, devices), chunks=pipe.chunks))
+        engine = Pipelined(microbatches=microbatches)
 
         def on_device(params: PyTree, batch: PyTree, rows: jax.Array | None) -> Metrics:
-            share = Share(engine, layout, pipe, model, params, batch, None)
+            device = DeviceStep(engine, layout, pipe, model, params, batch, None)
 
             def counts(microbatch: jax.Array) -> jax.Array:
-                inside = microbatch < turns
-                return inside if rows is None else inside & (share.first_row(microbatch) < rows)
+                inside = microbatch < microbatches
+                return inside if rows is None else inside & (device.first_row(microbatch) < rows)
 
             with users_code(layout):
-                found = run_forwards(slots, pipe.axis, share.forward_stages(), share.ends(), counts)
-            return {name: combined(metric, (*layout.batch_axes, pipe.axis)) for name, metric in found.items()}
+                stages, ends = device.evaluation_stages(), device.embed_and_head()
+                found = run_forwards(plan, pipe.axis, stages, ends, counts)
+            return {name: combine_over(metric, engine.row_axes(layout)) for name, metric in found.items()}
 
-        manual = manual_axes(layout)
-        specs = jax.tree.map(lambda placement: only_axes(placement.store, manual), layout.params)
-        return jax.shard_map(
-            on_device,
-            mesh=layout.mesh,
-            in_specs=(specs, jax.tree.map(lambda x: layout.batch_placement(x).store, batch), PartitionSpec()),
-            out_specs=PartitionSpec(),
-            axis_names=manual,
-            check_vma=False,
-        )(params, batch, rows)
+        manual = engine.manual_axes(layout)
+        specs = stored_specs(layout.params, manual), row_specs(layout, batch), PartitionSpec()
+        run = on_each_device(on_device, layout, manual, in_specs=specs, out_specs=PartitionSpec())
+        metrics: Metrics = run(params, batch, rows)
+        return metrics
 
     return evaluate

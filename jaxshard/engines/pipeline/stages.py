@@ -1,8 +1,18 @@
-"""A device's share of the blocks: one chunk forward, backward, and the halves of its backward.
+"""The blocks of one device: a chunk of them forward, backward, and in the two halves of its backward.
 
-A chunk is a run of blocks in a scan. Its gradients go into sums that hold all chunks of the device. Blocks that are
-padding pass activations and cotangents through: both sides of every `where` are computed, and since the derivative is
-taken block by block and never through a `where`, what a block of zeros makes (NaN even) reaches nothing.
+The device's blocks are stored one chunk after the other, so block `turn` of a chunk has the local index
+`chunk * blocks_per_chunk + turn`. With p = 2 devices, 2 chunks each, and 7 blocks of the model in chunks of 2:
+
+    device 0:  local index  0 1 | 2 3        device 1:  local index  0 1 | 2 3
+               chunk         0  |  1                    chunk         0  |  1
+               block        0 1 | 4 5                   block        2 3 | 6 -        "-" is padding
+
+A chunk runs its blocks in a `scan`: forward over 0, 1, ..., backward in reverse. What a block keeps is an output of the
+forward's scan and an input of the backward's, [blocks_per_chunk, ...]; the gradients are added, in the carry, to sums
+that hold all blocks of the device.
+
+Padding passes activations and cotangents through: both sides of every `where` are computed, and since the derivative
+is taken block by block and never through a `where`, what a block of zeros makes (NaN even) reaches nothing.
 """
 
 from __future__ import annotations
@@ -16,97 +26,105 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.core.types import PyTree
-from jaxshard.engines.pipeline.split_backward import Arrays, Halves
+from jaxshard.engines.pipeline.split_backward import Arrays, SplitBlock
 
-Sums = list[jax.Array]
-"""Of gradients: one array [blocks of the device, ...] per trained weight."""
+GradSums = list[jax.Array]
+"""Sums of gradients: one array [blocks of the device, ...] per trained weight of a block."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The blocks that this device holds, `each` per chunk, as programs of a chunk and a micro-batch.
+    """The blocks that this device holds, as programs of a chunk and a micro-batch (int32 scalars).
 
     Attributes:
-      halves: the programs of a block, all residuals kept or as many as its policy says.
-      fetch: `fetch(place) -> weights` of the device's block at that place.
-      number: `number(place) -> (place in the model, whether it is a block of it)`.
-      key_of: `key_of(call, microbatch) -> key` of a call of the model, 1 for the first block.
-      add: `add(sums, place, gradients, active) -> sums`; gradients that are None are left alone.
-      each: blocks per chunk.
-      recompute: keep the chunk's input alone and run it forward again in the backward pass.
+      block: the programs of one block.
+      fetch: `fetch(index) -> weights`, gathered, of the device's block at that local index.
+      block_number: `block_number(index) -> (number of that block in the model, whether the model has it)`.
+      key_of: `key_of(call, microbatch) -> key` of a call of the model, 1 for its first block.
+      add_gradients: `add_gradients(sums, index, gradients, active) -> sums`; gradients that are None are left alone.
+      blocks_per_chunk: how many blocks a chunk has.
+      recompute: keep the chunk's input alone and run the chunk forward again in its backward.
     """
 
-    halves: Halves
+    block: SplitBlock
     fetch: Callable[[jax.Array], PyTree]
-    number: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    block_number: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     key_of: Callable[[jax.Array, jax.Array], Any]
-    add: Callable[[Sums, jax.Array, list[Any], jax.Array], Sums]
-    each: int
+    add_gradients: Callable[[GradSums, jax.Array, list[Any], jax.Array], GradSums]
+    blocks_per_chunk: int
     recompute: bool
 
     def forward(self, chunk: jax.Array, microbatch: jax.Array, x: PyTree) -> tuple[PyTree, Arrays]:
-        """(the chunk's output, what its backward needs)."""
+        """Return (the chunk's output, a tree like `x`; what its backward needs)."""
         y, kept = self._forward(chunk, microbatch, x)
         return y, jax.tree.leaves(x) if self.recompute else kept
 
-    def _forward(self, chunk: jax.Array, microbatch: jax.Array, x: PyTree) -> tuple[PyTree, Arrays]:
-        def block(x: PyTree, turn: jax.Array) -> tuple[PyTree, Arrays]:
-            weights, key, real = self._block(chunk, microbatch, turn)
-            y, kept = self.halves.forward(weights, x, key)
-            return _where(real, y, x), kept
-
-        return lax.scan(block, x, jnp.arange(self.each))
-
     def backward(
-        self, chunk: jax.Array, microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: Sums, active: jax.Array
-    ) -> tuple[PyTree, Sums]:
-        """(the cotangent of the chunk's input, the sums with its gradients added where `active`)."""
-        dx, sums, _ = self._backward(chunk, microbatch, kept, dy, sums, active, self._whole)
+        self, chunk: jax.Array, microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: GradSums, active: jax.Array
+    ) -> tuple[PyTree, GradSums]:
+        """Return (the cotangent of the chunk's input, the sums with its gradients added where `active`)."""
+
+        def whole(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[list[Any], PyTree, Arrays]:
+            return *self.block.backward(weights, key, kept, dy), []
+
+        dx, sums, _ = self._backward(whole, chunk, microbatch, kept, dy, sums, active)
         return dx, sums
 
-    def first(
-        self, chunk: jax.Array, microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: Sums, active: jax.Array
-    ) -> tuple[PyTree, Sums, Arrays]:
-        """`backward` without the gradients that can wait, and what they need."""
-        return self._backward(chunk, microbatch, kept, dy, sums, active, self.halves.first)
+    def input_backward(
+        self, chunk: jax.Array, microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: GradSums, active: jax.Array
+    ) -> tuple[PyTree, GradSums, Arrays]:
+        """As `backward`, without the gradients that can wait; also returns what these need."""
+        return self._backward(self.block.input_backward, chunk, microbatch, kept, dy, sums, active)
 
-    def second(self, chunk: jax.Array, microbatch: jax.Array, carried: Arrays, sums: Sums, active: jax.Array) -> Sums:
-        """The sums with the gradients added that waited."""
+    def weight_backward(
+        self, chunk: jax.Array, microbatch: jax.Array, carried: Arrays, sums: GradSums, active: jax.Array
+    ) -> GradSums:
+        """Return the sums with the gradients added, where `active`, that `input_backward` left out."""
 
-        def block(sums: Sums, turn: tuple[jax.Array, Arrays]) -> tuple[Sums, None]:
-            place, values = turn
-            weights, key, real = self._block(chunk, microbatch, place)
-            grads = self.halves.second(weights, key, values)
-            return self.add(sums, chunk * self.each + place, grads, active & real), None
+        def block(sums: GradSums, turn: tuple[jax.Array, Arrays]) -> tuple[GradSums, None]:
+            index, weights, key, real = self._block(chunk, microbatch, turn[0])
+            grads = self.block.weight_backward(weights, key, turn[1])
+            return self.add_gradients(sums, index, grads, active & real), None
 
-        return lax.scan(block, sums, (jnp.arange(self.each), carried))[0]
+        return lax.scan(block, sums, (jnp.arange(self.blocks_per_chunk), carried))[0]
 
-    def _whole(self, weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[list[Any], PyTree, Arrays]:
-        return *self.halves.backward(weights, key, kept, dy), []
+    def _forward(self, chunk: jax.Array, microbatch: jax.Array, x: PyTree) -> tuple[PyTree, Arrays]:
+        def block(x: PyTree, turn: jax.Array) -> tuple[PyTree, Arrays]:
+            _, weights, key, real = self._block(chunk, microbatch, turn)
+            y, kept = self.block.forward(weights, x, key)
+            return _where(real, y, x), kept
+
+        return lax.scan(block, x, jnp.arange(self.blocks_per_chunk))
 
     def _backward(
-        self, chunk: jax.Array, microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: Sums, active: jax.Array,
-        half: Callable[..., tuple[list[Any], PyTree, Arrays]],
-    ) -> tuple[PyTree, Sums, Arrays]:  # fmt: skip
+        self, block_backward: Callable[..., tuple[list[Any], PyTree, Arrays]], chunk: jax.Array,
+        microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: GradSums, active: jax.Array,
+    ) -> tuple[PyTree, GradSums, Arrays]:  # fmt: skip
+        """The blocks' backwards in reverse; what each carries comes out stacked like what it kept."""
         if self.recompute:
             x = jax.tree.unflatten(jax.tree.structure(dy), kept)
-            kept = self._forward(chunk, microbatch, x)[1]
+            _, kept = self._forward(chunk, microbatch, x)
 
-        def block(carry: tuple[PyTree, Sums], turn: tuple[jax.Array, Arrays]) -> tuple[tuple[PyTree, Sums], Arrays]:
-            (dy, sums), (place, values) = carry, turn
-            weights, key, real = self._block(chunk, microbatch, place)
-            grads, dx, carried = half(weights, key, values, dy)
-            sums = self.add(sums, chunk * self.each + place, grads, active & real)
+        def block(
+            carry: tuple[PyTree, GradSums], turn: tuple[jax.Array, Arrays]
+        ) -> tuple[tuple[PyTree, GradSums], Arrays]:
+            dy, sums = carry
+            index, weights, key, real = self._block(chunk, microbatch, turn[0])
+            grads, dx, carried = block_backward(weights, key, turn[1], dy)
+            sums = self.add_gradients(sums, index, grads, active & real)
             return (_where(real, dx, dy), sums), carried
 
-        turns = (jnp.arange(self.each), kept)
+        turns = (jnp.arange(self.blocks_per_chunk), kept)
         (dx, sums), carried = lax.scan(block, (dy, sums), turns, reverse=True)
         return dx, sums, carried
 
-    def _block(self, chunk: jax.Array, microbatch: jax.Array, turn: jax.Array) -> tuple[PyTree, Any, jax.Array]:
-        place = chunk * self.each + turn
-        number, real = self.number(place)
-        return self.fetch(place), self.key_of(number + 1, microbatch), real
+    def _block(
+        self, chunk: jax.Array, microbatch: jax.Array, turn: jax.Array
+    ) -> tuple[jax.Array, PyTree, Any, jax.Array]:
+        """(local index, weights, key, whether it is no padding) of block `turn` of a chunk."""
+        index = chunk * self.blocks_per_chunk + turn
+        number, real = self.block_number(index)
+        return index, self.fetch(index), self.key_of(number + 1, microbatch), real
 
 
 def _where(real: jax.Array, x: PyTree, other: PyTree) -> PyTree:

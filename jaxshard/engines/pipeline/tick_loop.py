@@ -1,9 +1,35 @@
-"""The tick loop of a pipeline: any verified table, run by all devices of the ring together, one program for all ticks.
+"""The tick loop of a pipeline: any verified table, run by all devices of the ring in one program.
 
-Whether a slot of a tick (forward, backward, weights) runs is the same on every device, so no collective inside can wait
-for a device that took another branch; a device without an operation there computes on what its last slots hold and
-writes it where nobody reads. In a tick, in this order: embeddings of a run of micro-batches go to the first device,
-forwards, losses of a run, backwards, the embeddings' gradients, weight gradients, and what is sent arrives.
+All devices scan over the ticks of the table together. `BufferPlan` (schedules/buffers.py) says what each does in a
+tick, and which slots of which buffers it reads and writes. In a tick, in this order:
+
+    embed       inputs of a run of micro-batches -> inbox of the first device
+    F           inbox -> kept, and y -> the next device's inbox (last stage: -> its own outbox)
+    head        outbox of the last device: y -> dy of a run of micro-batches
+    B           kept, outbox (dy) -> carried, and dx -> the outbox of the device before (stage 0: -> its own outbox)
+    embed_grad  outbox of the first device: dx of a run -> gradients of the embedding
+    W           carried -> gradients
+    arrival     what F and B sent is written into inbox and outbox of the neighbours
+
+For p = 2 devices, m = 3 micro-batches and one chunk each, `print(js.schedules.one_f_one_b(2, 3))` shows
+
+    tick       0 1 2 3 4 5
+    device 0 F 0 1 2
+             B       0 1 2
+    device 1 F   0 1 2
+             B     0 1 2
+
+In tick 2 the last device does F of micro-batch 1, the second of a run, so the head runs on (0, 1): y of both in its
+outbox become dy of both. Its B of 0, in the same tick, uses the first; the dx that it sends arrives in the outbox of
+device 0 at the end of tick 2, where B of 0 reads it in tick 3. buffers.py follows the slots of this example.
+
+Invariants:
+
+- Whether an event happens in a tick (`at["f"] > 0`, ...) is the same on every device, so the conditionals contain
+  collectives without a device ever waiting for another that took the other branch.
+- A device with nothing to do in such an event computes on whatever its buffers hold. It writes to the last slot of the
+  buffer, which nobody reads, and adds nothing to sums (`active` is False).
+- A value written in an event can be read from the next event on, values from other devices from the next tick on.
 """
 
 from __future__ import annotations
@@ -17,223 +43,271 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.core.layout import only
+from jaxshard.core.layout import select
 from jaxshard.core.types import PyTree
-from jaxshard.engines.pipeline.embed_and_head import Ends, Metrics, Totals, filled
-from jaxshard.engines.pipeline.stages import Stages, Sums
-from jaxshard.schedules.buffers import Slots
-from jaxshard.schedules.packing import packed
+from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Metrics, Totals
+from jaxshard.engines.pipeline.floats import fill
+from jaxshard.engines.pipeline.stages import GradSums, Stages
+from jaxshard.schedules.buffers import BufferPlan
+from jaxshard.schedules.packing import pack_columns
+
+Tick = dict[str, jax.Array]
+"""This device's numbers of a tick, as `BufferPlan.rows` names them: int32 scalars."""
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick: the rings, every leaf [slots, ...], and the sums."""
+    """The state that goes from tick to tick: the buffers, every leaf [slots, ...], and the sums."""
 
     inbox: PyTree
     kept: PyTree
     outbox: PyTree
     carried: PyTree
-    grads: Sums
+    grads: GradSums
     totals: Totals
 
 
-def run_ticks(slots: Slots, axis: str, stages: Stages, ends: Ends, grads: Sums, totals: Totals) -> tuple[Sums, Totals]:
-    """The sums of the blocks' gradients and the totals of the ends after all ticks, inside `shard_map` over `axis`.
+def run_ticks(
+    plan: BufferPlan, axis: str, stages: Stages, ends: EmbedAndHead, grads: GradSums, totals: Totals
+) -> tuple[GradSums, Totals]:
+    """Run a schedule's table for training, inside `shard_map` over `axis`.
 
     Collectives over `axis`: per tick one permute of activations along the ring in each direction; per run of
     micro-batches their inputs to the first device, their outputs from the last one and back, and the inputs' gradients
     from the first one, each one activation long.
+
+    Args:
+      plan: the table with a slot for every value.
+      axis: the mesh axis whose devices are the pipeline.
+      stages: this device's blocks.
+      ends: the embedding and the head.
+      grads: zeros, the sums of the blocks' gradients.
+      totals: zeros, the totals of embedding and head.
+
+    Returns:
+      The sums and totals after all ticks: this device's share.
     """
-    loop = _Loop.of(slots, axis, stages, ends)
+    loop = _TickLoop.of(plan, axis, stages, ends)
     zero = jnp.int32(0)
-    x = jax.eval_shape(ends.enter, zero)
+    x = jax.eval_shape(ends.run_embed, zero)
     _, kept = jax.eval_shape(stages.forward, zero, zero, x)
     carried: list[Any] = []
-    if loop.splits:
-        _, _, carried = jax.eval_shape(stages.first, zero, zero, kept, x, grads, jnp.bool(True))
-    rings = {"inbox": x, "kept": kept, "outbox": x, "carried": carried}
-    start = Carry(**{name: loop.empty(name, value) for name, value in rings.items()}, grads=grads, totals=totals)
+    if loop.splits_backward:
+        _, _, carried = jax.eval_shape(stages.input_backward, zero, zero, kept, x, grads, jnp.bool(True))
+    buffers = {"inbox": x, "kept": kept, "outbox": x, "carried": carried}
+    start = Carry(**{name: loop.empty_buffer(name, like) for name, like in buffers.items()}, grads=grads, totals=totals)
     end, _ = lax.scan(loop.tick, start, loop.rows)
     return end.grads, end.totals
 
 
 def run_forwards(
-    slots: Slots, axis: str, stages: Stages, ends: Ends, counts: Callable[[jax.Array], jax.Array]
+    plan: BufferPlan, axis: str, stages: Stages, ends: EmbedAndHead, counts: Callable[[jax.Array], jax.Array]
 ) -> Metrics:
-    """This device's share of the metrics of the micro-batches that count: the forward half of `run_ticks`."""
-    loop = _Loop.of(slots, axis, stages, ends)
-    x = jax.eval_shape(ends.enter, jnp.int32(0))
-    tick = partial(loop.forward_tick, counts)
-    return lax.scan(tick, (loop.empty("inbox", x), loop.empty("outbox", x), ends.no_metrics()), loop.rows)[0][2]
+    """Run a table of forwards for evaluation, inside `shard_map` over `axis`.
+
+    Returns this device's share of the metrics of the micro-batches for which `counts(microbatch)` is True. Collectives
+    as in `run_ticks`, without those of the backward.
+    """
+    loop = _TickLoop.of(plan, axis, stages, ends)
+    x = jax.eval_shape(ends.run_embed, jnp.int32(0))
+    start = loop.empty_buffer("inbox", x), loop.empty_buffer("outbox", x), ends.zero_metrics()
+    (_, _, metrics), _ = lax.scan(partial(loop.forward_tick, counts), start, loop.rows)
+    return metrics
 
 
 class _Operation(NamedTuple):
-    """What a device does in a slot; not `active`: nothing, on whatever the slots hold."""
+    """A device's operation in an event; where not `active`, on whatever its buffers hold, and without effect."""
 
     chunk: jax.Array
     microbatch: jax.Array
     active: jax.Array
 
+    @classmethod
+    def of(cls, at: Tick, kind: str) -> _Operation:
+        microbatch = at[f"{kind}_microbatch"]
+        return cls(at[f"{kind}_chunk"], jnp.maximum(microbatch, 0), microbatch >= 0)
+
+
+class _RunMember(NamedTuple):
+    """A device's part of a run: its micro-batch, whether it has one, and the slots of all members' values."""
+
+    microbatch: jax.Array
+    active: jax.Array
+    slots: jax.Array
+
 
 @dataclass(frozen=True)
-class _Loop:
-    """A table with what its operations do. `at` are this device's numbers of a tick."""
+class _TickLoop:
+    """A table with what its operations do, on one device.
+
+    Attributes:
+      ring: the devices of the pipeline.
+      device: the index of this one.
+      sizes: the length of each buffer.
+      splits_backward: whether the table has W operations.
+      rows: the table, packed, as arrays [ticks, ...] to scan over.
+      read: `read(row of one tick) -> Tick` of this device.
+      runs: for each kind of run its members [runs, devices] and slots [runs, devices, devices].
+    """
 
     ring: Ring
     device: jax.Array
     stages: Stages
-    ends: Ends
+    ends: EmbedAndHead
     sizes: dict[str, int]
-    splits: bool
+    splits_backward: bool
     rows: Any
-    read: Callable[[Any], dict[str, jax.Array]]
+    read: Callable[[Any], Tick]
     runs: dict[str, tuple[jax.Array, jax.Array]]
 
     @classmethod
-    def of(cls, slots: Slots, axis: str, stages: Stages, ends: Ends) -> _Loop:
-        device, schedule = lax.axis_index(axis), slots.schedule
-        own, read_own = packed({name: x for name, x in slots.rows.items() if x.ndim == 2})
-        common, read_common = packed({name: x for name, x in slots.rows.items() if x.ndim == 1})
+    def of(cls, plan: BufferPlan, axis: str, stages: Stages, ends: EmbedAndHead) -> _TickLoop:
+        device, schedule = lax.axis_index(axis), plan.schedule
+        per_device, read_own = pack_columns({name: x for name, x in plan.rows.items() if x.ndim == 2})
+        common, read_common = pack_columns({name: x for name, x in plan.rows.items() if x.ndim == 1})
 
-        def read(row: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        def read(row: tuple[jax.Array, jax.Array]) -> Tick:
             return read_own(row[0][device]) | read_common(row[1])
 
-        rows = jnp.asarray(own), jnp.asarray(common)
-        runs = {name: jax.tree.map(jnp.asarray, values) for name, values in slots.runs.items()}
+        rows = jnp.asarray(per_device), jnp.asarray(common)
+        runs = {name: jax.tree.map(jnp.asarray, values) for name, values in plan.runs.items()}
         ring = Ring(axis, schedule.stages)
-        return cls(ring, device, stages, ends, slots.sizes, schedule.splits_backward, rows, read, runs)
+        return cls(ring, device, stages, ends, plan.sizes, schedule.splits_backward, rows, read, runs)
 
     def tick(self, carry: Carry, row: Any) -> tuple[Carry, None]:
-        """Everything that happens in a tick of training, in order."""
-        at = self.read(row)
-        # A conditional has only what it changes: a compiler may copy all that goes through one.
-        of_embed, of_head = self.ends.used()
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), carry.inbox)
-        totals = carry.totals
+        """One tick of training.
 
-        inbox = when(at["embed"] >= 0, partial(self.embed, at), carry.inbox)
+        A conditional is handed only what it changes, and closes over what it only reads: a compiler may copy all that
+        goes through one. So the gradients outside the blocks go through the head's conditional without those that only
+        the embedding has, and the other way around.
+        """
+        at, totals = self.read(row), carry.totals
+        read_by_embed, read_by_head = self.ends.readers()
+        nothing = self._nothing_sent(carry.inbox)
+
+        inbox = run_if(at["embed"] >= 0, partial(self.embed, at), carry.inbox)
         forward = partial(self.forward, at, inbox)
-        kept, outbox, y = when(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
-        mine = totals._replace(grads=only(of_head, totals.grads))
-        outbox, mine = when(at["head"] >= 0, partial(self.head, at), (outbox, mine))
-        totals = mine._replace(grads=filled(mine.grads, totals.grads))
+        kept, outbox, y = run_if(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
+        of_head = totals._replace(grads=select(read_by_head, totals.grads))
+        outbox, of_head = run_if(at["head"] >= 0, partial(self.head, at), (outbox, of_head))
+        totals = of_head._replace(grads=fill(of_head.grads, totals.grads))
         backward = partial(self.backward, at, kept)
-        outbox, carried, grads, dx = when(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
-        entered = when(at["embed_grad"] >= 0, partial(self.embed_grad, at, outbox), only(of_embed, totals.grads))
-        totals = totals._replace(grads=filled(entered, totals.grads))
-        if self.splits:
-            grads = when(at["w"] > 0, partial(self.weights, at, carried), grads)
-        inbox = put(inbox, at["arrive_f"], self.ring.shift(y, 1))
-        outbox = put(outbox, at["arrive_b"], self.ring.shift(dx, -1))
+        outbox, carried, grads, dx = run_if(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
+        embed_grad = partial(self.embed_grad, at, outbox)
+        of_embed = run_if(at["embed_grad"] >= 0, embed_grad, select(read_by_embed, totals.grads))
+        totals = totals._replace(grads=fill(of_embed, totals.grads))
+        if self.splits_backward:
+            grads = run_if(at["w"] > 0, partial(self.weight_backward, at, carried), grads)
+        inbox = write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1))
+        outbox = write_slot(outbox, at["arrive_b"], self.ring.shift(dx, -1))
         return Carry(inbox, kept, outbox, carried, grads, totals), None
 
     def forward_tick(
         self, counts: Callable[[jax.Array], jax.Array], carry: tuple[PyTree, PyTree, Metrics], row: Any
     ) -> tuple[tuple[PyTree, PyTree, Metrics], None]:
-        """Everything that happens in a tick of evaluation; micro-batches add to the metrics where `counts` says so."""
-        at = self.read(row)
-        inbox, outbox, metrics = carry
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), inbox)
-        inbox = when(at["embed"] >= 0, partial(self.embed, at), inbox)
-        _, outbox, y = when(at["f"] > 0, partial(self.forward, at, inbox), ([], outbox, nothing))
-        metrics = when(at["head"] >= 0, partial(self.judge, at, outbox, counts), metrics)
-        return (put(inbox, at["arrive_f"], self.ring.shift(y, 1)), outbox, metrics), None
+        """One tick of evaluation; micro-batches add to the metrics where `counts` is True."""
+        at, (inbox, outbox, metrics) = self.read(row), carry
+        inbox = run_if(at["embed"] >= 0, partial(self.embed, at), inbox)
+        forward = partial(self.forward, at, inbox)
+        _, outbox, y = run_if(at["f"] > 0, forward, ([], outbox, self._nothing_sent(inbox)))
+        metrics = run_if(at["head"] >= 0, partial(self.add_metrics, at, outbox, counts), metrics)
+        return (write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1)), outbox, metrics), None
 
-    def embed(self, at: dict[str, jax.Array], inbox: PyTree) -> PyTree:
-        """The inbox with the inputs of a run of micro-batches, on the first device."""
-        microbatch, _, places = self._run("embed", at)
-        return put_all(inbox, places, self.ring.collect(self.ends.enter(microbatch), to=0))
+    # The events. Each takes what it changes last, and returns it changed.
 
-    def forward(
-        self, at: dict[str, jax.Array], inbox: PyTree, state: tuple[PyTree, PyTree, PyTree]
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """(what is kept, the outbox, what is sent) after a forward of every device."""
+    def embed(self, at: Tick, inbox: PyTree) -> PyTree:
+        """Write the inputs of a run of micro-batches into the inbox of the first device."""
+        run = self._run("embed", at)
+        return write_slots(inbox, run.slots, self.ring.gather_to(self.ends.run_embed(run.microbatch), to=0))
+
+    def forward(self, at: Tick, inbox: PyTree, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+        """Run a forward on every device; `state` is (kept, outbox, what is sent)."""
         kept, outbox, _ = state
-        chunk, microbatch, _ = _operation(at, "f")
-        y, residuals = self.stages.forward(chunk, microbatch, get(inbox, at["f_inbox"]))
-        return put(kept, at["f_kept"], residuals), put(outbox, at["f_outbox"], y), y
+        chunk, microbatch, _ = _Operation.of(at, "f")
+        y, residuals = self.stages.forward(chunk, microbatch, read_slot(inbox, at["f_inbox"]))
+        return write_slot(kept, at["f_kept"], residuals), write_slot(outbox, at["f_outbox"], y), y
 
-    def head(self, at: dict[str, jax.Array], state: tuple[PyTree, Totals]) -> tuple[PyTree, Totals]:
-        """(the outbox, on the last device with cotangents in place of outputs, the totals) after a run's losses."""
+    def head(self, at: Tick, state: tuple[PyTree, Totals]) -> tuple[PyTree, Totals]:
+        """Run the head on a run of micro-batches; in the last device's outbox cotangents take the place of outputs."""
         outbox, totals = state
-        microbatch, active, places = self._run("head", at)
-        dy, totals = self.ends.leave(microbatch, self._outputs(outbox, places), totals, active)
-        return put_all(outbox, places, self.ring.collect(dy, to=self.ring.size - 1)), totals
+        run = self._run("head", at)
+        dy, totals = self.ends.run_head(run.microbatch, self._outputs(outbox, run.slots), totals, run.active)
+        return write_slots(outbox, run.slots, self.ring.gather_to(dy, to=self.ring.size - 1)), totals
 
-    def judge(
-        self, at: dict[str, jax.Array], outbox: PyTree, counts: Callable[[jax.Array], jax.Array], metrics: Metrics
+    def add_metrics(
+        self, at: Tick, outbox: PyTree, counts: Callable[[jax.Array], jax.Array], metrics: Metrics
     ) -> Metrics:
-        """The metrics with those of a run."""
-        microbatch, active, places = self._run("head", at)
-        return self.ends.judge(microbatch, self._outputs(outbox, places), metrics, active & counts(microbatch))
+        """Add the metrics of a run of micro-batches. Evaluation only."""
+        run = self._run("head", at)
+        active = run.active & counts(run.microbatch)
+        return self.ends.add_metrics(run.microbatch, self._outputs(outbox, run.slots), metrics, active)
 
-    def backward(self, at: dict[str, jax.Array], kept: PyTree, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(the outbox, what is carried, the gradients, what is sent) after a backward of every device."""
+    def backward(self, at: Tick, kept: PyTree, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run a backward on every device; `state` is (outbox, carried, gradients, what is sent)."""
         outbox, carried, grads, _ = state
-        chunk, microbatch, active = _operation(at, "b")
-        arguments = chunk, microbatch, get(kept, at["b_kept"]), get(outbox, at["b_outbox"]), grads, active
-        if self.splits:
-            dx, grads, values = self.stages.first(*arguments)
-            carried = put(carried, at["b_carried"], values)
+        chunk, microbatch, active = _Operation.of(at, "b")
+        residuals, dy = read_slot(kept, at["b_kept"]), read_slot(outbox, at["b_outbox"])
+        if self.splits_backward:
+            dx, grads, values = self.stages.input_backward(chunk, microbatch, residuals, dy, grads, active)
+            carried = write_slot(carried, at["b_carried"], values)
         else:
-            dx, grads = self.stages.backward(*arguments)
-        return put(outbox, at["b_result"], dx), carried, grads, dx
+            dx, grads = self.stages.backward(chunk, microbatch, residuals, dy, grads, active)
+        return write_slot(outbox, at["b_result"], dx), carried, grads, dx
 
-    def embed_grad(self, at: dict[str, jax.Array], outbox: PyTree, sums: PyTree) -> PyTree:
-        """The embedding's gradients with those of a run."""
-        microbatch, active, places = self._run("embed_grad", at)
-        dx = self.ring.spread(get_all(outbox, places, self.ring.size), of=0)
-        return self.ends.enter_grad(microbatch, dx, sums, active)
+    def embed_grad(self, at: Tick, outbox: PyTree, sums: PyTree) -> PyTree:
+        """Add the embedding's gradients of a run of micro-batches, whose dx are in the first device's outbox."""
+        run = self._run("embed_grad", at)
+        dx = self.ring.scatter_from(read_slots(outbox, run.slots, self.ring.size), source=0)
+        return self.ends.add_embed_gradients(run.microbatch, dx, sums, run.active)
 
-    def weights(self, at: dict[str, jax.Array], carried: PyTree, grads: Sums) -> Sums:
-        """The gradients with those that waited, of every device."""
-        chunk, microbatch, active = _operation(at, "w")
-        return self.stages.second(chunk, microbatch, get(carried, at["w_carried"]), grads, active)
+    def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> GradSums:
+        """Add, on every device, the gradients of weights that a B put off."""
+        chunk, microbatch, active = _Operation.of(at, "w")
+        values = read_slot(carried, at["w_carried"])
+        return self.stages.weight_backward(chunk, microbatch, values, grads, active)
 
-    def empty(self, name: str, value: PyTree) -> PyTree:
-        """A ring of slots for values like this one."""
-        return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), value)
+    def empty_buffer(self, name: str, like: PyTree) -> PyTree:
+        """Return a buffer of zeros for values like this one: every leaf [slots, ...]."""
+        return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
-    def _run(self, name: str, at: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(this device's micro-batch in a run, whether it has one, the slots of all devices' pieces)."""
-        members, places = self.runs[name]
+    def _nothing_sent(self, buffer: PyTree) -> PyTree:
+        """What devices send in a tick without the event: zeros like one slot of the buffer, to the scratch slot."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), buffer)
+
+    def _run(self, name: str, at: Tick) -> _RunMember:
+        members, slots = self.runs[name]
         mine = members[at[name], self.device].astype(jnp.int32)
-        return jnp.maximum(mine, 0), mine >= 0, places[at[name], self.device]
+        return _RunMember(jnp.maximum(mine, 0), mine >= 0, slots[at[name], self.device])
 
-    def _outputs(self, outbox: PyTree, places: jax.Array) -> PyTree:
-        """Each device's output of a run, from the last device."""
-        return self.ring.spread(get_all(outbox, places, self.ring.size), of=self.ring.size - 1)
-
-
-def _operation(at: dict[str, jax.Array], kind: str) -> _Operation:
-    microbatch = at[f"{kind}_microbatch"]
-    return _Operation(at[f"{kind}_chunk"], jnp.maximum(microbatch, 0), microbatch >= 0)
+    def _outputs(self, outbox: PyTree, slots: jax.Array) -> PyTree:
+        """This device's output of a run, from the outbox of the last device."""
+        return self.ring.scatter_from(read_slots(outbox, slots, self.ring.size), source=self.ring.size - 1)
 
 
-def when(condition: jax.Array, fn: Callable[[Any], Any], state: Any) -> Any:
-    """`fn(state)` where the condition, the same on every device, holds; else the state."""
+def run_if(condition: jax.Array, fn: Callable[[Any], Any], state: Any) -> Any:
+    """Return `fn(state)` where the condition, the same on every device, holds, else the state."""
     return lax.cond(condition, fn, lambda state: state, state)
 
 
-def get(ring: PyTree, slot: jax.Array) -> PyTree:
-    """What lies in a slot of a ring."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), ring)
+def read_slot(buffer: PyTree, slot: jax.Array) -> PyTree:
+    """Return the value in a slot of a buffer, every leaf [slots, ...]."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), buffer)
 
 
-def put(ring: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
-    """The ring with the value in a slot."""
-    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), ring, value)
+def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
+    """Return the buffer with the value in a slot."""
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), buffer, value)
 
 
-def get_all(ring: PyTree, slots: jax.Array, count: int) -> list[PyTree]:
-    """What lies in several slots."""
-    return [get(ring, slots[i].astype(jnp.int32)) for i in range(count)]
+def read_slots(buffer: PyTree, slots: jax.Array, count: int) -> list[PyTree]:
+    """Return the values in the first `count` of the slots [devices]."""
+    return [read_slot(buffer, slots[i].astype(jnp.int32)) for i in range(count)]
 
 
-def put_all(ring: PyTree, slots: jax.Array, values: list[PyTree]) -> PyTree:
-    """The ring with values in several slots."""
+def write_slots(buffer: PyTree, slots: jax.Array, values: list[PyTree]) -> PyTree:
+    """Return the buffer with each value in the slot at its place."""
     for i, value in enumerate(values):
-        ring = put(ring, slots[i].astype(jnp.int32), value)
-    return ring
+        buffer = write_slot(buffer, slots[i].astype(jnp.int32), value)
+    return buffer
 
 
 class Ring(NamedTuple):
@@ -243,21 +317,24 @@ class Ring(NamedTuple):
     size: int
 
     def shift(self, x: PyTree, by: int) -> PyTree:
-        """Every device's value at its neighbour."""
-        return self._permuted(x, [(i, (i + by) % self.size) for i in range(self.size)])
+        """Send every device's value to the device `by` places further. One permute."""
+        return self._permute(x, [(i, (i + by) % self.size) for i in range(self.size)])
 
-    def collect(self, x: PyTree, *, to: int) -> list[PyTree]:
-        """Every device's value, in order, on the device `to`; elsewhere nothing that means anything."""
-        return [x if i == to else self._permuted(x, [(i, to)]) for i in range(self.size)]
+    def gather_to(self, x: PyTree, *, to: int) -> list[PyTree]:
+        """Return, on the device `to`, all devices' values in order; zeros on the others. size - 1 permutes.
 
-    def spread(self, values: list[PyTree], *, of: int) -> PyTree:
-        """Of the values of device `of` each device's own."""
-        mine, device = values[of], lax.axis_index(self.axis)
+        Instead of one all-gather, which would send every value to every device.
+        """
+        return [x if i == to else self._permute(x, [(i, to)]) for i in range(self.size)]
+
+    def scatter_from(self, values: list[PyTree], *, source: int) -> PyTree:
+        """Return, on each device i, `values[i]` of the device `source`. size - 1 permutes."""
+        mine, device = values[source], lax.axis_index(self.axis)
         for i, value in enumerate(values):
-            if i != of:
-                sent = self._permuted(value, [(of, i)])
+            if i != source:
+                sent = self._permute(value, [(source, i)])
                 mine = jax.tree.map(lambda a, b, i=i: jnp.where(device == i, b, a), mine, sent)
         return mine
 
-    def _permuted(self, x: PyTree, pairs: list[tuple[int, int]]) -> PyTree:
+    def _permute(self, x: PyTree, pairs: list[tuple[int, int]]) -> PyTree:
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, pairs), x)

@@ -230,7 +230,7 @@ def with_others(params, x, key):
 def others_toy() -> Toy:
     """Blocks with a scalar and frozen integers, and outside of them integers and what nobody uses."""
     base = stack_toy(residual_block, 5)
-    model = base.loss_fn.__self__
+    model = base.loss_fn.model
 
     def init(key):
         parts = model._init_parts(key)

@@ -138,7 +138,7 @@ def test_in_double_precision_nothing_is_left_but_rounding(schedule):
     single = stack_toy(dropping_block, 9)
     start = in_doubles(start_of(single.init_fn))
     with jax.enable_x64(True):
-        model = stack_toy(dropping_block, 9).loss_fn.__self__
+        model = stack_toy(dropping_block, 9).loss_fn.model
         toy = single._replace(batch=in_doubles(single.batch), init_fn=Doubled(model, start).init)
         trace, _ = Ring(2, CHUNKS[schedule][-1]).run(toy, js.pipelined(microbatches=4, schedule=schedule))
         alone = one_device(toy, steps=2)

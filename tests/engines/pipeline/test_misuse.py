@@ -14,7 +14,7 @@ from tests.toys import nnx_toy
 
 TX = optax.sgd(0.1)
 TOY = stack_toy(residual_block, 8)
-MODEL = TOY.loss_fn.__self__
+MODEL = TOY.loss_fn.model
 BOTH = js.compose(js.pipeline(), js.ddp())
 
 

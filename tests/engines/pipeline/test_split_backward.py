@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshard.adapt.stacked import checkpoint_body
-from jaxshard.engines.pipeline.split_backward import Halves, halves
+from jaxshard.engines.pipeline.split_backward import SplitBlock, split_block
 from tests.engines.pipeline.pipes import WIDTH, dropping_block, residual_block
 from tests.engines.pipeline.test_blocks import BLOCKS, everything
 from tests.toys import tree_error
-
-pytestmark = pytest.mark.usefixtures("compiling")
 
 ROWS = 5
 POLICIES = ["nothing", "dots", "everything"]
@@ -32,11 +30,11 @@ X, DY = numbers(2, ROWS, WIDTH), numbers(3, ROWS, WIDTH)
 KEY = jax.random.key(5)
 
 
-def taken_apart(block, weights, x, policy="everything", trained=None) -> Halves:
+def taken_apart(block, weights, x, policy="everything", trained=None) -> SplitBlock:
     """As the engine does it, for arrays of these shapes."""
     body = block if policy == "everything" else checkpoint_body(policy, block)
     trained = [True] * len(jax.tree.leaves(weights)) if trained is None else trained
-    return halves(body, weights, x, KEY, trained)
+    return split_block(body, weights, x, KEY, trained)
 
 
 def is_float(x):
@@ -64,15 +62,15 @@ def by_vjp(block, weights, x, dy, trained):
     return y, *pullback(floats(dy))
 
 
-def check(block, weights, x, dy, policy, trained=None) -> Halves:
+def check(block, weights, x, dy, policy, trained=None) -> SplitBlock:
     trained = [True] * len(jax.tree.leaves(weights)) if trained is None else trained
     parts = taken_apart(block, weights, x, policy, trained)
 
     @jax.jit
     def both(weights, x, dy):
         y, kept = parts.forward(weights, x, KEY)
-        some, first_dx, carried = parts.first(weights, KEY, kept, dy)
-        late = parts.second(weights, KEY, carried)
+        some, first_dx, carried = parts.input_backward(weights, KEY, kept, dy)
+        late = parts.weight_backward(weights, KEY, carried)
         return (y, *parts.backward(weights, KEY, kept, dy)), some, first_dx, late
 
     (y, grads, dx), some, first_dx, late = both(weights, x, dy)
@@ -120,7 +118,7 @@ def shapes_kept(parts, weights=WEIGHTS, x=X):
 
 def shapes_carried(parts):
     kept = jax.eval_shape(parts.forward, WEIGHTS, X, KEY)[1]
-    return sorted(leaf.shape for leaf in jax.eval_shape(parts.first, WEIGHTS, KEY, kept, DY)[2])
+    return sorted(leaf.shape for leaf in jax.eval_shape(parts.input_backward, WEIGHTS, KEY, kept, DY)[2])
 
 
 @pytest.mark.parametrize("block", [residual_block, dropping_block, everything], ids=lambda block: block.__name__)
@@ -153,11 +151,11 @@ def test_the_gradient_that_comes_with_the_inputs_is_early_and_all_others_late():
     """A bias's gradient alone is a sum of what the input's needs; it is late, too, for it needs no more of it."""
     parts = taken_apart(residual_block, WEIGHTS, X)
     _, kept = parts.forward(WEIGHTS, X, KEY)
-    some, _, carried = parts.first(WEIGHTS, KEY, kept, DY)
+    some, _, carried = parts.input_backward(WEIGHTS, KEY, kept, DY)
     assert [x is None for x in some] == [True, True] and len(carried) == 2
     scanning = taken_apart(BLOCKS[0], WEIGHTS, X)
     _, kept = scanning.forward(WEIGHTS, X, KEY)
-    assert [x is None for x in scanning.first(WEIGHTS, KEY, kept, DY)[0]] == [False, False]
+    assert [x is None for x in scanning.input_backward(WEIGHTS, KEY, kept, DY)[0]] == [False, False]
 
 
 # Activations of several arrays.
@@ -205,10 +203,10 @@ def test_the_halves_do_together_what_the_whole_does():
     weights, x = [numbers(i, 32, 32) for i in range(4)], numbers(9, 64, 32)
     parts = taken_apart(deep, weights, x)
     _, kept = parts.forward(weights, x, KEY)
-    _, _, carried = parts.first(weights, KEY, kept, x)
+    _, _, carried = parts.input_backward(weights, KEY, kept, x)
     whole = flops(lambda kept, dy: parts.backward(weights, KEY, kept, dy), kept, x)
-    first = flops(lambda kept, dy: parts.first(weights, KEY, kept, dy), kept, x)
-    second = flops(lambda carried: parts.second(weights, KEY, carried), carried)
+    first = flops(lambda kept, dy: parts.input_backward(weights, KEY, kept, dy), kept, x)
+    second = flops(lambda carried: parts.weight_backward(weights, KEY, carried), carried)
     assert whole > 8 * 2 * 64 * 32 * 32
     assert first + second == pytest.approx(whole, rel=0.02)
     assert first == pytest.approx(second, rel=0.1)
