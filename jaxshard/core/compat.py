@@ -150,6 +150,26 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """Return the axes that a shard_map equation, given by its parameters, makes manual and that were not so around it.
+
+    Undocumented: the name of the parameter. Loud: a KeyError with it.
+    """
+    return frozenset(params["newly_manual_axes"])
+
+
+def contracted_kernel_dims(params: dict[str, Any]) -> tuple[int, ...]:
+    """Return the kernel's dimensions over which a convolution equation sums: its input features and the window.
+
+    With feature groups the kernel's input features are already those of one group.
+
+    Undocumented: that the equation has a parameter `dimension_numbers` and `rhs_spec` begins with the output features.
+    Silent: FLOPs of convolutions would be counted wrong.
+    """
+    _, *summed = params["dimension_numbers"].rhs_spec
+    return tuple(summed)
+
+
 def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
     """Return (file, line, qualified function name) of the Python frames that made an equation, innermost first.
 

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
+from jaxshard.core.compat import contracted_kernel_dims, newly_manual_axes
+
 
 def model_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
     """Count the FLOPs of `fn` on arrays of these shapes: two for every multiply-add of a product or convolution.
@@ -78,16 +80,14 @@ def _count_equation(equation: JaxprEqn) -> int:
             (contracted, _), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
             return _product(equation, equation.invars[0], contracted)
         case "conv_general_dilated":
-            # The kernel's own input features: with feature groups these are already those of one group.
-            _, features, *spatial = params["dimension_numbers"].rhs_spec
-            return _product(equation, equation.invars[1], (features, *spatial))
+            return _product(equation, equation.invars[1], contracted_kernel_dims(params))
         case "scan":
             return int(params["length"]) * _count(params["jaxpr"].jaxpr)
         case "cond":
             return max(_count(branch.jaxpr) for branch in params["branches"])
         case "shard_map":
             # Shapes inside are those of one device. A nested shard_map is counted on the axes that it adds.
-            devices: int = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+            devices: int = math.prod(params["mesh"].shape[axis] for axis in newly_manual_axes(params))
             return devices * _count(params["jaxpr"])
         case "pallas_call":
             return _estimated(params)

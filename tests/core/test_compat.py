@@ -158,6 +158,27 @@ def test_the_inputs_of_a_scan_are_counted():
     assert compat.scan_counts(scan.params) == (1, 2)
 
 
+def test_a_shard_map_says_which_axes_it_adds_as_newly_manual_axes():
+    mesh = js.make_mesh(jax.devices()[:1], data=1, tensor=1)
+    whole = PartitionSpec()
+
+    def outer(x):
+        return jax.shard_map(jnp.sin, in_specs=whole, out_specs=whole, axis_names={"tensor"}, check_vma=False)(x)
+
+    nested = jax.shard_map(outer, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={"data"}, check_vma=False)
+    (first,) = open_jaxpr(jax.make_jaxpr(nested)(X))[0].eqns
+    (second,) = open_jaxpr(first.params["jaxpr"])[0].eqns
+    assert [compat.newly_manual_axes(one.params) for one in (first, second)] == [{"data"}, {"tensor"}]
+
+
+def test_rhs_spec_names_the_kernels_output_features_first():
+    numbers = ("NHWC", "HWIO", "NHWC")  # the output features O are dimension 3, the input features I dimension 2
+    image, kernel = np.ones((1, 5, 6, 4), np.float32), np.ones((2, 3, 4, 7), np.float32)
+    conv = jax.make_jaxpr(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers))
+    (equation,) = open_jaxpr(conv(image, kernel))[0].eqns
+    assert compat.contracted_kernel_dims(equation.params) == (2, 0, 1)
+
+
 # Types inside of shard_map.
 
 

@@ -1,10 +1,14 @@
-"""Short programs in HLO's text format, for what a given compiler may or may not print."""
+"""What the tests of this folder share: short programs in HLO's text format, and a model of shapes alone."""
 
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from jaxshard.models.gpt import gpt
+from tests.toys import Toy
 
 
 def mesh_of(**axes):
@@ -25,3 +29,8 @@ def program(entry, *computations, tables=""):
         f"HloModule test, is_scheduled=true, num_partitions=8\n{tables}\n{added}\n{''.join(computations)}\n"
         f"ENTRY %main (p: f32[64,16]) -> f32[64,16] {{\n  %p = f32[64,16]{{1,0}} parameter(0)\n{body}\n}}\n"
     )
+
+
+def gpt_shapes(rows, **sizes):
+    model = gpt(**sizes)
+    return Toy(model.init, model.loss, {"tokens": jax.ShapeDtypeStruct((rows, sizes["seq"] + 1), jnp.int32)})

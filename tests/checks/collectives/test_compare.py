@@ -1,0 +1,314 @@
+"""Compiled steps that keep the promise, and surprises with their source lines."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxshard as js
+from jaxshard.checks.collectives.compare import audit
+from jaxshard.plan.topology import topology_mesh
+from tests.checks.collectives.programs import gpt_shapes
+from tests.engines import test_collectives as literals
+from tests.engines.programs import setups, torus_setups, tpu
+from tests.toys import Toy, gpt_toy, linen_toy, nnx_toy, quick_compile
+
+ADAM = optax.adam(1e-3)
+F32 = 4
+
+
+def audited(toy, strategy, mesh, engine=None, tx=ADAM, **options):
+    layout = js.layout(strategy, mesh, toy.init_fn, tx, **options)
+    with quick_compile():
+        return audit(js.make_step(toy.loss_fn, tx, layout, engine=engine or js.explicit()), toy.batch)
+
+
+# Compiled steps
+
+TENSOR = {
+    "zero2 x tensor": js.compose(js.zero2(min_size=0), js.tensor()),
+    "fsdp x tensor": js.compose(js.fsdp(min_size=0), js.tensor()),
+}
+
+
+def assert_exact(comparison):
+    """Nothing unexpected, nothing missing, and where arrays are promised, exactly their bytes."""
+    assert comparison.ok, str(comparison)
+    assert not comparison.missing and not comparison.tolerated, str(comparison)
+    rows = [row for row in comparison.rows() if row["promised"] is not None]
+    assert rows
+    assert all(row["promised"] == row["bytes"] for row in rows), str(comparison)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=() if name == "hsdp" else pytest.mark.slow) for name in literals.EXPECTED],
+)
+def test_the_gpt_keeps_the_promise_of_every_strategy(strategy):
+    axes, made = setups(0)[strategy]
+    assert_exact(audited(gpt_toy(vocab=48), made, js.make_mesh(**axes)))
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("zero2 x tensor", marks=pytest.mark.slow), "fsdp x tensor"])
+def test_the_gpt_keeps_the_promise_over_a_tensor_axis(strategy):
+    comparison = audited(gpt_toy(vocab=48), TENSOR[strategy], js.make_mesh(data=4, tensor=2))
+    assert_exact(comparison)
+    # Two blocks: two sums of activations forward, two backward. Embedding forward, output backward; maximum, sum and
+    # chosen logit of the loss; f32[4, 16, 32] and f32[4, 16].
+    (row,) = [row for row in comparison.rows() if row["axis"] == "tensor"]
+    assert row == {
+        "kind": "all-reduce", "axis": "tensor", "promised": None, "count": row["count"],
+        "bytes": F32 * ((2 * 4 + 2) * 4 * 16 * 32 + 3 * 4 * 16),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", literals.EXPECTED)
+def test_a_linen_mlp_keeps_the_promise_of_every_strategy(strategy):
+    axes, made = setups(0)[strategy]
+    assert_exact(audited(linen_toy(), made, js.make_mesh(**axes)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_with_a_scalar_keeps_the_promise(strategy):
+    axes, made = setups(0)[strategy]
+    assert_exact(audited(nnx_toy(), made, js.make_mesh(**axes)))
+
+
+def test_units_are_gathered_again_where_the_backward_pass_needs_them():
+    """Of two units the second one's kernel: nothing asks for the gradient of the batch, nor for an added bias."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + jnp.tanh(nn.Dense(16)(x))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = Layer()(x)
+            return nn.Dense(8)(x)
+
+    batch = {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    adapted = js.linen(Net(), lambda model, batch: js.Mean(jnp.sum(model(batch["x"]) ** 2), batch["x"].size), batch)
+    toy = Toy(adapted.init, adapted.loss, batch)
+    mesh, engine = js.make_mesh(data=8), js.explicit(units=[Layer])
+    comparison = audited(toy, js.fsdp(min_size=0), mesh, engine)
+    assert_exact(comparison)
+    gathers = {one.what: one.most for one in comparison.promised if one.kind == "all-gather"}
+    assert gathers == {
+        "weight Layer_0/Dense_0/kernel": 1, "weight Layer_0/Dense_0/bias": 1,
+        "weight Layer_1/Dense_0/kernel": 2, "weight Layer_1/Dense_0/bias": 1,
+        "weight Dense_0/kernel": 1, "weight Dense_0/bias": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_two_data_axes_on_simulated_devices(strategy):
+    assert_exact(audited(gpt_toy(vocab=48), torus_setups(0)[strategy], js.make_mesh(x=2, y=4)))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_the_automatic_engine_stays_within_the_promise(strategy):
+    """The CPU compiler reduces everywhere, unpadded, and slices."""
+    axes, made = setups(0)[strategy]
+    comparison = audited(linen_toy(), made, js.make_mesh(**axes), js.auto())
+    assert comparison.ok, str(comparison)
+    rows = {row["kind"]: row["bytes"] for row in comparison.rows() if row["bytes"]}
+    assert rows == {"all-reduce": F32 * (13 * 27 + 27 + 27 * 1001 + 1001 + 1001 * 7 + 7), "all-gather": 142_944}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_the_gpt_under_the_automatic_engine(strategy):
+    """The tied embedding, 48 x 32, is reduced once per use."""
+    axes, made = setups(0)[strategy]
+    comparison = audited(gpt_toy(vocab=48), made, js.make_mesh(**axes), js.auto())
+    assert comparison.ok, str(comparison)
+    reduced = sum(row["bytes"] for row in comparison.rows() if row["kind"] in ("all-reduce", "reduce-scatter"))
+    blocks = 2 * (12 * 32 * 32 + 13 * 32)
+    assert reduced == F32 * (blocks + 2 * 48 * 32 + 16 * 32 + 2 * 32)
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_a_tpu_that_permutes_borders_and_joins_reductions_keeps_the_promise(strategy):
+    axes, made = setups(2**12)[strategy]
+    toy = gpt_shapes(16, vocab=256, width=144, depth=2, heads=8, seq=32)
+    layout = js.layout(made, topology_mesh("v5e:2x4", **axes), toy.init_fn, ADAM)
+    comparison = audit(js.make_step(toy.loss_fn, ADAM, layout, engine=js.explicit()), toy.batch)
+    assert comparison.ok, str(comparison)
+    assert not comparison.missing, str(comparison)
+
+
+# Surprises
+
+
+def line_of(function, needle):
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if needle in line)}"
+
+
+ROWS, POSITIONS, VOCAB, WIDTH = 8, 4, 40, 16
+TOKENS = {"tokens": jax.ShapeDtypeStruct((ROWS, POSITIONS), jnp.int32)}
+
+
+def language_init(key):
+    names = {"embedding": (VOCAB, WIDTH), "up/kernel": (WIDTH, 64), "down/kernel": (64, WIDTH)}
+    shapes = {**names, "lm_head/kernel": (WIDTH, VOCAB)}
+    params = {name: jax.random.normal(key, shape) / 4 for name, shape in shapes.items()}
+    return {name.split("/")[0]: {"kernel": x} if "/" in name else x for name, x in params.items()}
+
+
+def language_loss(seen=lambda logits: logits, up=lambda kernel: kernel, inner=lambda hidden: hidden):
+    """A loss whose logits, first kernel and hidden layer go through what a test passes."""
+
+    def loss(params, batch, key):
+        x_BTC = params["embedding"][batch["tokens"]]
+        hidden_BTF = inner(jnp.tanh(x_BTC @ up(params["up"]["kernel"])))
+        logits_BTV = seen((hidden_BTF @ params["down"]["kernel"]) @ params["lm_head"]["kernel"])
+        nats_BT = (
+            jax.nn.logsumexp(logits_BTV, -1) - jnp.take_along_axis(logits_BTV, batch["tokens"][..., None], -1)[..., 0]
+        )
+        return js.Mean(nats_BT.sum(), nats_BT.size)
+
+    return Toy(language_init, loss, TOKENS)
+
+
+DATA_TENSOR = {"data": 4, "tensor": 2}
+
+
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
+def test_a_plain_language_model_does_not_surprise(engine):
+    mesh = js.make_mesh(**DATA_TENSOR)
+    comparison = audited(language_loss(), js.compose(js.ddp(), js.tensor()), mesh, engine)
+    assert comparison.ok, str(comparison)
+    assert not comparison.missing
+
+
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
+def test_logits_that_are_gathered_are_named_with_their_line(engine):
+    """Under auto the compiler gathers the output matrix instead, on the line that multiplies with it."""
+
+    def seen(logits):
+        return js.constrain(logits, ("batch", None, None))  # the whole vocabulary
+
+    mesh = js.make_mesh(**DATA_TENSOR)
+    comparison = audited(language_loss(seen=seen), js.compose(js.ddp(), js.tensor()), mesh, engine)
+    (surprise,) = [one for one in comparison.surprises if one.found.kind == "all-gather"]
+    assert surprise.found.axes == ("tensor",)
+    if engine.compiler_chooses:
+        assert surprise.found.shapes == ((WIDTH, VOCAB),)
+        assert surprise.why == "the weight embedding or the weight lm_head/kernel: must never move over tensor"
+        assert surprise.place == line_of(language_loss, "logits_BTV = seen(")
+    else:
+        assert surprise.found.bytes == F32 * (ROWS // 4) * POSITIONS * VOCAB
+        assert surprise.why == "logits, all 40 of a vocabulary: must never move over tensor"
+        # JAX 0.12 names what is moved after the line that made it.
+        assert surprise.place in (line_of(seen, "# the whole vocabulary"), line_of(language_loss, "logits_BTV = seen("))
+
+
+def test_a_weight_that_is_gathered_over_tensor_is_named_with_its_line():
+    mesh = js.make_mesh(**DATA_TENSOR)
+
+    def up(kernel):
+        return lax.with_sharding_constraint(kernel, NamedSharding(mesh, P())) * 2  # whole
+
+    comparison = audited(language_loss(up=up), js.compose(js.ddp(), js.tensor()), mesh, js.auto())
+    surprises = [one for one in comparison.surprises if one.found.kind == "all-gather"]
+    assert {one.found.shapes for one in surprises} == {((WIDTH, 64),)}
+    # JAX 0.12 names the gradient that is moved after the product that made it.
+    lines = {line_of(up, "# whole"), line_of(language_loss, "@ up(params")}
+    assert line_of(up, "# whole") in {one.place for one in surprises} <= lines
+    assert all("the weight up/kernel" in one.why for one in surprises)
+    assert "must never move over tensor" in str(comparison)
+
+
+def test_the_automatic_engines_gather_of_activations_over_data_is_named():
+    def inner(hidden):
+        rows = hidden.reshape(ROWS, -1)
+        return hidden + (rows @ rows.T).mean()  # every row with every other
+
+    comparison = audited(language_loss(inner=inner), js.ddp(), js.make_mesh(data=8), js.auto())
+    assert {one.found.axes for one in comparison.surprises} == {("data",)}
+    assert line_of(inner, "# every row with every other") in {one.place for one in comparison.surprises}
+    assert {one.found.kind for one in comparison.surprises} & {"all-gather", "all-to-all", "collective-permute"}
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "all-reduce"])
+def test_the_users_own_collective_under_the_explicit_engine_is_named(kind):
+    def inner(hidden):
+        rows = lax.stop_gradient(hidden)
+        rows = lax.all_gather(rows, "data") if kind == "all-gather" else lax.psum(rows, "data")  # of all devices
+        return hidden + rows.mean()
+
+    comparison = audited(language_loss(inner=inner), js.fsdp(min_size=0), js.make_mesh(data=8))
+    (surprise,) = comparison.surprises
+    assert surprise.found.kind == kind
+    assert surprise.place == line_of(inner, "# of all devices")
+    assert not comparison.missing
+
+
+def test_what_an_engine_gathers_says_which_line_uses_it():
+    comparison = audited(language_loss(), js.fsdp(min_size=0), js.make_mesh(data=8))
+    gathers = {one.shapes[0]: one.user for one in comparison.found if one.kind == "all-gather"}
+    assert gathers[WIDTH, 64] == line_of(language_loss, "@ up(params")
+    assert gathers[WIDTH, VOCAB] == line_of(language_loss, "logits_BTV = seen(")
+
+
+def test_a_metric_that_is_an_array_is_promised():
+    toy = language_loss()
+
+    def loss(params, batch, key):
+        counts = jnp.zeros((8 * VOCAB,)).at[batch["tokens"].ravel()].add(1.0)
+        return js.Loss(toy.loss_fn(params, batch, key), metrics={"tokens": js.Sum(counts)})
+
+    comparison = audited(toy._replace(loss_fn=loss), js.fsdp(min_size=0), js.make_mesh(data=8))
+    assert_exact(comparison)
+    assert ("all-reduce", 4 * 8 * VOCAB) in {(row["kind"], row["bytes"]) for row in comparison.rows()}
+
+
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
+def test_statistics_of_features_that_a_tensor_axis_splits(engine):
+    """Scale, bias and averages of a norm, 64 each and whole on every device, are made of split features."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(64)(x))))
+
+    batch = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
+    adapted = js.linen(Net(), lambda model, batch: js.Mean(jnp.sum(model(batch["x"]) ** 2), 16.0), batch)
+    strategy = js.compose(js.ddp(), js.tensor())
+    mesh = js.make_mesh(**DATA_TENSOR)
+    comparison = audited(Toy(adapted.init, adapted.loss, batch), strategy, mesh, engine)
+    assert comparison.ok and not comparison.missing, str(comparison)
+    (gathered,) = [row["bytes"] for row in comparison.rows() if row["kind"] == "all-gather"]
+    assert gathered == 4 * F32 * 64
+
+
+def test_nothing_is_promised_of_a_weight_that_the_loss_closes_over_instead():
+    copy = language_init(jax.random.key(0))["up"]["kernel"]
+    comparison = audited(language_loss(up=lambda kernel: copy), js.fsdp(min_size=0), js.make_mesh(data=8))
+    assert_exact(comparison)
+    assert not [one.what for one in comparison.promised if "up/kernel" in one.what]
+
+
+def test_an_optimizer_that_gathers_whole_trees_is_named():
+    """Prodigy's `vdot` over flattened arrays: every kernel twice more."""
+    axes, made = setups(0)["fsdp"]
+    comparison = audited(linen_toy(), made, js.make_mesh(**axes), tx=optax.contrib.prodigy())
+    assert {one.found.kind for one in comparison.surprises} == {"all-gather"}
+    assert {one.found.shapes for one in comparison.surprises} == {((13, 32),), ((27, 1008),), ((1008, 7),)}
+    assert sum(one.found.bytes for one in comparison.surprises) == 2 * F32 * (13 * 32 + 27 * 1008 + 1008 * 7)
+    assert all("optax" in one.place for one in comparison.surprises)

@@ -1,0 +1,92 @@
+"""Records of collectives written by hand, against promises written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+import jaxshard as js
+from jaxshard.checks.collectives.compare import compare
+from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.forbidden import Never
+from jaxshard.checks.collectives.found import Collective
+from jaxshard.checks.collectives.promise import Promise
+
+ONE = Collective(
+    "all-gather", ("data",), 2, "f32", ((8, 4),), (128,), "user.py:3", ("user.py:3",), "all-gather.1", "jit/x", ()
+)
+WEIGHT = Expected("all-gather", ("data",), (8, 4), jnp.float32, 2, 2, "weight w")
+
+
+def compared(expected, found, *, never=(), slack=0):
+    return compare(Promise(tuple(expected), tuple(never), slack), found)
+
+
+def test_what_was_promised_is_no_surprise_and_what_is_left_over_is():
+    assert compared([WEIGHT], [ONE]).ok
+    comparison = compared([WEIGHT], [ONE, ONE])
+    assert len(compared([WEIGHT], [ONE, ONE, ONE]).surprises) == 1  # of one place, added up
+    (surprise,) = comparison.surprises
+    assert surprise.why == "more often than promised: 2 times for weight w"
+    assert surprise.as_dict()["place"] == "user.py:3"
+    assert str(comparison).splitlines() == [
+        "collective  axis  promised at most  found  times",
+        "all-gather  data             256 B  512 B      4",
+        "",
+        "surprises:",
+        "- all-gather over data, 2 times, 256 B: f32[8, 4]",
+        "    at user.py:3",
+        "    more often than promised: 2 times for weight w",
+    ]
+
+
+def test_other_axes_kinds_and_sizes_are_surprises():
+    for change in ({"axes": ("tensor",)}, {"kind": "all-to-all"}, {"shapes": ((8, 5),)}, {"count": None}):
+        comparison = compared([WEIGHT], [replace(ONE, **change)])
+        assert len(comparison.surprises) == 1, change
+        assert comparison.missing == ("all-gather over data of 32 elements, 0 times instead of 2: weight w",)
+
+
+def test_an_all_reduce_stands_for_a_reduce_scatter_and_not_the_other_way_round():
+    reduced = replace(ONE, kind="all-reduce")
+    assert compared([replace(WEIGHT, kind="reduce-scatter")], [reduced]).ok
+    assert not compared([replace(WEIGHT, kind="all-reduce")], [replace(ONE, kind="reduce-scatter")]).ok
+
+
+def test_a_compiler_may_join_the_blocks_of_a_loop():
+    joined = replace(ONE, count=1, shapes=((2, 8, 4),), sizes=(256,))
+    assert not compared([WEIGHT], [joined]).ok
+    comparison = compared([replace(WEIGHT, stack=2)], [joined])
+    assert comparison.ok and not comparison.missing
+
+
+def test_small_movements_are_left_to_the_compiler_the_smallest_first():
+    small = replace(ONE, shapes=((2,),), sizes=(8,), count=1)
+    tolerated = compared([], [small, ONE], slack=256 + 8)
+    assert tolerated.ok and tolerated.tolerated == 256 + 8
+    assert str(tolerated).endswith("left to the compiler: 264 B")
+    comparison = compared([], [ONE, small], slack=256 + 7)
+    assert [one.found for one in comparison.surprises] == [ONE]
+
+
+def test_a_weight_is_a_surprise_however_small():
+    never = Never(("data",), "the weight w", frozenset({(4, 8)}), frozenset({16}))
+    assert compared([], [ONE], slack=10**6).ok
+    assert not compared([], [ONE], never=[never], slack=10**6).ok
+    exchanged = replace(ONE, kind="all-to-all", shapes=((4, 4),))
+    (surprise,) = compared([], [exchanged], never=[never], slack=10**6).surprises
+    assert surprise.why == "by its size part of the weight w: must never move over data"
+
+
+def test_combined_arrays_are_taken_apart():
+    both = replace(ONE, shapes=((8, 4), (3, 3)), sizes=(128, 36))
+    (surprise,) = compared([WEIGHT], [both]).surprises
+    assert surprise.found.shapes == ((3, 3),)
+
+
+def test_where_no_line_of_a_model_is_known_the_operation_is_named():
+    lost = replace(ONE, source="jit/x", frames=())
+    assert compared([], [lost]).surprises[0].place == "jit/x"
+    ours = replace(ONE, source=f"{js.__path__[0]}/training/step.py:7", frames=(f"{js.__path__[0]}/training/step.py:7",))
+    assert compared([], [ours]).surprises[0].place.endswith("training/step.py:7 (jit/x)")
