@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 import jaxshard as js
-from jaxshard.checkpoint.checksums import damage
+from jaxshard.checkpoint.checksums import find_damage
 
 
 def model(width: int, depth: int) -> js.Stacked:
@@ -62,7 +62,7 @@ def measure(folder: Path, run: js.TrainState, layout: js.Layout) -> dict[str, fl
     with js.Checkpointer(folder, layout, every=1) as checkpointer:
         blocked, _ = timed(lambda: checkpointer(2, second))
         rest, _ = timed(checkpointer.wait_until_finished)
-    checked, problems = timed(lambda: damage(folder / "1"))
+    checked, problems = timed(lambda: find_damage(folder / "1"))
     assert not problems
     restored, back = timed(lambda: jax.block_until_ready(js.restore(folder, layout)))
     unchecked, _ = timed(lambda: jax.block_until_ready(js.restore(folder, layout, verify=False)))

@@ -1,4 +1,8 @@
-"""Checksums of the files of a step: made when it is saved, compared when it is read."""
+"""Checksums of the files of a step: computed when it is saved, compared when it is read.
+
+A file is covered by segments: one for each array's bytes in it, one for each gap between them. So a damaged byte tells
+which file it is in, and which arrays it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -8,63 +12,82 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, read
+from jaxshard.checkpoint.manifest import MANIFEST, Manifest, Segment, read_manifest
 from jaxshard.checkpoint.store import ARRAYS, Extent
 
 _BLOCK = 1 << 22
+"""Bytes that are read at once."""
 
 
 class Damaged(ValueError):
-    """A step whose files are not those that were saved."""
+    """Raised for a step whose files are not those that were saved."""
 
 
-def segments_of(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
-    """Checksums of a whole file, which is on disk afterwards: one for every extent, and for the bytes between them."""
+def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
+    """Compute the checksums of a file, and make it outlast a power cut.
+
+    Args:
+      file: the file, completely written.
+      extents: where arrays lie in it.
+
+    Returns:
+      Segments that cover the whole file, one for each extent and for each gap.
+    """
     segments = []
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
-        for length, array in _cover(size, extents):
-            segments.append(Segment(length, _crc32(opened, length)[1], array))
+        for length, array in _cover_file(size, extents):
+            segments.append(Segment(length, _checksum_next(opened, length)[1], array))
         os.fsync(opened.fileno())
     return tuple(segments)
 
 
-def files_of(folder: Path) -> list[str]:
-    """The files of a step's folder but its manifest, by their names relative to it, in order."""
+def list_files(folder: Path) -> list[str]:
+    """Return the paths of a step's files but its manifest, relative to its folder and sorted; links count as files."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for name in (path.relative_to(folder).as_posix() for path in found) if name != NAME)
+    return sorted(name for name in (path.relative_to(folder).as_posix() for path in found) if name != MANIFEST)
 
 
-def damage(folder: Path) -> list[str]:
-    """Everything that is wrong with a step, a line each that begins with the file's name; none if it is intact."""
-    manifest, problems = opened(folder)
-    return problems if manifest is None else compare(folder, manifest)
+def find_damage(folder: Path) -> list[str]:
+    """Return everything that is wrong with a step, a line each that begins with the file's name. Reads every file."""
+    manifest, problems = try_manifest(folder)
+    return problems if manifest is None else compare_files(folder, manifest)
 
 
-def opened(folder: Path) -> tuple[Manifest | None, list[str]]:
-    """The manifest of a step, or what is wrong with it."""
+def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
+    """Return (the manifest of a step, no problems), or (None, what is wrong with it)."""
     try:
-        return read(folder), []
+        return read_manifest(folder), []
     except FileNotFoundError:
-        return None, [f"{folder / NAME}: missing: the save was interrupted, or the file was deleted"]
+        return None, [f"{folder / MANIFEST}: missing: the save was interrupted, or the file was deleted"]
     except ValueError as error:
         return None, [str(error)]
 
 
-def compare(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
-    """What differs between the files of a step and its manifest; every `parts`-th file from `part` on is read."""
-    problems = compare_names(folder, manifest)
-    for name in sorted({*manifest.files} & {*files_of(folder)})[part::parts]:
+def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
+    """Compare the files of a step with its manifest, byte by byte.
+
+    Args:
+      folder: the folder of the step.
+      manifest: its manifest.
+      part: which share of the files to read, from 0.
+      parts: the number of shares: processes divide the reading among them. File names are compared in every share.
+
+    Returns:
+      What differs, a line each that begins with the file's name and ends with the arrays in the damaged bytes.
+    """
+    problems = compare_file_names(folder, manifest)
+    for name in sorted({*manifest.files} & {*list_files(folder)})[part::parts]:
         problems += _compare_file(folder, manifest, name)
     return problems
 
 
-def compare_names(folder: Path, manifest: Manifest) -> list[str]:
-    """Which files of a step are missing or were added; none is read."""
-    there, expected = files_of(folder), manifest.files
+def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
+    """Return which files of a step are missing or were added, a line each. Reads none of them."""
+    there, expected = list_files(folder), manifest.files
     added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
     gone = [name for name in sorted(expected) if name not in there]
-    return added + [f"{folder / name}: missing; {_touched(manifest, name, expected[name])}" for name in gone]
+    return added + [f"{folder / name}: missing; {_describe_arrays(manifest, name, expected[name])}" for name in gone]
 
 
 def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
@@ -72,26 +95,21 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     if not file.is_file() or file.is_symlink():
         return [f"{file}: not a plain file"]
     try:
-        size, wrong = _wrong(file, segments)
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            changed = [one for one in segments if _checksum_next(opened, one.size) != (one.size, one.crc32)]
     except OSError as error:
-        return [f"{file}: can't be read: {error.strerror}; {_touched(manifest, name, segments)}"]
+        return [f"{file}: can't be read: {error.strerror}; {_describe_arrays(manifest, name, segments)}"]
     expected = sum(segment.size for segment in segments)
     if size != expected:
-        return [f"{file}: {size} bytes, {expected} were saved; {_touched(manifest, name, wrong)}"]
-    if wrong:
-        return [f"{file}: its bytes are not those that were saved; {_touched(manifest, name, wrong)}"]
+        return [f"{file}: {size} bytes, {expected} were saved; {_describe_arrays(manifest, name, changed)}"]
+    if changed:
+        return [f"{file}: its bytes are not those that were saved; {_describe_arrays(manifest, name, changed)}"]
     return []
 
 
-def _wrong(file: Path, segments: Sequence[Segment]) -> tuple[int, list[Segment]]:
-    """How long a file is, and the segments that are not as they were saved."""
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        return size, [one for one in segments if _crc32(opened, one.size) != (one.size, one.crc32)]
-
-
-def _touched(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:
-    """Which arrays have bytes in these segments of a file."""
+def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:
+    """Say which arrays have bytes in these segments of a file."""
     arrays = sorted({segment.array for segment in segments if segment.array is not None})
     if arrays:
         return "arrays: " + ", ".join(manifest.arrays[array].path for array in arrays)
@@ -100,12 +118,15 @@ def _touched(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:
     return "all arrays are found through it" if name.startswith(f"{ARRAYS}/") else "no array lies in it"
 
 
-def _cover(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int | None]]:
-    """(length, array) of the extents and of the gaps around them, which together cover the file."""
+def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int | None]]:
+    """Yield (length, array) of the extents and of the gaps around them, which together cover the file.
+
+    Example: of a file of 100 bytes with Extent(start=10, size=30, array=2):  (10, None), (30, 2), (60, None).
+    """
     at = 0
     for extent in sorted(extents):
         if extent.start < at or extent.start + extent.size > size:
-            continue  # shared or outside: the gap covers it
+            continue  # it overlaps another one or lies outside: a gap covers its bytes
         if extent.start > at:
             yield extent.start - at, None
         yield extent.size, extent.array
@@ -114,8 +135,8 @@ def _cover(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int | No
         yield size - at, None
 
 
-def _crc32(opened: BinaryIO, size: int) -> tuple[int, int]:
-    """(how many bytes could be read, their crc32) of the next bytes of a file."""
+def _checksum_next(opened: BinaryIO, size: int) -> tuple[int, int]:
+    """Read the next bytes of a file: (how many of `size` there were, their CRC-32)."""
     crc = done = 0
     while done < size and (block := opened.read(min(_BLOCK, size - done))):
         crc, done = zlib.crc32(block, crc), done + len(block)

@@ -1,4 +1,8 @@
-"""A folder of checkpoints: a folder per step, named by its number, which exists once its manifest does."""
+"""A folder of checkpoints, with one folder per step, and which steps in it are complete.
+
+run/1000/    complete: it holds a manifest
+run/2000/    incomplete: an interrupted save left it; it counts as absent, and the next save of the step replaces it
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,15 @@ import os
 import shutil
 from pathlib import Path
 
-from jaxshard.checkpoint.checksums import damage
-from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.checksums import find_damage
+from jaxshard.checkpoint.manifest import MANIFEST
 
 
-def root_of(dir: str | os.PathLike[str]) -> Path:
-    """The folder of checkpoints as an absolute path.
+def absolute_root(dir: str | os.PathLike[str]) -> Path:
+    """Return the folder of checkpoints as an absolute path.
 
     Raises:
-      ValueError: an address such as gs://..., which would become a folder here of that name.
+      ValueError: it is an address such as gs://..., which as a path would be a local folder of that name.
     """
     if "://" in os.fspath(dir):
         raise ValueError(
@@ -23,55 +27,59 @@ def root_of(dir: str | os.PathLike[str]) -> Path:
     return Path(dir).absolute()
 
 
-def numbered(root: Path) -> dict[int, Path]:
-    """The folders of steps, complete or not, by their number and in its order."""
+def step_folders(root: Path) -> dict[int, Path]:
+    """Return the folders of all steps, complete or not, by ascending number; nothing if `root` is no folder."""
     if not root.is_dir():
         return {}
     found = {path for path in root.iterdir() if path.name.isdecimal() and path.name == str(int(path.name))}
     return {int(path.name): path for path in sorted(found, key=lambda path: int(path.name))}
 
 
-def complete(root: Path) -> dict[int, Path]:
-    """The steps that exist."""
-    return {step: path for step, path in numbered(root).items() if (path / NAME).exists()}
+def complete_steps(root: Path) -> dict[int, Path]:
+    """Return the folders of the complete steps, by ascending number."""
+    return {step: path for step, path in step_folders(root).items() if (path / MANIFEST).exists()}
 
 
 def check_root(root: Path) -> None:
-    """Raises for a file, and for the folder of one step; one that is absent or empty may become a folder of steps."""
+    """Raise for what can't be a folder of steps: a file, or the folder of one step. It may be absent or empty."""
     if root.exists() and not root.is_dir():
         raise NotADirectoryError(f"{root}: that is a file, not a folder of checkpoints")
-    if (root / NAME).exists():
+    if (root / MANIFEST).exists():
         raise ValueError(f"{root} is the folder of one step; give {root.parent} and step={root.name}")
 
 
 def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | None:
-    """The number of the newest step in a folder of checkpoints; None where there is none, or no folder yet.
+    """Return the number of the newest complete step in a folder of checkpoints.
 
-    A step that was not completely saved does not exist. `intact` compares every byte with its checksum, which reads the
-    step, and falls back to the newest step where they all fit.
+    Args:
+      dir: the folder that `js.save` or `js.Checkpointer` writes into.
+      intact: also compare every byte of the step with its checksum, and fall back to the newest step where all are
+        right. Reads the whole step.
+
+    Returns:
+      The number of the step; None where there is no such step, or no folder yet.
 
     Raises:
-      ValueError: it is the folder of one step.
-      NotADirectoryError: it is a file.
+      ValueError: `dir` is the folder of one step.
+      NotADirectoryError: `dir` is a file.
     """
-    check_root(root_of(dir))
-    for step, path in reversed(complete(root_of(dir)).items()):
-        if not intact or not damage(path):
-            return step
-    return None
+    root = absolute_root(dir)
+    check_root(root)
+    newest_first = reversed(complete_steps(root).items())
+    return next((step for step, path in newest_first if not intact or not find_damage(path)), None)
 
 
-def folder_of(root: Path, step: int | None) -> Path:
-    """The folder of a step that exists, the newest one for None.
+def step_folder(root: Path, step: int | None) -> Path:
+    """Return the folder of a complete step; of the newest one for None.
 
     Raises:
-      FileNotFoundError: there is no such folder, or no such step in it.
-      ValueError: the folder is not one of checkpoints, the step not complete.
+      FileNotFoundError: `root` does not exist, or has no such step.
+      ValueError: `root` is not a folder of checkpoints, or the step is not complete.
     """
     check_root(root)
     if not root.exists():
         raise FileNotFoundError(f"{root}: there is no such folder of checkpoints")
-    steps, folders = complete(root), numbered(root)
+    steps, folders = complete_steps(root), step_folders(root)
     if not folders:
         raise ValueError(f"{root} is not a folder of checkpoints: it holds no folder that is named by a step")
     there = f"complete steps: {', '.join(map(str, steps)) or 'none'}"
@@ -81,12 +89,12 @@ def folder_of(root: Path, step: int | None) -> Path:
         return steps[step]
     if step is None or step in folders:
         path = folders[max(folders) if step is None else step]
-        raise ValueError(f"{path / NAME} is missing, so this step was not completely saved; {there}")
+        raise ValueError(f"{path / MANIFEST} is missing, so this step was not completely saved; {there}")
     raise FileNotFoundError(f"{root}: there is no step {step}; {there}")
 
 
-def remove(folder: Path) -> None:
-    """Deletes a step; one that is half deleted does not exist."""
-    if not (folder / NAME).is_dir():
-        (folder / NAME).unlink(missing_ok=True)
+def delete_step(folder: Path) -> None:
+    """Delete the folder of a step, its manifest first: a step that is half deleted is no longer complete."""
+    if not (folder / MANIFEST).is_dir():
+        (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)

@@ -1,7 +1,12 @@
-"""The arrays of a run by name: in model order and without padding, whatever layout stored them."""
+"""The arrays of a run by name, and the conversion between how a layout stores them and how a checkpoint does.
+
+A checkpoint holds arrays in model order and without padding ("saved"). Devices hold them as the layout says ("stored"):
+padded, in pipeline order, split over the mesh. Random keys are saved as their words.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,9 +14,10 @@ from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
+from jax.lax import bitcast_convert_type, with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshard.checkpoint.manifest import Saved
+from jaxshard.checkpoint.manifest import SavedArray
 from jaxshard.core.keys import key_impl_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_names, axis_size
@@ -21,7 +27,14 @@ from jaxshard.training.state import TrainState
 
 
 class Entry(NamedTuple):
-    """One array of a run: its name in a checkpoint, its logical shape and dtype, and where the layout stores it."""
+    """One array of a run.
+
+    Attributes:
+      path: its name in a checkpoint, such as "opt_state/0/mu/w".
+      shape: its logical shape, as the model knows it.
+      dtype: its dtype, which may be that of random keys.
+      placement: how and where the layout stores it.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -30,19 +43,26 @@ class Entry(NamedTuple):
 
     @property
     def is_key(self) -> bool:
+        """True for random keys."""
         return jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
 
     @property
     def is_empty(self) -> bool:
-        """Without elements: there is nothing to save."""
+        """True without elements: there is nothing to save."""
         return 0 in self.shape
 
     @property
-    def saved(self) -> Saved:
-        return Saved(self.path, self.shape, str(self.dtype))
+    def is_supported(self) -> bool:
+        """False for a dtype that can't be saved: TensorStore has no unsigned integers of less than a byte."""
+        return self.is_key or jnp.dtype(self.dtype).name not in ("uint2", "uint4")
+
+    @property
+    def saved(self) -> SavedArray:
+        """The array as a manifest lists it."""
+        return SavedArray(self.path, self.shape, str(self.dtype))
 
     def shape_saved(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """What lies in a checkpoint, spread over the mesh as far as possible as it is stored."""
+        """Return the shape and dtype in a checkpoint, with the sharding of `logical_spec`."""
         shape, dtype, spec = self.shape, self.dtype, logical_spec(self.placement, mesh)[0]
         if self.is_key:
             words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -50,12 +70,12 @@ class Entry(NamedTuple):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def to_saved(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """stored -> saved; the array itself where that is the same."""
-        return x if self._is_saved_as_stored else jax.block_until_ready(saver(self, mesh)(x))
+        """Convert from stored to saved, still on the devices; return the array itself where both are the same."""
+        return x if self._is_saved_as_stored else jax.block_until_ready(jit_to_saved(self, mesh)(x))
 
     def to_stored(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """saved -> stored."""
-        return x if self._is_saved_as_stored else jax.block_until_ready(storer(self, mesh)(x))
+        """Convert from saved to stored, the inverse of `to_saved`."""
+        return x if self._is_saved_as_stored else jax.block_until_ready(jit_to_stored(self, mesh)(x))
 
     @property
     def _is_saved_as_stored(self) -> bool:
@@ -63,9 +83,14 @@ class Entry(NamedTuple):
 
 
 def entries(layout: Layout) -> tuple[list[Entry], Any]:
-    """The arrays of a run in the order of its leaves, and the structure of the run.
+    """List the arrays of a layout's runs.
 
-    The name of an array is its path; what is not a letter, a digit or one of _ . - ~ is percent-encoded.
+    Args:
+      layout: the layout.
+
+    Returns:
+      (the entries in the order of a run's leaves, the tree structure of a run). The name of an array is its path, in
+      which everything but letters, digits and _ . - ~ is percent-encoded.
     """
     step, shapes = jax.ShapeDtypeStruct((), jnp.int32), layout.shapes
     alone = [whole(leaf_of((), x)) for x in (step, shapes.key)]
@@ -74,14 +99,22 @@ def entries(layout: Layout) -> tuple[list[Entry], Any]:
     placements = make(alone[0], layout.params, layout.opt_state, layout.state, alone[1])
     leaves, structure = jax.tree_util.tree_flatten_with_path(run)
     pairs = zip(leaves, jax.tree.leaves(placements), strict=True)
-    return [Entry(_name(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
+    return [Entry(_encode_path(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
 
 
 def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec]:
-    """How an array is spread over the mesh when it is logical, and over the stored dimensions just before that.
+    """Choose how an array is split over the mesh in model order: as far as possible as it is stored.
 
-    A dimension that is neither padded nor cut stays split as it is. The axes of the others go to the largest of those
-    that they divide, or to none: so an array moves between devices by all-to-all and is not gathered.
+    A dimension that is neither padded nor split into several keeps its mesh axes. The axes of all others move to the
+    largest dimension that they divide, or to none. So the conversion is an all-to-all, and not a gather.
+
+    Args:
+      placement: how the array is stored.
+      mesh: the mesh.
+
+    Returns:
+      (the spec over the logical dimensions, the same split over the stored dimensions). The array moves from its stored
+      split to the second one, and is reshaped and cut then.
     """
     view, store = placement.view, placement.store
     sizes = {dim: view.logical[dim] for dim in range(len(view.logical)) if view.logical[dim] == view.padded[dim]}
@@ -99,68 +132,87 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
     return PartitionSpec(*logical), PartitionSpec(*before, *logical)
 
 
-def saver(entry: Entry, mesh: Mesh) -> Any:
-    """The jitted function stored -> saved."""
-    placement = replace(entry.placement, why="", rule="")  # arrays that lie alike share a program
-    return _saver(placement, mesh, entry.shape_saved(mesh).sharding, entry.is_key)
+def jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
+    """Return the jitted function from a stored array to a saved one; arrays that are stored alike share it."""
+    return _jit_to_saved(_without_names(entry), mesh)
 
 
-def storer(entry: Entry, mesh: Mesh) -> Any:
-    """The jitted function saved -> stored."""
-    placement = replace(entry.placement, why="", rule="")
-    return _storer(placement, mesh, key_impl_of(entry.dtype) if entry.is_key else None)
+def jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
+    """Return the jitted function from a saved array to a stored one; arrays that are stored alike share it."""
+    return _jit_to_stored(_without_names(entry), mesh)
 
 
-def unsupported(entry: Entry) -> bool:
-    """Whether the dtype of an array can't be saved: unsigned integers of less than a byte."""
-    return not entry.is_key and jnp.dtype(entry.dtype).name in ("uint2", "uint4")
+def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where: str = "") -> list[str]:
+    """Compare the arrays that were found with those of a layout, both as text by name, such as "float32[48, 24]".
+
+    Args:
+      found: the arrays that there are.
+      wanted: the arrays of the layout.
+      where: where the found ones are, for the messages.
+
+    Returns:
+      A line for every array that is missing, not in the layout, or has another shape or dtype.
+    """
+    problems = [f"{name}: missing{where}, expected {wanted[name]}" for name in wanted if name not in found]
+    problems += [f"{name}: {found[name]}{where}, not in the layout" for name in found if name not in wanted]
+    return problems + [
+        f"{name}: {found[name]}{where}, expected {wanted[name]}"
+        for name in wanted
+        if name in found and found[name] != wanted[name]
+    ]
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    """ "opt_state/0/mu/w" of a key path: different for different paths, whatever the keys are."""
+def _encode_path(path: tuple[Any, ...]) -> str:
+    """Name an array by its key path, "opt_state/0/mu/w": different for different paths, whatever the keys are."""
     words = (jax.tree_util.keystr((key,), simple=True) for key in path)
     odd = {"": "%", ".": "%2E", "..": "%2E%2E"}
     return "/".join(odd.get(word) or quote(word, safe="") for word in words)
 
 
+def _without_names(entry: Entry) -> Entry:
+    return entry._replace(path="", placement=replace(entry.placement, why="", rule=""))
+
+
 @lru_cache(maxsize=512)
-def _saver(placement: Placement, mesh: Mesh, sharding: NamedSharding, is_key: bool) -> Any:
-    stored, moved = placement.sharding(mesh), NamedSharding(mesh, logical_spec(placement, mesh)[1])
+def _jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
+    stored, moved = entry.placement.sharding(mesh), NamedSharding(mesh, logical_spec(entry.placement, mesh)[1])
+    sharding = entry.shape_saved(mesh).sharding
 
     def convert(x: jax.Array) -> jax.Array:
-        bits = _spread(_spread(_as_bits(x), stored), moved)
-        bits = placement.view.invert(bits)
-        return jax.random.key_data(bits) if is_key else _as(_spread(bits, sharding), x.dtype)
+        # A constraint on both sides of the cast keeps the compiler from moving the cast behind what it is there for.
+        bits = with_sharding_constraint(with_sharding_constraint(_float_to_bits(x), stored), moved)
+        bits = entry.placement.view.invert(bits)
+        if entry.is_key:
+            return jax.random.key_data(bits)
+        return _bits_to(x.dtype, with_sharding_constraint(bits, sharding))
 
     return jax.jit(convert, out_shardings=sharding)
 
 
 @lru_cache(maxsize=512)
-def _storer(placement: Placement, mesh: Mesh, impl: Any) -> Any:
-    stored, (logical, before) = placement.sharding(mesh), logical_spec(placement, mesh)
+def _jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
+    stored = entry.placement.sharding(mesh)
+    logical, before = (NamedSharding(mesh, spec) for spec in logical_spec(entry.placement, mesh))
+    impl = key_impl_of(entry.dtype) if entry.is_key else None
 
     def convert(x: jax.Array) -> jax.Array:
-        bits = _as_bits(x) if impl is None else jax.random.wrap_key_data(x, impl=impl)
-        bits = placement.view.apply(_spread(bits, NamedSharding(mesh, logical)))
-        bits = _spread(_spread(bits, NamedSharding(mesh, before)), stored)
-        return bits if impl is not None else _as(bits, x.dtype)
+        bits = jax.random.wrap_key_data(x, impl=impl) if entry.is_key else _float_to_bits(x)
+        bits = entry.placement.view.apply(with_sharding_constraint(bits, logical))
+        bits = with_sharding_constraint(with_sharding_constraint(bits, before), stored)
+        return bits if entry.is_key else _bits_to(x.dtype, bits)
 
     return jax.jit(convert, out_shardings=stored)
 
 
-def _spread(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, sharding)
+def _float_to_bits(x: jax.Array) -> jax.Array:
+    """Cast floats of 8 and 16 bits to integers of the same bits.
 
-
-def _as_bits(x: jax.Array) -> jax.Array:
-    """Narrow floats as integers: XLA pads, cuts and sends them as f32 on a CPU (up to 0.12), which changes NaN's bits.
-
-    Constraints on both sides of a conversion keep it from being moved behind what it is there for.
+    XLA pads, cuts and sends narrow floats as f32 on a CPU (up to JAX 0.12), which changes the bits of signalling NaNs.
     """
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits in (8, 16)
-    return jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}") if narrow else x
+    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else 0
+    return bitcast_convert_type(x, f"uint{bits}") if bits in (8, 16) else x
 
 
-def _as(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `_as_bits`."""
-    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
+def _bits_to(dtype: Any, bits: jax.Array) -> jax.Array:
+    """Cast back what `_float_to_bits` made of an array with this dtype."""
+    return bits if bits.dtype == dtype else bitcast_convert_type(bits, dtype)

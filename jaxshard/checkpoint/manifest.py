@@ -1,7 +1,13 @@
-"""The manifest of a step: what was saved, how it was made, and a checksum for every byte; it commits the step.
+"""The manifest of a step: what was saved, how it was made, and a checksum for every byte. It is the commit marker.
 
-Two lines. The first is one JSON object without line breaks, the second "crc32 " with eight hexadecimal digits over the
-first one, its line break included. What the object holds may change with its "format"; these two lines do not.
+A file of two lines. The first is a JSON object, the second the CRC-32 of the first one, its line break included:
+
+    {"format": 1, "step": 1000, "arrays": [{"path": "params/w", "shape": [64, 48], "dtype": "float32"}, ...],
+     "files": {"arrays/state/d/0a1b": [[12288, 912343, 0], [224, 71230, null]], ...}, "data": null, "made": {...}}
+    crc32 7d3c9a01
+
+(here the JSON is wrapped). Each file is covered by segments [bytes, CRC-32, index in "arrays" or null]. The object's
+fields may change with its "format"; that there are two lines, and what the second holds, does not.
 """
 
 from __future__ import annotations
@@ -15,19 +21,23 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 FORMAT = 1
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
+"""The manifest's file name in the folder of a step."""
 
 
-class Saved(NamedTuple):
+class SavedArray(NamedTuple):
     """One array in model order, without padding; `dtype` is "key<...>" for random keys, saved as their words."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
 
 class Segment(NamedTuple):
-    """So many bytes of a file, their crc32, and which of the arrays they are a part of; None for none."""
+    """The next `size` bytes of a file, their CRC-32, and the index of the array they belong to, or None."""
 
     size: int
     crc32: int
@@ -35,36 +45,44 @@ class Segment(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """A step: its arrays, the segments that cover each of its files, the caller's data position, how it was made."""
+    """What is known of a saved step.
+
+    Attributes:
+      step: the number of the step.
+      arrays: every array of the run.
+      files: the segments that cover each file, by the file's path relative to the step's folder; without the manifest.
+      data: the position of the data, as the caller gave it.
+      made: versions, mesh, layout and time of the save, for people.
+    """
 
     step: int
-    arrays: tuple[Saved, ...]
+    arrays: tuple[SavedArray, ...]
     files: dict[str, tuple[Segment, ...]]
     data: Any
     made: dict[str, Any]
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the manifest."""
+        """The bytes of all files without the manifest."""
         return sum(segment.size for segments in self.files.values() for segment in segments)
 
 
-def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest as its file holds it."""
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Encode a manifest as the content of its file."""
     fields = manifest._asdict() | {"arrays": [array._asdict() for array in manifest.arrays]}
     line = json.dumps({"format": FORMAT} | fields, allow_nan=False).encode() + b"\n"
-    return line + _seal(line)
+    return line + _checksum_line(line)
 
 
-def from_bytes(raw: bytes) -> Manifest:
-    """The manifest in the bytes of a file.
+def decode_manifest(raw: bytes) -> Manifest:
+    """Decode the content of a manifest's file.
 
     Raises:
-      ValueError: one byte of it differs from what was written, it has a newer format, or it holds something else.
+      ValueError: a byte of it differs from what was written, it has a newer format, or it is no manifest.
     """
     end = raw.find(b"\n") + 1
-    line, seal = raw[:end], raw[end:]
-    if not line or seal != _seal(line):
+    line, checksum = raw[:end], raw[end:]
+    if not line or checksum != _checksum_line(line):
         raise ValueError("its checksum does not fit its bytes: the file was damaged or cut off")
     try:
         fields = json.loads(line)
@@ -79,17 +97,17 @@ def from_bytes(raw: bytes) -> Manifest:
     return _parse(fields)
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of a step's folder.
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a step's folder.
 
     Raises:
-      ValueError: as `from_bytes`, with the file's name; or it can't be read, or belongs to another step than the
-        folder's name says.
-      FileNotFoundError: the step is not complete.
+      ValueError: the file can't be decoded or read, or belongs to another step than the folder's name says. The
+        message names it.
+      FileNotFoundError: there is none, so the step is not complete.
     """
-    file = folder / NAME
+    file = folder / MANIFEST
     try:
-        manifest = from_bytes(file.read_bytes())
+        manifest = decode_manifest(file.read_bytes())
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -101,13 +119,13 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest into a step's folder: afterwards the step exists, and before that it does not."""
-    write_file(folder / NAME, to_bytes(manifest))
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Commit a step: it exists as soon as its folder holds a manifest."""
+    write_atomically(folder / MANIFEST, encode_manifest(manifest))
 
 
-def write_file(file: Path, content: bytes) -> None:
-    """Writes a file that is there with all of its content or not at all, also after a power cut."""
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write a file that is there with all of its content or not at all, also after a power cut."""
     draft = file.with_name(file.name + ".draft")
     with draft.open("wb") as opened:
         opened.write(content)
@@ -118,7 +136,7 @@ def write_file(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder outlast a power cut."""
+    """Make the names in a folder outlast a power cut."""
     with contextlib.suppress(OSError):  # some file systems have no folders to flush
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -127,7 +145,7 @@ def sync_folder(folder: Path) -> None:
             os.close(number)
 
 
-def _seal(line: bytes) -> bytes:
+def _checksum_line(line: bytes) -> bytes:
     return b"crc32 %08x\n" % zlib.crc32(line)
 
 
@@ -136,35 +154,35 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     _check(_is_count(fields["step"]), "step", fields["step"])
     _check(isinstance(fields["made"], dict), "made", fields["made"])
     _check(isinstance(fields["files"], dict), "files", fields["files"])
-    arrays = _tuple(fields["arrays"], _saved, "arrays")
+    arrays = _parse_tuple(fields["arrays"], _parse_array, "arrays")
     _check(len({array.path for array in arrays}) == len(arrays), "arrays", "one path twice")
 
-    def segment(value: Any) -> Segment:
+    def parse_segment(value: Any) -> Segment:
         _check(isinstance(value, list) and len(value) == 3, "segment", value)
         size, crc, array = value
         known = array is None or (_is_count(array) and array < len(arrays))
         _check(_is_count(size) and _is_count(crc) and crc < 2**32 and known, "segment", value)
         return Segment(size, crc, array)
 
-    files = {name: _tuple(segments, segment, "segments") for name, segments in fields["files"].items()}
+    files = {name: _parse_tuple(segments, parse_segment, "segments") for name, segments in fields["files"].items()}
     for name in files:
         _check(_is_inside(name), "file name", name)
     return Manifest(fields["step"], arrays, files, fields["data"], fields["made"])
 
 
-def _saved(value: Any) -> Saved:
-    _check(isinstance(value, dict) and set(value) == set(Saved._fields), "array", value)
+def _parse_array(value: Any) -> SavedArray:
+    _check(isinstance(value, dict) and set(value) == set(SavedArray._fields), "array", value)
     path, dtype = value["path"], value["dtype"]
     _check(isinstance(path, str) and path != "" and isinstance(dtype, str) and dtype != "", "array", value)
-    return Saved(path, _tuple(value["shape"], _size, "shape"), dtype)
+    return SavedArray(path, _parse_tuple(value["shape"], _parse_size, "shape"), dtype)
 
 
-def _size(value: Any) -> int:
+def _parse_size(value: Any) -> int:
     _check(_is_count(value), "size", value)
     return int(value)
 
 
-def _tuple(values: Any, parse: Callable[[Any], Any], what: str) -> tuple[Any, ...]:
+def _parse_tuple(values: Any, parse: Callable[[Any], Any], what: str) -> tuple[Any, ...]:
     _check(isinstance(values, list), what, values)
     return tuple(parse(value) for value in values)
 
@@ -174,10 +192,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays inside the folder of its step, and is not the manifest itself."""
+    """True for a path that stays inside the folder of its step and is not the manifest itself."""
     path = PurePosixPath(name)
     plain = path.as_posix() == name and "\0" not in name and "\\" not in name
-    return plain and bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name != NAME
+    return plain and bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name != MANIFEST
 
 
 def _check(holds: bool, what: str, value: Any) -> None:

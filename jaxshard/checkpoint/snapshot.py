@@ -1,4 +1,10 @@
-"""A run on the host as it is now: of every array the pieces that this process has to write, in model order."""
+"""A run on the host as it is now: of every array the blocks that this process has to write, in model order.
+
+A checkpoint holds an array in logical order, as a regular grid of chunks; devices hold it as stored, padded and, in a
+pipeline, with its first dimension split. Example: 5 blocks of a model, stored as [chunks=2, stages=2, per stage=2, ...]
+and so padded to 8, on 2 stages. The shard of stage 1 has shape [2, 1, 2, ...] and holds the logical rows 2, 3 and 6, 7;
+of these 6 and 7 are padding. So it becomes one block, rows 2 to 3.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +20,19 @@ from jaxshard.checkpoint.leaves import Entry
 from jaxshard.core.placement import View
 
 Block = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
-"""Where it lies in an array, and what lies there."""
+"""(where it lies in an array, what lies there)."""
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What one process writes of an array: blocks of a regular grid of `chunk`s, those at the end may be smaller.
+class HostBlocks:
+    """The part of an array that one process writes, on the host.
 
-    `shards` are stored as `view` says, each with its place; they are cut into blocks when these are asked for.
+    Attributes:
+      shape: the logical shape of the whole array.
+      dtype: its dtype.
+      chunk: the shape of a chunk of the regular grid in which it is written; chunks at the end may be smaller.
+      view: how the array is stored.
+      shards: this process's shards as stored, each with its place in the stored array.
     """
 
     shape: tuple[int, ...]
@@ -31,15 +42,16 @@ class Pieces:
     shards: tuple[Block, ...]
 
     def blocks(self) -> Iterator[Block]:
-        """All blocks, in model order and without padding: views of the shards."""
+        """Yield all blocks, each a chunk of the grid without padding. They are views of the shards."""
         for index, shard in self.shards:
             yield from self._blocks_of(index, shard)
 
     def _blocks_of(self, index: tuple[slice, ...], shard: np.ndarray[Any, Any]) -> Iterator[Block]:
-        """One block for each index of the dimensions that came with the cut."""
+        """Yield the blocks of one shard: one for each index into its leading dimensions, where the first is split."""
         cut, stored = self.view.cut, self.view.stored
         starts = [where.start or 0 for where in index]
         for lead in np.ndindex(shard.shape[:cut]):
+            # The logical row of stored index (i, j, k): as in row-major order of the dimensions it is split into.
             first = 0
             for start, i, size in zip(starts, (*lead, 0), stored[: cut + 1]):
                 first = first * size + start + i
@@ -50,32 +62,39 @@ class Pieces:
                 yield where, shard[(*lead, *map(slice, sizes), ...)]
 
 
-def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, Pieces]:
-    """The pieces of all arrays that are not empty, by their paths; the arrays may be donated afterwards.
+def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]:
+    """Copy to the host what this process has to write of a run; the arrays may be donated afterwards.
 
-    Nothing is sent between devices, nor computed but the words of random keys: a shard of a pipeline is several blocks.
-    Of an array that lies on several devices one copy is taken, of each array another, so that they share the work.
+    No collective is issued, and nothing is computed but the words of random keys. Of an array with several copies one
+    is taken, a different one for each array, so that all devices and processes share the work.
+
+    Args:
+      arrays: the arrays of the run as stored, with their entries.
+
+    Returns:
+      The blocks of all arrays that are not empty, by name. A CPU's blocks may share memory with its arrays.
     """
-    chosen = [(entry, _words(entry, x), number) for number, (entry, x) in enumerate(arrays) if not entry.is_empty]
+    chosen = [(entry, _words_of(entry, x), number) for number, (entry, x) in enumerate(arrays) if not entry.is_empty]
     shards = {entry.path: _shards_to_write(x, number) for entry, x, number in chosen}
     for found in shards.values():
         for shard in found:
             shard.data.copy_to_host_async()
-    return {entry.path: _pieces(entry, x, shards[entry.path]) for entry, x, _ in chosen}
+    return {entry.path: _host_blocks(entry, x, shards[entry.path]) for entry, x, _ in chosen}
 
 
-def _words(entry: Entry, x: jax.Array) -> jax.Array:
+def _words_of(entry: Entry, x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if entry.is_key else x
 
 
 def _shards_to_write(x: jax.Array, number: int) -> list[Any]:
+    """Return this process's shards of one copy of an array, the `number`-th modulo the number of copies."""
     copies = x.sharding.num_devices * math.prod(x.sharding.shard_shape(x.shape)) // x.size
     return [shard for shard in x.addressable_shards if shard.replica_id == number % copies]
 
 
-def _pieces(entry: Entry, x: jax.Array, shards: Sequence[Any]) -> Pieces:
+def _host_blocks(entry: Entry, x: jax.Array, shards: Sequence[Any]) -> HostBlocks:
     view = entry.placement.view
     logical = view.logical + x.shape[len(view.stored) :]  # with the words of a random key
     chunk = map(min, x.sharding.shard_shape(x.shape)[view.cut :], logical)
     held = tuple((shard.index, np.asarray(shard.data)) for shard in shards)
-    return Pieces(logical, np.dtype(x.dtype), tuple(chunk), view, held)
+    return HostBlocks(logical, np.dtype(x.dtype), tuple(chunk), view, held)

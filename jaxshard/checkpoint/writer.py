@@ -1,4 +1,14 @@
-"""`save`: a step on disk, or nothing. Orbax writes the arrays, then all files are hashed, then the manifest commits."""
+"""`js.save`: a step on disk, or nothing of it.
+
+A save begins in the calling thread, where the devices are needed, and is finished in any thread:
+
+    begin_save   check the run and make its folder; copy this process's shards to the host
+    finish       Orbax writes the arrays; then each process computes the checksums of a share of all files; then the
+                 first process writes the manifest, which commits the step
+
+The checksums are those of the files as they are on disk after Orbax is done with them. Whatever fails on the way, the
+folder is deleted again.
+"""
 
 from __future__ import annotations
 
@@ -18,81 +28,110 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxshard.checkpoint import store
-from jaxshard.checkpoint.checksums import damage, files_of, segments_of
-from jaxshard.checkpoint.folder import remove, root_of
-from jaxshard.checkpoint.leaves import Entry, entries, unsupported
-from jaxshard.checkpoint.manifest import NAME, Manifest, Segment, from_bytes, to_bytes, write, write_file
+from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files
+from jaxshard.checkpoint.folder import absolute_root, delete_step
+from jaxshard.checkpoint.leaves import Entry, entries
+from jaxshard.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    write_atomically,
+    write_manifest,
+)
 from jaxshard.checkpoint.reader import restore
 from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
-from jaxshard.distributed.agree import all_peers
+from jaxshard.distributed.together import call_in_first_process, failed_processes
 from jaxshard.training.state import TrainState, check_run
 
-_WAIT, _LOOK = 1200.0, 0.05
-"""Seconds that processes wait for each other's checksums, and between two looks."""
+_WAIT = 1200.0
+"""Seconds that a process waits for the checksums of another one."""
+_POLL = 0.05
+"""Seconds between two looks whether they are there."""
 _writing: set[Path] = set()
-"""Folders of the steps that this process is writing; `_changed` tells when one of them is done."""
+"""The folders of the steps that this process is writing; guarded by `_changed`, which tells when one is done."""
 _changed = threading.Condition()
-_saves = itertools.count()  # every process begins the same saves in the same order
+_save_numbers = itertools.count()  # every process begins the same saves in the same order
 
 
 def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
-    """The folder dir/<step> with the run in it, complete and on disk; every process calls it.
+    """Save a run into the folder dir/<step>. Every process calls this.
 
-    Arrays are saved in model order without padding, so that any other layout restores them. `data` is where the data
-    stands, as JSON, for sources whose position is not the step; `jaxshard.checkpoint.describe` returns it.
+    Arrays are saved in model order without padding, so that any other layout restores them. A step that is there but
+    damaged is replaced; one that is this very run is left as it is.
+
+    Args:
+      dir: the folder of checkpoints, on a disk that all processes see.
+      run: the run.
+      layout: how it is stored.
+      data: the position of the data, for sources whose position is not the step. Any value that comes back from JSON as
+        it was; `jaxshard.checkpoint.reader.describe` returns it.
+
+    Returns:
+      The folder of the step, complete and on disk.
 
     Raises:
-      ValueError: the run is not one of this layout; the folder holds this step of another run. A damaged step is
-        replaced, and one that is this very run is left as it is.
-      OSError: it could not be written: a full disk, no permission. Nothing of it is left, and other steps stay.
+      ValueError: the run is not one of this layout, or the folder holds this step of another run.
+      OSError: the step could not be written (a full disk, no permission). Nothing of it is left; other steps stay.
     """
-    return begin(root_of(dir), run, layout, data)()
+    return begin_save(absolute_root(dir), run, layout, data)()
 
 
-def begin(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
-    """Starts a save; the function that it returns, which may run in another thread, writes the rest.
+def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
+    """Start a save: all of it that needs the devices or other processes.
 
-    What is left to do needs no device: the run may be donated. A save of the same step that is still being written is
-    waited for.
+    Waits while the same step is still being saved.
+
+    Args:
+      root: the folder of checkpoints.
+      run: the run; it may be donated as soon as this returns.
+      layout: how it is stored.
+      data: the position of the data, as JSON.
+
+    Returns:
+      The function that writes the step and returns its folder. It issues no collective of devices, and may be called in
+      another thread. It must be called: until then other saves of this step wait.
+
+    Raises:
+      ValueError, OSError: as `save`.
     """
     wanted, _ = entries(layout)
-    arrays = _checked(run, layout, wanted)
+    arrays = _check_arrays(run, layout, wanted)
     if json.loads(json.dumps(data, allow_nan=False)) != data:
         raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
     step = int(run.step)
     folder = root / str(step)
     with ExitStack() as stack:
-        stack.enter_context(_alone(folder))
-        if _in_first_process(lambda: _prepare(folder)):
-            if not _holds(root, run, layout):
+        stack.enter_context(_wait_for_other_save(folder))
+        if call_in_first_process(lambda: _is_saved_or_prepare(folder), "js.save"):
+            if not _holds_same_run(root, run, layout):
                 problem = f"step {step} of another run is there; save into another folder, or delete it"
                 raise ValueError(f"{folder}: {problem}")
             return lambda: folder
-        stack.enter_context(_all_or_nothing(folder))
-        name, pieces = f"save {next(_saves)} of {step}", snapshot(arrays)
-        rest = stack.pop_all()
+        stack.enter_context(_delete_on_failure(folder))
+        name, blocks = f"save {next(_save_numbers)} of {step}", snapshot(arrays)
+        rest = stack.pop_all()  # what is to be undone if the rest of the save fails
 
     def finish() -> Path:
         with rest:
-            store.save(folder, pieces, name)
-            manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _made(layout))
+            store.save_arrays(folder, blocks, name)
+            manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _describe_origin(layout))
             _commit(folder, manifest, jax.process_index(), jax.process_count())
         return folder
 
     return finish
 
 
-def _checked(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> list[tuple[Entry, jax.Array]]:
-    """The arrays of a run; raises unless they are those of the layout and can be saved."""
+def _check_arrays(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> list[tuple[Entry, jax.Array]]:
+    """Return the arrays of a run with their entries; raise unless they are those of the layout and can be saved."""
     check_run(layout, run)
     arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(run), strict=True))
     raise_all(
-        (f"{entry.path}: {entry.dtype}" for entry in wanted if unsupported(entry)),
+        (f"{entry.path}: {entry.dtype}" for entry in wanted if not entry.is_supported),
         ValueError,
         "arrays of these dtypes can't be saved; keep them in another, such as uint8",
     )
@@ -110,8 +149,8 @@ def _checked(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> list[t
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Waits for a save of this step that is being written, and keeps others waiting."""
+def _wait_for_other_save(folder: Path) -> Iterator[None]:
+    """Enter once no other thread of this process is saving this step, and make others wait."""
     with _changed:
         _changed.wait_for(lambda: folder not in _writing)
         _writing.add(folder)
@@ -124,86 +163,83 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[None]:
-    """Leaves nothing of a save that fails or is interrupted."""
+def _delete_on_failure(folder: Path) -> Iterator[None]:
+    """Delete the folder of a save that fails or is interrupted."""
     try:
         yield
     except Exception as error:  # of Orbax, TensorStore or the disk: whatever it is, half a step must not stay
-        raise _failed(folder, error) from error
+        raise _save_error(folder, error) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _prepare(folder: Path) -> bool:
-    """Whether a step is there and intact; else makes an empty folder for it.
+def _is_saved_or_prepare(folder: Path) -> bool:
+    """Return True if a step is there and intact; else make an empty folder for it.
 
-    What an interrupted save left there goes, and so does a damaged step.
+    Deletes a damaged step, and what an interrupted save left there.
     """
     try:
-        if (folder / NAME).exists() and not damage(folder):
+        if (folder / MANIFEST).exists() and not find_damage(folder):
             return True
         if folder.exists():
-            remove(folder)
+            delete_step(folder)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise _failed(folder, error) from error
+        raise _save_error(folder, error) from error
     return False
 
 
-def _holds(root: Path, run: TrainState, layout: Layout) -> bool:
-    """Whether the step that is there is this very run, bit for bit."""
+def _holds_same_run(root: Path, run: TrainState, layout: Layout) -> bool:
+    """Return True if the step on disk is this very run, bit for bit, in the shards of all processes."""
     try:
         there = restore(root, layout, step=int(run.step), verify=False)
     except ValueError:
         return False
     pairs = zip(jax.tree.leaves(there), jax.tree.leaves(run), strict=True)
-    same = all(_bits(a) == _bits(b) for a, b in pairs)
-    if jax.process_count() > 1:
-        same = bool(np.all(multihost_utils.process_allgather(np.int32(same))))
-    return same
+    return not failed_processes(any(_shard_bytes(a) != _shard_bytes(b) for a, b in pairs), "js.save, compared")
 
 
-def _bits(x: jax.Array) -> list[bytes]:
+def _shard_bytes(x: jax.Array) -> list[bytes]:
     x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
 
 
 def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
-    """Hashes this process's share of the files; the first one collects all shares and writes the manifest."""
+    """Compute the checksums of this process's share of the files; the first process then writes the manifest.
+
+    The others hand theirs over as manifests of their own, manifest.json.<process>, through the folder that all see. No
+    collective is used: training may be in the middle of one.
+    """
     names = {array.path: number for number, array in enumerate(manifest.arrays)}
-    places = store.extents(folder, names)
-    shares = {f"{NAME}.{other}" for other in range(1, processes)}
-    mine = [name for name in files_of(folder) if name not in shares and not name.endswith(".draft")][process::processes]
-    files = {name: segments_of(folder / name, places.get(name, ())) for name in mine}
+    places = store.find_extents(folder, names)
+    shares = {f"{MANIFEST}.{other}" for other in range(1, processes)}
+    written = [name for name in list_files(folder) if name not in shares and not name.endswith(".draft")]
+    files = {name: checksum_file(folder / name, places.get(name, ())) for name in written[process::processes]}
     if process:
-        write_file(folder / f"{NAME}.{process}", to_bytes(manifest._replace(files=files)))
-        _wait_for(folder / NAME, folder)
+        write_atomically(folder / f"{MANIFEST}.{process}", encode_manifest(manifest._replace(files=files)))
+        _wait_for(folder / MANIFEST, folder)
         return
     for other in sorted(shares):
         _wait_for(folder / other, folder)
-        files |= from_bytes((folder / other).read_bytes()).files
+        files |= decode_manifest((folder / other).read_bytes()).files
         (folder / other).unlink()
-    write(folder, manifest._replace(files=_sorted(files)))
-
-
-def _sorted(files: dict[str, tuple[Segment, ...]]) -> dict[str, tuple[Segment, ...]]:
-    return {name: files[name] for name in sorted(files)}
+    write_manifest(folder, manifest._replace(files={name: files[name] for name in sorted(files)}))
 
 
 def _wait_for(file: Path, folder: Path) -> None:
-    """Returns once another process has written a file into the folder that all of them see."""
+    """Return once another process has written a file into the folder; raise if it deleted the folder instead."""
     end = time.monotonic() + _WAIT
     while not file.exists():
         if not folder.exists():
             raise OSError("another process could not save its part, and says why")
         if time.monotonic() > end:
             raise OSError(f"{file} did not appear within {_WAIT:.0f} s; do all processes see the same folder?")
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
 
 
-def _failed(folder: Path, error: Exception) -> OSError:
-    """The error of a save, which leaves nothing behind."""
+def _save_error(folder: Path, error: Exception) -> OSError:
+    """Delete what there is of a step, and return the error to raise. Orbax hides the reason in a chain of causes."""
     shutil.rmtree(folder, ignore_errors=True)
     cause: BaseException = error
     while cause.__cause__ is not None:
@@ -212,27 +248,8 @@ def _failed(folder: Path, error: Exception) -> OSError:
     return OSError(f"{folder}: this step could not be saved, and the steps before it stay as they are: {reason}")
 
 
-def _in_first_process(fn: Callable[[], bool]) -> bool:
-    """What a function returns in the first process, where alone it is called; raises in all of them if it fails."""
-    peers = all_peers()
-    if peers is None:
-        return fn()
-    failure: Exception | None = None
-    answer = False
-    if jax.process_index() == 0:
-        try:
-            answer = fn()
-        except (OSError, ValueError) as error:
-            failure = error
-    peers.meet("js.save")  # the first process may read a step that is there, and collectives don't wait long
-    failed, answered = multihost_utils.broadcast_one_to_all(np.array([failure is not None, answer], np.int32)).tolist()
-    if failed:
-        raise failure or OSError("process 0 could not begin to save, and says why")
-    return bool(answered)
-
-
-def _made(layout: Layout) -> dict[str, Any]:
-    """How the run was made, for people: nothing of it is needed to restore."""
+def _describe_origin(layout: Layout) -> dict[str, Any]:
+    """Describe how the run was made, for people: nothing of it is needed to restore."""
     return {
         "jaxshard": metadata.version("jaxshard"),
         "jax": jax.__version__,

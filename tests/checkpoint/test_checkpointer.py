@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint import checkpointer as keeper
 from jaxshard.checkpoint import manifest, writer
-from jaxshard.checkpoint.checksums import damage
-from jaxshard.checkpoint.folder import numbered
-from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.checksums import find_damage
+from jaxshard.checkpoint.folder import step_folders
+from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.checkpoint.reader import describe
 from jaxshard.training.state import run_key
 from tests.checkpoint.runs import assert_same
@@ -31,7 +30,7 @@ def step():
 
 
 def steps_of(root):
-    return list(numbered(root))
+    return list(step_folders(root))
 
 
 def test_fit_saves_in_the_background_and_keeps_the_newest(step, tmp_path):
@@ -44,7 +43,7 @@ def test_fit_saves_in_the_background_and_keeps_the_newest(step, tmp_path):
     assert steps_of(tmp_path) == [6, 7]
     for number in (6, 7):  # as it was then, although the steps after it were given the same arrays
         back = js.restore(tmp_path, layout(), step=number)
-        assert int(back.step) == number and damage(tmp_path / str(number)) == []
+        assert int(back.step) == number and find_damage(tmp_path / str(number)) == []
         assert_same(back.params, runs[number])
 
 
@@ -80,7 +79,7 @@ def test_a_file_that_can_not_be_written_leaves_the_step_before(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.__cause__ is not None
-    assert steps_of(tmp_path) == [1] and damage(tmp_path / "1") == []
+    assert steps_of(tmp_path) == [1] and find_damage(tmp_path / "1") == []
     checkpointer(3, at(3))
     checkpointer.wait_until_finished()
     assert steps_of(tmp_path) == [3] and int(js.restore(tmp_path, layout()).step) == 3
@@ -122,7 +121,7 @@ def test_an_error_of_the_loop_comes_first_and_that_of_the_save_is_noted(tmp_path
     def broken(*args):
         raise OSError("gone")
 
-    monkeypatch.setattr(writer, "write", broken)
+    monkeypatch.setattr(writer, "write_manifest", broken)
     with pytest.raises(KeyError, match="loop") as caught, js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
         checkpointer(1, at(1))
         raise KeyError("loop")
@@ -142,10 +141,10 @@ def test_keeping_never_deletes_what_was_just_saved(tmp_path):
 
 
 def test_a_step_without_its_manifest_is_not_counted_and_is_replaced(tmp_path):
-    (js.save(tmp_path, at(5), layout()) / NAME).unlink()
+    (js.save(tmp_path, at(5), layout()) / MANIFEST).unlink()
     with js.Checkpointer(tmp_path, layout(), every=5, keep=1) as checkpointer:
         checkpointer(5, at(5))
-    assert damage(tmp_path / "5") == []
+    assert find_damage(tmp_path / "5") == []
 
 
 def test_sizes_are_checked(tmp_path):
@@ -166,15 +165,15 @@ def test_processes_share_the_checksums(tmp_path, monkeypatch):
         writer._commit(folder, start, process, 3)
         assert js.latest_step(tmp_path) is None
     writer._commit(folder, start, 0, 3)
-    assert damage(folder) == [] and int(js.restore(tmp_path, layout()).step) == 5
+    assert find_damage(folder) == [] and int(js.restore(tmp_path, layout()).step) == 5
 
 
 def test_a_process_that_failed_is_not_waited_for(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="another process could not save"):
-        writer._wait_for(tmp_path / "5" / NAME, tmp_path / "5")
+        writer._wait_for(tmp_path / "5" / MANIFEST, tmp_path / "5")
     monkeypatch.setattr(writer, "_WAIT", 0.0)
     with pytest.raises(OSError, match="did not appear within 0 s"):
-        writer._wait_for(tmp_path / NAME, tmp_path)
+        writer._wait_for(tmp_path / MANIFEST, tmp_path)
 
 
 @pytest.mark.slow
@@ -200,14 +199,14 @@ def test_a_kill_at_any_time_leaves_a_step_that_is_intact(tmp_path):
             assert process.stdout.readline() == b"going\n"
             time.sleep(numbers.uniform(0, 1))
             process.send_signal(signal.SIGKILL)
-        complete = [number for number, path in numbered(root).items() if (path / NAME).exists()]
-        assert complete and all(damage(root / str(number)) == [] for number in complete)
-        assert len(numbered(root)) - len(complete) <= 1
+        complete = [number for number, path in step_folders(root).items() if (path / MANIFEST).exists()]
+        assert complete and all(find_damage(root / str(number)) == [] for number in complete)
+        assert len(step_folders(root)) - len(complete) <= 1
 
 
 def slowly(monkeypatch, fail=None):
     """Saves take half a second, and those of a step fail."""
-    save = writer.store.save
+    save = writer.store.save_arrays
 
     def slow(folder, *rest):
         time.sleep(0.5)
@@ -215,7 +214,7 @@ def slowly(monkeypatch, fail=None):
             raise fail[1]
         save(folder, *rest)
 
-    monkeypatch.setattr(writer.store, "save", slow)
+    monkeypatch.setattr(writer.store, "save_arrays", slow)
 
 
 def test_two_saves_of_one_step_at_a_time_are_one_after_the_other(tmp_path, monkeypatch):
@@ -223,11 +222,11 @@ def test_two_saves_of_one_step_at_a_time_are_one_after_the_other(tmp_path, monke
     with js.Checkpointer(tmp_path, layout(), every=1) as checkpointer:
         checkpointer(1, at(1))
         assert js.save(tmp_path, at(1), layout()) == tmp_path / "1"
-        assert damage(tmp_path / "1") == []
+        assert find_damage(tmp_path / "1") == []
         checkpointer(2, at(2))
         with pytest.raises(ValueError, match="step 2 of another run is there"):
             js.save(tmp_path, at(2)._replace(key=run_key(at(2).key)), layout())
-    assert steps_of(tmp_path) == [1, 2] and damage(tmp_path / "2") == []
+    assert steps_of(tmp_path) == [1, 2] and find_damage(tmp_path / "2") == []
 
 
 @pytest.mark.parametrize("error", [KeyError("chunk"), MemoryError("no memory"), AssertionError("not so")])
@@ -244,12 +243,20 @@ def test_an_error_of_any_kind_leaves_nothing_and_the_step_can_be_saved_again(err
     assert js.latest_step(tmp_path, intact=True) == 1
 
 
-def test_an_interrupted_wait_still_tells_what_went_wrong(tmp_path, monkeypatch):
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, as in a terminal: a shell starts what runs in its background without that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_wait_still_tells_what_went_wrong(tmp_path, monkeypatch, ctrl_c):
     slowly(monkeypatch, fail=("1", OSError("bad disk")))
     checkpointer = js.Checkpointer(tmp_path, layout(), every=1)
     checkpointer(1, at(1))
     with monkeypatch.context() as patches:
-        patches.setattr(keeper, "wait", lambda pending: signal.raise_signal(signal.SIGINT))
+        patches.setattr("jaxshard.checkpoint.checkpointer.wait", lambda pending: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             checkpointer(2, at(2))
     with pytest.raises(OSError, match="bad disk"):
@@ -281,13 +288,13 @@ def test_a_program_that_ends_while_one_save_fails_finishes_the_other(tmp_path):
         import jaxshard as js
         from jaxshard.checkpoint import writer
         from tests.checkpoint.small import at, layout
-        save = writer.store.save
+        save = writer.store.save_arrays
         def slow(folder, *rest):
             time.sleep(1)
             if folder.parent.name == "bad":
                 raise OSError("bad disk")
             save(folder, *rest)
-        writer.store.save = slow
+        writer.store.save_arrays = slow
         for name in ("good", "bad"):
             js.Checkpointer(f"{sys.argv[1]}/{name}", layout(), every=1)(1, at(1))
     """

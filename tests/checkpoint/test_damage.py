@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import jaxshard as js
 from jaxshard.checkpoint import reader
-from jaxshard.checkpoint.checksums import files_of
-from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.checksums import list_files
+from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.main import main
 from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import layout, new_run
@@ -26,22 +26,24 @@ def steps(tmp_path_factory):
 
 
 def names_of(root):
-    return [*files_of(root / "20"), NAME]
+    return [*list_files(root / "20"), MANIFEST]
 
 
 class Loads:
     """Stands before the reader of arrays, and counts."""
 
     def __init__(self, monkeypatch):
-        self.folders, load = [], reader.store.load
-        monkeypatch.setattr(reader.store, "load", lambda *args: (self.folders.append(args[0].name), load(*args))[1])
+        self.folders, load = [], reader.store.load_arrays
+        monkeypatch.setattr(
+            reader.store, "load_arrays", lambda *args: (self.folders.append(args[0].name), load(*args))[1]
+        )
 
 
 def assert_refused(root, name, loads, run, capsys=None):
     """By `restore`, which reads no array, and by the command; the step before is found and restored."""
     with pytest.raises(ValueError, match="20") as caught:
         js.restore(root, layout(), step=20)
-    assert f"{root / '20' / name}: " in str(caught.value).replace(f"{NAME} is missing", f"{NAME}: missing")
+    assert f"{root / '20' / name}: " in str(caught.value).replace(f"{MANIFEST} is missing", f"{MANIFEST}: missing")
     assert js.latest_step(root, intact=True) == 10 and loads.folders == []
     assert_same(js.restore(root, layout(), step=js.latest_step(root, intact=True)), run)
     assert loads.folders == ["10"]
@@ -124,14 +126,14 @@ def check_edits(steps, tmp_path_factory, edits, loads, more):
         touched = there[number % len(there)]
         names.append(edit(root, there, kind, number, place, more))
         there.remove(touched)  # or the next one might undo it
-        if NAME in names or kind == "folder":
+        if MANIFEST in names or kind == "folder":
             break  # without a manifest nothing else is known
     try:
         with pytest.raises(ValueError, match="20") as caught:
             js.restore(root, layout(), step=20)
-        told = str(caught.value).replace(f"{NAME} is missing", f"{NAME}: missing")
+        told = str(caught.value).replace(f"{MANIFEST} is missing", f"{MANIFEST}: missing")
         named = [name for name in names if f"{root / '20' / name}: " in told]
-        assert NAME in named if NAME in names else sorted(set(named)) == sorted(set(names)), (names, told)
+        assert MANIFEST in named if MANIFEST in names else sorted(set(named)) == sorted(set(names)), (names, told)
         assert js.latest_step(root, intact=True) == 10 and loads.folders == []
         assert main(["checkpoint", "verify", str(root)]) == 1
         if "folder" in {kind for _, kind, _ in edits}:  # the oddest damage: a save replaces it as any other

@@ -11,8 +11,8 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint import writer
-from jaxshard.checkpoint.checksums import damage
-from jaxshard.checkpoint.folder import numbered
+from jaxshard.checkpoint.checksums import find_damage
+from jaxshard.checkpoint.folder import step_folders
 from jaxshard.commands.main import main
 from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
@@ -34,8 +34,8 @@ def step():
 
 def assert_nothing_but(root, steps):
     """These steps, intact, and not a file besides."""
-    assert list(numbered(root)) == steps == sorted(int(path.name) for path in root.iterdir())
-    assert all(damage(path) == [] for path in numbered(root).values())
+    assert list(step_folders(root)) == steps == sorted(int(path.name) for path in root.iterdir())
+    assert all(find_damage(path) == [] for path in step_folders(root).values())
 
 
 def save_with(disk, free, root, number):
@@ -62,7 +62,7 @@ def sweep(disk, step_of_pages):
         outcomes.append(save_with(disk, pages * PAGE, root, 2))
         assert_nothing_but(root, [1, 2] if outcomes[-1] else [1])
         if outcomes[-1]:
-            writer.remove(root / "2")
+            writer.delete_step(root / "2")
     assert_same(js.restore(root, layout()), expected)
     js.save(root, at(2), layout())
     assert_nothing_but(root, [1, 2])

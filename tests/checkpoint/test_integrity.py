@@ -10,8 +10,8 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint import manifest
-from jaxshard.checkpoint.checksums import damage, files_of
-from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.checksums import find_damage, list_files
+from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.main import main
 from tests.checkpoint.small import at, layout
 
@@ -32,7 +32,7 @@ def root(saved, tmp_path):
 
 
 def all_files(folder):
-    return [*files_of(folder), NAME]
+    return [*list_files(folder), MANIFEST]
 
 
 def flip(file, byte, bit):
@@ -42,7 +42,7 @@ def flip(file, byte, bit):
 
 
 def assert_found(folder, name):
-    problems = damage(folder)
+    problems = find_damage(folder)
     assert problems and all(problem.startswith(str(folder / name) + ":") for problem in problems), (name, problems)
 
 
@@ -52,7 +52,7 @@ def assert_found(folder, name):
 def test_random_flips_and_cuts_are_all_found(flips, cuts, root):
     numbers, folder = np.random.default_rng(flips), root / "20"
     files = [folder / name for name in all_files(folder) if (folder / name).stat().st_size]
-    assert damage(folder) == [] and len(files) >= 8
+    assert find_damage(folder) == [] and len(files) >= 8
     for count in range(flips + cuts):
         file = files[count % len(files)]
         before = file.read_bytes()
@@ -62,23 +62,23 @@ def test_random_flips_and_cuts_are_all_found(flips, cuts, root):
             file.write_bytes(before[: numbers.integers(len(before))])
         assert_found(folder, file.relative_to(folder))
         file.write_bytes(before)
-    assert damage(folder) == []
+    assert find_damage(folder) == []
 
 
 def test_every_byte_of_a_manifest_counts(root):
-    raw = (root / "20" / NAME).read_bytes()
+    raw = (root / "20" / MANIFEST).read_bytes()
     for position in range(len(raw)):
         with pytest.raises(ValueError, match="checksum"):
-            manifest.from_bytes(raw[:position] + bytes([raw[position] ^ 4]) + raw[position + 1 :])
+            manifest.decode_manifest(raw[:position] + bytes([raw[position] ^ 4]) + raw[position + 1 :])
         with pytest.raises(ValueError, match="checksum"):
-            manifest.from_bytes(raw[:position])
+            manifest.decode_manifest(raw[:position])
     with pytest.raises(ValueError, match="checksum"):
-        manifest.from_bytes(raw + b"\n")
+        manifest.decode_manifest(raw + b"\n")
 
 
 def test_every_lost_and_every_longer_file_is_found(root):
     folder = root / "20"
-    for name in files_of(folder):
+    for name in list_files(folder):
         file = folder / name
         before = file.read_bytes()
         file.unlink()
@@ -86,8 +86,8 @@ def test_every_lost_and_every_longer_file_is_found(root):
         file.write_bytes(before + b"\0")
         assert_found(folder, name)
         file.write_bytes(before)
-    (folder / NAME).unlink()
-    assert_found(folder, NAME)
+    (folder / MANIFEST).unlink()
+    assert_found(folder, MANIFEST)
 
 
 def test_an_added_file_and_a_link_are_found(root):
@@ -95,7 +95,7 @@ def test_an_added_file_and_a_link_are_found(root):
     (folder / "arrays" / "more").write_bytes(b"")
     assert_found(folder, "arrays/more")
     (folder / "arrays" / "more").unlink()
-    data = next(name for name in files_of(folder) if "process_0/d/" in name)
+    data = next(name for name in list_files(folder) if "process_0/d/" in name)
     (folder / data).rename(root / "elsewhere")
     (folder / data).symlink_to(root / "elsewhere")
     assert_found(folder, data)
@@ -104,20 +104,22 @@ def test_an_added_file_and_a_link_are_found(root):
 def test_files_of_another_step_are_found(root):
     for name in ("arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt"):
         shutil.copy(root / "10" / name, root / "20" / name)
-        assert any(name in problem for problem in damage(root / "20"))
+        assert any(name in problem for problem in find_damage(root / "20"))
     shutil.rmtree(root / "20")
     (root / "10").rename(root / "20")
-    assert damage(root / "20") == [f"{root / '20' / NAME}: it belongs to step 10, not 20; the folder was renamed"]
+    assert find_damage(root / "20") == [
+        f"{root / '20' / MANIFEST}: it belongs to step 10, not 20; the folder was renamed"
+    ]
 
 
 def test_the_arrays_in_the_damaged_bytes_are_named(root):
     folder = root / "20"
-    made = manifest.read(folder)
+    made = manifest.read_manifest(folder)
     name, segments = next((n, s) for n, s in made.files.items() if any(part.array is not None for part in s))
     seen, start = set(), 0
     for segment in segments:
         flip(folder / name, start, 0)
-        (problem,) = damage(folder)
+        (problem,) = find_damage(folder)
         expected = "no array lies in those bytes"
         if segment.array is not None:
             seen.add(made.arrays[segment.array].path)
@@ -131,12 +133,12 @@ def test_the_arrays_in_the_damaged_bytes_are_named(root):
     }
     (index,) = (name for name in made.files if name.startswith("arrays/state/d/"))
     flip(folder / index, 100, 1)
-    assert damage(folder)[0].endswith("all arrays are found through it")
+    assert find_damage(folder)[0].endswith("all arrays are found through it")
 
 
 def test_restore_refuses_what_it_would_otherwise_read_wrong(root):
     folder = root / "20"
-    made = manifest.read(folder)
+    made = manifest.read_manifest(folder)
     name, segments = next((n, s) for n, s in made.files.items() if any(part.array is not None for part in s))
     flip(folder / name, 1000, 6)
     array = made.arrays[segments[0].array].path
@@ -153,11 +155,11 @@ def _numbers(run):
 
 def test_the_newest_intact_step(root):
     assert js.latest_step(root) == js.latest_step(root, intact=True) == 20
-    flip(root / "20" / files_of(root / "20")[0], 3, 3)
+    flip(root / "20" / list_files(root / "20")[0], 3, 3)
     assert js.latest_step(root) == 20 and js.latest_step(root, intact=True) == 10
-    (root / "20" / NAME).unlink()
+    (root / "20" / MANIFEST).unlink()
     assert js.latest_step(root) == 10
-    (root / "10" / NAME).write_bytes(b"")
+    (root / "10" / MANIFEST).write_bytes(b"")
     assert js.latest_step(root) == 10 and js.latest_step(root, intact=True) is None
 
 
@@ -171,11 +173,11 @@ def test_the_command_verifies_every_step(root, capsys):
     assert "step 10: damaged" in shown and str(root / "10" / name) in shown and "step 20: intact" in shown
     assert main(["checkpoint", "verify", str(root), "--step", "20"]) == 0
     assert main(["checkpoint", "list", str(root)]) == 0
-    flip(root / "10" / NAME, 7, 7)
+    flip(root / "10" / MANIFEST, 7, 7)
     for action in ("list", "verify"):
         capsys.readouterr()
         assert main(["checkpoint", action, str(root)]) == 1
-        assert str(root / "10" / NAME) in capsys.readouterr().out
+        assert str(root / "10" / MANIFEST) in capsys.readouterr().out
     assert main(["checkpoint", "show", str(root), "--step", "10"]) == 1
 
 
@@ -183,7 +185,7 @@ def test_the_command_lists_and_shows(root, capsys):
     assert main(["checkpoint", "list", str(root), "--json", "-"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [step["step"] for step in listed["steps"]] == [10, 20]
-    size = sum((root / "20" / name).stat().st_size for name in files_of(root / "20"))
+    size = sum((root / "20" / name).stat().st_size for name in list_files(root / "20"))
     expected = {"problems": [], "arrays": 18, "files": len(all_files(root / "20")), "bytes": size, "mesh": {"data": 2}}
     assert listed["steps"][1].items() >= expected.items()
     assert main(["checkpoint", "show", str(root), "--json", "-"]) == 0
@@ -191,10 +193,10 @@ def test_the_command_lists_and_shows(root, capsys):
     shown = json.loads(output.out)
     assert shown["step"] == 20 and {"path": "state/key", "shape": [2], "dtype": "key<fry>"} in shown["tree"]
     assert "params/w  float32[48, 24]" in output.err and "param  w          [48, 24]" in output.err
-    (root / "20" / NAME).unlink()
+    (root / "20" / MANIFEST).unlink()
     assert main(["checkpoint", "show", str(root)]) == 0 and "step 10: complete" in capsys.readouterr().out
     assert main(["checkpoint", "list", str(root)]) == main(["checkpoint", "verify", str(root)]) == 1
-    assert f"{root / '20' / NAME}: missing" in capsys.readouterr().out
+    assert f"{root / '20' / MANIFEST}: missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_the_command_refuses_other_folders(args, message, root, capsys):
 
 def test_files_that_can_not_be_read_are_named(root, monkeypatch):
     folder = root / "20"
-    data = next(name for name in files_of(folder) if "process_0/d/" in name)
+    data = next(name for name in list_files(folder) if "process_0/d/" in name)
     opening = Path.open
 
     def broken(self, *args, **kwargs):
@@ -224,10 +226,10 @@ def test_files_that_can_not_be_read_are_named(root, monkeypatch):
         return opening(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", broken)
-    (problem,) = damage(folder)
+    (problem,) = find_damage(folder)
     assert problem.startswith(f"{folder / data}: can't be read: Input/output error; arrays: params/a%2Fb, params/w")
     monkeypatch.undo()
-    (folder / NAME).unlink()
-    (folder / NAME).mkdir()
-    assert damage(folder) == [f"{folder / NAME}: can't be read: Is a directory"]
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+    assert find_damage(folder) == [f"{folder / MANIFEST}: can't be read: Is a directory"]
     assert js.latest_step(root, intact=True) == 10

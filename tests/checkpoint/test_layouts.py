@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.checkpoint.leaves import entries, logical_spec, saver, storer
+from jaxshard.checkpoint.leaves import entries, jit_to_saved, jit_to_stored, logical_spec
 from jaxshard.checks.collectives.found import collectives
 from jaxshard.core.placement import Placement, View
 from tests.checkpoint.runs import made
@@ -23,7 +23,7 @@ def test_arrays_are_never_gathered_on_the_way(name):
             )
             saved = entry.shape_saved(layout.mesh)
             assert saved.sharding.shard_shape(saved.shape) != saved.shape
-            for program, x in ((saver, stored), (storer, saved)):
+            for program, x in ((jit_to_saved, stored), (jit_to_stored, saved)):
                 found = collectives(program(entry, layout.mesh).lower(x).compile(), layout.mesh)
                 assert [(one.kind, one.axes) for one in found] == [("all-to-all", ("pipe",))], entry
     assert len(seen) >= 5

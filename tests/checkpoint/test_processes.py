@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 import jaxshard as js
-from jaxshard.checkpoint.checksums import damage
+from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.reader import describe
 from tests.checkpoint.runs import assert_same, made
 
@@ -23,7 +23,7 @@ PROGRAM = """
     import numpy as np
     from jax.experimental import multihost_utils
     import jaxshard as js
-    from jaxshard._state import run_key
+    from jaxshard.training.state import run_key
 
     def in_the_main_thread(collective):
         def call(*args, **kwargs):
@@ -49,7 +49,7 @@ PROGRAM = """
     elif action == "beside":
         import time
         from jaxshard.checkpoint import writer
-        store_save = writer.store.save
+        store_save = writer.store.save_arrays
 
         def one_before_the_other(folder, *rest):
             time.sleep(2 if (folder.parent.name == "a") == (index == "0") else 0)
@@ -57,7 +57,7 @@ PROGRAM = """
 
         run = mine.run()
         js.save(f"{root}/c", run, mine.layout)
-        writer.store.save = one_before_the_other
+        writer.store.save_arrays = one_before_the_other
         a, b = (js.Checkpointer(f"{root}/{name}", mine.layout, every=1) for name in "ab")
         a(3, run), b(3, run)
         js.restore(f"{root}/c", mine.layout)
@@ -100,7 +100,7 @@ def bytes_below(folder):
 def test_two_processes_save_and_one_restores(name, tmp_path):
     outputs = in_processes(2, "save", tmp_path, name)
     assert all("refused" in output and "step 4 of another run is there" in output for output in outputs)
-    assert [path.name for path in tmp_path.iterdir()] == ["4"] and damage(tmp_path / "4") == []
+    assert [path.name for path in tmp_path.iterdir()] == ["4"] and find_damage(tmp_path / "4") == []
     assert describe(tmp_path).made["processes"] == 2
     written = [bytes_below(tmp_path / "4" / "arrays" / "state" / f"ocdbt.process_{index}") for index in range(2)]
     assert min(written) > sum(written) / 4, "both write, also what lies in both"

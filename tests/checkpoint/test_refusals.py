@@ -11,7 +11,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint import manifest
-from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.checkpoint.reader import describe
 from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import TX, at, init_fn, layout
@@ -84,13 +84,13 @@ def test_steps_that_do_not_exist(root, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no step 8; complete steps: 7"):
         js.restore(root, layout(), step=8)
     js.save(tmp_path, at(1), layout())
-    (js.save(tmp_path, at(2), layout()) / NAME).unlink()
+    (js.save(tmp_path, at(2), layout()) / MANIFEST).unlink()
     assert js.latest_step(tmp_path) == 1 and int(js.restore(tmp_path, layout()).step) == 1
     with pytest.raises(
         ValueError, match=re.escape("2/manifest.json is missing, so this step was not completely saved")
     ):
         js.restore(tmp_path, layout(), step=2)
-    (tmp_path / "1" / NAME).unlink()
+    (tmp_path / "1" / MANIFEST).unlink()
     with pytest.raises(ValueError, match="not completely saved; complete steps: none"):
         js.restore(tmp_path, layout())
 
@@ -105,8 +105,8 @@ def test_a_newer_format(tmp_path, monkeypatch):
 
 def test_a_step_is_saved_once_unless_it_is_damaged(tmp_path):
     folder = js.save(tmp_path, at(1), layout())
-    before = (folder / NAME).read_bytes()
-    assert js.save(tmp_path, at(1), layout()) == folder and (folder / NAME).read_bytes() == before
+    before = (folder / MANIFEST).read_bytes()
+    assert js.save(tmp_path, at(1), layout()) == folder and (folder / MANIFEST).read_bytes() == before
     other = at(1)._replace(key=js.init(init_fn, TX, layout(), 5).key)
     with pytest.raises(ValueError, match="step 1 of another run is there; save into another folder, or delete it"):
         js.save(tmp_path, other, layout())
@@ -114,7 +114,7 @@ def test_a_step_is_saved_once_unless_it_is_damaged(tmp_path):
     with pytest.raises(ValueError, match="step 1 of another run is there"):
         run = js.init(init_fn, optax.sgd(1.0), thin, 0)
         js.save(tmp_path, run._replace(step=run.step + 1), thin)
-    assert (folder / NAME).read_bytes() == before
+    assert (folder / MANIFEST).read_bytes() == before
     (folder / "arrays" / "_CHECKPOINT_METADATA").unlink()
     assert js.latest_step(tmp_path, intact=True) is None
     js.save(tmp_path, at(1), layout())

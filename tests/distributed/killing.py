@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import jaxshard as js
-from jaxshard.checkpoint.manifest import NAME
+from jaxshard.checkpoint.manifest import MANIFEST
 
 SURVIVE = 30
 """Seconds in which those whose sibling was killed must be gone."""
@@ -102,7 +102,7 @@ def _is_saving(folder, began):
     """Whether a step is being written, other than what an earlier kill left behind."""
     for step in Path(folder).glob("*"):
         with contextlib.suppress(FileNotFoundError):
-            if step.name.isdecimal() and not (step / NAME).exists() and step.stat().st_mtime > began:
+            if step.name.isdecimal() and not (step / MANIFEST).exists() and step.stat().st_mtime > began:
                 return True
     return False
 

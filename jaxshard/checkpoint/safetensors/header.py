@@ -1,7 +1,12 @@
-"""The header of a safetensors file: eight bytes of length, then JSON that says where every tensor lies.
+"""The header of a safetensors file (https://huggingface.co/docs/safetensors).
 
-The format is https://huggingface.co/docs/safetensors. Ours has in its metadata "jaxshard", the version of what follows,
-and "crc32:NAME" for every tensor; files of others have neither and are read all the same.
+A file is the header's length as eight bytes, little-endian; the header as JSON; the bytes of the tensors:
+
+    {"__metadata__": {"jaxshard": "1", "crc32:w": "7d3c9a01"},
+     "w": {"dtype": "F32", "shape": [64, 48], "data_offsets": [0, 12288]}}
+
+The metadata are ours: the version of this convention, and the CRC-32 of every tensor. Files of other programs have
+neither and are read all the same. Headers come from strangers: everything that is read is checked before it is used.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""The names of dtypes in a header, and ours."""
+"""The dtypes in a header, and JAX's names for them."""
 METADATA = "__metadata__"
-_NAMES = {ours: name for name, ours in DTYPES.items()}
+_CODES = {ours: name for name, ours in DTYPES.items()}
 _LIMIT = 100_000_000
 """Bytes of the longest header, as in the reader of the `safetensors` library."""
 _SUM = "crc32:"
@@ -46,7 +51,7 @@ _HEX = re.compile("[0-9a-f]{8}")
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file: its bytes are `size` from `start` on, counted from the end of the header."""
+    """One tensor of a file; its first byte is `start`, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,45 +59,62 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Its number of bytes."""
         return math.prod(self.shape) * int(jnp.dtype(self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
 class Header(NamedTuple):
-    """What a file holds, the checksums in it by tensor, and how many bytes of it come before the data."""
+    """What a file holds: its tensors, the CRC-32 of each (of ours only), and how many bytes come before the data."""
 
     tensors: dict[str, Tensor]
-    sums: dict[str, int]
+    checksums: dict[str, int]
     length: int
 
 
-def is_known(dtype: str) -> bool:
-    """Whether the format has a name for a dtype."""
-    return dtype in _NAMES
+def has_code(dtype: str) -> bool:
+    """Return True if the format has a code for a dtype."""
+    return dtype in _CODES
 
 
-def to_bytes(tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> bytes:
-    """The header as a file begins with it: as long whatever the checksums are."""
-    fields: dict[str, Any] = {METADATA: {"jaxshard": VERSION} | {_SUM + name: f"{sums[name]:08x}" for name in tensors}}
+def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int]) -> bytes:
+    """Encode a header with its length before it.
+
+    The result is equally long for all checksums, so that it can be written anew once they are known. It is padded to a
+    multiple of eight bytes, which aligns the tensors.
+
+    Args:
+      tensors: the tensors in the order of their bytes.
+      checksums: the CRC-32 of each.
+    """
+    metadata = {"jaxshard": VERSION} | {_SUM + name: f"{checksums[name]:08x}" for name in tensors}
+    fields: dict[str, Any] = {METADATA: metadata}
     for name, tensor in tensors.items():
         place = [tensor.start, tensor.start + tensor.size]
-        fields[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        fields[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def parse(start: bytes, size: int) -> Header:
-    """The header of a file of `size` bytes, of which `start` are the first: all that `length_of` asks for.
+def decode_header(start: bytes, size: int) -> Header:
+    """Decode the header of a file.
+
+    Args:
+      start: the first bytes of the file, at least as many as `header_size` says.
+      size: the size of the file in bytes.
 
     Raises:
-      ValueError: it is not the header of a complete safetensors file, or a newer version of ours.
+      ValueError: it is not the header of a complete safetensors file, or has a newer version of our convention.
     """
-    end = length_of(start, size)
-    fields = _fields(start[8:end])
+    end = header_size(start, size)
+    fields = _decode_json(start[8:end])
     metadata = fields.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"its {METADATA} is no object of strings")
-    tensors = {name: _tensor(name, value) for name, value in fields.items()}
+    tensors = {name: _decode_tensor(name, value) for name, value in fields.items()}
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
         if tensor.start != at:
@@ -102,14 +124,18 @@ def parse(start: bytes, size: int) -> Header:
         at += tensor.size
     if end + at != size:
         raise ValueError(f"{size} bytes, and its header speaks of {end + at}: it was cut off, or more was added")
-    return Header(tensors, _sums(metadata, tensors), end)
+    return Header(tensors, _decode_checksums(metadata, tensors), end)
 
 
-def length_of(start: bytes, size: int) -> int:
-    """How many bytes of a file come before the data: the first eight say it.
+def header_size(start: bytes, size: int) -> int:
+    """Return how many bytes of a file come before its data, by its first eight bytes.
+
+    Args:
+      start: the first bytes of the file, at least eight if it has so many.
+      size: the size of the file in bytes.
 
     Raises:
-      ValueError: more than the file has, or than any header has.
+      ValueError: the file is shorter than that, or no header is so long.
     """
     if size < 8:
         raise ValueError(f"{size} bytes are no safetensors file: it was cut off")
@@ -119,8 +145,10 @@ def length_of(start: bytes, size: int) -> int:
     return 8 + length
 
 
-def _fields(text: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _decode_json(text: bytes) -> dict[str, Any]:
+    """Decode a JSON object, strictly: unique keys that are text, and no numbers but whole ones of at most 19 digits."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
             raise ValueError("one key twice")
@@ -137,14 +165,14 @@ def _fields(text: bytes) -> dict[str, Any]:
         if not text.startswith(b"{"):
             raise ValueError("it does not begin with a brace")
         fields: dict[str, Any] = json.loads(
-            text.decode(), object_pairs_hook=once, parse_constant=refuse, parse_float=refuse, parse_int=whole
+            text.decode(), object_pairs_hook=unique, parse_constant=refuse, parse_float=refuse, parse_int=whole
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its header is not the JSON object of a safetensors file: {error}") from error
     return fields
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def _decode_tensor(name: str, value: Any) -> Tensor:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r} has other fields than dtype, shape and data_offsets")
     dtype, shape, place = value["dtype"], value["shape"], value["data_offsets"]
@@ -162,15 +190,15 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)
 
 
-def _sums(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    sums = {key.removeprefix(_SUM): value for key, value in metadata.items() if key.startswith(_SUM)}
+def _decode_checksums(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    checksums = {key.removeprefix(_SUM): value for key, value in metadata.items() if key.startswith(_SUM)}
     version = metadata.get("jaxshard")
-    if version is None and not sums:
+    if version is None and not checksums:
         return {}
     if version != VERSION:
         raise ValueError(
             f"it has version {str(version)[:20]}, and this jaxshard reads version {VERSION}; update jaxshard"
         )
-    if set(sums) != set(tensors) or not all(map(_HEX.fullmatch, sums.values())):
+    if set(checksums) != set(tensors) or not all(map(_HEX.fullmatch, checksums.values())):
         raise ValueError("its checksums are not those of its tensors: the header was damaged")
-    return {name: int(value, 16) for name, value in sums.items()}
+    return {name: int(value, 16) for name, value in checksums.items()}

@@ -1,4 +1,14 @@
-"""Arrays in pieces of some megabytes, in the order of their bytes: all that is ever on a host of an array."""
+"""Arrays that are split over a mesh, brought to the host in pieces of some megabytes, in the order of their bytes.
+
+Example: f32[4, 6] in model order, split over two devices along its second dimension, in pieces of at most 8 bytes. Each
+window is one row and two columns wide, and three columns per device make two windows, the second of which overlaps the
+first one and skips an element:
+
+    device      0      |      1
+    row 0    0  1  2   |   3  4  5      windows at columns 0, 1 (skip 1), 3, 4 (skip 1): bytes of 0 1, 2, 3 4, 5
+
+so all windows of an array have one shape, and one compiled program fetches all of them.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +33,35 @@ LIMIT = 1 << 24
 
 
 class Window(NamedTuple):
-    """A part of an array that is contiguous in its bytes: one index in each of the first `cut` - 1 dimensions, some in
-    the next one, which no shard's border crosses, and all in the others."""
+    """The shape of a part of an array that is contiguous in the array's bytes.
+
+    It has one index in each of the first `cut` - 1 dimensions, some in the next one, where it lies within one shard,
+    and all in the others.
+    """
 
     cut: int
     shape: tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A window's elements as unsigned integers, the same on every device; the first `skip` were in the one before."""
+    """The elements of a window as unsigned integers, the same on every device.
+
+    The first `skip` of them were in the piece before.
+    """
 
     array: jax.Array
     skip: int
 
 
-def window_of(shape: tuple[int, ...], splits: tuple[int, ...], itemsize: int, limit: int) -> Window:
-    """The largest window of at most `limit` bytes, but at least one element, in an array without empty dimensions."""
+def largest_window(shape: tuple[int, ...], splits: tuple[int, ...], itemsize: int, limit: int) -> Window:
+    """Return the largest window of at most `limit` bytes, but at least one element.
+
+    Args:
+      shape: the global shape of the array, without empty dimensions.
+      splits: into how many shards each dimension is split.
+      itemsize: bytes of one element.
+      limit: bytes of the largest window.
+    """
     if not shape:
         return Window(0, ())
     cut = next((dim for dim in range(1, len(shape)) if math.prod(shape[dim:]) * itemsize <= limit), len(shape))
@@ -47,11 +70,12 @@ def window_of(shape: tuple[int, ...], splits: tuple[int, ...], itemsize: int, li
     return Window(cut, (*(1,) * (cut - 1), count, *shape[cut:]))
 
 
-def starts(shape: tuple[int, ...], splits: tuple[int, ...], window: Window) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(where, skip) of windows that together are the array, in the order of its bytes.
+def window_starts(
+    shape: tuple[int, ...], splits: tuple[int, ...], window: Window
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield (first index, elements to skip) of windows that together are the array, in the order of its bytes.
 
-    All have one shape, so the last one in a shard begins earlier where it would not fit, and its first elements are to
-    be skipped.
+    Where the last window of a shard would not fit it begins earlier, and skips what was in the one before.
     """
     if not window.cut:
         yield (), 0
@@ -65,43 +89,53 @@ def starts(shape: tuple[int, ...], splits: tuple[int, ...], window: Window) -> I
                 yield (*outer, shard + first, *rest), (at - first) * row
 
 
-def pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LIMIT) -> Iterator[Piece]:
-    """The elements of an array that is split as `spec` says, in the order of its bytes; every process takes part.
+def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LIMIT) -> Iterator[Piece]:
+    """Yield an array piece by piece, in the order of its bytes.
 
-    A device contributes its part of a window: those that split a cut dimension are all-reduced (all but one add zeros),
-    those that split another one all-gathered. So a device holds one piece besides its shard.
+    Collective: every process takes all pieces. Per piece, each device contributes its part of the window: over mesh
+    axes that split one of the first dimensions, where a window lies within one shard, one all-reduce (all other devices
+    add zeros); over axes that split the other dimensions, all-gathers. A device holds one piece besides its shard.
+
+    Args:
+      x: the global array, in model order.
+      mesh: its mesh.
+      spec: how it is split.
+      limit: bytes of the largest piece.
     """
     if x.size == 0:
         return
     splits = splits_per_dim(mesh, spec)
-    window = window_of(x.shape, splits, x.dtype.itemsize, limit)
-    program = _program(mesh, spec, window)
-    for start, skip in starts(x.shape, splits, window):
-        # One program at a time: simulated devices starve otherwise.
-        yield Piece(jax.block_until_ready(program(x, np.array(start, np.int32))), skip * _words(x.dtype))
+    window = largest_window(x.shape, splits, x.dtype.itemsize, limit)
+    program = _jit_fetch(mesh, spec, window)
+    for start, skip in window_starts(x.shape, splits, window):
+        # Simulated CPU devices starve with more than one program in flight.
+        yield Piece(jax.block_until_ready(program(x, np.array(start, np.int32))), skip * _words_per_element(x.dtype))
 
 
-def fetch(piece: Piece) -> bytes:
-    """The piece's bytes on the host, without those that were in the one before."""
+def fetch_bytes(piece: Piece) -> bytes:
+    """Copy a piece to the host, without the elements that were in the one before."""
     return np.asarray(piece.array.addressable_data(0)).reshape(-1)[piece.skip :].tobytes()
 
 
-def _words(dtype: Any) -> int:
+def _words_per_element(dtype: Any) -> int:
     return 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
 
 
 @lru_cache(maxsize=512)
-def _program(mesh: Mesh, spec: PartitionSpec, window: Window) -> Any:
+def _jit_fetch(mesh: Mesh, spec: PartitionSpec, window: Window) -> Any:
     cut, whole = PartitionSpec(*spec[: window.cut]), PartitionSpec(*(None,) * window.cut, *spec[window.cut :])
 
     def local(x: jax.Array, start: jax.Array) -> jax.Array:
-        at, mine = [], jnp.ones((), bool)
+        at, mine = [], jnp.ones((), bool)  # `mine`: the window lies in this device's shard
         for dim in range(x.ndim):
             first = start[dim] - _index(axis_names(spec[dim])) * x.shape[dim] if dim < window.cut else jnp.int32(0)
             mine &= (first >= 0) & (first < x.shape[dim])
             at.append(first)
         sizes = (*window.shape[: window.cut], *x.shape[window.cut :])
-        bits = _bits(lax.dynamic_slice(_bits(x) if _is_float(x.dtype) else x, at, sizes))
+        # Floats become integers before they are cut: a compiler may take moved bits for a number and change those of
+        # NaN, as XLA does with float8_e5m2 on a CPU (JAX 0.12). All become integers before zeros are added.
+        x = _to_bits(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        bits = _to_bits(lax.dynamic_slice(x, at, sizes))
         alone = all_sum(jnp.where(mine, bits, jnp.zeros((), bits.dtype)), axes_of(cut))
         return gather(alone, whole)
 
@@ -114,16 +148,11 @@ def _index(axes: tuple[str, ...]) -> Any:
     return lax.axis_index(axes) if axes else 0
 
 
-def _is_float(dtype: Any) -> bool:
-    """Whether a compiler may take the bits for a number, and change those of NaN even where it only moves them.
+def _to_bits(x: jax.Array) -> jax.Array:
+    """Cast to unsigned integers of the same bytes; adding zeros keeps those, but would make 0.0 of -0.0.
 
-    XLA does so with float8_e5m2 on a CPU (JAX 0.12).
+    Complex numbers get a last dimension of two; booleans become bytes.
     """
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """The same bytes as unsigned integers, which keep them when zeros are added: -0.0 would become 0.0."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:

@@ -1,140 +1,146 @@
-"""`load_safetensors` and `from_bytes`: a model onto any layout, every device reading its part alone."""
+"""`js.load_safetensors` and `js.from_bytes`: a model onto any layout, each device reading only its part."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+import numpy.typing as npt
 
-from jaxshard.checkpoint.leaves import Entry
-from jaxshard.checkpoint.safetensors.header import Header, Tensor, length_of, parse
-from jaxshard.checkpoint.safetensors.names import tensors
-from jaxshard.checkpoint.safetensors.writer import INDEX, tensor_of
+from jaxshard.checkpoint.leaves import Entry, list_differences
+from jaxshard.checkpoint.safetensors.header import Tensor, decode_header, header_size
+from jaxshard.checkpoint.safetensors.names import model_entries, tensor_of
+from jaxshard.checkpoint.safetensors.writer import INDEX
 from jaxshard.core.keys import key_impl_of
 from jaxshard.core.layout import Layout
-from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
+from jaxshard.distributed.together import raise_together
 
-_BLOCK = 1 << 22
 
+class StoredTensor(NamedTuple):
+    """One tensor of a file.
 
-class Found(NamedTuple):
-    """One tensor of a file: what it is, its bytes (of a file they are mapped, not read), its checksum if it has one."""
+    Attributes:
+      file: the file, for messages.
+      tensor: its dtype, shape and place.
+      raw: its bytes. Those of a file are mapped: they are read where they are used.
+      crc32: its checksum, None if the file has none.
+    """
 
     file: str
     tensor: Tensor
-    raw: np.ndarray
+    raw: npt.NDArray[np.uint8]
     crc32: int | None
 
     @property
-    def array(self) -> np.ndarray:
+    def array(self) -> npt.NDArray[Any]:
+        """The tensor over the same bytes."""
         return self.raw.view(self.tensor.dtype).reshape(self.tensor.shape)
 
 
 def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bool = True) -> PyTree:
-    """The model in a safetensors file, or in the files of its index: what `init_fn` returns, spread over the mesh.
+    """Load the model in a safetensors file, or in the files of its index. Every process calls this.
 
     The way into a run, which stores it as the layout says:
 
         run = js.init(init_fn, tx, layout, key, init_from=js.load_safetensors("model.safetensors", layout))
 
-    Every process calls this, and copies from the files what its devices need. `verify` compares the bytes with the
-    checksums first, a share of the tensors in each process; files that `save_safetensors` did not write have none.
+    Each process copies from the files what its devices need.
+
+    Args:
+      path: the file, or the index (or the name before .index.json) of several, on a disk that all processes see.
+      layout: the layout of the run.
+      verify: first compare the bytes with the checksums, a share of the tensors in each process. Files that
+        `js.save_safetensors` did not write have none.
+
+    Returns:
+      What `init_fn` returns: global arrays in model order, split over the mesh as far as the layout stores them split.
 
     Raises:
       ValueError: a tensor is missing, unknown, or has another shape or dtype than the layout (every such tensor is
-        named, nothing is cast); a file is damaged, cut off or no safetensors file.
-      FileNotFoundError: there is no such file, nor an index of it.
+        named, nothing is cast); a file is missing, damaged, cut off or no safetensors file.
     """
     path = Path(path).absolute()
-    found, problems = _files(path)
-    return _loaded(str(path), found, problems, layout, verify=verify)
+    found, problems = _open_files(path)
+    return _load_onto(layout, str(path), found, problems, verify=verify)
 
 
 def from_bytes(raw: bytes, layout: Layout) -> PyTree:
-    """The model in the bytes of a safetensors file, as `load_safetensors` returns it; every process gives the same.
+    """Load the model in the bytes of a safetensors file. Every process calls this with the same bytes.
+
+    Args:
+      raw: the content of a file.
+      layout: the layout of the run.
+
+    Returns:
+      As `js.load_safetensors`.
 
     Raises:
-      ValueError: as `load_safetensors`.
+      ValueError: as `js.load_safetensors`.
     """
     problems: list[str] = []
-    found = _opened("the bytes", np.frombuffer(raw, np.uint8), problems)
-    return _loaded("the bytes", found, problems, layout, verify=True)
+    found = _open_buffer("the bytes", np.frombuffer(raw, np.uint8), problems)
+    return _load_onto(layout, "the bytes", found, problems, verify=True)
 
 
-def _loaded(what: str, found: dict[str, Found], problems: list[str], layout: Layout, *, verify: bool) -> PyTree:
-    wanted, structure = tensors(layout)
-    _raise_everywhere(problems, f"{what}: not a complete model")
-    problems = _differences(found, {entry.path: tensor_of(entry) for entry in wanted})
-    _raise_everywhere(
-        problems,
-        f"{what}: the tensors are not those of this layout's model, and nothing is cast or left out; make the layout "
-        "from the init_fn that they are of",
+def _load_onto(
+    layout: Layout, what: str, found: dict[str, StoredTensor], problems: list[str], *, verify: bool
+) -> PyTree:
+    wanted, structure = model_entries(layout)
+    point = "js.load_safetensors"
+    raise_together(problems, ValueError, f"{what}: not a complete model", point=point)
+    differences = list_differences(
+        {name: str(one.tensor) for name, one in found.items()}, {entry.path: str(tensor_of(entry)) for entry in wanted}
     )
+    headline = (
+        f"{what}: the tensors are not those of this layout's model, and nothing is cast or left out; make the layout "
+        "from the init_fn that they are of"
+    )
+    raise_together(differences, ValueError, headline, point=point)
     if verify:
         mine = sorted(found)[jax.process_index() :: jax.process_count()]
         wrong = (f"{found[name].file}: tensor {name!r}" for name in mine if _is_damaged(found[name]))
-        _raise_everywhere([f"{text}: its bytes are not those that were saved" for text in wrong], f"{what} is damaged")
-    return jax.tree.unflatten(structure, [_spread(entry, found[entry.path].array, layout) for entry in wanted])
+        problems = [f"{text}: its bytes are not those that were saved" for text in wrong]
+        raise_together(problems, ValueError, f"{what} is damaged", point=point)
+    return jax.tree.unflatten(structure, [_place(entry, found[entry.path].array, layout) for entry in wanted])
 
 
-def _spread(entry: Entry, array: np.ndarray, layout: Layout) -> jax.Array:
-    """A tensor on the devices in model order, split as far as the layout stores it split."""
+def _place(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
+    """Put a tensor onto the devices in model order, split as far as the layout stores it split."""
     sharding = entry.shape_saved(layout.mesh).sharding
-    x = jax.make_array_from_callback(array.shape, sharding, lambda index: read(array, index))
+    x = jax.make_array_from_callback(array.shape, sharding, lambda index: copy_part(array, index))
     return jax.random.wrap_key_data(x, impl=key_impl_of(entry.dtype)) if entry.is_key else x
 
 
-def read(array: np.ndarray, index: Any) -> np.ndarray:
-    """A copy of a part of a tensor: what a device is given."""
+def copy_part(array: npt.NDArray[Any], index: Any) -> npt.NDArray[Any]:
+    """Copy the part of a tensor that a device is given."""
     return np.array(array[index], order="C")
 
 
-def _is_damaged(found: Found) -> bool:
-    if found.crc32 is None:
-        return False
-    crc = 0
-    for at in range(0, found.raw.size, _BLOCK):
-        crc = zlib.crc32(found.raw[at : at + _BLOCK].data, crc)
-    return crc != found.crc32
+def _is_damaged(one: StoredTensor) -> bool:
+    return one.crc32 is not None and zlib.crc32(one.raw.data) != one.crc32
 
 
-def _differences(found: Mapping[str, Found], wanted: Mapping[str, Tensor]) -> list[str]:
-    problems = [f"{name}: missing, expected {_str(wanted[name])}" for name in wanted if name not in found]
-    problems += [f"{name}: {_str(found[name].tensor)}, not in the layout" for name in found if name not in wanted]
-    return problems + [
-        f"{name}: {_str(found[name].tensor)}, expected {_str(wanted[name])}"
-        for name in wanted
-        if name in found and _str(found[name].tensor) != _str(wanted[name])
-    ]
-
-
-def _str(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"
-
-
-def _files(path: Path) -> tuple[dict[str, Found], list[str]]:
-    """The tensors of a file, or of the files of its index, and what is wrong with them."""
+def _open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors of a file, or of the files of its index, and what is wrong with them."""
     problems: list[str] = []
     index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
     if index != path and (path.exists() or not index.exists()):
-        return _mapped(path, problems), problems
+        return _map_file(path, problems), problems
     try:
-        weights = _weights(index.read_bytes())
+        weights = _parse_index(index.read_bytes())
     except (OSError, ValueError) as error:
-        _note(problems, index, error)
+        problems.append(_describe_error(index, error))
         return {}, problems
-    found: dict[str, Found] = {}
+    found: dict[str, StoredTensor] = {}
     for name in sorted(set(weights.values())):
         file = index.with_name(name)
-        there = _mapped(file, problems)
+        there = _map_file(file, problems)
         problems += [
             f"{file}: tensor {tensor!r} is not of it by the index" for tensor in there if weights.get(tensor) != name
         ]
@@ -145,58 +151,46 @@ def _files(path: Path) -> tuple[dict[str, Found], list[str]]:
     return found, problems
 
 
-def _weights(raw: bytes) -> dict[str, str]:
-    """Which tensor lies in which file."""
+def _parse_index(raw: bytes) -> dict[str, str]:
+    """Return the name of the file in which each tensor lies."""
     try:
         fields = json.loads(raw.decode())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     weights = fields.get("weight_map") if isinstance(fields, dict) else None
-    if not isinstance(weights, dict) or not all(map(_is_plain, weights.values())):
+    if not isinstance(weights, dict) or not all(map(_is_file_name, weights.values())):
         raise ValueError("it has no weight_map of tensors to files beside it")
     return weights
 
 
-def _is_plain(name: Any) -> bool:
+def _is_file_name(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and name.isprintable()
 
 
-def _mapped(file: Path, problems: list[str]) -> dict[str, Found]:
+def _map_file(file: Path, problems: list[str]) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
-        raw = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
+        raw: npt.NDArray[np.uint8] = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
     except (OSError, ValueError) as error:
-        _note(problems, file, error)
+        problems.append(_describe_error(file, error))
         return {}
-    return _opened(str(file), raw, problems)
+    return _open_buffer(str(file), raw, problems)
 
 
-def _opened(file: str, raw: np.ndarray, problems: list[str]) -> dict[str, Found]:
+def _open_buffer(file: str, raw: npt.NDArray[np.uint8], problems: list[str]) -> dict[str, StoredTensor]:
+    """Return the tensors in the bytes of a file, without reading them; notes what is wrong with its header."""
     try:
-        made = _parsed(lambda size: raw[:size].tobytes(), raw.size)
+        start = header_size(raw[:8].tobytes(), raw.size)
+        header = decode_header(raw[:start].tobytes(), raw.size)
     except ValueError as error:
         problems.append(f"{file}: {error}")
         return {}
-    data = raw[made.length :]
+    data = raw[start:]
     return {
-        name: Found(file, tensor, data[tensor.start : tensor.start + tensor.size], made.sums.get(name))
-        for name, tensor in made.tensors.items()
+        name: StoredTensor(file, tensor, data[tensor.start : tensor.start + tensor.size], header.checksums.get(name))
+        for name, tensor in header.tensors.items()
     }
 
 
-def _parsed(first: Callable[[int], bytes], size: int) -> Header:
-    return parse(first(length_of(first(8), size)), size)
-
-
-def _note(problems: list[str], file: Path, error: OSError | ValueError) -> None:
-    reason = error.strerror if isinstance(error, OSError) else error
-    problems.append(f"{file}: {reason}")
-
-
-def _raise_everywhere(problems: list[str], headline: str) -> None:
-    """Raises in all processes what any of them found."""
-    if jax.process_count() > 1:
-        counts = np.asarray(multihost_utils.process_allgather(np.int32(len(problems)))).ravel()
-        elsewhere = [index for index in np.flatnonzero(counts).tolist() if index != jax.process_index()]
-        problems = problems + [f"process {index} found something wrong, and names it" for index in elsewhere]
-    raise_all(problems, ValueError, headline)
+def _describe_error(file: Path, error: OSError | ValueError) -> str:
+    return f"{file}: {error.strerror if isinstance(error, OSError) else error}"

@@ -1,4 +1,8 @@
-"""`save_safetensors` and `to_bytes`: a model as safetensors, piece by piece; files appear complete or not at all."""
+"""`js.save_safetensors` and `js.to_bytes`: a model as safetensors, piece by piece.
+
+A file is written as model.safetensors.draft: first a header without checksums, then the tensors, then the header again.
+Once all drafts are complete they are renamed, and the index, if there are several, is written last.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +18,49 @@ from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxshard.checkpoint.leaves import Entry
-from jaxshard.checkpoint.manifest import sync_folder, write_file
-from jaxshard.checkpoint.safetensors import header
-from jaxshard.checkpoint.safetensors.header import Tensor
-from jaxshard.checkpoint.safetensors.names import stored_leaves, tensors
-from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch, pieces
+from jaxshard.checkpoint.manifest import sync_folder, write_atomically
+from jaxshard.checkpoint.safetensors.header import Tensor, encode_header
+from jaxshard.checkpoint.safetensors.names import model_arrays, model_entries, tensor_of
+from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch_bytes, stream_pieces
 from jaxshard.core.layout import Layout
+from jaxshard.distributed.together import failed_processes
 
 MAX_BYTES = 5_000_000_000
+"""Bytes of the tensors in the largest file, by default; as on Hugging Face."""
 LEAST = 1 << 20
 """Bytes of a piece where many processes write: each has one on every device."""
 INDEX = ".index.json"
 
 
-class Source(NamedTuple):
-    """One tensor to be written: what it is called, and the array as stored."""
+class ModelArray(NamedTuple):
+    """One array to be written: what it is in model order, and the array as it is stored."""
 
     entry: Entry
     stored: jax.Array
 
 
 def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, max_bytes: int = MAX_BYTES) -> Path:
-    """The path of a safetensors file with the model of a run, complete and on disk; every process calls it.
+    """Write the model of a run as a safetensors file, or as several with an index. Every process calls this.
 
-    The parameters (of a `js.Model` its state too) in model order without padding, each under its path in what `init_fn`
-    returns, joined by dots; random keys as their words. `run` may be the stored model alone. Above `max_bytes` of
-    tensors there are several files, model-00001-of-00002.safetensors and so on, and model.safetensors.index.json says
-    which tensor lies in which, as on Hugging Face; `load_safetensors` takes the same path for both.
+    The file holds the parameters (of a `js.Model` its state too) in model order without padding, each under its path in
+    what `init_fn` returns, joined by dots; random keys as their words.
 
     No process holds more of the model on its host than a piece of 16 MiB, no device more than its shards and, for each
-    file being written, one array in model order (split as far as it divides) and a piece. Process k writes every
-    count-th file from k on, so that no file has two writers; all of them see one folder.
+    file being written, one array in model order (split as far as it divides) and a piece. Each piece takes an
+    all-reduce or all-gathers of its size. Process k of n writes the files k, k + n, k + 2 n and so on.
+
+    Args:
+      path: the file, ending in .safetensors, on a disk that all processes see.
+      run: a run, or the stored model alone.
+      layout: how it is stored.
+      max_bytes: bytes of tensors in one file. For more there are several, model-00001-of-00002.safetensors and so on,
+        and model.safetensors.index.json says which tensor lies in which, as on Hugging Face. `js.load_safetensors`
+        takes the same path for both.
+
+    Returns:
+      The absolute path; all files are complete and on disk.
 
     Raises:
       ValueError: two tensors would have one name; safetensors lacks a dtype; the run is not one of this layout.
@@ -57,12 +70,12 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
     path = Path(path).absolute()
     if path.suffix != ".safetensors" or max_bytes < 1:
         raise ValueError(f"{path}, max_bytes={max_bytes}: name a file that ends with .safetensors, of at least 1 byte")
-    files = _named(path, _planned(_sources(run, layout), max_bytes))
+    files = _name_files(path, _divide_into_files(_arrays_of(run, layout), max_bytes))
     drafts = {name: path.with_name(f"{name}.draft") for name in files}
-    _agree(path, _prepared(path) if jax.process_index() == 0 else None)
+    _raise_in_all(path, _make_folder(path) if jax.process_index() == 0 else None)
     try:
-        _agree(path, _write_all(drafts, files, layout))
-        _agree(path, _committed(path, drafts, files) if jax.process_index() == 0 else None)
+        _raise_in_all(path, _write_drafts(drafts, files, layout))
+        _raise_in_all(path, _commit(path, drafts, files) if jax.process_index() == 0 else None)
     finally:
         for draft in drafts.values():  # those that were renamed are gone
             with contextlib.suppress(OSError):
@@ -71,99 +84,104 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
 
 
 def to_bytes(run: Any, layout: Layout) -> bytes:
-    """The model of a run as the bytes of one safetensors file, in every process; as `save_safetensors` writes it.
+    """Encode the model of a run as the bytes of one safetensors file. Every process calls this.
+
+    Args:
+      run: a run, or the stored model alone.
+      layout: how it is stored.
+
+    Returns:
+      What `js.save_safetensors` writes, in every process: the whole model, on the host.
 
     Raises:
-      ValueError: as `save_safetensors`.
+      ValueError: as `js.save_safetensors`.
     """
     opened = io.BytesIO()
-    sources = _sorted(_sources(run, layout))
-    writer = _Writer(opened, sources)
-    for name, piece in _stream(sources, layout, LIMIT):
-        writer.write(name, fetch(piece))
+    arrays = _sort_widest_first(_arrays_of(run, layout))
+    writer = _Writer(opened, arrays)
+    for name, piece in _stream_arrays(arrays, layout, LIMIT):
+        writer.write(name, fetch_bytes(piece))
     writer.finish()
     return opened.getvalue()
 
 
 class _Writer:
-    """A safetensors file in the making: its tensors come in their order, then the header with the checksums."""
+    """Writes one safetensors file: the bytes of its tensors in their order, then the header with the checksums."""
 
-    def __init__(self, opened: BinaryIO, sources: Sequence[Source]):
+    def __init__(self, opened: BinaryIO, arrays: Sequence[ModelArray]):
         self._opened = opened
-        self._tensors = _placed(sources)
-        self._sums = dict.fromkeys(self._tensors, 0)
-        opened.write(header.to_bytes(self._tensors, self._sums))
+        self._tensors = _place_tensors(arrays)
+        self._checksums = dict.fromkeys(self._tensors, 0)
+        self._write_header()
 
     def write(self, name: str, raw: bytes) -> None:
+        """Write the next bytes of a tensor."""
         self._opened.write(raw)
-        self._sums[name] = zlib.crc32(raw, self._sums[name])
+        self._checksums[name] = zlib.crc32(raw, self._checksums[name])
 
     def finish(self) -> None:
+        """Write the header anew, which is as long as before."""
         self._opened.seek(0)
-        self._opened.write(header.to_bytes(self._tensors, self._sums))
+        self._write_header()
         self._opened.flush()
 
-
-def _sources(run: Any, layout: Layout) -> list[Source]:
-    wanted, _ = tensors(layout)
-    return [Source(entry, x) for entry, x in zip(wanted, stored_leaves(run, layout), strict=True)]
+    def _write_header(self) -> None:
+        self._opened.write(encode_header(self._tensors, self._checksums))
 
 
-def _placed(sources: Iterable[Source]) -> dict[str, Tensor]:
-    """The tensors of a file, one behind the other."""
+def _arrays_of(run: Any, layout: Layout) -> list[ModelArray]:
+    wanted, _ = model_entries(layout)
+    return [ModelArray(entry, x) for entry, x in zip(wanted, model_arrays(run, layout), strict=True)]
+
+
+def _place_tensors(arrays: Iterable[ModelArray]) -> dict[str, Tensor]:
+    """Place the tensors of a file one behind the other."""
     placed, at = {}, 0
-    for source in sources:
-        tensor = tensor_of(source.entry)._replace(start=at)
-        placed[source.entry.path] = tensor
+    for array in arrays:
+        tensor = tensor_of(array.entry)._replace(start=at)
+        placed[array.entry.path] = tensor
         at += tensor.size
     return placed
 
 
-def tensor_of(entry: Entry) -> Tensor:
-    """What an array is in a file, at its beginning: random keys are their words."""
-    if not entry.is_key:
-        return Tensor(str(entry.dtype), entry.shape, 0)
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
-    return Tensor(str(words.dtype), words.shape, 0)
+def _sort_widest_first(arrays: Iterable[ModelArray]) -> list[ModelArray]:
+    """Sort by falling item size, so that every tensor is aligned."""
+    return sorted(arrays, key=lambda array: -np.dtype(tensor_of(array.entry).dtype).itemsize)
 
 
-def _sorted(sources: Iterable[Source]) -> list[Source]:
-    """Wide dtypes first, so that every tensor is aligned."""
-    return sorted(sources, key=lambda source: -np.dtype(tensor_of(source.entry).dtype).itemsize)
-
-
-def _planned(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
-    """The tensors of each file, in model order from file to file; only a tensor that is larger makes a larger file."""
-    files: list[list[Source]] = [[]]
+def _divide_into_files(arrays: Iterable[ModelArray], max_bytes: int) -> list[list[ModelArray]]:
+    """Fill files of at most `max_bytes` in model order; a larger tensor has a file of its own."""
+    files: list[list[ModelArray]] = [[]]
     room = max_bytes
-    for source in sources:
-        size = tensor_of(source.entry).size
+    for array in arrays:
+        size = tensor_of(array.entry).size
         if size > room and files[-1]:
             files.append([])
             room = max_bytes
-        files[-1].append(source)
+        files[-1].append(array)
         room -= size
-    return [_sorted(file) for file in files]
+    return [_sort_widest_first(file) for file in files]
 
 
-def _named(path: Path, files: list[list[Source]]) -> dict[str, list[Source]]:
+def _name_files(path: Path, files: list[list[ModelArray]]) -> dict[str, list[ModelArray]]:
     if len(files) == 1:
         return {path.name: files[0]}
     return {f"{path.stem}-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def _stream(sources: Sequence[Source], layout: Layout, limit: int) -> Iterator[tuple[str, Piece]]:
-    """The pieces of a file's tensors, one behind the other."""
-    for entry, stored in sources:
+def _stream_arrays(arrays: Sequence[ModelArray], layout: Layout, limit: int) -> Iterator[tuple[str, Piece]]:
+    """Yield (name, piece) of a file's tensors, in the order of its bytes. Collective."""
+    for entry, stored in arrays:
         spec = entry.shape_saved(layout.mesh).sharding.spec
-        for piece in pieces(entry.to_saved(stored, layout.mesh), layout.mesh, spec, limit):
+        for piece in stream_pieces(entry.to_saved(stored, layout.mesh), layout.mesh, spec, limit):
             yield entry.path, piece
 
 
-def _write_all(drafts: dict[str, Path], files: dict[str, list[Source]], layout: Layout) -> OSError | None:
-    """Writes this process's files, as many processes at a time as there are; what went wrong with that.
+def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], layout: Layout) -> OSError | None:
+    """Write this process's files, and return what went wrong. As many files are written at a time as processes.
 
-    All take part in the pieces of all files, to the end even if they can't write theirs.
+    Pieces are collective, so that every process takes part in those of all files, to the end even if it can't write its
+    own: with 2 processes and files a, b, c they go through  a0 b0 a1 b1 ...  together, and then through  c0 c1 ...
     """
     index, count = jax.process_index(), jax.process_count()
     failure: OSError | None = None
@@ -171,29 +189,32 @@ def _write_all(drafts: dict[str, Path], files: dict[str, list[Source]], layout: 
     for first in range(0, len(names), count):
         group = names[first : first + count]
         mine = group[index] if index < len(group) else None
-        rows = zip_longest(*(_stream(files[name], layout, max(LEAST, LIMIT // len(group))) for name in group))
-        own = (row[index] for row in rows) if mine else (None for _ in rows)
+        limit = max(LEAST, LIMIT // len(group))
+        rounds = zip_longest(*(_stream_arrays(files[name], layout, limit) for name in group))
+        own = (pieces[index] for pieces in rounds) if mine else (None for _ in rounds)
         if mine is not None:
             try:
-                _write(drafts[mine], files[mine], own)
+                _write_draft(drafts[mine], files[mine], own)
             except OSError as error:
                 failure = failure or error
         for _ in own:
-            pass
+            pass  # what is left of the pieces
     return failure
 
 
-def _write(draft: Path, sources: Sequence[Source], stream: Iterable[tuple[str, Piece] | None]) -> None:
+def _write_draft(draft: Path, arrays: Sequence[ModelArray], pieces: Iterable[tuple[str, Piece] | None]) -> None:
     with draft.open("wb") as opened:
-        writer = _Writer(opened, sources)
-        for item in stream:
-            if item is not None:
-                writer.write(item[0], fetch(item[1]))
+        writer = _Writer(opened, arrays)
+        for item in pieces:
+            if item is not None:  # this file is complete, another one is not
+                name, piece = item
+                writer.write(name, fetch_bytes(piece))
         writer.finish()
         os.fsync(opened.fileno())
 
 
-def _prepared(path: Path) -> OSError | None:
+def _make_folder(path: Path) -> OSError | None:
+    """Make the folder of a file; return what is in the way."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for there in (path, path.with_name(path.name + INDEX)):
@@ -204,17 +225,20 @@ def _prepared(path: Path) -> OSError | None:
     return None
 
 
-def _committed(path: Path, drafts: dict[str, Path], files: dict[str, list[Source]]) -> OSError | None:
-    """Gives complete files their names, and writes the index last if there are several: before it there is nothing."""
+def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[ModelArray]]) -> OSError | None:
+    """Give complete files their names, then write the index if there are several; return what went wrong.
+
+    Without the index the files of a set count as absent, so nothing is there until all of it is.
+    """
     done: list[Path] = []
     try:
         for name, draft in drafts.items():
             done.append(draft.rename(path.with_name(name)))
         if len(files) > 1:
-            total = sum(tensor.size for file in files.values() for tensor in _placed(file).values())
-            weights = {source.entry.path: name for name, file in files.items() for source in file}
+            total = sum(tensor.size for file in files.values() for tensor in _place_tensors(file).values())
+            weights = {array.entry.path: name for name, file in files.items() for array in file}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            write_file(path.with_name(path.name + INDEX), json.dumps(index, indent=2).encode() + b"\n")
+            write_atomically(path.with_name(path.name + INDEX), json.dumps(index, indent=2).encode() + b"\n")
         sync_folder(path.parent)
     except OSError as error:
         for file in (*done, path.with_name(f"{path.name}{INDEX}.draft")):
@@ -224,12 +248,9 @@ def _committed(path: Path, drafts: dict[str, Path], files: dict[str, list[Source
     return None
 
 
-def _agree(path: Path, failure: OSError | None) -> None:
-    """Raises in all processes if something went wrong in one."""
-    failed = [jax.process_index()] if failure is not None else []
-    if jax.process_count() > 1:
-        flags = multihost_utils.process_allgather(np.int32(failure is not None))
-        failed = np.flatnonzero(np.asarray(flags)).tolist()
+def _raise_in_all(path: Path, failure: OSError | None) -> None:
+    """Raise in all processes if something went wrong in one. Collective."""
+    failed = failed_processes(failure is not None, "js.save_safetensors")
     if isinstance(failure, FileExistsError):
         raise failure
     if failed:

@@ -79,7 +79,7 @@ def test_faults_at_the_end(place, made, tmp_path, monkeypatch):
     target, name, fault = {
         "flush": (writer.os, "fsync", full),
         "rename": (writer.Path, "rename", second),
-        "index": (writer, "write_file", full),
+        "index": (writer, "write_atomically", full),
     }[place]
     monkeypatch.setattr(target, name, fault)
     with pytest.raises(OSError, match=r"and nothing of it is left: .*No space left on device"):
@@ -97,7 +97,7 @@ def test_an_interrupted_export_is_not_there(made, tmp_path, monkeypatch):
     def interrupted(piece):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "fetch", interrupted)
+    monkeypatch.setattr(writer, "fetch_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         js.save_safetensors(tmp_path / "m.safetensors", run, layout)
     assert list(tmp_path.iterdir()) == []

@@ -15,8 +15,8 @@ from safetensors import deserialize
 
 import jaxshard as js
 from jaxshard.checkpoint.safetensors import header
-from jaxshard.checkpoint.safetensors.header import DTYPES, length_of, parse
-from jaxshard.checkpoint.safetensors.reader import _opened
+from jaxshard.checkpoint.safetensors.header import DTYPES, decode_header, header_size
+from jaxshard.checkpoint.safetensors.reader import _open_buffer
 
 TREE = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "half": jnp.ones(3, jnp.bfloat16)}, "b": np.bool_(1)}
 
@@ -29,7 +29,7 @@ def file_of(fields, data=b"", *, length=None):
 def attempt(raw):
     """Refused with a ValueError, or read as the library reads it; whether it was read."""
     try:
-        made = parse(raw[: length_of(raw[:8], len(raw))], len(raw))
+        made = decode_header(raw[: header_size(raw[:8], len(raw))], len(raw))
     except ValueError as error:
         assert 0 < len(str(error)) < 1000
         return False
@@ -37,7 +37,7 @@ def attempt(raw):
     data = raw[made.length :]
     assert theirs == {name: (x.dtype, x.shape, data[x.start : x.start + x.size]) for name, x in made.tensors.items()}
     problems = []
-    found = _opened("it", np.frombuffer(raw, np.uint8), problems)
+    found = _open_buffer("it", np.frombuffer(raw, np.uint8), problems)
     assert not problems
     for name, one in found.items():
         assert one.raw.tobytes() == theirs[name][2]
@@ -96,7 +96,7 @@ WRONG = [
 @pytest.mark.parametrize(("raw", "message"), WRONG)
 def test_what_is_wrong_is_told(raw, message):
     with pytest.raises(ValueError, match=message):
-        parse(raw[: length_of(raw[:8], len(raw))], len(raw))
+        decode_header(raw[: header_size(raw[:8], len(raw))], len(raw))
 
 
 def test_files_of_others():
@@ -184,8 +184,8 @@ def check_edited(ours, edits):
     except ValueError as error:
         assert str(error).startswith("the bytes")
         return
-    length = length_of(raw[:8], len(raw))
-    other = changed[: length_of(changed[:8], len(changed))]
+    length = header_size(raw[:8], len(raw))
+    other = changed[: header_size(changed[:8], len(changed))]
     assert json.loads(raw[8:length]) == json.loads(other[8:]) and changed[len(other) :] == raw[length:]
     for x, want in zip(jax.tree.leaves(back), jax.tree.leaves(TREE), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(want).tobytes()
@@ -221,4 +221,4 @@ def test_many_edits(ours, edits, fields, data):
 
 def test_headers_are_as_long_whatever_the_checksums():
     tensors = {"w": header.Tensor("float32", (2,), 0)}
-    assert len(header.to_bytes(tensors, {"w": 0})) == len(header.to_bytes(tensors, {"w": 2**32 - 1}))
+    assert len(header.encode_header(tensors, {"w": 0})) == len(header.encode_header(tensors, {"w": 2**32 - 1}))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checkpoint.safetensors.header import DTYPES
-from jaxshard.checkpoint.safetensors.pieces import fetch, pieces, starts, window_of
+from jaxshard.checkpoint.safetensors.pieces import fetch_bytes, largest_window, stream_pieces, window_starts
 from jaxshard.checks.collectives.found import collectives
 
 
@@ -27,11 +27,11 @@ def cuts(draw):
 @settings(max_examples=300, deadline=None)
 def test_windows_cover_an_array_in_its_order(cut, itemsize, limit):
     shape, splits = cut
-    window = window_of(shape, splits, itemsize, limit)
+    window = largest_window(shape, splits, itemsize, limit)
     size = int(np.prod(window.shape)) * itemsize
     assert size <= max(limit, itemsize)
     array, seen = np.arange(np.prod(shape, dtype=int)).reshape(shape), []
-    for start, skip in starts(shape, splits, window):
+    for start, skip in window_starts(shape, splits, window):
         index = tuple(slice(at, at + length) for at, length in zip(start, window.shape))
         for dim in range(window.cut):  # one shard holds all of it
             local = shape[dim] // splits[dim]
@@ -59,14 +59,14 @@ def spread(value, spec):
 
 @pytest.mark.parametrize("limit", [8, 100, 1 << 20])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_pieces_are_the_bytes(spec, limit, compiling):
+def test_pieces_are_the_bytes(spec, limit):
     value = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
-    raws = [fetch(piece) for piece in pieces(spread(value, spec), mesh(), spec, limit)]
+    raws = [fetch_bytes(piece) for piece in stream_pieces(spread(value, spec), mesh(), spec, limit)]
     assert b"".join(raws) == value.tobytes() and max(map(len, raws)) <= limit
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES.values()))
-def test_every_dtype_keeps_its_bits(dtype, compiling):
+def test_every_dtype_keeps_its_bits(dtype):
     """Every bit pattern: NaN with its payload, -0.0 and subnormal numbers, which a sum of floats would change."""
     size = jnp.dtype(dtype).itemsize
     raw = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, 32 * size, np.uint8)
@@ -76,19 +76,19 @@ def test_every_dtype_keeps_its_bits(dtype, compiling):
     value = raw.view(dtype).reshape(4, 8)
     with jax.enable_x64(True):
         x = jax.make_array_from_callback((4, 8), NamedSharding(mesh(), P("x", "y")), lambda index: value[index])
-        raws = [fetch(piece) for piece in pieces(x, mesh(), P("x", "y"), 3 * size)]
+        raws = [fetch_bytes(piece) for piece in stream_pieces(x, mesh(), P("x", "y"), 3 * size)]
     assert b"".join(raws) == raw.tobytes()
 
 
 def test_a_device_holds_a_piece_besides_its_shard():
     """The program of a piece: one all-reduce over what splits the cut dimension, one all-gather of the rest."""
-    from jaxshard.checkpoint.safetensors.pieces import _program
+    from jaxshard.checkpoint.safetensors.pieces import _jit_fetch
 
     spec, shape = P("x", "y"), (1024, 512)
-    window = window_of(shape, (4, 2), 4, 1 << 14)
+    window = largest_window(shape, (4, 2), 4, 1 << 14)
     assert window.shape == (8, 512)
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh(), spec))
-    compiled = _program(mesh(), spec, window).lower(x, jax.ShapeDtypeStruct((2,), jnp.int32)).compile()
+    compiled = _jit_fetch(mesh(), spec, window).lower(x, jax.ShapeDtypeStruct((2,), jnp.int32)).compile()
     found = [(one.kind, one.axes) for one in collectives(compiled, mesh())]
     assert sorted(found) == [("all-gather", ("y",)), ("all-reduce", ("x",))]
     memory = compiled.memory_analysis()

@@ -25,23 +25,23 @@ PROGRAM = """
     import hashlib
     import numpy as np
     import jaxshard as js
-    from jaxshard.export import writer
+    from jaxshard.checkpoint.safetensors import writer
     from tests.checkpoint.runs import made
     mine = made("three")
     run = mine.run()
-    write, there = writer._write, []
+    write, there = writer._write_draft, []
     def full(draft, *rest):
         there.append(draft.name)
         if index == "1":
             write(draft, *rest)
             raise OSError(28, "No space left on device")
         write(draft, *rest)
-    writer._write = full
+    writer._write_draft = full
     try:
         js.save_safetensors(folder + "/full.safetensors", run, mine.layout, max_bytes=20_000)
     except OSError as error:
         print("refused", error)
-    writer._write = write
+    writer._write_draft = write
     print("wrote", *there)
     js.save_safetensors(folder + "/many.safetensors", run, mine.layout, max_bytes=20_000)
     js.save_safetensors(folder + "/one.safetensors", run, mine.layout)

@@ -64,7 +64,7 @@ def layout_of(there):
 
 
 @pytest.mark.parametrize(("name", "devices"), FAST)
-def test_round_trips(name, devices, tmp_path, compiling):
+def test_round_trips(name, devices, tmp_path):
     target = {"three": ("fsdp", 8), "pipeline": ("tensor", 2)}[name]
     assert len(round_trip(name, devices, target, tmp_path)) == 1
 
@@ -82,7 +82,7 @@ def test_every_layout_on_every_number_of_devices(place, tmp_path):
     round_trip(*place, place, tmp_path / "many", max_bytes=20_000)
 
 
-def test_several_files_and_an_index(tmp_path, compiling):
+def test_several_files_and_an_index(tmp_path):
     files = round_trip("fsdp", 8, ("pipeline", 4), tmp_path, max_bytes=20_000)
     assert [file.name for file in files] == [f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -98,7 +98,7 @@ def test_several_files_and_an_index(tmp_path, compiling):
     assert_equal(by_name(back), expected())
 
 
-def test_bytes_are_those_of_the_file(tmp_path, compiling):
+def test_bytes_are_those_of_the_file(tmp_path):
     here = made("three")
     raw = js.to_bytes(here.run(), here.layout)
     assert js.save_safetensors(tmp_path / "a.safetensors", here.run(), here.layout).read_bytes() == raw
@@ -129,13 +129,13 @@ def test_state_and_keys_go_with_the_parameters(tmp_path):
     assert sorted(names) == ["params.", "params.a/b", "params.none", "params.w", *state]
 
 
-def test_no_host_holds_more_than_a_piece(tmp_path, monkeypatch, compiling):
+def test_no_host_holds_more_than_a_piece(tmp_path, monkeypatch):
     """Counted where arrays come to the host and where they are read: the largest piece, and all of them together."""
     here, fetched, took = made("three"), [], []
     sizes = [x.nbytes for x in expected().values()]
 
     def counting(piece):
-        raw = pieces.fetch(piece)
+        raw = pieces.fetch_bytes(piece)
         fetched.append((len(raw), piece.array.nbytes))
         return raw
 
@@ -143,15 +143,15 @@ def test_no_host_holds_more_than_a_piece(tmp_path, monkeypatch, compiling):
         took.append(reading(array, index))
         return took[-1]
 
-    reading = reader.read
-    monkeypatch.setattr(writer, "fetch", counting)
+    reading = reader.copy_part
+    monkeypatch.setattr(writer, "fetch_bytes", counting)
     monkeypatch.setattr(writer, "LIMIT", 256)
     monkeypatch.setattr(writer, "LEAST", 256)
     path = js.save_safetensors(tmp_path / "model.safetensors", here.run(), here.layout)
     assert max(whole for _, whole in fetched) <= 256 < min(4096, max(sizes))
     assert sum(size for size, _ in fetched) == sum(sizes) and len(fetched) >= sum(sizes) // 256
     assert_equal(safetensors.numpy.load_file(path), expected())
-    monkeypatch.setattr(reader, "read", taking)
+    monkeypatch.setattr(reader, "copy_part", taking)
     layout = made("fsdp").layout
     loaded = jax.tree.leaves(js.load_safetensors(path, layout))
     shards = [{str(shard.index): shard.data.nbytes for shard in x.addressable_shards} for x in loaded]

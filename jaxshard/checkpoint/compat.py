@@ -1,0 +1,96 @@
+"""Everything private or undocumented that this package uses of Orbax and TensorStore, with what depends on it.
+
+Import this module where arrays are saved or read, not at the top of another one: importing Orbax takes half a second.
+tests/checkpoint/test_compat.py has a test by the name of each entry below.
+
+A change that breaks every save with an error:
+
+- `ArrayHandler.serialize` is overridden, for Orbax's own takes arrays on devices.
+- `get_json_tspec_write`, re-exported from `orbax.checkpoint._src`, says how TensorStore has to write an array so that
+  Orbax finds it again.
+- `ParamInfo.ts_context` holds the limits of concurrency and the caches that all arrays of a save share.
+
+A change that nobody would notice but for the tests:
+
+- `tensorstore.ocdbt.dump`: the fields of its JSON, and the text that locates a value. They tell which bytes of a file
+  belong to which array. Without them a damaged file is still found, but the arrays in it are not named.
+- That Orbax's options (in store.py) lead to OCDBT, which keeps all arrays of a process in one file, and to plain bytes.
+  Without that there are as many files as chunks, or saves spend their time compressing what does not compress.
+- That Orbax names its barriers by `barrier_sync_key_prefix`: without it two saves at one time would meet each other's
+  barriers. (Tested with two processes, in tests/checkpoint/test_processes.py.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorstore
+from orbax.checkpoint import type_handlers
+
+from jaxshard.checkpoint.snapshot import HostBlocks
+
+_KEY = re.compile(r"(.*)/(?:c(?:/\d+)*|zarr\.json)", re.DOTALL)
+"""The key of a chunk or of the metadata of an array in Zarr 3: "params%2Fw/c/0/1" or "params%2Fw/zarr.json"."""
+_LOCATION = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
+"""Where OCDBT keeps a value, as `dump` writes it: "file:<base folder>:<file>:<first byte>:<bytes>"."""
+
+
+class BlocksHandler(type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax ships no types for this module
+    """Orbax's handler of arrays, except that it writes blocks that are on the host already.
+
+    Orbax's own `serialize` takes arrays that lie on devices as they are to be saved: model order would need programs
+    and a second copy of the run there. Reading is Orbax's.
+    """
+
+    async def serialize(self, values: Sequence[HostBlocks], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        """Write this process's blocks of all arrays, in one transaction; returns once they are written."""
+        async with tensorstore.Transaction(atomic=True) as transaction:  # one index for all arrays
+            await asyncio.gather(*(_write(x, info, transaction) for x, info in zip(values, infos, strict=True)))
+        return []
+
+
+async def _write(x: HostBlocks, info: Any, transaction: Any) -> None:
+    """Write the blocks of one array; the first process, which has some of them or none, also writes its metadata."""
+    process = jax.process_index()
+    spec = type_handlers.get_json_tspec_write(info, True, x.shape, x.chunk, x.dtype, process_index=process)
+    shared = {"open": True, "context": info.ts_context, "transaction": transaction}
+    if process == 0:
+        await tensorstore.open(tensorstore.Spec(spec), create=True, **shared)
+    array = await tensorstore.open(tensorstore.Spec(spec), assume_metadata=True, **shared)
+    writes = (array[where].write(block, can_reference_source_data_indefinitely=True) for where, block in x.blocks())
+    await asyncio.gather(*writes)
+
+
+def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
+    """Find the bytes of arrays in the files of an OCDBT database.
+
+    Values of less than a kilobyte lie in the index itself and are not found.
+
+    Args:
+      database: the folder of the database, completely written.
+
+    Yields:
+      (name of the array, file relative to `database`, first byte, number of bytes) of each chunk and each metadata.
+    """
+    base = tensorstore.KvStore.open({"driver": "file", "path": f"{database}/"}).result()
+    root: Mapping[str, Any] = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]
+    if "location" not in root:  # an empty database
+        return
+    for key, location in _walk(base, root["location"], b""):
+        name, place = _KEY.fullmatch(key.decode()), _LOCATION.fullmatch(location)
+        if name and place:
+            yield name[1], place[1] + place[2], int(place[3]), int(place[4])
+
+
+def _walk(base: Any, node: str, prefix: bytes) -> Iterator[tuple[bytes, str]]:
+    """Yield (key, location) of the values outside of the nodes, below one node of OCDBT's B-tree."""
+    for entry in tensorstore.ocdbt.dump(base, node).result()["entries"]:
+        if "location" in entry:  # an inner node's: another node
+            yield from _walk(base, entry["location"], prefix + entry["subtree_common_prefix"])
+        elif "indirect_value" in entry:  # a leaf's: a value that is not inline
+            yield prefix + entry["key"], entry["indirect_value"]

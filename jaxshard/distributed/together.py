@@ -1,0 +1,80 @@
+"""Failures that all processes learn of: what one of them can't do is raised in every one.
+
+A process that raises alone leaves the others waiting in their next collective, for a peer that never comes. So where
+only some processes can find an error (each reads its own files, or the first one alone prepares a folder), all of them
+meet, tell each other who failed, and raise together.
+
+Every function here is collective: each process calls it at the same point of the program, under the same `point`, the
+name by which a message on standard error tells for whom a process waits. They first meet through the coordinator, which
+waits however late a process is, then all-gather four bytes per process. With one process they do nothing of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxshard.core.tree import raise_all
+from jaxshard.distributed.agree import all_peers
+
+
+def gather_ints(value: int, point: str) -> list[int]:
+    """Collect one small integer from every process.
+
+    Args:
+      value: this process's number, which fits into an int32.
+      point: the name of this point of the program, for messages.
+
+    Returns:
+      The numbers of all processes, by process index.
+    """
+    peers = all_peers()
+    if peers is None:
+        return [value]
+    peers.meet(point)  # collectives give up on a process that a slow disk holds up
+    values: list[int] = np.asarray(multihost_utils.process_allgather(np.int32(value))).ravel().tolist()
+    return values
+
+
+def failed_processes(failed: bool, point: str) -> list[int]:
+    """Return the indices of the processes where `failed` is true, the same list in every process."""
+    return [index for index, value in enumerate(gather_ints(failed, point)) if value]
+
+
+def raise_together(problems: Iterable[str], error: type[Exception], headline: str, *, point: str) -> None:
+    """Raise one error in all processes if any of them has found a problem.
+
+    Args:
+      problems: what this process found; each process names its own.
+      error: the type of the error.
+      headline: the first line of its message.
+      point: the name of this point of the program, for messages.
+
+    Raises:
+      error: with one line per problem of this process, and one per other process that found some.
+    """
+    found = list(problems)
+    elsewhere = (index for index in failed_processes(bool(found), point) if index != jax.process_index())
+    found += [f"process {index} found something wrong, and names it" for index in elsewhere]
+    raise_all(found, error, headline)
+
+
+def call_in_first_process(fn: Callable[[], bool], point: str) -> bool:
+    """Call a function in process 0 alone and return its answer in all processes.
+
+    Raises:
+      OSError, ValueError: the function raised it, in process 0; the other processes raise an OSError that says so.
+    """
+    answer, failure = False, None
+    if jax.process_index() == 0:
+        try:
+            answer = fn()
+        except (OSError, ValueError) as error:
+            failure = error
+    first = gather_ints(-1 if failure is not None else int(answer), point)[0]
+    if first < 0:
+        raise failure or OSError(f"{point}: process 0 failed, and says why")
+    return bool(first)

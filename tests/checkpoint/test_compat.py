@@ -1,0 +1,109 @@
+"""Private and undocumented names of Orbax and TensorStore: each test bears the name of what it would miss."""
+
+import inspect
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import type_handlers
+
+from jaxshard.checkpoint import compat, store
+from jaxshard.checkpoint.snapshot import HostBlocks
+from jaxshard.core.placement import View
+
+NUMBERS = np.random.default_rng(0)
+ARRAYS = {f"array {i}": NUMBERS.normal(size=(40, 30 + i)).astype(np.float32) for i in range(12)}
+ARRAYS |= {"a/%2F": np.arange(64 * 64, dtype=np.float32).reshape(64, 64)}
+
+
+def blocks_of(x):
+    """All of an array with an even number of rows, in two chunks."""
+    half = len(x) // 2
+    shards = tuple(((rows, slice(0, x.shape[1])), x[rows]) for rows in (slice(0, half), slice(half, len(x))))
+    return HostBlocks(x.shape, x.dtype, (half, x.shape[1]), View(x.shape, x.shape, x.shape), shards)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    store.save_arrays(folder, {name: blocks_of(x) for name, x in ARRAYS.items()}, "one")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (type_handlers.ArrayHandler.serialize, ("self", "values", "infos", "args")),
+        (type_handlers.get_json_tspec_write, ("info", "use_ocdbt", "global_shape", "local_shape", "dtype")),
+        (type_handlers.get_json_tspec_write, ("process_index",)),
+        (type_handlers.ParamInfo, ("ts_context",)),
+        (ocp.options.MultiprocessingOptions, ("active_processes", "barrier_sync_key_prefix")),
+        (ocp.options.AsyncOptions, ("create_directories_asynchronously",)),
+        (ocp.PyTreeCheckpointHandler, ("use_zarr3", "use_compression", "multiprocessing_options")),
+        (ocp.PyTreeCheckpointHandler, ("type_handler_registry",)),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", None),
+)
+def test_parameters_are_called_as_we_call_them(function, names):
+    parameters = list(inspect.signature(function).parameters)
+    found = [name for name in parameters if name in names]
+    assert found == list(names), f"{function.__qualname__} has {parameters}"
+
+
+def test_array_handler_serialize_is_what_orbax_calls(tmp_path, monkeypatch):
+    """Once for all arrays, with our blocks as they are; what it writes Orbax restores."""
+    called, serialize = [], compat.BlocksHandler.serialize
+
+    async def spy(self, values, infos, args=None):
+        called.append([value.shape for value in values])
+        return await serialize(self, values, infos, args)
+
+    monkeypatch.setattr(compat.BlocksHandler, "serialize", spy)
+    store.save_arrays(tmp_path, {name: blocks_of(x) for name, x in ARRAYS.items()}, "spied")
+    assert sorted(*called) == sorted(x.shape for x in ARRAYS.values())
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), P())
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in ARRAYS.items()}
+    loaded = store.load_arrays(tmp_path, shapes)
+    assert {name: np.asarray(x).tobytes() for name, x in loaded.items()} == {
+        name: x.tobytes() for name, x in ARRAYS.items()
+    }
+
+
+def test_ocdbt_dump_says_where_every_array_lies(saved):
+    """Silent otherwise: damaged files would be found, but the arrays in them not named."""
+    names = list(ARRAYS)
+    found = store.find_extents(saved, {name: number for number, name in enumerate(names)})
+    there: dict[int, bytes] = {}
+    for file, extents in found.items():
+        raw = (saved / file).read_bytes()
+        for extent in sorted(extents):
+            there[extent.array] = there.get(extent.array, b"") + raw[extent.start : extent.start + extent.size]
+    for number, name in enumerate(names):
+        x = ARRAYS[name]
+        halves = x[: len(x) // 2].tobytes(), x[len(x) // 2 :].tobytes()
+        assert all(half in there[number] for half in halves), name
+        assert len(there[number]) < x.nbytes + 4096, "besides the chunks, their index and the array's metadata"
+
+
+def test_use_compression_false_leaves_plain_bytes(saved):
+    """Silent otherwise: saves would get slower."""
+    raw = b"".join(path.read_bytes() for path in saved.rglob("*") if path.is_file())
+    for name, x in ARRAYS.items():
+        assert x[: len(x) // 2].tobytes() in raw, name
+
+
+def test_ocdbt_keeps_arrays_in_few_files(saved, tmp_path):
+    """Silent otherwise: there would be a file for every chunk of every array."""
+    store.save_arrays(tmp_path, {"one": blocks_of(ARRAYS["array 0"])}, "alone")
+    counts = [sum(path.is_file() for path in folder.rglob("*")) for folder in (saved, tmp_path)]
+    assert abs(counts[0] - counts[1]) <= 2 < len(ARRAYS), counts
+
+
+def test_orbax_is_not_imported_with_the_package():
+    """It takes half a second, which those who save nothing must not pay."""
+    code = "import sys, jaxshard as js; js.save, js.restore, js.Checkpointer; print('orbax.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
