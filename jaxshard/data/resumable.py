@@ -78,7 +78,7 @@ def to_step(start: Any) -> int:
 
 
 class _State(NamedTuple):
-    """How an object saves and restores its position."""
+    """The methods with which an object saves and restores its position."""
 
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
@@ -103,7 +103,7 @@ def _open_iterator(
 
 
 def _state_of(holder: Any) -> _State | None:
-    """How an iterable or an iterator saves its position: by Grain's methods, or torch's and Hugging Face's."""
+    """Return the methods of an iterable or an iterator: Grain's, or torch's and Hugging Face's; None without any."""
     for save, restore in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(holder, save) and hasattr(holder, restore):
             return _State(getattr(holder, save), getattr(holder, restore))

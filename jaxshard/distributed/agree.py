@@ -121,9 +121,11 @@ class Peers:
         call = next(self._calls)
         room = f"{self._folder}/{call}"
         put_key(self.store, f"{room}/here/{self.process}", "")
+        # The name of the point is the first fact: a process that came to another one is told so, and nothing else.
         facts = {"call": point} | dict(facts)
         if self.process == self._first:
             found = self._collect(room, facts)
+            # Who answered this call has read all of the one before; the store would grow for the life of the run.
             if call:
                 delete_keys(self.store, f"{self._folder}/{call - 1}")
         else:
@@ -134,6 +136,7 @@ class Peers:
 
     def _collect(self, room: str, facts: Mapping[str, str]) -> list[tuple[str, Mismatch]]:
         """The part of the first process: shows its facts, collects the answers and publishes all of them."""
+        # Long texts first: whoever reads the facts finds them, and reads only those whose digest differs.
         short, texts = shorten_facts(facts)
         for item, text in texts.items():
             packed = base64.b64encode(zlib.compress(text.encode())).decode()
@@ -176,6 +179,7 @@ class Peers:
 
     def _print_missing(self, room: str, point: str, waited: float) -> None:
         """Print for whom all wait, in one process alone: the first of those that are there."""
+        # Each process that waits comes here, but those that are there are the same for all: one of them prints.
         there = {int(process) for process in list_keys(self.store, f"{room}/here/")}
         if self.process == min(there, default=self.process):
             missing = [self.name_of(other) for other in self.processes if other not in there] or ["an answer"]
@@ -187,7 +191,7 @@ class Peers:
         if self.process != self._first:
             put_key(self.store, f"{room}/seen/{self.process}", "")
             return
-        end = time.monotonic() + _SEEN
+        end = time.monotonic() + _SEEN  # not for ever: a process may end before it says so
         for other in self._others:
             wait_for_key(self.store, f"{room}/seen/{other}", max(0.01, end - time.monotonic()))
 

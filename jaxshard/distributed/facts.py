@@ -55,6 +55,7 @@ def run_facts(layout: Layout) -> dict[str, str]:
 
 def layout_text(layout: Layout) -> str:
     """A line per array: role, path, dtype, shape, its placement between steps (stored) and in computation (used)."""
+    # Stored shapes too: padding and the order of pipeline stages are part of the program.
     lines = [
         f"{role} {leaf.path} {leaf.dtype}{list(leaf.shape)} stored {list(p.view.stored)} {p.store} used {p.use}"
         for role, leaf, p in layout.placed()
@@ -72,6 +73,7 @@ def key_fact(key: jax.Array) -> dict[str, str]:
     """The words of a random key; no fact for a key of which this process holds only a part."""
     if not key.is_fully_addressable and not key.is_fully_replicated:
         return {}
+    # The words are what a seed becomes; the key itself has no value that could be compared across processes.
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
     return {"random key": f"{words} ({jax.random.key_impl(key)})"}
 

@@ -19,6 +19,7 @@ _LONG = 1000
 _WIDTH = 160
 """Characters that are shown of a line."""
 _VALUE_NAMES = re.compile(r"%\w+")
+_NOTHING = re.compile(r"(?!)")  # matches nowhere
 
 
 class Mismatch(NamedTuple):
@@ -62,10 +63,10 @@ def find_mismatches(
     if "call" in differing:
         differing = ["call"]
     # A digest is a list, so that no text is mistaken for one.
-    is_long = [isinstance(short.get(item), list) or isinstance(first.get(item), list) for item in differing]
-    if not all(is_long):
-        plain = [item for item, long in zip(differing, is_long, strict=True) if not long]
+    plain = [item for item in differing if list not in (type(short.get(item)), type(first.get(item)))]
+    if plain:
         return [Mismatch(item, short.get(item, "(none)"), first.get(item, "(none)")) for item in plain]
+    # Only long texts differ: now they are opened. One of the two may still be short, or missing.
     found = []
     for item in differing:
         here = texts.get(item, facts.get(item, ""))
@@ -83,11 +84,11 @@ def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
     if first is None:
         return "another", "one too long to be shown"
     pairs = list(itertools.zip_longest(here.splitlines(), first.splitlines(), fillvalue="(ends)"))
-    for ignored in (_VALUE_NAMES, None):
+    for ignored in (_VALUE_NAMES, _NOTHING):
         for number, (mine, theirs) in enumerate(pairs, 1):
-            if (ignored.sub("%", mine) != ignored.sub("%", theirs)) if ignored else mine != theirs:
-                shared = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
-                start = next(shared, min(len(mine), len(theirs)))
+            if ignored.sub("%", mine) != ignored.sub("%", theirs):
+                differ = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
+                start = next(differ, min(len(mine), len(theirs)))
                 return f"line {number}: {_cut(mine, start)}", f"line {number}: {_cut(theirs, start)}"
     return "another", "the same lines with other ends"
 
