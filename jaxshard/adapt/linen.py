@@ -74,7 +74,7 @@ class Linen(Adapted):
     loss_fn: Callable[..., Any]
     batch: PyTree
 
-    def init(self, key: jax.Array) -> PyTree:
+    def make_params(self, key: jax.Array) -> PyTree:
         """What `module.init(key, ...)` draws, unboxed: params, or js.Model(params, state of the other collections)."""
         variables = nn.unbox(self._boxed(key))
         params = variables.pop("params", None)

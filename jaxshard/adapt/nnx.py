@@ -76,7 +76,7 @@ class Nnx(Adapted):
     make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module]
     loss_fn: Callable[..., Any]
 
-    def init(self, key: jax.Array) -> PyTree:
+    def make_params(self, key: jax.Array) -> PyTree:
         """What `make_module(nnx.Rngs(key))` draws: params, or js.Model(params, state) of plain nested dicts."""
         _, params, _, state = _split(self._make(key))
         if not jax.tree.leaves(params):

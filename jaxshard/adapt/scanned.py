@@ -62,7 +62,7 @@ class Scanned(Stacked):
 
     def __init__(self, adapter: Linen):
         self.adapter = adapter
-        shapes = jax.eval_shape(adapter.init, jax.random.key(0))
+        shapes = jax.eval_shape(adapter.make_params, jax.random.key(0))
         if isinstance(shapes, Model):
             raise_all(paths(shapes.state), ValueError, "js.scanned: a model of blocks has no state, but this one has")
         self._shapes = flatten_dict(shapes)
@@ -76,12 +76,12 @@ class Scanned(Stacked):
                 f"js.scanned: the module has parameters under {BLOCKS!r} that are not scanned: "
                 f"{', '.join(paths(rest[BLOCKS]))}; give that module another name"
             )
-        super().__init__(self._embed, self._block, self._head, scan.params["length"], adapter.init)
+        super().__init__(self._embed, self._block, self._head, scan.params["length"], adapter.make_params)
         _Pieces.of(trace, self)
 
-    def init(self, key: jax.Array) -> PyTree:
+    def make_params(self, key: jax.Array) -> PyTree:
         """What `module.init` draws: {"blocks": the scanned parameters, and the others}."""
-        return self._parted(self.adapter.init(key))
+        return self._parted(self.adapter.make_params(key))
 
     def dim_names(self, params: PyTree) -> PyTree:
         """For every parameter the names in its metadata; the scanned dimension is that of the blocks."""

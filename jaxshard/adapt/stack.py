@@ -269,7 +269,7 @@ class _NnxParts:
     def init(self, key: jax.Array) -> PyTree:
         """The parameters of every part, and of one block."""
         keys = jax.random.split(key, len(self.modules))
-        made = {name: self.modules[name].init(k) for name, k in zip(sorted(self.modules), keys)}
+        made = {name: self.modules[name].make_params(k) for name, k in zip(sorted(self.modules), keys)}
         _check_no_state({name: model.state for name, model in made.items() if isinstance(model, Model)})
         return made
 

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.adapt.offer import run_as_offered
 from jaxshard.core.keys import advance
+from jaxshard.core.known_model import KnownModel
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss
 from jaxshard.core.tree import BLOCKS, abstract, check_same_tree
 from jaxshard.core.types import PyTree
@@ -16,7 +18,7 @@ from jaxshard.core.types import PyTree
 RematPolicy = str | Callable[..., bool]
 
 
-class Stacked:
+class Stacked(KnownModel):
     """A model `embed -> block x num_blocks -> head` with the parameters {"embed", "blocks", "head"}.
 
     `init` and `loss` are the pair that `js.layout`, `js.init` and `js.make_step` take. The blocks' parameters are
@@ -34,9 +36,6 @@ class Stacked:
     there. Every call has a key of its own; in evaluation the key is None and nothing is dropped.
     """
 
-    stacked_for_user = False
-    """Whether the user wrote single blocks, which the optimizer has to update as such."""
-
     def __init__(self, embed: Callable, block: Callable, head: Callable, num_blocks: int, init: Callable):
         if num_blocks < 1:
             raise ValueError(f"Stacked: num_blocks must be at least 1, got {num_blocks}")
@@ -44,7 +43,7 @@ class Stacked:
         self.num_blocks = num_blocks
         self._init_parts = init
 
-    def init(self, key: jax.Array) -> PyTree:
+    def make_params(self, key: jax.Array) -> PyTree:
         """Parameters {"embed", "blocks", "head"}; every leaf of "blocks" is stacked [num_blocks, ...]."""
         parts_key, blocks_key = jax.random.split(key)
         parts = self._init_parts(parts_key)
@@ -62,13 +61,14 @@ class Stacked:
             params,
         )
 
-    def loss(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-        """The head's output on the whole batch: what one device computes."""
-        return self.run(params, batch, key)
+    def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
+        """Return the head's output on the whole batch, as one device computes it."""
+        output: Mean | Loss = run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
+        return output
 
-    def evaluate(self, params: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """{"loss": js.Mean} and the head's metrics, without keys: the `eval_fn` of `js.make_eval_step`."""
-        return evaluation(self.run(params, batch, None))
+    def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
+        """Return {"loss": js.Mean} and the head's metrics, computed without keys."""
+        return evaluation(self.compute_loss(model, batch, None))
 
     def run(
         self,
@@ -113,12 +113,6 @@ def evaluation(output: Any) -> dict[str, Mean | Sum | Max]:
     loss = as_loss(output)
     value = loss.value if isinstance(loss.value, Mean) else Mean(loss.value, 1.0)
     return {"loss": value} | loss.metrics
-
-
-def stacked_of(fn: Callable) -> Stacked | None:
-    """The `Stacked` model whose method `fn` is, or None: how layouts and engines recognise one."""
-    owner = getattr(fn, "__self__", None)
-    return owner if isinstance(owner, Stacked) else None
 
 
 def checkpoint_body(policy: RematPolicy, body: Callable) -> Callable:

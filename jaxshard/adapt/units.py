@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.adapt.offer import run_as_offered
 from jaxshard.adapt.stacked import evaluation
+from jaxshard.core.known_model import KnownModel
 from jaxshard.core.loss import Max, Mean, Model, Sum, as_loss
 from jaxshard.core.tree import map_with_path, path_str, raise_all
 from jaxshard.core.types import InitFn, LossFn, PyTree
@@ -23,7 +25,7 @@ Units = tuple[type, ...]
 Save = Callable[..., Any]
 
 
-class Adapted:
+class Adapted(KnownModel):
     """A module with its loss: unpacks as the pair `init_fn, loss_fn`; `run` is what an engine looks into."""
 
     loss_fn: Callable[..., Any]
@@ -32,16 +34,12 @@ class Adapted:
         yield self.init
         yield self.loss
 
-    def init(self, key: jax.Array) -> PyTree:
-        """The parameters, or js.Model(params, state) where the module has variables that are no parameters."""
-        raise NotImplementedError
+    def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
+        """Return the loss of a training batch, with the module's new state."""
+        return run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
 
-    def loss(self, model: PyTree, batch: PyTree, key: jax.Array) -> Any:
-        """The loss of a training batch, with the module's new state."""
-        return self.run(model, batch, key)
-
-    def evaluate(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """{"loss": js.Mean} and the loss's metrics, without keys and state: the `eval_fn` of `js.make_eval_step`."""
+    def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
+        """Return {"loss": js.Mean} and the loss's metrics, computed without keys; changes of state are dropped."""
         return evaluation(self.run(model, batch, None))
 
     def run(self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None):
@@ -85,12 +83,6 @@ def is_pending(x: Any) -> bool:
 def gathered(tree: PyTree) -> PyTree:
     """The tree with weights instead of what is pending."""
     return jax.tree.map(lambda x: x.use(x.stored, x.sink) if is_pending(x) else x, tree, is_leaf=is_pending)
-
-
-def adapted_of(fn: Callable) -> Adapted | None:
-    """The adapter whose method `fn` is, or None."""
-    owner = getattr(fn, "__self__", None)
-    return owner if isinstance(owner, Adapted) else None
 
 
 def joined(params: PyTree, state: dict[str, Any]) -> PyTree:

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxshard.adapt.stacked import stacked_of
+from jaxshard.adapt.objective import OfBlocks, resolve
 from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, split_model
 from jaxshard.core.loss import Mean, as_loss
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.accumulate import Engine
-from jaxshard.engines.auto import Auto
+from jaxshard.engines.engine import Engine
 
 _CLOSE = 1e-3
 """Relative: what is a constant factor, and what adds up."""
@@ -66,7 +65,7 @@ def causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str
         )
     factors = _factors(ratios, suspect.layout)
     found = _rows(suspect) if failed & {"loss", "gradient"} else ()
-    if "state" in failed and not isinstance(suspect.engine, Auto) and not any(_STATISTICS in text for text in found):
+    if "state" in failed and not suspect.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
         found = (*found, f"the model's new state is computed by each device from its own rows: {_STATISTICS}")
     if not found and factors:
         found = (
@@ -112,7 +111,7 @@ def _factor(factor: float, layout: Layout) -> str | None:
 def _rows(suspect: Suspect) -> tuple[str, ...]:
     """What the loss of the parts of the batch, computed on their own, says about the rows."""
     loss_fn, _, batch, key, layout, engine, bind = suspect
-    parts = engine.microbatches * (1 if isinstance(engine, Auto) else axis_size(layout.mesh, layout.batch_axes))
+    parts = engine.microbatches * (1 if engine.compiler_chooses else axis_size(layout.mesh, layout.batch_axes))
     rows = max(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
     size = rows // parts
     run = jax.jit(bind(_open(loss_fn, suspect.model)))
@@ -154,13 +153,13 @@ def _rows(suspect: Suspect) -> tuple[str, ...]:
 
 def _open(loss_fn: LossFn, model: PyTree) -> Callable[..., Any]:
     """`fn(rows, key, first row) -> (totals, weights)` of a `js.Mean` as an engine calls the loss; None for a scalar."""
-    stacked = stacked_of(loss_fn)
+    objective = resolve(loss_fn)
 
     def fn(batch: PyTree, key: jax.Array, row: Any) -> Any:
-        if stacked is None:
-            loss = as_loss(loss_fn(model, batch, advance(key, row)))
+        if isinstance(objective, OfBlocks):
+            loss = as_loss(objective.model.run(split_model(model)[0], batch, key, row=row))
         else:
-            loss = as_loss(stacked.run(split_model(model)[0], batch, key, row=row))
+            loss = as_loss(loss_fn(model, batch, advance(key, row)))
         return (loss.value.totals, loss.value.weights) if isinstance(loss.value, Mean) else None
 
     return fn

@@ -15,15 +15,19 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxshard.checks.causes import Ratio, Suspect, causes
 from jaxshard.checks.difference import Difference, differences, loss_difference, numbers
+from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
-from jaxshard.core.layout import Layout, check_transform, join_model, layout, merge, only, split_model
+from jaxshard.core.layout import Layout, check_transform, join_model, put_back, select, split_model
 from jaxshard.core.loss import Loss, Mean, as_loss
+from jaxshard.core.make_layout import layout
 from jaxshard.core.placement import Placement
 from jaxshard.core.strategy import Strategy
+from jaxshard.core.text_table import align_columns
 from jaxshard.core.tree import abstract, paths
 from jaxshard.core.types import InitFn, LossFn, PyTree
-from jaxshard.engines.accumulate import Engine, next_state
+from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
+from jaxshard.engines.engine import Engine
 from jaxshard.training.state import init, run_key
 from jaxshard.training.step import Step, check_batch
 
@@ -96,7 +100,10 @@ class Parity:
             rows.append((leaf, *cells, _verdict(list(found.values()))))
         ours, theirs = self.losses
         apart = f"{loss} apart, allowed {loss.allowed:.0e}  {_verdict([loss])}"
-        return [f"  loss {ours:.6g}, on one device {theirs:.6g}: {apart}", *_aligned(rows)]
+        return [
+            f"  loss {ours:.6g}, on one device {theirs:.6g}: {apart}",
+            *(f"  {line}" for line in align_columns(rows)),
+        ]
 
 
 def parity(
@@ -161,7 +168,7 @@ def _compare(
         batch = notes.f32("batch", jax.tree.map(np.asarray, batch))
         model = jax.jit(init_fn)(jax.device_put(seed, first))
         start = notes.f32("parameters", model)
-        make = init_fn if start is model else _returning(start, init_fn)
+        make = init_fn if start is model else _in_f32(init_fn)
         both = _recorded(tx)
         plan = layout(strategy, mesh, make, both, trainable=trainable)
         step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
@@ -208,7 +215,7 @@ def _alone(
     mask = plan.trainable
 
     def objective(chosen: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        loss: Loss = as_loss(loss_fn(join_model(merge(mask, chosen, params), state), batch, key))
+        loss: Loss = as_loss(loss_fn(join_model(put_back(mask, chosen, params), state), batch, key))
         value = loss.value.value if isinstance(loss.value, Mean) else loss.value
         return value, next_state(state, loss)
 
@@ -219,7 +226,7 @@ def _alone(
     def update(grads: PyTree, chosen: PyTree) -> PyTree:
         return _twice(tx, grads, tx.init(chosen), chosen)[0]
 
-    chosen = only(mask, params)
+    chosen = select(mask, params)
     bind = _bind(step, plan.mesh, (chosen, batch), notes)
     loss, grads, state = jax.jit(bind(step))(chosen, batch)
     return _Alone(loss, grads, jax.jit(update)(grads, chosen), state, bind)
@@ -231,7 +238,7 @@ def _bind(fn: Callable, mesh: Mesh, args: tuple[Any, ...], notes: _Notes) -> Cal
         jax.eval_shape(fn, *args)
         return lambda fn: fn
     except NameError as error:
-        if not any(name in str(error) for name in mesh.axis_names):
+        if unbound_axis_name(error) not in mesh.axis_names:
             raise
     notes.lines.append("the loss names mesh axes, so that on one device they were given size 1")
     shape = (1,) * len(mesh.axis_names)
@@ -291,15 +298,9 @@ def _is_low(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
-def _returning(model: PyTree, init_fn: InitFn) -> InitFn:
-    """A function of a key that returns the model, with the names of dimensions that `init_fn` knows."""
-
-    def init_f32(key: jax.Array) -> PyTree:
-        del key
-        return model
-
-    init_f32.__self__ = getattr(init_fn, "__self__", None)  # type: ignore[attr-defined]
-    return init_f32
+def _in_f32(init_fn: InitFn) -> InitFn:
+    """Make a function like `init_fn` whose floating parameters of lower precision are f32."""
+    return lambda key: jax.tree.map(lambda x: x.astype(jnp.float32) if _is_low(x) else x, init_fn(key))
 
 
 def _put(mesh: Mesh, x: jax.Array, placement: Placement) -> jax.Array:
@@ -314,7 +315,7 @@ def _in_model_order(placements: PyTree, stored: PyTree) -> PyTree:
 
 def _where(mesh: Mesh, engine: Engine) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    return f"{axes} under js.{type(engine).__name__.lower()}()"
+    return f"{axes} under js.{engine.describe()['engine']}()"
 
 
 def _ratios(report: Parity, loss: float, expected: float, grads: PyTree, others: PyTree) -> list[Ratio]:
@@ -329,9 +330,3 @@ def _ratios(report: Parity, loss: float, expected: float, grads: PyTree, others:
 
 def _verdict(found: list[Difference]) -> str:
     return "ok" if all(one.ok for one in found) else DIFFERS
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """The rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

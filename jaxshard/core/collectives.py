@@ -12,15 +12,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxshard.core.placement import split_dims
 
 
 def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> jax.Array:
-    """The whole array of which `x` is this device's shard under `spec`; axes in `keep` go on splitting it.
+    """Gather the whole array of which `x` is this device's shard under `spec`.
 
-    One all-gather per axis, minor axes first; the result's bytes are moved once for the last of them.
+    One all-gather per axis, minor axes first, so that parts come to lie in their order. The last of them moves the
+    bytes of the whole array, the ones before it less.
+
+    Args:
+      x: this device's shard.
+      spec: how the whole array is split.
+      keep: axes that go on splitting the result.
     """
     for dim, axis in reversed(split_dims(spec)):
         if axis not in keep:
@@ -29,40 +35,68 @@ def gather(x: jax.Array, spec: PartitionSpec, *, keep: Sequence[str] = ()) -> ja
 
 
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
-    """This device's shard under `spec` of the sum of `x` over `axes`, of which `x` is one device's share.
+    """Sum every device's share `x` over `axes` and return this device's shard of the sum under `spec`.
 
-    Axes of the spec that are in `axes` are reduce-scattered, major axes first; axes of the spec that are not are
-    sliced (every device there holds the same share); axes that the spec lacks are all-reduced last, when the array is
-    smallest.
+    Axes of the spec that are in `axes` are reduce-scattered, major axes first. Axes of the spec that are not in `axes`
+    are sliced, because every device there holds the same share. Axes that the spec lacks are all-reduced last, when the
+    array is smallest.
+
+    Args:
+      x: this device's share, as large as the sum.
+      spec: how the sum is to be split.
+      axes: the mesh axes to sum over.
+      keep: axes of the spec that split `x` already and are left alone.
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:
         if axis in axes:
             x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
         else:
-            size = x.shape[dim] // lax.axis_size(axis)
-            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
-    rest = tuple(axis for axis in axes if axis not in [name for _, name in split])
-    return all_sum(x, rest)
+            x = slice_shard(x, dim, axis)
+    return all_sum(x, [axis for axis in axes if axis not in [name for _, name in split]])
+
+
+def slice_shard(x: jax.Array, dim: int, axis: str) -> jax.Array:
+    """Slice this device's part out of dimension `dim`, cut evenly over a mesh axis. Nothing is communicated."""
+    size = x.shape[dim] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
 def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The sum over the axes, on every device; `x` itself without axes."""
+    """Sum over the axes, on every device; `x` itself without axes. One all-reduce."""
     return lax.psum(x, tuple(axes)) if axes else x
 
 
+def stack_totals(
+    fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
+) -> jax.Array:
+    """Stack `fn(x)`, a scalar each, of global arrays, in global-view code: the compiler adds over devices."""
+    del specs, mesh  # the compiler knows them
+    return jnp.stack([fn(x) for x in arrays])
+
+
 class Sums(NamedTuple):
-    """How shares are added over devices: `scatter_sum` and `all_sum` of this file, or those of `_ordered`."""
+    """How shares are added over devices.
+
+    Attributes:
+      scatter_sum: sums a share and keeps this device's shard; see `scatter_sum` of this file.
+      all_sum: sums a share, on every device; see `all_sum`.
+      stack_totals: reduces global arrays to a number each; see `stack_totals`.
+      in_order: whether sums are taken in one order, so that they give the same bits for every number of processes.
+    """
 
     scatter_sum: Callable[..., jax.Array]
     all_sum: Callable[[jax.Array, Sequence[str]], jax.Array]
+    stack_totals: Callable[..., jax.Array]
+    in_order: bool
 
 
-NATIVE = Sums(scatter_sum, all_sum)
+NATIVE = Sums(scatter_sum, all_sum, stack_totals, in_order=False)
+"""Sums in whatever order suits the hardware. `ordered_sums.ORDERED` are those in one order."""
 
 
-def total(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Array:
-    """The sum of a share of a loss, a weight or a metric over the axes; what is narrower than f32 is added in f32."""
+def sum_scalar(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Array:
+    """Sum a share of a loss, a weight or a metric over the axes; what is narrower than f32 is added in f32."""
     if x.dtype in _NARROW and axes:
         # Also because the CPU compiler aborts on a manual bf16 sum beside automatic axes (JAX 0.10 to 0.12).
         return sums.all_sum(x.astype(jnp.float32), axes).astype(x.dtype)
@@ -70,7 +104,7 @@ def total(x: jax.Array, axes: Sequence[str], sums: Sums = NATIVE) -> jax.Array:
 
 
 def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The maximum over the axes, on every device; `x` itself without axes."""
+    """Take the maximum over the axes, on every device; `x` itself without axes. One all-reduce."""
     if not axes:
         return x
     wide = {jnp.dtype(bool): jnp.int32}.get(x.dtype, jnp.float32 if x.dtype in _NARROW else x.dtype)

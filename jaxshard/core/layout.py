@@ -1,37 +1,21 @@
-"""`Layout`: a strategy applied to the shapes of a run. The one value that training, planning and pictures share."""
+"""`Layout`: where every array of a run lives. The one value that training, planning and pictures share."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.loss import Model
 from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import Placement, axes_of, whole
-from jaxshard.core.strategy import (
-    MIN_SIZE,
-    Pipeline,
-    Strategy,
-    Tensor,
-    ddp,
-    fsdp,
-    hsdp,
-    parts_of,
-    pipeline,
-    pipeline_of,
-    tensor,
-    zero1,
-    zero2,
-)
-from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path, path_str, raise_all, same_structure
-from jaxshard.core.types import ROLES, InitFn, PyTree, Role
+from jaxshard.core.strategy import Pipeline, Strategy, pipeline_of
+from jaxshard.core.text_table import align_columns
+from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path
+from jaxshard.core.types import PyTree, Role
 
 
 class Placed(NamedTuple):
@@ -44,11 +28,20 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every array of a training run lives, per role. Made by `layout`; holds shapes, never values.
+    """Where every array of a training run lives, per role. Made by `js.layout`; holds shapes, never values.
 
-    `params`, `grads`, `opt_state` and `state` are trees of `Placement`. `grads` and `opt_params` (where the optimizer
-    sees a parameter and its gradient) have None for frozen parameters. `shapes` holds the logical shapes: of the
-    model's parameters and state and of the optimizer state.
+    Attributes:
+      mesh: the mesh.
+      strategy: the strategy that was applied.
+      params: where each parameter rests and how it is used, a tree of `Placement`.
+      grads: where each gradient rests; None for frozen parameters.
+      opt_params: where the optimizer sees a parameter and its gradient; None for frozen parameters.
+      opt_state: where each array of the optimizer state rests.
+      state: where each array of the model's own state rests.
+      shapes: the logical shapes of parameters, optimizer state and model state.
+      trainable: for every parameter whether it is trained.
+      stacked_for_user: whether the user wrote single blocks that the library stacked: `js.make_step` then refuses an
+        optimizer that would update stacked blocks differently from single ones.
     """
 
     mesh: Mesh
@@ -60,6 +53,7 @@ class Layout:
     state: PyTree
     shapes: Shapes
     trainable: PyTree
+    stacked_for_user: bool = False
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -69,7 +63,7 @@ class Layout:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the rows of a batch, major first."""
-        return _batch_axes(self.strategy, self.mesh)
+        return split_rows(self.strategy, self.mesh)
 
     def batch_placement(self, array: Any, path: tuple[Any, ...] = ()) -> Placement:
         """Where a global batch array lives; an error if its rows do not divide."""
@@ -92,7 +86,7 @@ class Layout:
         """Every array with its role, in the order parameters, gradients, optimizer state, model state."""
         trees: list[tuple[Role, PyTree, PyTree]] = [
             ("param", self.shapes.params, self.params),
-            ("grad", only(self.trainable, self.shapes.params), self.grads),
+            ("grad", select(self.trainable, self.shapes.params), self.grads),
             ("opt", self.shapes.opt_state, self.opt_state),
             ("state", self.shapes.state, self.state),
         ]
@@ -140,105 +134,6 @@ class Shapes(NamedTuple):
     key: Any
 
 
-def layout(
-    strategy: Strategy,
-    mesh: Mesh,
-    init_fn: InitFn,
-    tx: Any,
-    *,
-    trainable: PyTree | Callable[[str], bool] = lambda path: True,
-) -> Layout:
-    """The `Layout` of a training run; traces `init_fn` and `tx.init` on shapes only and touches no device.
-
-    On several CPU devices JAX's persistent compilation cache is turned off, with a warning: programs that come out of
-    it can hang there.
-
-    `trainable` freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
-    parameters. A frozen parameter has no gradient and no optimizer state.
-
-    Raises:
-      TypeError: `tx` is no optax GradientTransformation, `strategy` or `init_fn` no function, `mesh` no mesh, a
-        trainable parameter not floating.
-      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
-        twice to one dimension.
-    """
-    warn_if_untested()
-    check_transform(tx)
-    if not callable(strategy):
-        raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
-    if strategy in (ddp, zero1, zero2, fsdp, hsdp, tensor, pipeline):
-        name = strategy.__name__
-        raise TypeError(
-            f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"
-        )
-    if not callable(init_fn):
-        raise TypeError(f"init_fn must be a function of a key, got {type(init_fn).__name__}")
-    _check_mesh(mesh)
-    avoid_compilation_cache(mesh)
-    _batch_axes(strategy, mesh)  # an error about rows now rather than with the first batch
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    model = jax.eval_shape(init_fn, key)
-    params, state = split_model(model)
-    if not jax.tree.leaves(params):
-        raise ValueError(
-            "init_fn returned no parameters: expected a tree of floating-point arrays or js.Model(params, state)"
-        )
-    mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
-    _check_trainable(params, mask)
-    leaves = _named(strategy, map_with_path(leaf_of, params, _dim_names(init_fn, params)))
-    _check_blocks(strategy, leaves)
-
-    def place(role: Role) -> PyTree:
-        return jax.tree.map(lambda leaf: strategy(role, leaf, whole(leaf), mesh), leaves, is_leaf=_is_leaf)
-
-    placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
-    opt_params = only(mask, placed["opt"])
-    opt_state = jax.eval_shape(tx.init, only(mask, params))
-
-    def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
-        return lambda path, x: strategy(role, leaf_of(path, x), whole(leaf_of(path, x)), mesh)
-
-    made = Layout(
-        mesh=mesh,
-        strategy=strategy,
-        params=placed["param"],
-        grads=only(mask, placed["grad"]),
-        opt_params=opt_params,
-        opt_state=_place_opt_state(opt_state, only(mask, params), opt_params, place_plain("opt")),
-        state=map_with_path(place_plain("state"), state),
-        shapes=Shapes(params, opt_state, state, key),
-        trainable=mask,
-    )
-    if idle := _idle_axes(made):
-        warnings.warn(
-            f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "
-            "in the strategy or leave it out of the mesh",
-            stacklevel=2,
-        )
-    return made
-
-
-STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=init)   # or js.stack(...)
-    #   embed(params, batch, key) -> x     block(block_params, x, key) -> x     head(params, x, batch, key) -> js.Mean
-    layout = js.layout(strategy, mesh, model.init, tx)
-    step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))"""
-"""How a model is described to a pipeline, for errors."""
-
-
-def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
-    records = jax.tree.leaves(leaves, is_leaf=_is_leaf)
-    if pipeline_of(strategy) is not None and not any(leaf.names[:1] == (BLOCKS,) for leaf in records):
-        raise ValueError(
-            "pipeline: no parameter is stacked by blocks, so there is nothing to place in stages; describe the model "
-            f"as js.Stacked and pass its method init itself:\n    {STACKED_EXAMPLE}"
-        )
-
-
-def _idle_axes(layout: Layout) -> list[str]:
-    used = set(layout.batch_axes).union(*(axes_of(placed.placement.store) for placed in layout.placed()))
-    return [name for name, size in layout.mesh.shape.items() if size > 1 and name not in used]
-
-
 def check_transform(tx: Any) -> None:
     """Raises unless `tx` has the two functions of an optax transform."""
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -255,112 +150,20 @@ def join_model(params: PyTree, state: PyTree) -> PyTree:
     return params if isinstance(state, tuple) and state == () else Model(params, state)
 
 
-def only(mask: PyTree, tree: PyTree) -> PyTree:
+def select(mask: PyTree, tree: PyTree) -> PyTree:
     """The tree with None instead of the leaves whose mask is False."""
     return jax.tree.map(lambda keep, x: x if keep else None, mask, tree)
 
 
-def merge(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
+def put_back(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
     """The leaves of `chosen` where the mask is True, those of `rest` elsewhere."""
     return jax.tree.map(lambda keep, a, b: a if keep else b, mask, chosen, rest, is_leaf=lambda x: x is None)
 
 
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh such as js.make_mesh(data=-1), got {type(mesh).__name__}")
-    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Auto]
-    if explicit:
-        raise ValueError(
-            f"mesh: axis {', '.join(map(repr, explicit))} is not of type Auto, so unmodified Flax modules do not run "
-            "on it; make the mesh with js.make_mesh"
-        )
-
-
-def _batch_axes(strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
+def split_rows(strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
+    """Return the mesh axes over which a strategy splits the rows of a batch, major first."""
     probe = Leaf("(batch)", (mesh.size,), jnp.float32, (None,))
     return axes_of(strategy("batch", probe, whole(probe), mesh).store)
-
-
-def _check_trainable(params: PyTree, mask: PyTree) -> None:
-    if not same_structure(mask, params):
-        raise ValueError(
-            f"trainable must be a function of the path or a tree of booleans like the parameters, "
-            f"{jax.tree.structure(params)}, got {jax.tree.structure(mask)}"
-        )
-    if not any(jax.tree.leaves(mask)):
-        raise ValueError("trainable froze every parameter: nothing is left to train")
-    chosen = jax.tree_util.tree_leaves_with_path(only(mask, params))
-    bad = [leaf for leaf in (leaf_of(path, x) for path, x in chosen) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
-    raise_all(
-        (f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in bad),
-        TypeError,
-        "trainable parameters must be real floating-point arrays; move these to the state of js.Model(params, state), "
-        "or freeze them with trainable=",
-    )
-
-
-def _dim_names(init_fn: InitFn, params: PyTree) -> PyTree:
-    """Logical dimension names, from the model whose method `init_fn` is where it knows them."""
-    dim_names = getattr(getattr(init_fn, "__self__", None), "dim_names", None)
-    if dim_names is not None:
-        return dim_names(params)
-    return jax.tree.map(lambda x: (None,) * x.ndim, params)
-
-
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, Leaf)
-
-
-def _named(strategy: Strategy, leaves: PyTree) -> PyTree:
-    """The parameters with the names that the rules of `tensor` give their dimensions; warns of what no rule split."""
-    records, tree = jax.tree.flatten(leaves, is_leaf=_is_leaf)
-    for part in parts_of(strategy):
-        if isinstance(part, Tensor):
-            records = part.rules.resolve(records)
-            _report(part, records)
-    return jax.tree.unflatten(tree, records)
-
-
-def _report(part: Tensor, leaves: list[Leaf]) -> None:
-    missed = [f"{leaf.path} {list(leaf.shape)}" for leaf in leaves if leaf.size >= MIN_SIZE and not leaf.named_by]
-    if missed:
-        warnings.warn(
-            f"tensor: no rule took {', '.join(missed)}: copied whole over {part.axis!r}; name the dimensions with a "
-            f"rule such as ('{missed[0].split()[0]}', ('embed', 'mlp')), or say ('*/{missed[0].split()[0]}', 'whole')",
-            stacklevel=4,
-        )
-    if unused := part.rules.unused(leaves):
-        warnings.warn(
-            f"tensor: rules without effect: {'; '.join(unused)}; take them out or correct them (print(layout) shows "
-            "every path)",
-            stacklevel=4,
-        )
-
-
-def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement]) -> PyTree:
-    """Placements of optimizer state, never by the class of the state.
-
-    A leaf whose path ends with a parameter's path and that has its shape lives where that parameter's optimizer state
-    lives (the longest such path wins); scalars, integers and keys stay whole; any other array is filled on its own.
-    """
-    known = {
-        path: (x.shape, placement)
-        for (path, x), placement in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(placements), strict=True
-        )
-    }
-
-    def place(path: tuple[Any, ...], x: Any) -> Placement:
-        for start in range(len(path) + 1):
-            shape, placement = known.get(path[start:], (None, None))
-            if placement is not None and shape == x.shape:
-                return placement
-        leaf = leaf_of(path, x)
-        if leaf.is_floating and leaf.shape:
-            return fill(path, x)
-        return replace(whole(leaf), why="not a floating-point array" if leaf.shape else "one element")
-
-    return map_with_path(place, opt_state)
 
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -396,12 +199,10 @@ def _explain(layout: Layout) -> str:
         rows.append(
             (role, leaf.path, str(list(leaf.shape)), str(leaf.dtype), spec_str(placement), size, _note(placement))
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     totals = ", ".join(f"{role} {human_bytes(count)}" for role, count in layout.bytes_per_device().items())
     rows_over = " x ".join(layout.batch_axes) or "nothing"
     head = [f"mesh: {mesh}; batch rows over {rows_over}", *_stages(layout)]
-    return "\n".join([*head, *lines, f"per device: {totals}"])
+    return "\n".join([*head, *align_columns(rows), f"per device: {totals}"])
 
 
 def _stages(layout: Layout) -> list[str]:

@@ -1,8 +1,12 @@
 """Sums over mesh axes in one order, whatever the processes: the same bits from 1 x 8 devices as from 4 x 2.
 
-A native reduction adds in the order that suits the wires. Here the parts travel as they are, and every device adds
-those that it is to know the sum of, in the order of the devices in the mesh. Integers are exact in any order and go
-the native way.
+A native reduction adds in the order that suits the wires. Here the parts travel as they are, and each device adds the
+parts of the sum that it is to hold, in the order of the devices in the mesh:
+
+    device 0 holds shares   a0 a1        all-to-all       device 0 receives  a0 b0   and adds  a0 + b0
+    device 1 holds shares   b0 b1      -------------->    device 1 receives  a1 b1   and adds  a1 + b1
+
+Sums of integers are exact in any order and go the native way.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxshard.core.collectives import Sums
+from jaxshard.core.collectives import Sums, slice_shard
 from jaxshard.core.placement import axes_of, split_dims
 
 
 def pairwise_sum(parts: jax.Array) -> jax.Array:
-    """[n, ...] -> [...], added in pairs: of four parts (0 + 2) + (1 + 3). What is narrower than f32 is added in f32.
+    """Add parts [n, ...] -> [...] in pairs: of four parts (0 + 2) + (1 + 3). What is narrower than f32 is added in f32.
 
-    Reference: while n > 1, part i takes part i + n // 2 on, and an odd last one waits.
+    Reference: while n > 1, part i is added to part i + n // 2; an odd last part waits for the next round.
     """
     dtype = parts.dtype
     parts = parts.astype(jnp.promote_types(dtype, jnp.float32))
@@ -33,28 +37,27 @@ def pairwise_sum(parts: jax.Array) -> jax.Array:
 
 
 def scatter_sum(x: jax.Array, spec: PartitionSpec, axes: Sequence[str], *, keep: Sequence[str] = ()) -> jax.Array:
-    """`_collectives.scatter_sum` in one order.
+    """Do what `collectives.scatter_sum` does, in one order.
 
-    An all-to-all for each reduce-scatter: it moves as many bytes, but its result is as large as what goes in, where
-    a reduce-scatter leaves the shard alone.
+    An all-to-all stands for each reduce-scatter. It moves as many bytes, but its result is as large as its operand,
+    where a reduce-scatter leaves only the shard.
     """
     split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
     for dim, axis in split:
-        count = lax.axis_size(axis)
         if axis in axes:
+            count = lax.axis_size(axis)
             parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
-            x = _exchanged_sum(jnp.moveaxis(parts, dim, 0), (axis,))
+            x = _exchange_and_sum(jnp.moveaxis(parts, dim, 0), (axis,))
         else:
-            size = x.shape[dim] // count
-            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
-    return all_sum(x, tuple(axis for axis in axes if axis not in [name for _, name in split]))
+            x = slice_shard(x, dim, axis)
+    return all_sum(x, [axis for axis in axes if axis not in [name for _, name in split]])
 
 
 def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """`_collectives.all_sum` in one order.
+    """Do what `collectives.all_sum` does, in one order.
 
-    An all-to-all and an all-gather of the array, flat and padded so that it divides: as many bytes as an all-reduce. An
-    array with fewer elements than there are devices is gathered from all of them instead.
+    An all-to-all and an all-gather of the array, flat and padded so that it divides: together as many bytes as an
+    all-reduce. An array with fewer elements than there are devices is gathered from all of them instead.
     """
     axes = tuple(axes)
     count = lax.axis_size(axes) if axes else 1
@@ -63,22 +66,19 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     if x.size < count:
         return pairwise_sum(lax.all_gather(x, axes))
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
-    mine = _exchanged_sum(flat.reshape(count, -1), axes)
+    mine = _exchange_and_sum(flat.reshape(count, -1), axes)
     return lax.all_gather(mine, axes, tiled=True)[: x.size].reshape(x.shape)
 
 
-ORDERED = Sums(scatter_sum, all_sum)
-
-
-def _exchanged_sum(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[n, ...] -> [...]: device i has the sum over the devices of everyone's part i."""
+def _exchange_and_sum(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Exchange parts [n, ...] -> [...]: device i receives every device's part i and adds them."""
     return pairwise_sum(lax.all_to_all(parts, axes, split_axis=0, concat_axis=0))
 
 
-def totals(
+def stack_totals(
     fn: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> jax.Array:
-    """f32[arrays]: `fn`, a sum over elements, of each global array, split over the mesh as its spec says.
+    """Do what `collectives.stack_totals` does, in one order: f32[arrays], of an `fn` that is a sum over elements.
 
     One all-gather of one number per array and device. In global-view code, under jit.
     """
@@ -88,14 +88,18 @@ def totals(
     def on_device(*shards: jax.Array) -> jax.Array:
         mine = jnp.stack([fn(x).astype(jnp.float32) for x in shards])
         everyone = lax.all_gather(mine, axes).reshape(*sizes, len(arrays)) if axes else mine
-        return jnp.stack([_of_shards(everyone[..., i], axes, axes_of(spec)) for i, spec in enumerate(specs)])
+        return jnp.stack([_sum_shards(everyone[..., i], axes, axes_of(spec)) for i, spec in enumerate(specs)])
 
     # Manual over all axes, so that the compiler does not split a sum over those where every device has a copy.
-    return jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(), check_vma=False)(
-        *arrays
-    )
+    spread = jax.shard_map(on_device, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(), check_vma=False)
+    totals: jax.Array = spread(*arrays)
+    return totals
 
 
-def _of_shards(numbers: jax.Array, axes: tuple[str, ...], split: tuple[str, ...]) -> jax.Array:
-    """The sum of one number per device, [size of each axis]; copies over the axes that do not split count once."""
+def _sum_shards(numbers: jax.Array, axes: tuple[str, ...], split: tuple[str, ...]) -> jax.Array:
+    """Sum one number per device, [size of each axis]; copies over the axes that do not split count once."""
     return pairwise_sum(numbers[tuple(slice(None) if axis in split else 0 for axis in axes)].reshape(-1))
+
+
+ORDERED = Sums(scatter_sum, all_sum, stack_totals, in_order=True)
+"""Sums in one order, for `js.explicit(reduction="ordered")`."""

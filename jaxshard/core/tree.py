@@ -57,6 +57,24 @@ def paths(tree: PyTree) -> list[str]:
     return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], path: tuple[Any, ...], shape: Any) -> Any:
+    """Find what is known of an array from the end of its key path; the longest end wins, and its shape must agree.
+
+    Args:
+      known: {key path: (shape, what is known)}, of parameters for example.
+      path: the array's key path, such as that of an optimizer state which ends with its parameter's path.
+      shape: the array's shape.
+
+    Returns:
+      What is known of the array; None where no end of the path fits.
+    """
+    for start in range(len(path) + 1):
+        known_shape, value = known.get(path[start:], (None, None))
+        if value is not None and known_shape == tuple(shape):
+            return value
+    return None
+
+
 def raise_all(problems: Iterable[str], error: type[Exception], headline: str) -> None:
     """Raises one error that lists every problem; does nothing without any."""
     found = list(problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,24 +10,34 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.stacked import RematPolicy
 from jaxshard.core.keys import row_stride
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Loss
 from jaxshard.core.placement import Placement, spec_entry
-from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.accumulate import Engine, Outcome, Scatter, value_and_grad
-from jaxshard.engines.just_in_time import MakeMove, Move, cast, make_call
+from jaxshard.core.types import PyTree
+from jaxshard.engines.accumulate import accumulate
+from jaxshard.engines.engine import Engine, Outcome, Scatter, ValueAndGrad, WholeModelEngine
+from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 
 
 @dataclass(frozen=True)
-class Auto(Engine):
+class Auto(WholeModelEngine):
     """Global-view semantics: the loss sees the whole batch, whatever it does with it."""
 
-    def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
-        """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
-        move = make_move(layout, self)
-        call = make_call(loss_fn, layout, move, self.remat, tuple(self.units))
+    @property
+    def compiler_chooses(self) -> bool:
+        """Whether the compiler inserts the collectives."""
+        return True
+
+    def manual_axes(self, layout: Layout) -> frozenset[str]:
+        """Return no axes: the loss is one global-view program."""
+        return frozenset()
+
+    def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
+        """Make the function that computes loss and gradient in global-view code."""
+        call = self.make_call(objective, layout, make_move(layout, self))
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             turns, first_rows = _turns(layout, batch, self.microbatches)
@@ -37,11 +47,11 @@ class Auto(Engine):
                 with row_stride(self.microbatches):
                     return call(params, sinks, state, rows, key, row)
 
-            outcome, grads = value_and_grad(loss_of, sinks, state, turns, first_rows, total=lambda x: x)
+            outcome, grads = accumulate(loss_of, sinks, state, turns, first_rows, total=lambda x: x)
             if self.scatter == "end":
 
                 def finish(grad: Placement, x: jax.Array) -> jax.Array:
-                    stored = grad.view.apply(cast(x, self.reduce_dtype))
+                    stored = grad.view.apply(cast_floats(x, self.reduce_dtype))
                     return constrain(layout, stored, grad.store).astype(x.dtype)
 
                 grads = jax.tree.map(finish, layout.grads, grads)
@@ -59,7 +69,7 @@ def auto(
     remat: RematPolicy = "everything",
     units: Sequence[type] = (),
 ) -> Auto:
-    """The engine whose collectives the compiler chooses; exactly the semantics of one device, whatever the loss does.
+    """Make the engine whose collectives the compiler chooses, with exactly the semantics of one device.
 
     Every weight is constrained to its `use` placement where it is used and every gradient to its `store`. A loss may
     be a scalar, `js.Mean` or `js.Loss`; micro-batches (every `microbatches`-th row, on any mesh) need a `js.Mean`.
@@ -69,19 +79,19 @@ def auto(
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Weights constrained to where they are used, gradients to where they rest."""
+    """Make moves by constraints: weights to where they are used, gradients to where they rest."""
 
     def make(param: Placement, grad: Placement | None) -> Move:
         def gather(stored: jax.Array) -> jax.Array:
             # Held as stored once more after the cast, so that what is gathered is what was cast.
-            stored = constrain(layout, cast(stored, engine.compute_dtype), param.store)
+            stored = constrain(layout, cast_floats(stored, engine.compute_dtype), param.store)
             return constrain(layout, param.view.invert(stored), param.use)
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
             if engine.scatter == "end":
                 return cotangent
-            return constrain(layout, grad.view.apply(cast(cotangent, engine.reduce_dtype)), grad.store)
+            return constrain(layout, grad.view.apply(cast_floats(cotangent, engine.reduce_dtype)), grad.store)
 
         return Move(gather, reduce)
 
@@ -89,7 +99,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 
 
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`x` spread as the spec says. The dimensions must divide: a view has seen to that."""
+    """Constrain `x` to a spec, whose axes must divide its dimensions: a view has seen to that."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
@@ -105,7 +115,7 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 
 def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
-    """The batch as [turns, rows, ...], turn j the rows j, j + count, ...: the same on every mesh, and local on each."""
+    """Cut the batch into [turns, rows, ...]: turn j has the rows j, j + count, ... on every mesh. Nothing moves."""
 
     def split(x: jax.Array) -> jax.Array:
         if x.ndim == 0:

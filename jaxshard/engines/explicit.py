@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,55 +12,88 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.stacked import RematPolicy
-from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, total
-from jaxshard.core.layout import Layout, only
+from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum
 from jaxshard.core.ordered_sums import ORDERED
 from jaxshard.core.placement import Placement, axes_of, only_axes
-from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.accumulate import Engine, Outcome, Reduction, Scatter, value_and_grad
-from jaxshard.engines.just_in_time import MakeMove, Move, cast, make_call
+from jaxshard.core.types import PyTree
+from jaxshard.engines.accumulate import accumulate
+from jaxshard.engines.engine import Engine, Outcome, Reduction, Scatter, ValueAndGrad, WholeModelEngine
+from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
+from jaxshard.engines.manual import data_axes, on_each_device, row_specs, stored_specs, with_automatic_axes
 
 
 @dataclass(frozen=True)
-class Explicit(Engine):
-    """Manual collectives: all-gather just before use, reduce-scatter of each gradient where it is born."""
+class Explicit(WholeModelEngine):
+    """Manual collectives: all-gather just before use, reduce-scatter of each gradient where it is born.
 
-    def value_and_grad(self, loss_fn: LossFn, layout: Layout) -> Callable[..., tuple[Outcome, PyTree]]:
-        """`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
-        axes, sums = layout.batch_axes, sums_of(self, layout)
-        call = make_call(loss_fn, layout, make_move(layout, self), self.remat, tuple(self.units))
+    Args:
+      reduction: sums over devices in whatever order the hardware likes ("native"), or in one order ("ordered").
+    """
+
+    reduction: Reduction = "native"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduction not in ("native", "ordered"):
+            raise ValueError(f"reduction must be 'native' or 'ordered', got {self.reduction!r}")
+
+    def manual_axes(self, layout: Layout) -> frozenset[str]:
+        """Return the mesh axes over which the loss runs once per device."""
+        return data_axes(layout)
+
+    def sums(self, layout: Layout) -> Sums:
+        """Return how shares are added over devices.
+
+        Raises:
+          ValueError: in one order, but over axes that the compiler handles.
+        """
+        if self.reduction == "native":
+            return NATIVE
+        axes = sorted({axis for p in jax.tree.leaves(layout.params) for axis in axes_of(p.use)})
+        if axes or layout.pipeline is not None:
+            what = f"a pipeline over {layout.pipeline.axis!r}" if layout.pipeline else f"weights used split over {axes}"
+            raise ValueError(
+                f"reduction='ordered' orders the sums over the batch axes {list(layout.batch_axes)}, but the layout "
+                f"has {what}, whose sums the compiler orders as it likes; use reduction='native', or data axes alone"
+            )
+        return ORDERED
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, for reports."""
+        return super().describe() | {"reduction": self.reduction}
+
+    def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
+        """Make the function that computes loss and gradient, each device on its own rows."""
+        axes, sums = layout.batch_axes, self.sums(layout)
+        manual = self.manual_axes(layout)
+        call = self.make_call(objective, layout, make_move(layout, self))
 
         def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
+                return _check_mean(call(params, sinks, state, rows, key, row))
+
             turns, first_rows = _turns(batch, self.microbatches, axes)
-            outcome, grads = value_and_grad(
-                lambda sinks, state, rows, row: _needs_mean(call(params, sinks, state, rows, key, row)),
-                _sinks(layout, self.scatter), state, turns, first_rows, total=lambda x: total(x, axes, sums),
-            )  # fmt: skip
+            sinks = _sinks(layout, self.scatter)
+            outcome, grads = accumulate(
+                loss_of, sinks, state, turns, first_rows, total=lambda x: sum_scalar(x, axes, sums)
+            )
             if self.scatter == "end":
-                reduce = partial(reduced, layout, self)
-                grads = jax.tree.map(reduce, layout.grads, grads, only(layout.trainable, layout.params))
-            metrics = {name: combined(metric, axes, sums) for name, metric in outcome.metrics.items()}
-            return Outcome(total(outcome.value, axes, sums), metrics, _agree(outcome.state, axes, sums)), grads
+                reduce = partial(reduce_gradient, layout, self)
+                grads = jax.tree.map(reduce, layout.grads, grads, select(layout.trainable, layout.params))
+            metrics = {name: combine_over(metric, axes, sums) for name, metric in outcome.metrics.items()}
+            value = sum_scalar(outcome.value, axes, sums)
+            return Outcome(value, metrics, _average_state(outcome.state, axes, sums)), grads
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
-            manual = manual_axes(layout)
-            if not manual:
-                return on_device(params, state, batch, key)
-
-            def specs(placements: PyTree) -> PyTree:
-                return jax.tree.map(lambda placement: only_axes(placement.store, manual), placements)
-
-            rows = jax.tree.map(lambda x: layout.batch_placement(x).store, batch)
-            return jax.shard_map(
-                on_device,
-                mesh=layout.mesh,
-                in_specs=(specs(layout.params), PartitionSpec(), rows, PartitionSpec()),
-                out_specs=(PartitionSpec(), specs(layout.grads)),
-                axis_names=manual,
-                check_vma=False,
-            )(params, state, batch, key)
+            whole = PartitionSpec()
+            in_specs = stored_specs(layout.params, manual), whole, row_specs(layout, batch), whole
+            out_specs = whole, stored_specs(layout.grads, manual)
+            run = on_each_device(on_device, layout, manual, in_specs=in_specs, out_specs=out_specs)
+            return run(params, state, batch, key)
 
         return loss_and_grads
 
@@ -75,7 +108,7 @@ def explicit(
     units: Sequence[type] = (),
     reduction: Reduction = "native",
 ) -> Explicit:
-    """The engine that issues exactly the collectives of the layout.
+    """Make the engine that issues exactly the collectives of the layout.
 
     Each weight is all-gathered just before use (over the axes of the parameter's `store` that its `use` lacks) and
     each gradient reduce-scattered over the batch axes in its `store` and all-reduced over the others. Choosing it
@@ -103,84 +136,58 @@ def explicit(
     return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat, units, reduction)
 
 
-def sums_of(engine: Engine, layout: Layout) -> Sums:
-    """How an engine adds over devices.
-
-    Raises:
-      ValueError: in one order, but over axes that the compiler handles.
-    """
-    if engine.reduction == "native":
-        return NATIVE
-    axes = sorted({axis for p in jax.tree.leaves(layout.params) for axis in axes_of(p.use)})
-    if axes or layout.pipeline is not None:
-        what = f"a pipeline over {layout.pipeline.axis!r}" if layout.pipeline else f"weights used split over {axes}"
-        raise ValueError(
-            f"reduction='ordered' orders the sums over the batch axes {list(layout.batch_axes)}, but the layout has "
-            f"{what}, whose sums the compiler orders as it likes; use reduction='native', or data axes alone"
-        )
-    return ORDERED
-
-
-def manual_axes(layout: Layout) -> set[str]:
-    """The mesh axes that `shard_map` handles: those of the batch, and those that split what is stored but not used.
-
-    None under tensor parallelism alone, whose collectives the compiler derives.
-    """
-    axes = set(layout.batch_axes)
-    for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
-        axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
-    return axes
-
-
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Weights all-gathered, gradients scattered over the batch axes that their weight's use does not own."""
+    """Make moves by manual collectives: weights all-gathered, gradients reduced by `reduce_gradient`."""
 
     def make(param: Placement, grad: Placement | None) -> Move:
-        def fetch(stored: jax.Array) -> jax.Array:
-            def whole(x: jax.Array) -> jax.Array:
+        def gather_weight(stored: jax.Array) -> jax.Array:
+            def gather_shards(x: jax.Array) -> jax.Array:
                 return gather(x, param.store, keep=axes_of(param.use))
 
-            return param.view.invert(_nested(layout, whole, param.store)(cast(stored, engine.compute_dtype)))
+            whole = with_automatic_axes(layout, gather_shards, param.store)(cast_floats(stored, engine.compute_dtype))
+            return param.view.invert(whole)
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None, "a frozen parameter has no cotangent"
-            return cotangent if engine.scatter == "end" else reduced(layout, engine, grad, cotangent, param)
+            return cotangent if engine.scatter == "end" else reduce_gradient(layout, engine, grad, cotangent, param)
 
-        return Move(fetch, reduce)
+        return Move(gather_weight, reduce)
 
     return make
 
 
-def reduced(
+def reduce_gradient(
     layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param: Placement, also: tuple[str, ...] = ()
 ) -> jax.Array:
-    """A device's share of a gradient, as the model knows it, summed over batch axes and `also`, and as it rests."""
+    """Sum a device's share of a gradient over the batch axes that the weight's `use` does not own.
+
+    The sum is scattered over those axes that are in the gradient's `store`.
+
+    Args:
+      layout: says where everything lives.
+      engine: says in which dtype and order to add.
+      grad: where the gradient rests.
+      x: the share, as the model knows the weight (logical shape).
+      param: where the parameter rests and how it is used.
+      also: further mesh axes to sum over.
+
+    Returns:
+      This device's shard of the gradient, as stored.
+    """
     owned = axes_of(param.use)
     free = [axis for axis in (*layout.batch_axes, *also) if axis not in owned]
 
     def scatter(x: jax.Array) -> jax.Array:
-        return sums_of(engine, layout).scatter_sum(x, grad.store, free, keep=owned)
+        return engine.sums(layout).scatter_sum(x, grad.store, free, keep=owned)
 
-    share = grad.view.apply(cast(x, engine.reduce_dtype))
-    return _nested(layout, scatter, grad.store)(share).astype(x.dtype)
-
-
-def _nested(layout: Layout, fn: Callable, spec: PartitionSpec) -> Callable:
-    """`fn` in a `shard_map` over the axes that the compiler handles, so that its collectives are manual over all axes.
-
-    A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to
-    0.12), and in bf16, split or not, it aborts the CPU compiler.
-    """
-    manual = manual_axes(layout)
-    automatic = set(layout.mesh.axis_names) - manual
-    if not automatic or not manual:
-        return fn
-    own = only_axes(spec, automatic)
-    return jax.shard_map(fn, in_specs=own, out_specs=own, axis_names=automatic, check_vma=False)
+    share = grad.view.apply(cast_floats(x, engine.reduce_dtype))
+    reduced: jax.Array = with_automatic_axes(layout, scatter, grad.store)(share)
+    return reduced.astype(x.dtype)
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    manual = manual_axes(layout)
+    """Zeros like the gradients, with respect to which the loss is differentiated; see `just_in_time`."""
+    manual = data_axes(layout)
 
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
         if grad is None:
@@ -194,7 +201,7 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 
 def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
-    """This device's rows as [turns, rows, ...], and the global number of each turn's first row."""
+    """Cut this device's rows into [turns, rows, ...]; also return the global number of each turn's first row."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=count)
 
     def split(x: jax.Array) -> jax.Array:
@@ -204,7 +211,7 @@ def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, ja
     return jax.tree.map(split, batch), first + jnp.arange(count) * (rows // count)
 
 
-def _needs_mean(loss: Loss) -> Loss:
+def _check_mean(loss: Loss) -> Loss:
     if not isinstance(loss.value, Mean):
         raise TypeError(
             "js.explicit needs a loss that says its weight; return js.Mean(total, weight), summed over devices and "
@@ -213,21 +220,22 @@ def _needs_mean(loss: Loss) -> Loss:
     return loss
 
 
-def combined(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = NATIVE) -> Mean | Sum | Max:
-    """A metric of all rows from those of each device."""
+def combine_over(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = NATIVE) -> Mean | Sum | Max:
+    """Combine a metric of each device's rows to that of all rows. One all-reduce of each of its numbers."""
     if isinstance(metric, Max):
         return Max(all_max(metric.value, axes))
-    return jax.tree.map(lambda x: total(x, axes, sums), metric)
+    combined: Mean | Sum = jax.tree.map(lambda x: sum_scalar(x, axes, sums), metric)
+    return combined
 
 
-def _agree(state: PyTree, axes: tuple[str, ...], sums: Sums) -> PyTree:
-    """The model's state: the same on every device where rows are independent; floats are averaged all the same."""
+def _average_state(state: PyTree, axes: tuple[str, ...], sums: Sums) -> PyTree:
+    """Average floating state over devices: where rows are independent it is the same on all of them anyway."""
     if not axes:
         return state
 
     def mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return lax.pmean(x, axes) if sums is NATIVE else sums.all_sum(x, axes) / lax.axis_size(axes)
+        return sums.all_sum(x, axes) / lax.axis_size(axes) if sums.in_order else lax.pmean(x, axes)
 
     return jax.tree.map(mean, state)

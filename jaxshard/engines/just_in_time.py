@@ -1,34 +1,40 @@
 """Weights just in time: a stored parameter becomes a weight where it is used, its gradient is reduced where it is born.
 
 An engine says how one weight is gathered and how one gradient is reduced; this file puts both around the user's
-function. A gradient rests in another place than its parameter (whole parameters with split gradients are ZeRO-2),
-which the cotangent of a parameter cannot do. So every weight is `use(stored, sink)`: its cotangent, reduced, is that
-of the `sink`, an array of zeros with the gradient's stored shape, and engines differentiate with respect to the
-sinks.
+function. A gradient may rest in another place than its parameter (whole parameters with split gradients are ZeRO-2),
+which the cotangent of a parameter cannot do. So every weight is a function of two arrays, `use(stored, sink)`:
+
+    stored  the parameter as it rests                       cotangent: zeros
+    sink    zeros, of the gradient's stored shape           cotangent: the reduced gradient
+
+and engines differentiate with respect to the sinks.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxshard.adapt.closure import check_closure
-from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, saved, stacked_of
-from jaxshard.adapt.units import Pending, Units, adapted_of
+from jaxshard.adapt.objective import Objective, OfBlocks, OfModule
+from jaxshard.adapt.offer import Offer, offering
+from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, saved
+from jaxshard.adapt.units import Adapted, Pending, Units
+from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.constrain import constraining
 from jaxshard.core.keys import advance
-from jaxshard.core.layout import Layout, join_model
+from jaxshard.core.known_model import KnownModel
+from jaxshard.core.layout import Layout, human_bytes, join_model, split_model
 from jaxshard.core.loss import Loss, as_loss
 from jaxshard.core.placement import Placement
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
-from jaxshard.core.types import LossFn, PyTree
-
-Scatter = Literal["each", "end"]
+from jaxshard.core.types import PyTree
 
 
 class Move(NamedTuple):
@@ -69,38 +75,155 @@ def use_tree(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree,
 
 
 Call = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Loss]
+"""`call(stored, sinks, state, batch, key, row) -> Loss`; `row` is the global number of the batch's first row."""
 
 
-def make_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units = ()) -> Call:
-    """`call(stored, sinks, state, batch, key, row) -> Loss`: the user's loss on just-in-time weights.
+def make_call(objective: Objective, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units = ()) -> Call:
+    """Make the function that runs the user's loss on just-in-time weights.
 
-    `row` is the global number of the batch's first row. The loss of a `Stacked` model is looked into: each block's
-    weights are gathered inside the scan body, and again in the backward pass; so is that of `js.linen` and `js.nnx`
-    where `units` are given. All others have their weights gathered at once.
+    The loss of a `Stacked` model is looked into: each block's weights are gathered inside the scan body, and again in
+    the backward pass. So is that of `js.linen` and `js.nnx` where `units` are given. Any other loss has its weights
+    gathered at once, but for what it hands on unchanged to a model that the library knows (see `adapt/offer.py`).
+
+    Raises:
+      TypeError: `units` of a loss that has none.
     """
-    stacked, adapted = stacked_of(loss_fn), adapted_of(loss_fn)
-    check_closure(loss_fn if adapted is None else adapted.loss_fn, layout.mesh)
-    if units:
-        return _make_units_call(loss_fn, layout, make_move, remat, units)
-    if stacked is not None:
-        return _make_stacked_call(stacked, layout, make_move, remat)
+    check_closure(objective.written, layout.mesh)
+    if isinstance(objective, OfBlocks) or (units and isinstance(objective, OfModule)):
+        run = _make_known_run(objective.model, layout, make_move, remat, units)
+    else:
+        run = make_opaque_run(objective.loss_fn, layout, make_move, remat, units)
 
-    def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
-        weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
+    def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Loss:
         with users_code(layout):
-            return as_loss(loss_fn(join_model(weights, state), batch, advance(key, row)))
+            return as_loss(run(stored, sinks, state, batch, key, row))
 
     return call
 
 
+Run = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Any]
+"""`run(stored, sinks, state, batch, key, row)`: what the user's function returns, on just-in-time weights."""
+
+
+def make_opaque_run(
+    fn: Callable[..., Any], layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units = ()
+) -> Run:
+    """Make the run of `fn(model, batch, key)`, which is not looked into: it receives whole weights.
+
+    An offer comes with them: a known model that `fn` runs on these very weights gathers its own just in time.
+    """
+    told: list[KnownModel] = []
+
+    def accepts(known: KnownModel) -> bool:
+        return bool(units) if isinstance(known, Adapted) else not why_not_by_block(layout)
+
+    def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
+        weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
+        own_key = None if key is None else advance(key, row)
+
+        def run_known(known: KnownModel, model: PyTree, batch: PyTree, given: Any) -> Any:
+            # The key that the function received counts rows from `row` on; any other key is its own.
+            start = (key, row) if given is own_key else (given, 0)
+            known_run = _make_known_run(known, layout, make_move, remat, units)
+            return known_run(stored, sinks, split_model(model)[1], batch, *start)
+
+        offer = Offer(weights, run_known, accepts)
+        with offering(offer):
+            output = fn(join_model(weights, state), batch, own_key)
+        if units and not offer.taken:
+            name = getattr(fn, "__qualname__", fn)
+            raise TypeError(f"units: {name} has no units to look into; make it with js.linen or js.nnx")
+        if offer.missed and not told:
+            told.extend(offer.missed)
+            _warn_of_whole_weights(layout, [known for known in offer.missed if isinstance(known, Stacked)])
+        return output
+
+    return run
+
+
+def _warn_of_whole_weights(layout: Layout, missed: list[Stacked]) -> None:
+    """Warn that models were run on whole weights, where that costs memory."""
+    gathered = [
+        (x, placement)
+        for x, placement in zip(jax.tree.leaves(layout.shapes.params), jax.tree.leaves(layout.params), strict=True)
+        if placement.store != placement.use
+    ]
+    if not missed or not gathered:
+        return
+    size = human_bytes(sum(x.size * x.dtype.itemsize for x, _ in gathered))
+    why = why_not_by_block(layout)
+    problem = why or "the loss runs it on other arrays than the parameters that it received"
+    fix = (
+        "pass model.init itself to js.layout"
+        if why
+        else "hand the parameters on as they are, or pass model.loss itself"
+    )
+    warnings.warn(
+        f"the weights of all {missed[0].num_blocks} blocks are gathered at once and kept for the backward pass ({size} "
+        f"in all): {problem}; {fix}",
+        stacklevel=2,
+    )
+
+
+def _make_known_run(known: KnownModel, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Run:
+    if isinstance(known, Stacked):
+        if units:
+            raise TypeError("units: a js.Stacked model has no units to look into; it gathers block by block without")
+        return _make_stacked_run(known, layout, make_move, remat)
+    assert isinstance(known, Adapted), "models are described in adapt/"
+    return _make_units_run(known, layout, make_move, remat, units)
+
+
+def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Run:
+    pending = adapted.unit_params(units, layout.shapes.params)
+
+    def weight(late: bool, param: Placement, grad: Placement | None, stored: jax.Array, sink: Any) -> Any:
+        get = partial(use, make_move(param, grad))
+        return Pending(stored, sink, get) if late else get(stored, sink)
+
+    def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
+        weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
+        key = None if key is None else advance(key, row)
+        return adapted.run(join_model(weights, state), batch, key, units=units, save=saved(remat))
+
+    return run
+
+
+def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Run:
+    check_stacked(layout)
+    params_tail, grads_tail = (_tails(tree[BLOCKS]) for tree in (layout.params, layout.grads))
+
+    def fetch(pair: tuple[PyTree, PyTree]) -> PyTree:
+        return use_tree(make_move, params_tail, grads_tail, *pair)
+
+    def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
+        del state  # a Stacked model has none
+        rest = use_tree(make_move, *map(without_blocks, (layout.params, layout.grads, stored, sinks)))
+        params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
+        return stacked.run(params, batch, key, fetch=fetch, remat=partial(checkpoint_body, remat), row=row)
+
+    return run
+
+
+def why_not_by_block(layout: Layout) -> str:
+    """Return why one block's weights can't be taken out of the stacked ones by themselves; "" where they can."""
+    if layout.pipeline is not None:
+        return f"the layout places the blocks in a pipeline over {layout.pipeline.axis!r}"
+    if not isinstance(layout.params, dict) or BLOCKS not in layout.params:
+        return f'the parameters have no "{BLOCKS}" at their top'
+    if _split_stacks(layout):
+        return "the layout does not know which dimension stacks the blocks"
+    return ""
+
+
 @contextmanager
 def users_code(layout: Layout) -> Iterator[None]:
-    """A context for the user's functions: constraints follow the layout, and unknown axis names are explained."""
+    """Enter a context for the user's functions: constraints follow the layout, unknown axis names are explained."""
     with constraining(layout):
         try:
             yield
         except NameError as error:
-            if "axis name" not in str(error):
+            if unbound_axis_name(error) is None:
                 raise
             axes = ", ".join(map(repr, layout.batch_axes)) or "of which there are none"
             raise ValueError(
@@ -110,52 +233,8 @@ def users_code(layout: Layout) -> Iterator[None]:
             ) from error
 
 
-def _make_units_call(loss_fn: LossFn, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Call:
-    adapted = adapted_of(loss_fn)
-    if adapted is None:
-        fix = "it gathers block by block without" if stacked_of(loss_fn) else "make it with js.linen or js.nnx"
-        raise TypeError(f"units: {getattr(loss_fn, '__qualname__', loss_fn)} has no units to look into; {fix}")
-    pending = adapted.unit_params(units, layout.shapes.params)
-
-    def weight(late: bool, param: Placement, grad: Placement | None, stored: jax.Array, sink: Any) -> Any:
-        get = partial(use, make_move(param, grad))
-        return Pending(stored, sink, get) if late else get(stored, sink)
-
-    def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array, row: Any) -> Loss:
-        weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
-        with users_code(layout):
-            model = join_model(weights, state)
-            return as_loss(adapted.run(model, batch, advance(key, row), units=units, save=saved(remat)))
-
-    return call
-
-
-def _make_stacked_call(stacked: Stacked, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Call:
-    check_stacked(layout)
-    params_tail, grads_tail = (_tails(tree[BLOCKS]) for tree in (layout.params, layout.grads))
-
-    def fetch(pair: tuple[PyTree, PyTree]) -> PyTree:
-        return use_tree(make_move, params_tail, grads_tail, *pair)
-
-    def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None, row: Any) -> Loss:
-        del state  # a Stacked model has none
-        rest = use_tree(make_move, *map(without_blocks, (layout.params, layout.grads, stored, sinks)))
-        params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
-        wrap = partial(checkpoint_body, remat)
-        with users_code(layout):
-            return as_loss(stacked.run(params, batch, key, fetch=fetch, remat=wrap, row=row))
-
-    return call
-
-
 def check_stacked(layout: Layout) -> None:
-    """Raises if a layout moves or splits the stacked dimension, which the scan over blocks needs whole."""
-    problems: list[str] = []
-
-    def check(path: Any, placement: Placement) -> None:
-        if placement.store[0] is not None or placement.view.stored[0] != placement.view.logical[0]:
-            problems.append(f"{BLOCKS}/{path_str(path)}: dim 0 of {list(placement.view.logical)} is split or padded")
-
+    """Raise if a layout moves or splits the stacked dimension, which the scan over blocks needs whole."""
     if layout.pipeline is not None:
         raise ValueError(
             f"the layout places blocks in a pipeline over {layout.pipeline.axis!r}, which this engine does not run: "
@@ -163,14 +242,25 @@ def check_stacked(layout: Layout) -> None:
         )
     if BLOCKS not in layout.params:
         raise ValueError(f'the layout has no "{BLOCKS}": make it with the init method of the same js.Stacked model')
-    map_with_path(check, layout.params[BLOCKS])
-    map_with_path(check, layout.grads[BLOCKS])
     raise_all(
-        problems,
+        _split_stacks(layout),
         ValueError,
         "the layout does not know which dimension stacks the blocks; pass the method model.init itself to js.layout, "
         "not a function that calls it",
     )
+
+
+def _split_stacks(layout: Layout) -> list[str]:
+    """List the stacked parameters whose first dimension is split or padded."""
+    problems: list[str] = []
+
+    def check(path: Any, placement: Placement) -> None:
+        if placement.store[0] is not None or placement.view.stored[0] != placement.view.logical[0]:
+            problems.append(f"{BLOCKS}/{path_str(path)}: dim 0 of {list(placement.view.logical)} is split or padded")
+
+    map_with_path(check, layout.params[BLOCKS])
+    map_with_path(check, layout.grads[BLOCKS])
+    return problems
 
 
 def _tails(placements: PyTree) -> PyTree:
@@ -182,6 +272,6 @@ def without_blocks(tree: PyTree) -> PyTree:
     return {name: part for name, part in tree.items() if name != BLOCKS}
 
 
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Floating arrays in the given dtype; others, and everything where it is None, as they are."""
+def cast_floats(x: jax.Array, dtype: Any) -> jax.Array:
+    """Cast a floating array to the dtype; other arrays, and every array where the dtype is None, stay as they are."""
     return x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x

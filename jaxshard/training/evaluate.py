@@ -12,22 +12,28 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard.adapt.stacked import evaluation, stacked_of
+from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.constrain import constraining
-from jaxshard.core.layout import Layout, join_model, merge, only
+from jaxshard.core.known_model import known_evaluate
+from jaxshard.core.layout import Layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest
+from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
-from jaxshard.engines.accumulate import Engine
 from jaxshard.engines.auto import auto, make_move
-from jaxshard.engines.explicit import combined, explicit, manual_axes, sums_of
+from jaxshard.engines.engine import Engine
+from jaxshard.engines.explicit import combine_over, explicit
 from jaxshard.engines.explicit import make_move as make_explicit_move
-from jaxshard.engines.just_in_time import make_call, users_code
+from jaxshard.engines.just_in_time import MakeMove, make_opaque_run, users_code
+from jaxshard.engines.manual import data_axes, on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.optim.averaging import averaged_params
 from jaxshard.training.state import TrainState, check_run
-from jaxshard.training.step import check_batch, moved, used
+from jaxshard.training.step import check_batch
+from jaxshard.training.views import move_stored, use_stored
 
+EvalFn = Callable[[PyTree, PyTree], "Results"]
 Results = dict[str, Mean | Sum | Max]
 
 
@@ -46,7 +52,10 @@ def make_eval_step(
     independent always, and the sums over devices are taken in one order; other engines make no difference.
     """
     apart = _make_apart(eval_fn, layout, engine)
-    weigh = _make_weights(eval_fn, layout)
+    weigh_stored = _make_weigh(eval_fn, layout, make_move(layout, auto()))
+
+    def weigh(run: TrainState, batch: PyTree) -> Results:
+        return weigh_stored(run.params, use_stored(layout, layout.state, run.state), batch)
 
     @jax.jit
     def full(run: TrainState, batch: PyTree) -> Results:
@@ -57,7 +66,7 @@ def make_eval_step(
         if apart is not None:
             return apart(run, batch, rows)
 
-        return _of_first_rows(partial(weigh, run), batch, jnp.arange(_row_count(batch)) < rows)
+        return _sum_first_rows(partial(weigh, run), batch, jnp.arange(_row_count(batch)) < rows)
 
     size = 0
 
@@ -88,7 +97,8 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
     @jax.jit
     def jitted(run: TrainState, *args: Any) -> Any:
-        model = join_model(used(layout, layout.params, run.params), used(layout, layout.state, run.state))
+        params = use_stored(layout, layout.params, run.params)
+        model = join_model(params, use_stored(layout, layout.state, run.state))
         with constraining(layout):
             return fn(model, *args)
 
@@ -100,11 +110,12 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
 
 def averaged(run: TrainState, layout: Layout) -> TrainState:
-    """The run with its averaged parameters in place of its parameters, for `eval_step` and `apply`.
+    """Return the run with the average of its parameters in their place (for evaluation).
 
-    The optimizer must be `js.optim.averaged(tx, decay)`, whose state holds the average. Frozen parameters are as they
-    are, and every parameter has its own dtype. Collectives: an all-gather of each parameter whose optimizer state is
-    split but which itself is not.
+    `js.optim.averaged(tx, decay)` is another function, for training: it wraps the optimizer and keeps the average.
+    This one takes it out of the optimizer's state, for `eval_step` and `apply`. Frozen parameters are as they are, and
+    every parameter has its own dtype. Collectives: an all-gather of each parameter whose optimizer state is split but
+    which itself is not.
 
     Raises:
       ValueError: the optimizer keeps no average, or several; a run that does not fit the layout.
@@ -114,10 +125,10 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
     @partial(jax.jit, out_shardings=layout.shardings(layout.params))
     def place(params: PyTree, opt_state: PyTree) -> PyTree:
         average = jax.tree.map(
-            lambda x, old: x.astype(old.dtype), averaged_params(opt_state), only(layout.trainable, params)
+            lambda x, old: x.astype(old.dtype), averaged_params(opt_state), select(layout.trainable, params)
         )
-        placed = moved(layout, average, layout.opt_params, only(layout.trainable, layout.params))
-        return merge(layout.trainable, placed, params)
+        placed = move_stored(layout, average, layout.opt_params, select(layout.trainable, layout.params))
+        return put_back(layout.trainable, placed, params)
 
     return run._replace(params=place(run.params, run.opt_state))
 
@@ -133,32 +144,26 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
     return {name: float(metric.value) for name, metric in total.items()}
 
 
-def _make_apart(eval_fn: Callable, layout: Layout, engine: Engine | None) -> Callable[..., Results] | None:
-    """`fn(run, batch, rows=None)` where devices evaluate rows, or blocks, by themselves."""
-    if engine is not None and engine.reduction == "ordered":
-        return _make_ordered(eval_fn, layout, engine)
-    stacked = stacked_of(eval_fn)
-    if stacked is None or layout.pipeline is None or eval_fn.__name__ != "evaluate":
+Evaluate = Callable[..., Results]
+"""`fn(run, batch, rows=None)`: the results of a batch, or of its first rows."""
+
+
+def _make_apart(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
+    """Make the evaluation in which devices evaluate their rows, or their blocks, by themselves; None elsewhere."""
+    sums = NATIVE if engine is None else engine.sums(layout)
+    if sums.in_order:
+        return _make_ordered(eval_fn, layout, sums)
+    model = known_evaluate(eval_fn)
+    if not isinstance(model, Stacked) or layout.pipeline is None:
         return None
-    stages = make_evaluate(stacked, layout)
+    stages = make_evaluate(model, layout)
     return lambda run, batch, rows=None: stages(run.params, batch, rows)
 
 
-def _make_ordered(eval_fn: Callable, layout: Layout, engine: Engine) -> Callable[..., Results]:
-    sums, axes = sums_of(engine, layout), layout.batch_axes
-    move = make_explicit_move(layout, explicit(reduction="ordered"))
-    stacked = stacked_of(eval_fn)
-    call = None
-    if stacked is not None and eval_fn.__name__ == "evaluate":
-        call = make_call(stacked.loss, layout, move, "everything")
-    frozen = jax.tree.map(lambda _: None, layout.shapes.params)
-
-    def weigh(params: PyTree, state: PyTree, batch: PyTree) -> Results:
-        if call is not None:
-            return evaluation(call(params, frozen, (), batch, None, 0))
-        weights = jax.tree.map(lambda p, x: move(p, None).gather(x), layout.params, params)
-        with users_code(layout):
-            return _results(eval_fn(join_model(weights, state), batch))
+def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
+    """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
+    axes, manual = layout.batch_axes, data_axes(layout)
+    weigh = _make_weigh(eval_fn, layout, make_explicit_move(layout, explicit()))
 
     def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:
         if rows is None:
@@ -166,31 +171,35 @@ def _make_ordered(eval_fn: Callable, layout: Layout, engine: Engine) -> Callable
         else:
             own = _row_count(batch)
             first = lax.axis_index(axes) * own if axes else 0
-            found = _of_first_rows(partial(weigh, params, state), batch, first + jnp.arange(own) < rows)
-        return {name: combined(metric, axes, sums) for name, metric in found.items()}
+            found = _sum_first_rows(partial(weigh, params, state), batch, first + jnp.arange(own) < rows)
+        return {name: combine_over(metric, axes, sums) for name, metric in found.items()}
 
     def evaluate(run: TrainState, batch: PyTree, rows: jax.Array | None = None) -> Results:
-        state, manual = used(layout, layout.state, run.state), manual_axes(layout)
-        if not manual:
-            return on_device(run.params, state, batch, rows)
-        return jax.shard_map(
-            on_device,
-            mesh=layout.mesh,
-            in_specs=(
-                jax.tree.map(lambda placement: placement.store, layout.params),
-                PartitionSpec(),
-                jax.tree.map(lambda x: layout.batch_placement(x).store, batch),
-                PartitionSpec(),
-            ),
-            out_specs=PartitionSpec(),
-            axis_names=manual,
-            check_vma=False,
-        )(run.params, state, batch, rows)
+        specs = stored_specs(layout.params, manual), PartitionSpec(), row_specs(layout, batch), PartitionSpec()
+        spread = on_each_device(on_device, layout, manual, in_specs=specs, out_specs=PartitionSpec())
+        results: Results = spread(run.params, use_stored(layout, layout.state, run.state), batch, rows)
+        return results
 
     return evaluate
 
 
-def _of_first_rows(weigh: Callable[[PyTree], Results], batch: PyTree, counts: jax.Array) -> Results:
+def _make_weigh(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callable[[PyTree, PyTree, PyTree], Results]:
+    """Make `fn(stored parameters, model state, batch) -> results`, weights gathered as an engine gathers them.
+
+    The `evaluate` of a `Stacked` model, called by itself or inside `eval_fn`, gathers one block at a time; any other
+    function has all weights gathered at once.
+    """
+    nothing_trained = jax.tree.map(lambda _: None, layout.shapes.params)
+    run = make_opaque_run(lambda model, batch, key: eval_fn(model, batch), layout, make_move, "everything")
+
+    def weigh(params: PyTree, state: PyTree, batch: PyTree) -> Results:
+        with users_code(layout):
+            return _check_results(run(params, nothing_trained, state, batch, None, 0))
+
+    return weigh
+
+
+def _sum_first_rows(weigh: Callable[[PyTree], Results], batch: PyTree, counts: jax.Array) -> Results:
     """The results of those rows of a batch that count, bool[rows]."""
 
     def one(row: PyTree) -> Results:
@@ -201,22 +210,7 @@ def _of_first_rows(weigh: Callable[[PyTree], Results], batch: PyTree, counts: ja
     return {name: _masked(metric, counts) for name, metric in each.items()}
 
 
-def _make_weights(eval_fn: Callable, layout: Layout) -> Callable[[TrainState, PyTree], Results]:
-    stacked = stacked_of(eval_fn)
-    if stacked is not None and eval_fn.__name__ == "evaluate" and layout.pipeline is None:
-        call = make_call(stacked.loss, layout, make_move(layout, auto()), "everything")
-        frozen = jax.tree.map(lambda _: None, layout.shapes.params)
-        return lambda run, batch: evaluation(call(run.params, frozen, (), batch, None, 0))
-
-    def weigh(run: TrainState, batch: PyTree) -> Results:
-        model = join_model(used(layout, layout.params, run.params), used(layout, layout.state, run.state))
-        with constraining(layout):
-            return _results(eval_fn(model, batch))
-
-    return weigh
-
-
-def _results(output: Any) -> Results:
+def _check_results(output: Any) -> Results:
     if not isinstance(output, dict):
         raise TypeError(f"eval_fn must return a dict of js.Mean, js.Sum or js.Max, got {type(output).__name__}")
     bad = {name: type(x).__name__ for name, x in output.items() if not isinstance(x, (Mean, Sum, Max))}
@@ -244,10 +238,7 @@ def _row_count(batch: PyTree) -> int:
 
 
 def _round_up(rows: int, layout: Layout) -> int:
-    parts = 1
-    for axis in layout.batch_axes:
-        parts *= layout.mesh.shape[axis]
-    return rows + -rows % parts
+    return rows + -rows % axis_size(layout.mesh, layout.batch_axes)
 
 
 def _pad_rows(x: Any, size: int) -> Any:

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 
 from jaxshard.core.keys import typed_key
-from jaxshard.core.layout import Layout, check_transform, join_model, only, split_model
+from jaxshard.core.layout import Layout, check_transform, join_model, select, split_model
 from jaxshard.core.placement import Placement
 from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
 from jaxshard.core.types import InitFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
+from jaxshard.training.views import store, unstore
 
 
 class TrainState(NamedTuple):
@@ -63,7 +64,7 @@ def init(
     state = jax.tree.map(lambda x, p: _put(x, p, layout), state, layout.state)
 
     def start(params: PyTree) -> PyTree:
-        opt_state = tx.init(only(layout.trainable, unstore(layout.params, params)))
+        opt_state = tx.init(select(layout.trainable, unstore(layout.params, params)))
         check_opt_state(layout, opt_state)
         return store(layout.opt_state, opt_state)
 
@@ -77,7 +78,7 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation, layout: Layo
     def build(key: jax.Array) -> TrainState:
         params, state = split_model(init_fn(key))
         check_model(layout, params, state)
-        opt_state = tx.init(only(layout.trainable, params))
+        opt_state = tx.init(select(layout.trainable, params))
         check_opt_state(layout, opt_state)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -141,16 +142,6 @@ def logical(run: TrainState, layout: Layout) -> TrainState:
         )
 
     return convert(run)
-
-
-def store(placements: PyTree, tree: PyTree) -> PyTree:
-    """logical -> stored, leaf by leaf."""
-    return jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements)
-
-
-def unstore(placements: PyTree, tree: PyTree) -> PyTree:
-    """stored -> logical, leaf by leaf."""
-    return jax.tree.map(lambda x, placement: placement.view.invert(x), tree, placements)
 
 
 _REMAKE = "make the layout again from the same init_fn and tx"

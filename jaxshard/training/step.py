@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,22 +9,24 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.adapt.stacked import stacked_of
-from jaxshard.core.layout import Layout, check_transform, merge, only
-from jaxshard.core.ordered_sums import totals
-from jaxshard.core.placement import Placement
-from jaxshard.core.tree import abstract, check_same_tree, map_with_path, path_str, paths
+from jaxshard.adapt.objective import resolve
+from jaxshard.core.known_model import models_run
+from jaxshard.core.layout import Layout, check_transform, select
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.tree import BLOCKS, abstract, check_same_tree, map_with_path, path_str, paths
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
-from jaxshard.engines.accumulate import Engine
 from jaxshard.engines.auto import auto
-from jaxshard.optim.ordered import ordered
-from jaxshard.optim.proof.elementwise import check_elementwise
+from jaxshard.engines.engine import Engine
+from jaxshard.optim.ordered import with_ordered_sums
+from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.stacking import require_same_stacked
 from jaxshard.training.non_finite import bad_of, keep, sum_of_squares
-from jaxshard.training.state import TrainState, check_opt_state, check_run, run_shapes, run_shardings, store, unstore
+from jaxshard.training.state import TrainState, check_opt_state, check_run, run_shapes, run_shardings
+from jaxshard.training.update import make_update
+from jaxshard.training.views import store, use_stored
 
 Metrics = dict[str, Any]
 """Global scalars by name, and what was bad."""
@@ -78,19 +79,21 @@ class Step:
             raise TypeError(f"loss_fn must be a function loss_fn(model, batch, key), got {type(loss_fn).__name__}")
         self.loss_fn, self.layout, self.engine, self._guarded = loss_fn, layout, engine, guarded
         check_transform(tx)
-        params = only(layout.trainable, layout.shapes.params)
+        params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))
-        model = stacked_of(loss_fn)
-        if model is not None and model.stacked_for_user:
-            require_same_stacked(tx, params)
-        views = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, layout.opt_params)
-        self.elementwise = check_elementwise(tx, params, views=views)
-        stored = bool(self.elementwise)
-        if engine.reduction == "ordered" and not stored:
-            tx, stored = ordered(tx, params, views, layout), True
+        self.objective = resolve(loss_fn)
+        self._tx, self._params, self._checked_stacking = tx, params, False
+        if layout.stacked_for_user or self.objective.stacked_for_user:
+            self._check_stacking()
+        self._sums = engine.sums(layout)
+        self.elementwise = check_stored(tx, params, layout.opt_params, layout.opt_state)
+        stored = self.elementwise is None or bool(self.elementwise)
+        self._totals_in_order = self._sums.in_order and not check_elementwise(tx, params)
+        if self._totals_in_order:
+            tx, stored = with_ordered_sums(tx, params, layout), True
         self._update = make_update(tx, layout, stored=stored)
         self._trained = tuple(paths(params))
-        self._value_and_grad = engine.value_and_grad(loss_fn, layout)
+        self._value_and_grad = engine.value_and_grad(self.objective, layout)
         self._batch: PyTree = None
         self._rows: PyTree = None
         self._jitted: Any = None
@@ -100,8 +103,10 @@ class Step:
     @property
     def update_view(self) -> str:
         """On which view the optimizer runs, why, and what that costs."""
-        if self.engine.reduction == "ordered" and not self.elementwise:
+        if self._totals_in_order:
             return "stored view: the optimizer is elementwise but for sums over all parameters, which are ordered"
+        if self.elementwise is None:
+            return "stored view: every array is stored as the model knows it, so that the optimizer moves nothing"
         if self.elementwise:
             return "stored view: the optimizer is elementwise and moves nothing"
         moved = [p for p in self.layout.placed() if p.role == "opt" and p.placement.view.stored != p.leaf.shape]
@@ -179,9 +184,12 @@ class Step:
 
     def _step(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         layout = self.layout
-        state = used(layout, layout.state, run.state)
+        state = use_stored(layout, layout.state, run.state)
         key = jax.random.fold_in(run.key, run.step)
-        outcome, grads = self._value_and_grad(run.params, state, batch, key)
+        with models_run() as runs:
+            outcome, grads = self._value_and_grad(run.params, state, batch, key)
+        if any(one.model.stacked_for_user for one in runs):
+            self._check_stacking()
         squares = self._squares(grads)
         bad = bad_of(outcome.value, squares, self._trained)
         ok = ~bad.flags.any() if self._guarded else jnp.ones((), bool)
@@ -193,71 +201,27 @@ class Step:
         return TrainState(run.step + 1, params, opt_state, state, run.key), metrics
 
     def _squares(self, grads: PyTree) -> jax.Array:
-        """f32[trained parameters]: the sum of squares of each gradient; padding is zero and counts nothing."""
-        arrays = jax.tree.leaves(grads)
-        if self.engine.reduction == "ordered":
-            specs = [placement.store for placement in jax.tree.leaves(self.layout.grads)]
-            return totals(sum_of_squares, arrays, specs, self.layout.mesh)
-        return jnp.stack([sum_of_squares(x) for x in arrays])
+        """The sum of squares of each gradient, f32[trained parameters]; padding is zero and counts nothing."""
+        specs = [placement.store for placement in jax.tree.leaves(self.layout.grads)]
+        return self._sums.stack_totals(sum_of_squares, jax.tree.leaves(grads), specs, self.layout.mesh)
 
+    def _check_stacking(self) -> None:
+        """Refuse an optimizer that treats blocks that were stacked for the user differently from single blocks.
 
-def make_update(
-    tx: optax.GradientTransformation, layout: Layout, *, stored: bool
-) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`fn(params, grads, opt_state, ok) -> (params, opt_state)` on stored arrays; logical ones inside unless `stored`.
-
-    Both are the old ones unless `ok`: parameters are chosen where the optimizer's state is, before they are gathered,
-    so that a gather still writes into the donated array.
-    """
-    tx = optax.with_extra_args_support(tx)
-    old_params, seen = only(layout.trainable, layout.params), layout.opt_params
-
-    def out(placements: PyTree, tree: PyTree) -> PyTree:
-        return tree if stored else unstore(placements, tree)
-
-    def back(placements: PyTree, tree: PyTree) -> PyTree:
-        if stored:
-            return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
-        return store(placements, tree)
-
-    def update(params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array) -> tuple[PyTree, PyTree]:
-        chosen = out(seen, moved(layout, only(layout.trainable, params), old_params, seen))
-        grads = out(seen, moved(layout, grads, layout.grads, seen))
-        old_state = out(layout.opt_state, opt_state)
-        updates, new_state = tx.update(grads, old_state, chosen)
-        check_same_tree(
-            abstract(old_state), abstract(new_state), "tx.update returned another state than tx.init",
-            "a compiled step needs the same arrays before and after; initialise them all in tx.init",
-        )  # fmt: skip
-        fresh = spread(layout, back(seen, keep(ok, optax.apply_updates(chosen, updates), chosen)), seen)
-        fresh = moved(layout, fresh, seen, old_params)
-        return merge(layout.trainable, fresh, params), keep(ok, back(layout.opt_state, new_state), opt_state)
-
-    return update
-
-
-def moved(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> PyTree:
-    """Stored arrays from one placement to another: local where the target is split more, else an all-gather."""
-
-    def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
-        x = x if old.view == new.view else new.view.apply(old.view.invert(x))
-        return jax.lax.with_sharding_constraint(x, new.sharding(layout.mesh))
-
-    return jax.tree.map(move, tree, source, target)
-
-
-def spread(layout: Layout, tree: PyTree, placements: PyTree) -> PyTree:
-    """Stored arrays held where their placements say."""
-    return jax.tree.map(lambda x, p: jax.lax.with_sharding_constraint(x, p.sharding(layout.mesh)), tree, placements)
-
-
-def used(layout: Layout, placements: PyTree, tree: PyTree) -> PyTree:
-    """Stored arrays as computation sees them, in global-view code."""
-
-    def use(x: jax.Array, placement: Placement) -> jax.Array:
-        return jax.lax.with_sharding_constraint(placement.view.invert(x), NamedSharding(layout.mesh, placement.use))
-
-    return jax.tree.map(use, tree, placements)
+        Done before anything is compiled: with the step where layout or loss tell that blocks were stacked, else when
+        the first step is traced and a model with stacked blocks has run inside the loss.
+        """
+        if self._checked_stacking:
+            return
+        self._checked_stacking = True
+        if isinstance(self._params, dict) and BLOCKS in self._params:
+            require_same_stacked(self._tx, self._params)
+        elif not check_elementwise(self._tx, self._params):
+            raise ValueError(
+                "the blocks of a model in this loss were stacked, which may change what this optimizer does to them, "
+                f'and they are not found: the parameters have no "{BLOCKS}" at their top. Return what model.init '
+                "returns from init_fn, with other parameters beside it"
+            )
 
 
 def check_batch(layout: Layout, batch: PyTree, microbatches: int) -> None:
@@ -270,9 +234,7 @@ def check_batch(layout: Layout, batch: PyTree, microbatches: int) -> None:
         raise ValueError(f"the arrays of a batch must have the same number of rows (dim 0), got {listed}")
     layout.batch_shardings(batch)
     count = next(iter(rows.values()))
-    parts = microbatches
-    for axis in layout.batch_axes:
-        parts *= layout.mesh.shape[axis]
+    parts = microbatches * axis_size(layout.mesh, layout.batch_axes)
     if count == 0 or count % parts:
         raise ValueError(
             f"a batch of {count} rows does not divide into {microbatches} micro-batches over {parts // microbatches} "

@@ -28,7 +28,7 @@ from optax import contrib
 import jaxshard as js
 from jaxshard.core.placement import axes_of
 from jaxshard.core.tree import bytes_of
-from jaxshard.engines.accumulate import Engine, Outcome
+from jaxshard.engines.engine import Engine, Outcome
 from tests.training.optimizers import CASES, PARTS, REFUSED, Case
 
 PyTree = Any

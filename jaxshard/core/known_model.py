@@ -1,0 +1,157 @@
+"""Models that the library can look into, and the functions by which it recognises them.
+
+`model.init`, `model.loss` and `model.evaluate` of a known model are not bound methods but small values, `InitOf`,
+`LossOf` and `EvaluateOf`, that carry their model. So recognition is an `isinstance`, not a look at names, and it
+survives `jax.jit`. A function of the user's that *calls* one of them (a lambda, a loss with a
+penalty) is recognised while it is traced: `models_run` lists the known models whose functions ran.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxshard.core.loss import Max, Mean, Sum
+from jaxshard.core.tree import abstract
+from jaxshard.core.types import PyTree
+
+
+class KnownModel:
+    """The base of models that the library can look into.
+
+    A subclass implements `make_params`, `compute_loss` and `compute_metrics`; their public forms `init`, `loss` and
+    `evaluate` say which model they belong to.
+    """
+
+    stacked_for_user: bool = False
+    """Whether the user wrote single blocks, which were stacked here and which the optimizer has to update as such."""
+
+    @property
+    def init(self) -> InitOf:
+        """`init(key)`: the parameters, or js.Model(params, state) where the model has variables besides parameters."""
+        return InitOf(self)
+
+    @property
+    def loss(self) -> LossOf:
+        """`loss(model, batch, key)`: the loss of a global training batch, as one device computes it."""
+        return LossOf(self)
+
+    @property
+    def evaluate(self) -> EvaluateOf:
+        """`evaluate(model, batch)`: {"loss": js.Mean} and the loss's metrics, without keys; for `js.make_eval_step`."""
+        return EvaluateOf(self)
+
+    def make_params(self, key: jax.Array) -> PyTree:
+        """Make what `init` returns."""
+        raise NotImplementedError
+
+    def compute_loss(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
+        """Compute what `loss` returns."""
+        raise NotImplementedError
+
+    def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
+        """Compute what `evaluate` returns."""
+        raise NotImplementedError
+
+    def dim_names(self, params: PyTree) -> PyTree:
+        """For every parameter a tuple with the logical name of each dimension, or None."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class InitOf:
+    """The `init_fn` of a known model."""
+
+    model: KnownModel
+
+    def __call__(self, key: jax.Array) -> PyTree:
+        """Return the model's parameters, with its state where it has one."""
+        made = self.model.make_params(key)
+        _note(self.model, abstract(made))
+        return made
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """The `loss_fn` of a known model."""
+
+    model: KnownModel
+
+    def __call__(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
+        """Return the loss of a batch."""
+        _note(self.model, abstract(model))
+        return self.model.compute_loss(model, batch, key)
+
+
+@dataclass(frozen=True)
+class EvaluateOf:
+    """The `eval_fn` of a known model."""
+
+    model: KnownModel
+
+    def __call__(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
+        """Return the metrics of a batch."""
+        return self.model.compute_metrics(model, batch)
+
+
+def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside `jax.jit` and inside partials that bind nothing.
+
+    Other wrappers are left alone, even those that say what they wrap: they may compute something else.
+    """
+    while True:
+        if isinstance(fn, functools.partial) and not fn.args and not fn.keywords:
+            fn = fn.func
+        elif isinstance(fn, jax.stages.Wrapped) and hasattr(fn, "__wrapped__"):
+            fn = fn.__wrapped__
+        else:
+            return fn
+
+
+def known_loss(fn: Callable[..., Any]) -> KnownModel | None:
+    """Return the model whose `loss` a function is; None for any other function."""
+    fn = unwrap(fn)
+    return fn.model if isinstance(fn, LossOf) else None
+
+
+def known_evaluate(fn: Callable[..., Any]) -> KnownModel | None:
+    """Return the model whose `evaluate` a function is; None for any other function."""
+    fn = unwrap(fn)
+    return fn.model if isinstance(fn, EvaluateOf) else None
+
+
+class ModelRun(NamedTuple):
+    """A known model whose `init` or `loss` ran, and the shapes that it returned or received."""
+
+    model: KnownModel
+    tree: PyTree
+
+
+class _Runs:
+    """A list with an identity, which makes it part of the key under which JAX caches a traced function."""
+
+    def __init__(self) -> None:
+        self.found: list[ModelRun] = []
+
+
+# Functions under jax.jit are traced again where this differs, so that no model hides in a program that JAX remembers.
+_runs = jax.make_user_context(default_value=None)
+
+
+@contextmanager
+def models_run() -> Iterator[list[ModelRun]]:
+    """Collect the known models whose `init` or `loss` runs inside, in the order in which they run."""
+    runs = _Runs()
+    with _runs(runs):
+        yield runs.found
+
+
+def _note(model: KnownModel, tree: PyTree) -> None:
+    runs: _Runs | None = _runs.value
+    if runs is not None:
+        runs.found.append(ModelRun(model, tree))

@@ -1,0 +1,242 @@
+"""`layout`: a strategy applied to the shapes of a run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
+from jaxshard.core.known_model import ModelRun, models_run
+from jaxshard.core.layout import Layout, Shapes, check_transform, select, split_model, split_rows
+from jaxshard.core.placement import Placement, axes_of, whole
+from jaxshard.core.strategy import (
+    MIN_SIZE,
+    Strategy,
+    Tensor,
+    ddp,
+    fsdp,
+    hsdp,
+    parts_of,
+    pipeline,
+    pipeline_of,
+    tensor,
+    zero1,
+    zero2,
+)
+from jaxshard.core.tree import (
+    BLOCKS,
+    Leaf,
+    find_by_suffix,
+    leaf_of,
+    map_with_path,
+    path_str,
+    raise_all,
+    same_structure,
+)
+from jaxshard.core.types import ROLES, InitFn, PyTree, Role
+
+
+def layout(
+    strategy: Strategy,
+    mesh: Mesh,
+    init_fn: InitFn,
+    tx: Any,
+    *,
+    trainable: PyTree | Callable[[str], bool] = lambda path: True,
+) -> Layout:
+    """The `Layout` of a training run; traces `init_fn` and `tx.init` on shapes only and touches no device.
+
+    On several CPU devices JAX's persistent compilation cache is turned off, with a warning: programs that come out of
+    it can hang there.
+
+    `trainable` freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
+    parameters. A frozen parameter has no gradient and no optimizer state.
+
+    Raises:
+      TypeError: `tx` is no optax GradientTransformation, `strategy` or `init_fn` no function, `mesh` no mesh, a
+        trainable parameter not floating.
+      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
+        twice to one dimension.
+    """
+    warn_if_untested()
+    check_transform(tx)
+    if not callable(strategy):
+        raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
+    if strategy in (ddp, zero1, zero2, fsdp, hsdp, tensor, pipeline):
+        name = strategy.__name__
+        raise TypeError(
+            f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"
+        )
+    if not callable(init_fn):
+        raise TypeError(f"init_fn must be a function of a key, got {type(init_fn).__name__}")
+    _check_mesh(mesh)
+    avoid_compilation_cache(mesh)
+    split_rows(strategy, mesh)  # an error about rows now rather than with the first batch
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with models_run() as runs:
+        model = jax.eval_shape(init_fn, key)
+    params, state = split_model(model)
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            "init_fn returned no parameters: expected a tree of floating-point arrays or js.Model(params, state)"
+        )
+    mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
+    _check_trainable(params, mask)
+    leaves = _named(strategy, map_with_path(leaf_of, params, _dim_names(runs, params)))
+    _check_blocks(strategy, leaves)
+
+    def place(role: Role) -> PyTree:
+        return jax.tree.map(lambda leaf: strategy(role, leaf, whole(leaf), mesh), leaves, is_leaf=_is_leaf)
+
+    placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
+    opt_params = select(mask, placed["opt"])
+    opt_state = jax.eval_shape(tx.init, select(mask, params))
+
+    def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
+        return lambda path, x: strategy(role, leaf_of(path, x), whole(leaf_of(path, x)), mesh)
+
+    made = Layout(
+        mesh=mesh,
+        strategy=strategy,
+        params=placed["param"],
+        grads=select(mask, placed["grad"]),
+        opt_params=opt_params,
+        opt_state=_place_opt_state(opt_state, select(mask, params), opt_params, place_plain("opt")),
+        state=map_with_path(place_plain("state"), state),
+        shapes=Shapes(params, opt_state, state, key),
+        trainable=mask,
+        stacked_for_user=any(run.model.stacked_for_user for run in runs),
+    )
+    if idle := _idle_axes(made):
+        warnings.warn(
+            f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "
+            "in the strategy or leave it out of the mesh",
+            stacklevel=2,
+        )
+    return made
+
+
+STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=init)   # or js.stack(...)
+    #   embed(params, batch, key) -> x     block(block_params, x, key) -> x     head(params, x, batch, key) -> js.Mean
+    layout = js.layout(strategy, mesh, model.init, tx)
+    step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))"""
+"""How a model is described to a pipeline, for errors."""
+
+
+def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
+    records = jax.tree.leaves(leaves, is_leaf=_is_leaf)
+    if pipeline_of(strategy) is not None and not any(leaf.names[:1] == (BLOCKS,) for leaf in records):
+        raise ValueError(
+            "pipeline: no parameter is stacked by blocks, so there is nothing to place in stages; describe the model "
+            f"as js.Stacked and pass its method init itself:\n    {STACKED_EXAMPLE}"
+        )
+
+
+def _idle_axes(layout: Layout) -> list[str]:
+    used = set(layout.batch_axes).union(*(axes_of(placed.placement.store) for placed in layout.placed()))
+    return [name for name, size in layout.mesh.shape.items() if size > 1 and name not in used]
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh such as js.make_mesh(data=-1), got {type(mesh).__name__}")
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Auto]
+    if explicit:
+        raise ValueError(
+            f"mesh: axis {', '.join(map(repr, explicit))} is not of type Auto, so unmodified Flax modules do not run "
+            "on it; make the mesh with js.make_mesh"
+        )
+
+
+def _check_trainable(params: PyTree, mask: PyTree) -> None:
+    if not same_structure(mask, params):
+        raise ValueError(
+            f"trainable must be a function of the path or a tree of booleans like the parameters, "
+            f"{jax.tree.structure(params)}, got {jax.tree.structure(mask)}"
+        )
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError("trainable froze every parameter: nothing is left to train")
+    chosen = jax.tree_util.tree_leaves_with_path(select(mask, params))
+    bad = [leaf for leaf in (leaf_of(path, x) for path, x in chosen) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
+    raise_all(
+        (f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in bad),
+        TypeError,
+        "trainable parameters must be real floating-point arrays; move these to the state of js.Model(params, state), "
+        "or freeze them with trainable=",
+    )
+
+
+def _dim_names(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
+    """Logical dimension names, from the known models whose `init` made the parameters.
+
+    A parameter is recognised by its path and shape, also where `init_fn` puts what a model's `init` returned into a
+    larger tree.
+    """
+    known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
+    for run in runs:
+        made, _ = split_model(run.tree)
+        names = jax.tree.leaves(run.model.dim_names(made), is_leaf=lambda x: isinstance(x, tuple))
+        for (path, x), found in zip(jax.tree_util.tree_leaves_with_path(made), names, strict=True):
+            known[path] = (x.shape, found)
+    return map_with_path(lambda path, x: find_by_suffix(known, path, x.shape) or (None,) * x.ndim, params)
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Leaf)
+
+
+def _named(strategy: Strategy, leaves: PyTree) -> PyTree:
+    """The parameters with the names that the rules of `tensor` give their dimensions; warns of what no rule split."""
+    records, tree = jax.tree.flatten(leaves, is_leaf=_is_leaf)
+    for part in parts_of(strategy):
+        if isinstance(part, Tensor):
+            records = part.rules.resolve(records)
+            _report(part, records)
+    return jax.tree.unflatten(tree, records)
+
+
+def _report(part: Tensor, leaves: list[Leaf]) -> None:
+    missed = [f"{leaf.path} {list(leaf.shape)}" for leaf in leaves if leaf.size >= MIN_SIZE and not leaf.named_by]
+    if missed:
+        warnings.warn(
+            f"tensor: no rule took {', '.join(missed)}: copied whole over {part.axis!r}; name the dimensions with a "
+            f"rule such as ('{missed[0].split()[0]}', ('embed', 'mlp')), or say ('*/{missed[0].split()[0]}', 'whole')",
+            stacklevel=4,
+        )
+    if unused := part.rules.unused(leaves):
+        warnings.warn(
+            f"tensor: rules without effect: {'; '.join(unused)}; take them out or correct them (print(layout) shows "
+            "every path)",
+            stacklevel=4,
+        )
+
+
+def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement]) -> PyTree:
+    """Placements of optimizer state, never by the class of the state.
+
+    A leaf whose path ends with a parameter's path and that has its shape lives where that parameter's optimizer state
+    lives (the longest such path wins); scalars, integers and keys stay whole; any other array is filled on its own.
+    """
+    known = {
+        path: (x.shape, placement)
+        for (path, x), placement in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(placements), strict=True
+        )
+    }
+
+    def place(path: tuple[Any, ...], x: Any) -> Placement:
+        placement: Placement | None = find_by_suffix(known, path, x.shape)
+        if placement is not None:
+            return placement
+        leaf = leaf_of(path, x)
+        if leaf.is_floating and leaf.shape:
+            return fill(path, x)
+        return replace(whole(leaf), why="not a floating-point array" if leaf.shape else "one element")
+
+    return map_with_path(place, opt_state)

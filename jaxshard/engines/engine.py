@@ -1,0 +1,173 @@
+"""`Engine`: how the gradient of a loss is computed, and what that promises about communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxshard.adapt.objective import Objective
+from jaxshard.adapt.stacked import RematPolicy, saveable_of
+from jaxshard.adapt.units import Units
+from jaxshard.core.collectives import NATIVE, Sums
+from jaxshard.core.compat import KEEP_REPEATED_GATHERS
+from jaxshard.core.layout import Layout
+from jaxshard.core.loss import Max, Mean, Sum
+from jaxshard.core.types import PyTree
+from jaxshard.engines.just_in_time import Call, MakeMove, make_call
+
+Scatter = Literal["each", "end"]
+Reduction = Literal["native", "ordered"]
+
+
+class Outcome(NamedTuple):
+    """What a step knows of its loss besides the gradient.
+
+    Attributes:
+      value: the global loss, a scalar.
+      metrics: what the loss reports, by name.
+      state: the model's new state.
+    """
+
+    value: jax.Array
+    metrics: dict[str, Mean | Sum | Max]
+    state: PyTree
+
+
+ValueAndGrad = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[Outcome, PyTree]]
+"""`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
+
+
+class BlockPasses(NamedTuple):
+    """The most that a pipeline's schedule does with the weights of its blocks in a step.
+
+    Slots of a tick are conditional, so these are upper bounds, counted per array of stacked blocks.
+
+    Attributes:
+      gathers: how often one block's weights are gathered.
+      reductions: how often one block's gradient is reduced.
+    """
+
+    gathers: int
+    reductions: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What all engines have in common.
+
+    An engine is asked for its `value_and_grad` and for what it promises; nobody asks which engine it is.
+
+    Args:
+      microbatches: the rows of a batch are computed in that many turns and their gradients added.
+      scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
+      compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
+      reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
+    """
+
+    microbatches: int = 1
+    scatter: Scatter = "each"
+    compute_dtype: Any = None
+    reduce_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.microbatches, Integral) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+            raise ValueError(f"microbatches must be a whole number from 1 on, got {self.microbatches!r}")
+        object.__setattr__(self, "microbatches", int(self.microbatches))
+        if self.scatter not in ("each", "end"):
+            raise ValueError(f"scatter must be 'each' or 'end', got {self.scatter!r}")
+        _check_dtype("compute_dtype", self.compute_dtype)
+        _check_dtype("reduce_dtype", self.reduce_dtype)
+
+    def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
+        """Make the function that computes loss and gradient; see `ValueAndGrad`."""
+        raise NotImplementedError(f"{type(self).__name__} has no value_and_grad")
+
+    @property
+    def compiler_chooses(self) -> bool:
+        """Whether the compiler inserts the collectives; otherwise the engine issues exactly those of the layout."""
+        return False
+
+    def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
+        """Make the function that runs the loss as this engine does, with weights moved as `make_move` says.
+
+        Only where `block_passes` is None: otherwise a schedule runs the blocks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no make_call")
+
+    def manual_axes(self, layout: Layout) -> frozenset[str]:
+        """Return the mesh axes over which the loss runs once per device, on that device's rows."""
+        raise NotImplementedError(f"{type(self).__name__} has no manual_axes")
+
+    def row_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Return the mesh axes whose devices compute other rows, or other micro-batches, of what is not in a block."""
+        return layout.batch_axes
+
+    def sums(self, layout: Layout) -> Sums:
+        """Return how shares of a loss, a gradient or a metric are added over devices."""
+        return NATIVE
+
+    def block_passes(self, layout: Layout) -> BlockPasses | None:
+        """Return how often a schedule uses the blocks' weights; None where tracing the loss tells it exactly."""
+        return None
+
+    def compiler_options(self, mesh: Mesh) -> dict[str, Any] | None:
+        """Return the options with which a step is compiled."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, for reports."""
+        return {"engine": type(self).__name__.lower(), "microbatches": self.microbatches}
+
+
+@dataclass(frozen=True)
+class WholeModelEngine(Engine):
+    """An engine in which every device runs the whole model, its weights gathered just in time.
+
+    Args:
+      remat: what the forward pass of a block or unit saves: "nothing", "dots", "everything" or a checkpoint policy.
+      units: classes of modules of `js.linen` or `js.nnx` whose parameters are gathered while each of them runs.
+    """
+
+    remat: RematPolicy = "everything"
+    units: Sequence[type] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        saveable_of(self.remat)
+        object.__setattr__(self, "units", _check_units(self.units))
+
+    def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
+        """Make the function that runs the loss as this engine does, with weights moved as `make_move` says."""
+        return make_call(objective, layout, make_move, self.remat, tuple(self.units))
+
+    def compiler_options(self, mesh: Mesh) -> dict[str, Any] | None:
+        """Return the options with which a step is compiled."""
+        # The CPU compiler of JAX 0.10 drops the barrier before a unit's second gather and merges it with the first.
+        cpu = mesh.devices.flat[0].platform == "cpu"
+        return dict(KEEP_REPEATED_GATHERS) if self.units and cpu else None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, for reports."""
+        return super().describe() | {"remat": self.remat, "reduction": "native"}
+
+
+def _check_units(units: Any) -> Units:
+    if not isinstance(units, (list, tuple)) or not all(isinstance(unit, type) for unit in units):
+        got = f"the class {units.__name__} alone" if isinstance(units, type) else repr(units)
+        raise TypeError(f"units must be a list of classes of modules such as [Block], got {got}")
+    return tuple(units)
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    try:
+        floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, got {dtype!r}")

@@ -1,0 +1,69 @@
+"""`shard_map` as engines use it: over which axes, with which specs, and nested for collectives over automatic axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxshard.core.layout import Layout
+from jaxshard.core.placement import axes_of, only_axes
+from jaxshard.core.types import PyTree
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def data_axes(layout: Layout) -> frozenset[str]:
+    """Return the mesh axes of the batch and those that split what is stored but not used.
+
+    None under tensor parallelism alone, whose collectives the compiler derives.
+    """
+    axes = set(layout.batch_axes)
+    for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
+        axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
+    return frozenset(axes)
+
+
+def on_each_device(
+    fn: _Function, layout: Layout, axes: Set[str], *, in_specs: PyTree, out_specs: PyTree
+) -> _Function | Callable[..., Any]:
+    """Return `fn` of global arrays that runs once per device along the axes, on this device's shards.
+
+    The other axes stay automatic: there the compiler splits the work. Without axes `fn` itself is returned.
+    """
+    if not axes:
+        return fn
+    # check_vma=False: the user's code may mix what varies over the axes with what does not, without casts.
+    mapped: Callable[..., Any] = jax.shard_map(
+        fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+    )
+    return mapped
+
+
+def stored_specs(placements: PyTree, axes: Set[str]) -> PyTree:
+    """Return the specs of stored arrays, only the axes that `shard_map` handles."""
+    return jax.tree.map(lambda placement: only_axes(placement.store, axes), placements)
+
+
+def row_specs(layout: Layout, batch: PyTree) -> PyTree:
+    """Return the specs of the arrays of a global batch."""
+    return jax.tree.map(lambda x: layout.batch_placement(x).store, batch)
+
+
+def with_automatic_axes(
+    layout: Layout, fn: Callable[[jax.Array], jax.Array], spec: PartitionSpec
+) -> Callable[..., Any]:
+    """Return `fn`, a collective, in a nested `shard_map` over the axes that the compiler handles.
+
+    A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to
+    0.12), and in bf16, split or not, it aborts the CPU compiler. Inside the nested `shard_map` all axes are manual.
+    """
+    manual = data_axes(layout)
+    automatic = set(layout.mesh.axis_names) - manual
+    if not automatic or not manual:
+        return fn
+    own = only_axes(spec, automatic)
+    nested: Callable[..., Any] = jax.shard_map(fn, in_specs=own, out_specs=own, axis_names=automatic, check_vma=False)
+    return nested

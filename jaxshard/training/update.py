@@ -1,0 +1,60 @@
+"""The optimizer's part of a step: gradients and parameters brought to its state, updated, and brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import optax
+
+from jaxshard.core.layout import Layout, put_back, select
+from jaxshard.core.tree import abstract, check_same_tree
+from jaxshard.core.types import PyTree
+from jaxshard.training.non_finite import keep
+from jaxshard.training.views import hold_stored, move_stored, store, unstore
+
+Update = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
+
+
+def make_update(
+    tx: optax.GradientTransformation, layout: Layout, *, stored: bool
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Make `update(params, grads, opt_state, ok) -> (params, opt_state)` of stored arrays.
+
+    A gradient comes in as the layout's `grads` say, is moved to where its optimizer state is, and meets `tx.update`
+    there; the new parameter goes back to its own `store`.
+
+    Args:
+      tx: an optax transform.
+      layout: says where everything lives.
+      stored: whether `tx` runs on the stored arrays; otherwise on logical ones, unpadded and in model order.
+
+    Returns:
+      The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. They are chosen where the
+      optimizer's state is, before they are gathered, so that a gather still writes into the donated array.
+    """
+    tx = optax.with_extra_args_support(tx)
+    old_params, seen = select(layout.trainable, layout.params), layout.opt_params
+
+    def view(placements: PyTree, tree: PyTree) -> PyTree:
+        return tree if stored else unstore(placements, tree)
+
+    def restore_view(placements: PyTree, tree: PyTree) -> PyTree:
+        if stored:
+            return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
+        return store(placements, tree)
+
+    def update(params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array) -> tuple[PyTree, PyTree]:
+        chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
+        grads = view(seen, move_stored(layout, grads, layout.grads, seen))
+        old_state = view(layout.opt_state, opt_state)
+        updates, new_state = tx.update(grads, old_state, chosen)
+        check_same_tree(
+            abstract(old_state), abstract(new_state), "tx.update returned another state than tx.init",
+            "a compiled step needs the same arrays before and after; initialise them all in tx.init",
+        )  # fmt: skip
+        fresh = hold_stored(layout, restore_view(seen, keep(ok, optax.apply_updates(chosen, updates), chosen)), seen)
+        fresh = move_stored(layout, fresh, seen, old_params)
+        return put_back(layout.trainable, fresh, params), keep(ok, restore_view(layout.opt_state, new_state), opt_state)
+
+    return update

@@ -1,0 +1,47 @@
+"""Trees of arrays from one view to another, in global-view code: logical, stored, and as computation uses them.
+
+"Logical" is what the model knows; "stored" is padded and reshaped as the layout's views say.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxshard.core.layout import Layout
+from jaxshard.core.placement import Placement
+from jaxshard.core.types import PyTree
+
+
+def store(placements: PyTree, tree: PyTree) -> PyTree:
+    """Turn logical arrays into stored ones, leaf by leaf."""
+    return jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements)
+
+
+def unstore(placements: PyTree, tree: PyTree) -> PyTree:
+    """Turn stored arrays into logical ones, leaf by leaf."""
+    return jax.tree.map(lambda x, placement: placement.view.invert(x), tree, placements)
+
+
+def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> PyTree:
+    """Move stored arrays from one placement to another: local where the target is split more, else an all-gather."""
+
+    def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
+        x = x if old.view == new.view else new.view.apply(old.view.invert(x))
+        return jax.lax.with_sharding_constraint(x, new.sharding(layout.mesh))
+
+    return jax.tree.map(move, tree, source, target)
+
+
+def hold_stored(layout: Layout, tree: PyTree, placements: PyTree) -> PyTree:
+    """Constrain stored arrays to where their placements say."""
+    return jax.tree.map(lambda x, p: jax.lax.with_sharding_constraint(x, p.sharding(layout.mesh)), tree, placements)
+
+
+def use_stored(layout: Layout, placements: PyTree, tree: PyTree) -> PyTree:
+    """Turn stored arrays into what computation sees: logical, and spread as `use` says."""
+
+    def use(x: jax.Array, placement: Placement) -> jax.Array:
+        return jax.lax.with_sharding_constraint(placement.view.invert(x), NamedSharding(layout.mesh, placement.use))
+
+    return jax.tree.map(use, tree, placements)
