@@ -82,9 +82,8 @@ class Span(NamedTuple):
 def compute_stats(schedule: Table, costs: Costs) -> Stats:
     """Return the figures of a schedule at these costs."""
     useful = schedule.microbatches * (costs.F + costs.B)
-    end, end_async = (
-        max(span.end for span in spans(schedule, costs)) for spans in (lockstep_spans, asynchronous_spans)
-    )
+    end = max(span.end for span in lockstep_spans(schedule, costs))
+    end_async = max(span.end for span in asynchronous_spans(schedule, costs))
     return Stats(
         ticks=schedule.ticks,
         # Rounding must not make a full schedule's bubble negative.
