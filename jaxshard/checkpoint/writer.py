@@ -114,7 +114,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
             return lambda: folder
         stack.enter_context(_delete_on_failure(folder))
         name, blocks = f"save {next(_save_numbers)} of {step}", snapshot(arrays)
-        rest = stack.pop_all()  # what is to be undone if the rest of the save fails
+        rest = stack.pop_all()  # `finish` lets other saves in, and deletes the folder if it fails
 
     def finish() -> Path:
         with rest:
