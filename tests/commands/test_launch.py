@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,26 @@ def launch(*flags, script):
     return main(["launch", *flags, "--", "bash", "-c", script])
 
 
-def wait_until(condition, seconds=30):
+@pytest.fixture
+def start():
+    """Starts the command in a process of its own, which does not outlive the test whatever becomes of it.
+
+    A shell without job control starts what runs in the background with Ctrl-C ignored; processes inherit that, and
+    `launch` respects it. These processes get the usual handler, however the tests were started.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, before)
+
+        def started(*args, **options):
+            program = stack.enter_context(subprocess.Popen([*LAUNCH, *args], **options))
+            stack.callback(program.kill)
+            return program
+
+        yield started
+
+
+def wait_until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -122,30 +142,28 @@ def test_signals_are_the_callers_again():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_sigterm_and_interrupts_are_passed_on(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGTERM, 0, "saved"), (signal.SIGINT, 130, "stopped")]
+)
+def test_sigterm_and_interrupts_are_passed_on(number, status, word, start, tmp_path):
     script = f"""
         trap 'echo saved; exit 0' TERM
         trap 'echo stopped; exit 130' INT
         touch {tmp_path}/$JAXSHARD_RESTARTS$JAXSHARD_PROCESS_ID
         while true; do sleep 0.05; done"""
-    for number, status, word in [(signal.SIGTERM, 0, "saved"), (signal.SIGINT, 130, "stopped")]:
-        for file in tmp_path.iterdir():
-            file.unlink()
-        program = subprocess.Popen(
-            [*LAUNCH, "-n", "2", "--max-restarts", "3", "--", "bash", "-c", script], stdout=subprocess.PIPE, text=True
-        )
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
-        program.send_signal(number)
-        out, _ = program.communicate(timeout=30)
-        assert program.returncode == status and sorted(out.splitlines()) == [f"[0] {word}", f"[1] {word}"]
-        assert len(list(tmp_path.iterdir())) == 2, "it was started again"
+    program = start("-n", "2", "--max-restarts", "3", "--", "bash", "-c", script, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    program.send_signal(number)
+    out, _ = program.communicate(timeout=60)
+    assert program.returncode == status and sorted(out.splitlines()) == [f"[0] {word}", f"[1] {word}"]
+    assert len(list(tmp_path.iterdir())) == 2, "it was started again"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pause", "status"), [(0.1, 0), (2.5, 137)])
-def test_a_second_sigterm_is_meant_unless_it_comes_with_the_first(pause, status, tmp_path):
+def test_a_second_sigterm_is_meant_unless_it_comes_with_the_first(pause, status, start, tmp_path):
     script = f"trap 'touch {tmp_path}/told' TERM; touch {tmp_path}/there; for i in $(seq 60); do sleep 0.1; done"
-    program = subprocess.Popen([*LAUNCH, "-n", "1", "--", "bash", "-c", script])
+    program = start("-n", "1", "--", "bash", "-c", script)
     wait_until(lambda: (tmp_path / "there").exists())
     program.terminate()
     wait_until(lambda: (tmp_path / "told").exists())
@@ -155,10 +173,9 @@ def test_a_second_sigterm_is_meant_unless_it_comes_with_the_first(pause, status,
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel of Linux")
-def test_the_processes_are_its_children_and_die_with_it(tmp_path):
-    program = subprocess.Popen(
-        [*LAUNCH, "-n", "2", "--", "bash", "-c", f"trap '' TERM; touch {tmp_path}/$$; while true; do sleep 0.05; done"]
-    )
+def test_the_processes_are_its_children_and_die_with_it(start, tmp_path):
+    script = f"trap '' TERM; touch {tmp_path}/$$; while true; do sleep 0.05; done"
+    program = start("-n", "2", "--", "bash", "-c", script)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     children = {int(file.name) for file in tmp_path.iterdir()}
     tasks = Path(f"/proc/{program.pid}/task").glob("*/children")
@@ -168,10 +185,16 @@ def test_the_processes_are_its_children_and_die_with_it(tmp_path):
     wait_until(lambda: not any(map(alive, children)))
 
 
-def test_an_output_that_nobody_reads_ends_nothing(tmp_path):
+def test_an_output_that_nobody_reads_ends_nothing(start, tmp_path):
     script = f"for i in $(seq 20000); do echo a line that nobody reads $i; done; touch {tmp_path}/done"
     reader, writer = os.pipe()
-    program = subprocess.Popen([*LAUNCH, "-n", "1", "--", "bash", "-c", script], stdout=writer)
+    program = start("-n", "1", "--", "bash", "-c", script, stdout=writer)
     os.close(writer)
     os.close(reader)
     assert program.wait(timeout=60) == 0 and (tmp_path / "done").exists()
+
+
+def test_it_does_not_import_jax():
+    """It stays while what it launched comes and goes."""
+    code = "import sys; from jaxshard.commands.main import main; main(sys.argv[1:]); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, "launch", "-n", "1", "--", "true"], check=False).returncode == 0

@@ -44,11 +44,11 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_ready_made_size_has_random_tokens_of_the_asked_number():
     program = program_of("gpt-1m", rows=4, seq=8)
-    assert program.name == "gpt-1m" and program.init_fn.__self__ is program.loss_fn.__self__
+    assert program.name == "gpt-1m" and program.init_fn.model is program.loss_fn.model
     assert program.batch["tokens"].shape == (4, 9) and program.batch["tokens"].dtype == np.int32
     again, other = (program_of("gpt-1m", rows=4, seq=8, seed=seed).batch["tokens"] for seed in (0, 1))
     assert (again == program.batch["tokens"]).all() and (other != again).any()
-    assert program_of("gpt-1m", parts=24).batch["tokens"].shape == (72, 33)
+    assert program_of("gpt-1m", rows_multiple=24).batch["tokens"].shape == (72, 33)
 
 
 @pytest.mark.parametrize("where", ["users_program.py", "users_program", "./users_program.py"])

@@ -9,20 +9,26 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint.reader import describe
+from jaxshard.commands.flags import SavingFlags
 from jaxshard.commands.main import main
-from jaxshard.commands.saving import EVERY, saving
-
-TINY = ["train", "--batch", "8", "--seq", "16", "--sample", "0", "--devices", "8"]
-NONE = {"checkpoint": None, "resume": False, "fall_back": False, "checkpoint_every": None, "keep": None}
+from jaxshard.commands.saving import EVERY, make_saving
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def train(tmp_path_factory):
+    """Trains three steps on a small corpus, with more flags; the status."""
+    corpus = tmp_path_factory.mktemp("data") / "tokens.npy"
+    np.save(corpus, np.random.default_rng(0).integers(0, 32, 2000, np.uint8))
+    flags = ["--data", str(corpus), "--vocab", "32", "--batch", "8", "--seq", "16", "--sample", "0", "--devices", "8"]
+    return lambda *more: main(["train", *flags, "--steps", "3", *more])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, train):
     """(folder of steps 2 and 3, result): three steps without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     file = folder / "whole.json"
-    flags = ["--steps", "3", "--checkpoint", str(folder / "run"), "--checkpoint-every", "2", "--json", str(file)]
-    assert main([*TINY, *flags]) == 0
+    assert train("--checkpoint", str(folder / "run"), "--checkpoint-every", "2", "--json", str(file)) == 0
     return folder / "run", json.loads(file.read_text())
 
 
@@ -39,19 +45,20 @@ def test_every_so_many_steps_and_the_last_one_are_saved(whole):
     assert main(["checkpoint", "verify", str(whole[0])]) == 0
 
 
-def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_the_whole_run(whole, folder, capsys):
+def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_the_whole_run(
+    whole, folder, train, capsys
+):
     """Bit for bit, and the damaged step is replaced."""
     file = max((folder / "3" / "arrays").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-    assert main([*TINY, "--steps", "3", "--checkpoint", str(folder), "--resume"]) == 2
+    assert train("--checkpoint", str(folder), "--resume") == 2
     error = capsys.readouterr().err
     assert str(file) in error and "--fall-back goes on from the newest step that is intact" in error
 
     result = folder.parent / "result.json"
-    again = ["--steps", "3", "--checkpoint", str(folder), "--resume", "--fall-back", "--json", str(result)]
-    assert main([*TINY, *again]) == 0
+    assert train("--checkpoint", str(folder), "--resume", "--fall-back", "--json", str(result)) == 0
     found = json.loads(result.read_text())
     assert "goes on from step 2; step 3 is damaged and will be replaced" in capsys.readouterr().out
     assert found["start"] == 2 and found["losses"] == whole[1]["losses"][2:]
@@ -60,10 +67,9 @@ def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_th
 
 
 @pytest.mark.slow
-def test_a_run_that_is_complete_takes_no_step(folder, capsys):
+def test_a_run_that_is_complete_takes_no_step(folder, train, capsys):
     result = folder.parent / "result.json"
-    flags = ["--steps", "3", "--checkpoint", str(folder), "--resume", "--json", str(result)]
-    assert main([*TINY, *flags]) == 0
+    assert train("--checkpoint", str(folder), "--resume", "--json", str(result)) == 0
     assert json.loads(result.read_text())["losses"] == [] and "none was left to take" in capsys.readouterr().out
 
 
@@ -73,21 +79,20 @@ def test_a_run_that_is_complete_takes_no_step(folder, capsys):
         (["--seed", "1"], "has --seed 0, now it is 1: it would see other batches"),
         (["--batch", "16"], "has --batch 8, now it is 16"),
         (["--seq", "8"], "has --seq 16, now it is 8"),
-        (["--data", __file__], "has --data stdlib"),
+        (["--data", __file__, "--vocab", "256"], "has --data tokens.npy"),
         (["--model", "llama-1m"], "has --model gpt-1m, now it is llama-1m"),
     ],
 )
-def test_other_batches_are_refused(folder, capsys, flags, message):
-    given = [*TINY, "--steps", "3", "--checkpoint", str(folder), "--resume", *flags]
-    assert main(given) == 2
+def test_other_batches_are_refused(whole, train, capsys, flags, message):
+    assert train("--checkpoint", str(whole[0]), "--resume", *flags) == 2
     assert message in capsys.readouterr().err
 
 
 def test_another_length_changes_the_learning_rate_and_says_so(whole):
-    saves = saving(**NONE | {"checkpoint": whole[0], "resume": True})
+    saves = make_saving(SavingFlags(checkpoint=whole[0], resume=True))
     data = describe(whole[0]).data
-    assert saves.checked(data) == []
-    assert saves.checked(data | {"steps": 7}) == [
+    assert saves.check_facts(data) == []
+    assert saves.check_facts(data | {"steps": 7}) == [
         "the run so far had --steps 3, now it is 7: the learning rate changes"
     ]
 
@@ -96,16 +101,16 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     toy_layout, run = small_run()
     js.save(tmp_path, run, toy_layout)
     with pytest.raises(ValueError, match="was not saved by jaxshard train"):
-        saving(**NONE | {"checkpoint": tmp_path, "resume": True}).checked({"seed": 0})
+        make_saving(SavingFlags(checkpoint=tmp_path, resume=True)).check_facts({"seed": 0})
 
 
 def test_a_file_is_no_folder_and_what_the_command_writes_itself_may_lie_in_it(tmp_path):
     log = tmp_path / "run" / "log.jsonl"
     log.parent.mkdir()
     log.write_text("")
-    assert saving(**NONE | {"checkpoint": log.parent, "resume": True}, others=(None, log)).resumed is None
+    assert make_saving(SavingFlags(checkpoint=log.parent, resume=True), others=(None, log)).resumed is None
     with pytest.raises(NotADirectoryError, match="that is a file, not a folder of checkpoints"):
-        saving(**NONE | {"checkpoint": log})
+        make_saving(SavingFlags(checkpoint=log))
 
 
 def small_run():
@@ -123,8 +128,8 @@ def test_without_a_step_a_run_starts_at_0(tmp_path, name):
         folder.mkdir()
     if name == "incomplete":
         (folder / "4").mkdir()
-    saves = saving(**NONE | {"checkpoint": folder, "resume": True, "fall_back": True})
-    assert saves.resumed is None and saves.every == EVERY == 10 and saves.restored(None) is None
+    saves = make_saving(SavingFlags(checkpoint=folder, resume=True, fall_back=True))
+    assert saves.resumed is None and saves.every == EVERY == 10 and saves.restore_run(None) is None
     assert "; new" in saves.shown["checkpoint"]
     assert ("step 4 is incomplete and will be replaced" in saves.shown["checkpoint"]) == (name == "incomplete")
 
@@ -149,6 +154,6 @@ def test_wrong_flags(folder, flags, message):
     (folder.parent / "other").mkdir()
     (folder.parent / "other" / "notes.txt").write_text("")
     (folder.parent / "spoiled" / "3" / "manifest.json").write_text("")
-    given = NONE | flags | ({"checkpoint": folder.parent / flags["checkpoint"]} if "checkpoint" in flags else {})
+    given = flags | ({"checkpoint": folder.parent / flags["checkpoint"]} if "checkpoint" in flags else {})
     with pytest.raises(ValueError, match=message):
-        saving(**given)
+        make_saving(SavingFlags(**given))
