@@ -108,6 +108,7 @@ TABLES = {
     "ARITHMETIC": set(primitives.ARITHMETIC),
     "ELEMENTWISE": set(primitives.ELEMENTWISE),
     "GENERATORS": set(primitives.GENERATORS),
+    "GENERATORS": set(primitives.GENERATORS),
     "CONTROL_FLOW": set(dependence.CONTROL_FLOW),
     "dependence": {"cond", "while", "scan", "psum", "psum_invariant", "rng_uniform", "infeed", "reduce_sum"}
     | {"add", "sub", "add_any", "mul", "div", "neg", "real", "convert_element_type", "select_n"},
@@ -177,6 +178,15 @@ def test_rhs_spec_names_the_kernels_output_features_first():
     conv = jax.make_jaxpr(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers))
     (equation,) = open_jaxpr(conv(image, kernel))[0].eqns
     assert compat.contracted_kernel_dims(equation.params) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("draw", [jax.random.bits, jax.random.normal, lambda key: jax.random.gamma(key, 2.0)])
+def test_random_numbers_are_seen_in_a_program(draw):
+    """Else a transform that draws them would pass for one that does not, and each block would draw the same."""
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        program = jax.make_jaxpr(draw)(key)
+        assert primitives.draws_random_bits(program)
+        assert draw is not jax.random.bits or "random_bits" in str(program)  # as checks/causes.py looks for it
 
 
 # Types inside of shard_map.
