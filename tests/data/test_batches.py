@@ -1,10 +1,12 @@
 """Global batches: the rows that each device and each process gets, made ahead, and the position in them."""
 
 import gc
+import importlib
 import itertools
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jaxshard import data
 from jaxshard.data.batches import local_rows
 from tests.data.rows import Rows, Spy
 
+module = importlib.import_module("jaxshard.data.batches")  # the function has the name of its file
 TOKENS = (np.arange(1000) * 7 % 251).astype(np.uint8)
 
 
@@ -92,6 +95,25 @@ def test_global_batches_by_number_end():
     stream = data.batches(whole, Rows("data", data=8))
     next(stream)
     assert stream.position == 1
+
+
+def test_what_several_processes_compare_of_their_first_batch(monkeypatch):
+    """The same of a source and of batches by number; leaves without rows as they are."""
+    compared = []
+    peers = SimpleNamespace(agree=lambda point, facts: compared.append((point, facts)))
+    monkeypatch.setattr(module, "peers_of", lambda mesh: peers)
+    whole = [Spy().rows(step, np.arange(16)) for step in range(5)]
+    data.batches(Spy(), Rows("data", data=8), start=2)
+    data.batches(whole, Rows("data", data=8), start=2)
+    assert compared[0] == compared[1]
+    point, facts = compared[0]
+    assert point == "js.batches" and facts["start"] == "2"
+    assert facts["batch x"] == "float32[16, 3]" and "(2.0, 2.0, 2.0)" in facts["first row of the data, x"]
+
+    data.batches([{"x": np.zeros((16, 3)), "rate": np.float32(0.5)}], Rows("data", data=8))
+    assert compared[2][1]["batch rate"] == "float32[]" and "(0.5)" in compared[2][1]["first row of the data, rate"]
+    data.batches(whole, Rows("data", data=8), start=5)
+    assert len(compared) == 3, "there is no first batch after the last"
 
 
 def test_global_batches_in_turn():
