@@ -108,7 +108,6 @@ TABLES = {
     "ARITHMETIC": set(primitives.ARITHMETIC),
     "ELEMENTWISE": set(primitives.ELEMENTWISE),
     "GENERATORS": set(primitives.GENERATORS),
-    "GENERATORS": set(primitives.GENERATORS),
     "CONTROL_FLOW": set(dependence.CONTROL_FLOW),
     "dependence": {"cond", "while", "scan", "psum", "psum_invariant", "rng_uniform", "infeed", "reduce_sum"}
     | {"add", "sub", "add_any", "mul", "div", "neg", "real", "convert_element_type", "select_n"},

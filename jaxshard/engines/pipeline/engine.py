@@ -155,20 +155,21 @@ def pipelined(
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
 ) -> Pipelined:
-    """The engine that runs the stages of `js.pipeline` by a schedule, for the method `loss` of a `js.Stacked` model.
+    """Make the engine that runs the stages of `js.pipeline` by a schedule, for the `loss` of a `js.Stacked` model.
 
     Rows of a batch must be independent and the head must return a `js.Mean` whose weight does not depend on
     activations. Random keys are those of `js.row_keys`: equal to one device for code that uses them. Embedding and
     head run on runs of micro-batches, one micro-batch per device of the pipeline, so that none of them is computed
     twice.
 
-    Collectives over the pipeline's axis: two permutes of activations per tick, one activation per micro-batch and end
-    to bring inputs and outputs to where they are computed and their cotangents back, and one all-reduce of the
-    gradients outside the blocks. Over the others: weights gathered where they are used (per tick and block what
-    `store` splits and `use` does not; what is outside the blocks once), gradients reduced as under `js.explicit`.
+    Collectives over the pipeline's axis, an activation being one micro-batch's: two permutes of an activation per tick;
+    per micro-batch one activation to the first device, one from the last and their cotangents back; one all-reduce of
+    the gradients outside the blocks. Over the other axes: weights gathered where they are used (a block's each time
+    that it runs, the others once a step), gradients reduced as under `js.explicit`.
 
     Args:
-      microbatches: in how many a batch is cut; at least the number of devices in the ring, for all schedules but gpipe.
+      microbatches: into how many micro-batches each device's rows are cut; at least as many as the ring has devices,
+        except for gpipe.
       schedule: "gpipe", "one_f_one_b", "interleaved", "zero_bubble" or a `js.schedules.Schedule`, your own table.
       stash: what a forward keeps for its backward: "layer" each block's input, "stage" the stage's input alone,
         "everything", "dots" or a function of `jax.checkpoint_policies`. What depends on weights alone is never kept.
@@ -176,6 +177,11 @@ def pipelined(
         for less memory and more traffic.
       compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
       reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
+
+    Example:
+        mesh = js.make_mesh(pipe=4, data=2)
+        layout = js.layout(js.compose(js.fsdp(), js.pipeline(chunks=2)), mesh, model.init, tx)
+        step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))
 
     Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2024 (zero bubble).
     """
