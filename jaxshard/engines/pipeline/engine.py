@@ -34,12 +34,15 @@ _SAVED: dict[str, RematPolicy] = {
     "everything": "everything",
     "dots": "dots",
 }
-"""What a block saves by a stash policy of these names; functions are checkpoint policies themselves."""
+"""The remat policy of a block for each named `stash`; "stage" recomputes the whole chunk, so its blocks save all."""
 
 
 @dataclass(frozen=True)
 class Pipelined(Engine):
-    """A schedule's table, run by one `shard_map` over the pipeline, the batch and the shard axes."""
+    """An engine that runs a schedule's table in one `shard_map` over the pipeline, batch and shard axes.
+
+    See `pipelined`, which makes it, for `schedule` and `stash`; the other fields are those of all engines.
+    """
 
     schedule: str | Schedule = "interleaved"
     stash: RematPolicy = "layer"
@@ -62,11 +65,15 @@ class Pipelined(Engine):
 
     @property
     def saved(self) -> RematPolicy:
-        """What a block keeps for its own backward."""
+        """The remat policy of a block: what it keeps for its own backward."""
         return _SAVED[self.stash] if isinstance(self.stash, str) else self.stash
 
     def table(self, layout: Layout) -> Schedule:
-        """The schedule for the pipeline of a layout; an error where they do not fit."""
+        """Return the schedule for the pipeline of a layout.
+
+        Raises:
+          ValueError: the layout has no pipeline, or its stages and chunks are not those of the schedule.
+        """
         pipe = _pipeline(layout)
         stages = axis_size(layout.mesh, pipe.axis)
         if isinstance(self.schedule, str):

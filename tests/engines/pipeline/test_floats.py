@@ -10,7 +10,7 @@ X = {"h": jnp.ones(2), "position": jnp.arange(2), "seen": jnp.array(True), "half
 
 
 def test_only_floats_are_leaves():
-    assert [x.dtype for x in jax.tree.leaves(floats_of(X))] == [jnp.bfloat16, jnp.float32]
+    assert [x.dtype for x in jax.tree.leaves(floats_of(X))] == [jnp.float32, jnp.bfloat16]
     assert floats_of(X)["position"] is None and floats_of(X)["seen"] is None
 
 
