@@ -5,7 +5,8 @@ tests/checkpoint/test_compat.py has a test by the name of each entry below.
 
 A change that breaks every save with an error:
 
-- `ArrayHandler.serialize` is overridden, for Orbax's own takes arrays on devices.
+- `ArrayHandler.serialize` is overridden, for Orbax's own takes arrays on devices; `create_type_handler_registry` makes
+  Orbax use our handler.
 - `get_json_tspec_write`, re-exported from `orbax.checkpoint._src`, says how TensorStore has to write an array so that
   Orbax finds it again.
 - `ParamInfo.ts_context` holds the limits of concurrency and the caches that all arrays of a save share.
@@ -52,6 +53,11 @@ class BlocksHandler(type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax 
         async with tensorstore.Transaction(atomic=True) as transaction:  # one index for all arrays
             await asyncio.gather(*(_write(x, info, transaction) for x, info in zip(values, infos, strict=True)))
         return []
+
+
+def blocks_registry() -> Any:
+    """Return the registry by which Orbax writes `HostBlocks` and reads arrays with a `BlocksHandler`."""
+    return type_handlers.create_type_handler_registry((jax.Array | HostBlocks, BlocksHandler()))
 
 
 async def _write(x: HostBlocks, info: Any, transaction: Any) -> None:

@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What is known of a saved step.
+    """All that is known of a saved step without reading its arrays.
 
     Attributes:
       step: the number of the step.

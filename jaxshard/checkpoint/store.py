@@ -93,7 +93,7 @@ def _checkpointer(name: str, processes: set[int]) -> Any:
     """Orbax's checkpointer of one tree; `processes` wait for each other at barriers that are called `name`."""
     import orbax.checkpoint as ocp
 
-    from jaxshard.checkpoint.compat import BlocksHandler
+    from jaxshard.checkpoint.compat import blocks_registry
 
     # With the processes given, Orbax's barriers are those of the coordinator, not collectives of the devices.
     together = ocp.options.MultiprocessingOptions(active_processes=processes, barrier_sync_key_prefix=name)
@@ -101,7 +101,7 @@ def _checkpointer(name: str, processes: set[int]) -> Any:
         use_zarr3=True,
         use_compression=False,  # weights do not compress, and it takes longer than writing
         multiprocessing_options=together,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array | HostBlocks, BlocksHandler())),
+        type_handler_registry=blocks_registry(),
     )
     ordered = ocp.options.AsyncOptions(create_directories_asynchronously=False)  # not beside the first writes
     options = ocp.CompositeOptions(multiprocessing_options=together, async_options=ordered)

@@ -67,7 +67,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file holds: its tensors, the CRC-32 of each (of ours only), and how many bytes come before the data."""
+    """The content of a header: the tensors, the CRC-32 of each (in our files), and the bytes before the data."""
 
     tensors: dict[str, Tensor]
     checksums: dict[str, int]
