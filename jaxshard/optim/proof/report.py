@@ -10,7 +10,7 @@ from jaxshard.optim.proof.facts import Origin, first_three
 
 
 class Reason(NamedTuple):
-    """Why one output of a transform is not elementwise, or is changed by stacking.
+    """The reason why an output of a transform is not elementwise, or is changed by stacking.
 
     Attributes:
       output: The output, such as "update w" or "state 0/nu/w".
