@@ -13,7 +13,7 @@ import jax
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.core.compat import untested_version
+from jaxshard.core.compat import NEWEST_TESTED, untested_version
 
 _PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _OPTIONAL = {
@@ -31,6 +31,7 @@ def doctor() -> None:
     facts(console, {"devices": describe(devices), "processes": str(jax.process_count()), "cores": str(os.cpu_count())})
     console.print()
     facts(console, {name: version or "not installed" for name, version in versions().items()})
+    facts(console, {"tested": f"with JAX up to {'.'.join(map(str, NEWEST_TESTED))}"})
     console.print()
     missing = [f"{name}, for {use}" for name, use in _OPTIONAL.items() if importlib.util.find_spec(name) is None]
     if devices[0].platform == "cpu" and Path("/dev/nvidia0").exists():

@@ -142,9 +142,7 @@ def test_signals_are_the_callers_again():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGTERM, 0, "saved"), (signal.SIGINT, 130, "stopped")]
-)
+@pytest.mark.parametrize(("number", "status", "word"), [(signal.SIGTERM, 0, "saved"), (signal.SIGINT, 130, "stopped")])
 def test_sigterm_and_interrupts_are_passed_on(number, status, word, start, tmp_path):
     script = f"""
         trap 'echo saved; exit 0' TERM
