@@ -74,20 +74,20 @@ class DeviceStep:
             self.model.num_blocks + 1,
         )  # fmt: skip
 
-    def with_loss_weights(self, ends: EmbedAndHead) -> EmbedAndHead:
+    def with_loss_weights(self, embed_and_head: EmbedAndHead) -> EmbedAndHead:
         """Return embedding and head that know the loss's weights, summed over all micro-batches and devices.
 
         Collectives: one all-reduce of a scalar over the batch axes per term of the loss.
         """
-        each = jax.vmap(ends.microbatch_weights)(jnp.arange(self.engine.microbatches))
+        each = jax.vmap(embed_and_head.microbatch_weights)(jnp.arange(self.engine.microbatches))
         wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in each]
         weights = tuple(sum_scalar(x.sum(), self.layout.batch_axes) for x in wide)
-        return replace(ends, loss_weights=weights)
+        return replace(embed_and_head, loss_weights=weights)
 
-    def training_stages(self, ends: EmbedAndHead, policy: RematPolicy, *, recompute: bool = False) -> Stages:
+    def training_stages(self, embed_and_head: EmbedAndHead, policy: RematPolicy, *, recompute: bool = False) -> Stages:
         """Return this device's blocks: each keeps what the policy says, with `recompute` a chunk keeps its input."""
         zero = jnp.int32(0)
-        weights, x = jax.eval_shape(self._fetch_weights, zero), jax.eval_shape(ends.run_embed, zero)
+        weights, x = jax.eval_shape(self._fetch_weights, zero), jax.eval_shape(embed_and_head.run_embed, zero)
         block = self.model.block if policy == "everything" else checkpoint_body(policy, self.model.block)
         trained = [grad is not None for grad in _leaves(self.layout.grads[BLOCKS])]
         key = jax.eval_shape(self._key, zero, zero)
@@ -113,10 +113,10 @@ class DeviceStep:
         grads = zip(_leaves(self.layout.grads[BLOCKS]), dtypes, strict=True)
         return [zeros(grad, dtype) for grad, dtype in grads if grad is not None]
 
-    def zero_totals(self, ends: EmbedAndHead) -> Totals:
+    def zero_totals(self, embed_and_head: EmbedAndHead) -> Totals:
         """Return the totals of no micro-batch."""
         shapes = without_blocks(select(self.layout.trainable, self.layout.shapes.params))
-        return ends.zero_totals(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        return embed_and_head.zero_totals(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
     def reduce_gradients(self, sums: GradSums, rest: PyTree) -> PyTree:
         """Return all gradients as they rest, summed over the devices that have a share of them.

@@ -130,10 +130,10 @@ class Pipelined(Engine):
         def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             with users_code(layout):
                 device = DeviceStep(self, layout, pipe, model, params, batch, key)
-                ends = device.with_loss_weights(device.embed_and_head())
-                stages = device.training_stages(ends, self.saved, recompute=self.stash == "stage")
-                zeros = device.zero_grad_sums(), device.zero_totals(ends)
-                grads, totals = run_ticks(plan, pipe.axis, stages, ends, *zeros)
+                embed_and_head = device.with_loss_weights(device.embed_and_head())
+                stages = device.training_stages(embed_and_head, self.saved, recompute=self.stash == "stage")
+                zeros = device.zero_grad_sums(), device.zero_totals(embed_and_head)
+                grads, totals = run_ticks(plan, pipe.axis, stages, embed_and_head, *zeros)
             axes = self.row_axes(layout)
             metrics = {name: combine_over(metric, axes) for name, metric in totals.metrics.items()}
             return Outcome(sum_scalar(totals.value, axes), metrics, ()), device.reduce_gradients(grads, totals.grads)

@@ -64,8 +64,8 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
                 return inside if rows is None else inside & (device.first_row(microbatch) < rows)
 
             with users_code(layout):
-                stages, ends = device.evaluation_stages(), device.embed_and_head()
-                found = run_forwards(plan, pipe.axis, stages, ends, counts)
+                stages, embed_and_head = device.evaluation_stages(), device.embed_and_head()
+                found = run_forwards(plan, pipe.axis, stages, embed_and_head, counts)
             return {name: combine_over(metric, engine.row_axes(layout)) for name, metric in found.items()}
 
         manual = engine.manual_axes(layout)

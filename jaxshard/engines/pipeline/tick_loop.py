@@ -67,7 +67,7 @@ class Carry(NamedTuple):
 
 
 def run_ticks(
-    plan: BufferPlan, axis: str, stages: Stages, ends: EmbedAndHead, grads: GradSums, totals: Totals
+    plan: BufferPlan, axis: str, stages: Stages, embed_and_head: EmbedAndHead, grads: GradSums, totals: Totals
 ) -> tuple[GradSums, Totals]:
     """Run a schedule's table for training, inside `shard_map` over `axis`.
 
@@ -79,16 +79,16 @@ def run_ticks(
       plan: the table with a slot for every value.
       axis: the mesh axis whose devices are the pipeline.
       stages: this device's blocks.
-      ends: the embedding and the head.
+      embed_and_head: the embedding and the head.
       grads: zeros, the sums of the blocks' gradients.
       totals: zeros, the totals of embedding and head.
 
     Returns:
       The sums and totals after all ticks: this device's share.
     """
-    loop = _TickLoop.of(plan, axis, stages, ends)
+    loop = _TickLoop.of(plan, axis, stages, embed_and_head)
     zero = jnp.int32(0)
-    x = jax.eval_shape(ends.run_embed, zero)
+    x = jax.eval_shape(embed_and_head.run_embed, zero)
     _, kept = jax.eval_shape(stages.forward, zero, zero, x)
     carried: list[Any] = []
     if loop.splits_backward:
@@ -100,16 +100,16 @@ def run_ticks(
 
 
 def run_forwards(
-    plan: BufferPlan, axis: str, stages: Stages, ends: EmbedAndHead, counts: Callable[[jax.Array], jax.Array]
+    plan: BufferPlan, axis: str, stages: Stages, embed_and_head: EmbedAndHead, counts: Callable[[jax.Array], jax.Array]
 ) -> Metrics:
     """Run a table of forwards for evaluation, inside `shard_map` over `axis`.
 
     Returns this device's share of the metrics of the micro-batches for which `counts(microbatch)` is True. Collectives
     as in `run_ticks`, without those of the backward.
     """
-    loop = _TickLoop.of(plan, axis, stages, ends)
-    x = jax.eval_shape(ends.run_embed, jnp.int32(0))
-    start = loop.empty_buffer("inbox", x), loop.empty_buffer("outbox", x), ends.zero_metrics()
+    loop = _TickLoop.of(plan, axis, stages, embed_and_head)
+    x = jax.eval_shape(embed_and_head.run_embed, jnp.int32(0))
+    start = loop.empty_buffer("inbox", x), loop.empty_buffer("outbox", x), embed_and_head.zero_metrics()
     (_, _, metrics), _ = lax.scan(partial(loop.forward_tick, counts), start, loop.rows)
     return metrics
 
@@ -152,7 +152,7 @@ class _TickLoop:
     ring: Ring
     device: jax.Array
     stages: Stages
-    ends: EmbedAndHead
+    embed_and_head: EmbedAndHead
     sizes: dict[str, int]
     splits_backward: bool
     rows: Any
@@ -160,7 +160,7 @@ class _TickLoop:
     runs: dict[str, tuple[jax.Array, jax.Array]]
 
     @classmethod
-    def of(cls, plan: BufferPlan, axis: str, stages: Stages, ends: EmbedAndHead) -> _TickLoop:
+    def of(cls, plan: BufferPlan, axis: str, stages: Stages, embed_and_head: EmbedAndHead) -> _TickLoop:
         device, schedule = lax.axis_index(axis), plan.schedule
         per_device, read_own = pack_columns({name: x for name, x in plan.rows.items() if x.ndim == 2})
         common, read_common = pack_columns({name: x for name, x in plan.rows.items() if x.ndim == 1})
@@ -171,7 +171,7 @@ class _TickLoop:
         rows = jnp.asarray(per_device), jnp.asarray(common)
         runs = {name: jax.tree.map(jnp.asarray, values) for name, values in plan.runs.items()}
         ring = Ring(axis, schedule.stages)
-        return cls(ring, device, stages, ends, plan.sizes, schedule.splits_backward, rows, read, runs)
+        return cls(ring, device, stages, embed_and_head, plan.sizes, schedule.splits_backward, rows, read, runs)
 
     def tick(self, carry: Carry, row: Any) -> tuple[Carry, None]:
         """One tick of training.
@@ -181,7 +181,7 @@ class _TickLoop:
         the embedding has, and the other way around.
         """
         at, totals = self.read(row), carry.totals
-        read_by_embed, read_by_head = self.ends.readers()
+        read_by_embed, read_by_head = self.embed_and_head.readers()
         nothing = self._nothing_sent(carry.inbox)
 
         inbox = run_if(at["embed"] >= 0, partial(self.embed, at), carry.inbox)
@@ -217,7 +217,7 @@ class _TickLoop:
     def embed(self, at: Tick, inbox: PyTree) -> PyTree:
         """Write the inputs of a run of micro-batches into the inbox of the first device."""
         run = self._run("embed", at)
-        return write_slots(inbox, run.slots, self.ring.gather_to(self.ends.run_embed(run.microbatch), to=0))
+        return write_slots(inbox, run.slots, self.ring.gather_to(self.embed_and_head.run_embed(run.microbatch), to=0))
 
     def forward(self, at: Tick, inbox: PyTree, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         """Run a forward on every device; `state` is (kept, outbox, what is sent)."""
@@ -230,7 +230,7 @@ class _TickLoop:
         """Run the head on a run of micro-batches; in the last device's outbox cotangents take the place of outputs."""
         outbox, totals = state
         run = self._run("head", at)
-        dy, totals = self.ends.run_head(run.microbatch, self._outputs(outbox, run.slots), totals, run.active)
+        dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(outbox, run.slots), totals, run.active)
         return write_slots(outbox, run.slots, self.ring.gather_to(dy, to=self.ring.size - 1)), totals
 
     def add_metrics(
@@ -239,7 +239,7 @@ class _TickLoop:
         """Add the metrics of a run of micro-batches. Evaluation only."""
         run = self._run("head", at)
         active = run.active & counts(run.microbatch)
-        return self.ends.add_metrics(run.microbatch, self._outputs(outbox, run.slots), metrics, active)
+        return self.embed_and_head.add_metrics(run.microbatch, self._outputs(outbox, run.slots), metrics, active)
 
     def backward(self, at: Tick, kept: PyTree, state: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run a backward on every device; `state` is (outbox, carried, gradients, what is sent)."""
@@ -257,7 +257,7 @@ class _TickLoop:
         """Add the embedding's gradients of a run of micro-batches, whose dx are in the first device's outbox."""
         run = self._run("embed_grad", at)
         dx = self.ring.scatter_from(read_slots(outbox, run.slots, self.ring.size), source=0)
-        return self.ends.add_embed_gradients(run.microbatch, dx, sums, run.active)
+        return self.embed_and_head.add_embed_gradients(run.microbatch, dx, sums, run.active)
 
     def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> GradSums:
         """Add, on every device, the gradients of weights that a B put off."""
