@@ -1,5 +1,11 @@
-"""The collectives that a layout promises (`promise`), those found in a compiled program (`found`), and both compared.
+"""The collectives that a layout promises, those found in a compiled program, and both compared.
 
-`hlo`, `groups` and `source` read the text of a program; `weight_uses` and `pipeline` count what a loss and a schedule
-need. Imports what `checks/` imports.
+- `promise` (`js.plan.promise`) derives them from a layout, an engine and a loss. `weight_uses` counts how often the
+  loss uses each weight, `parameters` and `expected` are what is counted, `compiler_choices` and `forbidden` say what a
+  compiler may and must not add.
+- `found` (`js.collectives`) reads them out of a compiled program. `hlo` parses its text, `dataflow` follows values and
+  counts the turns of loops, `groups` turns replica groups into mesh axes, `source` finds the user's lines.
+- `compare` (`js.audit`) puts both side by side, by way of `matching`.
+
+Imports what `checks/` imports.
 """

@@ -1,4 +1,4 @@
-"""What a layout promised against what a program communicates: every collective that nothing promised, by name."""
+"""The comparison of a promise with a compiled program, which names every collective that nothing promised."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Surprise:
 
     @property
     def place(self) -> str:
-        """The line in the user's model, or the one that uses the result; else the operation's name in the program."""
+        """The line in the user's model, or the one that uses the result; else the operation's name in the program.
+
+        A line of an engine alone would not help: it moves every weight.
+        """
         if _is_users(self.found):
             return self.found.source
         if self.found.user:
@@ -109,6 +112,7 @@ class Comparison:
                 row(one.kind, one.axes)["promised"] += one.bytes
         for known in summary(arrays_only(self.found)):
             row(known.kind, known.axes).update(count=known.count, bytes=known.bytes)
+        # Activations have no number of bytes. Where nothing else is promised the row says so, not that it is nothing.
         for key, cells in rows.items():
             if any(one.shape is None and one.kind == key[0] and set(key[1]) <= set(one.axes) for one in self.promised):
                 cells["promised"] = cells["promised"] or None
@@ -125,7 +129,7 @@ class Comparison:
 
 
 class HasStep(Protocol):
-    """What the audit needs of a `js.Step`."""
+    """The part of a `js.Step` that the audit needs."""
 
     layout: Layout
     engine: Engine

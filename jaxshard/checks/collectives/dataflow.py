@@ -71,7 +71,7 @@ def resolve(module: Module, scope: Scope, name: str, path: Path = ()) -> tuple[S
 
 
 def _is_unchanged(module: Module, body: Computation, index: int) -> bool:
-    """Whether a loop's body hands element `index` of its carry on as it got it."""
+    """Return True if a loop's body hands element `index` of its carry on as it got it."""
     at, op, path = resolve(module, Scope(body), body.root, (index,))
     return at.computation is body and op.opcode == "parameter" and path == (index,)
 
@@ -117,14 +117,14 @@ def trip_count(module: Module, scope: Scope, loop: Op) -> int | None:
 
 
 def _carry_index(module: Module, scope: Scope, name: str, owner: Computation) -> int | None:
-    """Which element of the loop's carry a value is, if it is one; `owner` is the loop's body or condition."""
+    """The index of the element of the loop's carry that a value is, if any; `owner` is the loop's body or condition."""
     at, op, path = resolve(module, scope, name)
     is_element = op.opcode == "parameter" and at.computation is owner and len(path) == 1
     return path[0] if is_element else None
 
 
 def _counter_step(module: Module, scope: Scope, index: int) -> int | None:
-    """By which constant a loop's body moves element `index` of its carry, if it does."""
+    """The constant that a loop's body adds to element `index` of its carry; None where it does something else."""
     at, op, path = resolve(module, scope, scope.computation.root, (index,))
     if op.opcode not in ("add", "subtract") or path:
         return None

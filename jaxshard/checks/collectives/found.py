@@ -48,7 +48,7 @@ _CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-cal
 
 
 class HasText(Protocol):
-    """What `jax.jit(...).lower(...).compile()` returns, as far as it is needed here."""
+    """The part of a compiled program, `jax.jit(...).lower(...).compile()`, that is needed here."""
 
     def as_text(self) -> str | None:
         """Return the program's text."""
@@ -237,11 +237,10 @@ def _is_fused(scope: hlo.Scope) -> bool:
 
 def _users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
     """The operations that use a value, also as an element of a tuple or in another shape."""
-    for op in (computation[user] for user in computation.lines):
-        if name in op.operands:
-            yield op
-            if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):
-                yield from _users(computation, op.name)
+    for op in (computation[user] for user in computation.users.get(name, ())):
+        yield op
+        if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):
+            yield from _users(computation, op.name)
 
 
 def _make_record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
@@ -296,9 +295,10 @@ def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[
         dim = int((op.attribute("dimensions") or "{0}").strip("{}"))
         return tuple((dtype, (*shape[:dim], shape[dim] * width, *shape[dim + 1 :])) for dtype, shape in operands)
     if kind == "all-to-all" and len(operands) == width:
-        dtype, piece = operands[0]  # one operand per peer: the pieces of one array
-        return ((dtype, (width, *piece)),)
-    in_place = "slice_sizes=" in op.attributes or kind == "ragged-all-to-all"  # further operands: output and offsets
+        dtype, shape = operands[0]  # one operand per peer: the parts of one array
+        return ((dtype, (width, *shape)),)
+    # These write into an output that is an operand too, and have offsets as further operands.
+    in_place = "slice_sizes=" in op.attributes or kind == "ragged-all-to-all"
     return operands[:1] if in_place else operands
 
 

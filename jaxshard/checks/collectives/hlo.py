@@ -98,7 +98,7 @@ class Computation:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """What stands right of the equals sign, by name, in the order of the program: its schedule."""
+        """The text right of the equals sign, by name, in the order of the program, which is its schedule."""
         found = {}
         for line in self._body:
             left, equals, right = line.partition(" = ")

@@ -1,4 +1,4 @@
-"""Matching what a program does with what was promised: each promise covers so many executions and no more.
+"""The matching of collectives with promises: each promise covers so many executions and no more.
 
 Compilers rewrite shapes, so an array is known by its number of elements, its axes and its kind of collective:
 
@@ -52,7 +52,7 @@ class MovedArray(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """What makes two promised arrays the same to a program: elements, not shapes, which compilers change."""
+    """Promised arrays with equal keys can't be told apart in a program, whose compiler changes shapes."""
 
     kind: str
     axes: tuple[str, ...]
@@ -62,7 +62,7 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Allowance:
-    """What was promised of arrays that a program can't tell apart: executions, how many are used up, and for what."""
+    """The executions promised of all arrays with one key, and how many of them are used up."""
 
     least: int = 0
     most: int = 0
@@ -72,7 +72,7 @@ class _Allowance:
 
 
 class Allowances:
-    """How often each promised array may still be moved."""
+    """The executions that are left of every promise."""
 
     def __init__(self, expected: Iterable[Expected]) -> None:
         expected = tuple(expected)
@@ -144,7 +144,7 @@ class Allowances:
 
 
 def _covers(one: Expected, array: MovedArray) -> bool:
-    """Whether a promise without a number of executions covers the array."""
+    """Return True if a promise without a number of executions covers the array."""
     if one.kind != array.found.kind or (one.axes and not set(array.found.axes) <= set(one.axes)):
         return False
     most = one.limit if one.shape is None else math.prod(one.shape)

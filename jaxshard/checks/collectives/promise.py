@@ -1,4 +1,4 @@
-"""What a layout promises to communicate: the collectives of a step, from the placements of every array.
+"""The promise of a layout: the collectives of a step, derived from the placements of every array.
 
 Nothing here knows a strategy's name. A weight is gathered over what its `store` has and its `use` lacks, a gradient is
 reduced over the batch axes that the weight's `use` does not own, a new parameter is gathered over what the optimizer
@@ -54,7 +54,7 @@ SLACK = 0.01
 
 @dataclass(frozen=True)
 class Promise:
-    """What a step may communicate.
+    """The communication that a step may do.
 
     Attributes:
       expected: the collectives, one per array and stage.
@@ -262,7 +262,7 @@ def _sum_stages(step: _Step, one: Expected, axes: Sequence[str]) -> Iterator[Exp
 
 
 def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expected]:
-    """What brings a parameter and its gradient to where its optimizer state is, and the new parameter back.
+    """The gathers that bring parameter and gradient to where the optimizer state is, and the new parameter back.
 
     To where an array is split more it is sliced, which needs no collective: so under ZeRO-1 only the new parameter is
     gathered.
@@ -303,7 +303,7 @@ def _metric_sums(step: _Step) -> Iterator[Expected]:
 
 
 def _stage_permutes(step: _Step) -> Iterator[Expected]:
-    """What goes from stage to stage of a pipeline, and between them and embedding and head."""
+    """Permutes of activations from stage to stage of a pipeline, and between them and embedding and head."""
     axes = set(step.engine.row_axes(step.layout)) - set(step.layout.batch_axes)
     one = Expected("collective-permute", (), None, None, 0, None, "activations and their cotangents between stages")
     yield from over_axes(step.mesh, one, axes)

@@ -20,7 +20,7 @@ _STEPS = (package_folder("jaxshard.engines"), package_folder("jaxshard.training"
 _MODELS = package_folder("jaxshard.models")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FAR = 64
-"""How many operations a search looks at before it gives up."""
+"""The number of operations after which a search gives up."""
 
 
 class SourceLine(NamedTuple):

@@ -1,4 +1,4 @@
-"""How often a step uses each weight and reduces each gradient, counted in the traced program without compiling it.
+"""Counts of how often a step uses each weight and reduces each gradient, from the traced program, not compiled.
 
 The loss is traced as the engine runs it, with an engine's two moves of a weight replaced by a mark:
 
@@ -53,7 +53,7 @@ class Use(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """What a step does with weights, and what its loss reports.
+    """The uses of all weights in a step, and the metrics that its loss reports.
 
     Attributes:
       counts: how often each use happens in a step.
