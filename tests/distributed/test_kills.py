@@ -31,8 +31,13 @@ def killed(tmp_path, moments, steps, processes_of_the_whole):
     assert js.latest_step(folder, intact=True) == steps and not any(map(alive, pids))
 
 
-def test_three_kills_change_nothing(tmp_path):
+def test_a_kill_changes_nothing(tmp_path):
     """The whole run is one process with two devices: of two numbers the sum has the same bits in either order."""
+    killed(tmp_path, ["save"], 12, 1)
+
+
+@pytest.mark.slow
+def test_three_kills_change_nothing(tmp_path):
     killed(tmp_path, ["save", "start", "step"], 20, 1)
 
 

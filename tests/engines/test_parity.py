@@ -46,7 +46,7 @@ STRATEGIES = {
 }
 SPLIT = {"ddp": (), "zero1": ("opt",), "zero2": ("opt", "grad")}
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
-FAST = {(s, "nnx") for s in STRATEGIES} | {("fsdp", "gpt"), ("hsdp", "linen")}
+FAST = {(s, e, "nnx") for s in STRATEGIES for e in ENGINES} | {("fsdp", "explicit", "gpt"), ("hsdp", "auto", "linen")}
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:
@@ -58,7 +58,7 @@ def unless(fast: bool) -> tuple:
 
 
 PRODUCT = [
-    pytest.param(strategy, engine, toy, marks=unless((strategy, toy) in FAST))
+    pytest.param(strategy, engine, toy, marks=unless((strategy, engine, toy) in FAST))
     for strategy, engine, toy in itertools.product(STRATEGIES, ENGINES, TOYS)
 ]
 
@@ -76,8 +76,10 @@ def test_strategy_equals_one_device(strategy, engine, toy):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("scatter", ["each", "end"])
+@pytest.mark.parametrize(
+    ("engine", "scatter"),
+    [("auto", "each"), ("explicit", "each"), ("explicit", "end"), pytest.param("auto", "end", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("toy", ["nnx", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_micro_batches_equal_one_device(strategy, engine, scatter, toy):
     engine = ENGINES[engine](microbatches=2, scatter=scatter)
@@ -126,7 +128,7 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", UNUSUAL)
 def test_strategies_without_a_name(strategy, engine):
     trace, _ = sharded(nnx_toy(), UNUSUAL[strategy], js.make_mesh(x=4, y=2), ENGINES[engine]())
@@ -163,12 +165,17 @@ def two_part_toy() -> Toy:
     return toy._replace(loss_fn=loss_fn)
 
 
+@cache
+def two_part_reference() -> Trace:
+    return one_device(two_part_toy())
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
     toy, engine = two_part_toy(), ENGINES[engine](microbatches=microbatches)
     trace, _ = sharded(toy, js.zero2(min_size=0), js.make_mesh(data=8), engine)
-    assert_equal_runs(trace, one_device(toy))
+    assert_equal_runs(trace, two_part_reference())
 
     metrics, expected = trace.metrics[0], toy.loss_fn(start_of(toy.init_fn), toy.batch, None).metrics
     assert set(metrics) == {"loss", "grad_norm", "bad", *expected}
@@ -361,7 +368,7 @@ def test_frozen_parameters_stay_and_the_others_equal_one_device(engine, toy):
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param(js.auto(), id="auto"),
+        pytest.param(js.auto(), id="auto", marks=pytest.mark.slow),
         pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow),
         pytest.param(js.explicit(microbatches=2), id="explicit in micro-batches"),
         pytest.param(js.auto(microbatches=2), id="auto in micro-batches", marks=pytest.mark.slow),

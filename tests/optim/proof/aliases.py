@@ -160,3 +160,12 @@ WRAPPERS: dict[str, Make] = {
     "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.adam(0.1)),
 }
 """Wrappers by name."""
+
+TYPICAL = {
+    *("adafactor", "adagrad", "adamw", "lamb", "lars", "lion", "momentum", "noisy_sgd", "rprop", "sgd", "sm3"),
+    *("contrib.dadapt_adamw", "contrib.galore", "contrib.muon", "contrib.prodigy", "contrib.schedule_free_adamw"),
+    *("clip", "clip_by_global_norm", "adaptive_grad_clip", "centralize", "zero_nans", "mask", "partition", "flatten"),
+    *("MultiSteps", "apply_if_finite", "inject_hyperparams", "mechanize", "sam", "lbfgs_without_search"),
+    *("skip_not_finite", "stateful_schedule", "scale_by_distance_over_gradients", "split_real_and_imaginary"),
+}
+"""One of each kind: the aliases and wrappers that the fast tests run; the slow ones run all."""

@@ -16,7 +16,7 @@ import jaxshard as js
 from jaxshard import optim
 from jaxshard.optim.proof.elementwise import check_stored
 from tests.optim import fast_jit
-from tests.optim.proof.aliases import ALIASES, NOT_PLAIN, WRAPPERS
+from tests.optim.proof.aliases import ALIASES, NOT_PLAIN, TYPICAL, WRAPPERS
 
 ALL = ALIASES | WRAPPERS
 SHAPES = {"w": (4, 6), "deep": {"b": (6,)}, "v": (3, 4)}
@@ -62,7 +62,7 @@ def is_elementwise_by_experiment(tx: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in TYPICAL else [pytest.mark.slow]) for n in ALL])
 def test_the_check_agrees_with_the_experiment(name: str) -> None:
     try:
         truth = is_elementwise_by_experiment(ALL[name]())
