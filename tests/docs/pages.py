@@ -1,0 +1,28 @@
+"""The pages of the documentation, and the Python blocks in them with the output that they show."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+GENERATED = {"api.md", "optimizers.md"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WRITTEN = [page for page in PAGES if page.name not in GENERATED]
+
+_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A Python block of a page, the line where it begins, and the text block right behind it, if there is one."""
+
+    code: str
+    line: int
+    shown: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found["code"], text[: found.start("code")].count("\n") + 1, found["shown"])
+        for found in _BLOCK.finditer(text)
+    ]
