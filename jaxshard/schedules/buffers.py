@@ -154,9 +154,10 @@ def _lifetimes(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]
             now = op.tick, _FORWARD
             arrival = (at["F", stage - 1, m], _ARRIVAL) if stage else (tick_of["embed"][m], _EMBED)
             yield Lifetime(device, Value("input", stage, m), arrival, now)
+            # Without a B (in evaluation) nothing is kept, and the last stage's output waits for the head alone.
             if ("B", stage, m) in at:
                 yield Lifetime(device, Value("kept", stage, m), now, (at["B", stage, m], _BACKWARD))
-            elif stage == last:  # in evaluation
+            elif stage == last:
                 yield Lifetime(device, Value("cotangent", stage, m), now, (tick_of["head"][m], _HEAD))
         elif op.kind == "B":
             now = op.tick, _BACKWARD
@@ -179,6 +180,7 @@ def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict
         free_from: list[_Time] = []  # for each slot, when its value was read for the last time
         for written, last_read, value in sorted(lives):
             slot = next((i for i, free in enumerate(free_from) if free <= written), len(free_from))
+            # Replaces the slot's time, or appends one where no slot was free.
             free_from[slot : slot + 1] = [last_read]
             slots[value] = slot
         sizes[buffer] = max(sizes[buffer], len(free_from) + 1)

@@ -45,6 +45,7 @@ def head_runs(schedule: Table) -> list[Run]:
         if op.tick > limit or len(runs[-1]) == schedule.stages:
             runs.append([])
             limit = backward[op.microbatch]
+        # No member's backward may come before the run: the run ends at the earliest of them.
         runs[-1].append(op)
         limit = min(limit, backward[op.microbatch])
     return [Run(run[-1].tick, _members(run)) for run in runs]

@@ -80,6 +80,7 @@ class DeviceStep:
         Collectives: one all-reduce of a scalar over the batch axes per term of the loss.
         """
         each = jax.vmap(embed_and_head.microbatch_weights)(jnp.arange(self.engine.microbatches))
+        # Counts of tokens in bf16 would stop at 256.
         wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in each]
         weights = tuple(sum_scalar(x.sum(), self.layout.batch_axes) for x in wide)
         return replace(embed_and_head, loss_weights=weights)
@@ -131,6 +132,7 @@ class DeviceStep:
             if grad is None:
                 return None
             mine = next(grads)
+            # With "each" they were reduced in `_add_gradients`.
             if self.engine.scatter == "end":
                 stack = partial(_stack_placement, mine.shape[0])
                 mine = reduce_gradient(self.layout, self.engine, stack(grad.tail()), mine, stack(param.tail()))
@@ -194,6 +196,7 @@ class DeviceStep:
         chunk, place = index // each, index % each
         stage = chunk * axis_size(self.layout.mesh, self.pipe.axis) + lax.axis_index(self.pipe.axis)
         number = stage * each + place
+        # Clamped, so that padding has a key like any other block; nothing of it is used.
         return jnp.minimum(number, self.model.num_blocks - 1), number < self.model.num_blocks
 
     def _move(self, param: Placement, grad: Placement | None) -> Move:

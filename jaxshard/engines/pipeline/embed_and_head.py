@@ -146,6 +146,7 @@ class EmbedAndHead:
             loss = self._loss(self.params, jax.tree.unflatten(tree, leaves), microbatch)
             return tuple(loss.value.weights)
 
+        # The activations are the last inputs of the traced program; one that is left after dead code is gone is used.
         traced = jax.make_jaxpr(weigh)(*leaves)
         if any(eliminate_dead_code(traced)[1][-len(leaves) :]):
             raise TypeError(
@@ -178,6 +179,7 @@ def _add_gradients(sums: PyTree, grads: PyTree, active: jax.Array) -> PyTree:
 
 
 def _add_metrics(totals: Metrics, metrics: Metrics, active: jax.Array) -> Metrics:
+    # Chosen after adding, so that a NaN of a device without a micro-batch is dropped.
     added = {name: combine(totals[name], metric) for name, metric in metrics.items()}
     before = {name: totals[name] for name in added}
     after: Metrics = jax.tree.map(lambda new, old: jnp.where(active, new, old), added, before)

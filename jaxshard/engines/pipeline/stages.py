@@ -102,6 +102,7 @@ class Stages:
     ) -> tuple[PyTree, GradSums, Arrays]:  # fmt: skip
         """The blocks' backwards in reverse; what each carries comes out stacked like what it kept."""
         if self.recompute:
+            # Kept was the chunk's input alone; its other half, what each block keeps, is made again now.
             x = jax.tree.unflatten(jax.tree.structure(dy), kept)
             _, kept = self._forward(chunk, microbatch, x)
 
@@ -111,6 +112,7 @@ class Stages:
             dy, sums = carry
             index, weights, key, real = self._block(chunk, microbatch, turn[0])
             grads, dx, carried = block_backward(weights, key, turn[1], dy)
+            # Sums are in the carry rather than stacked outputs: one set for all chunks and micro-batches.
             sums = self.add_gradients(sums, index, grads, active & real)
             return (_where(real, dx, dy), sums), carried
 

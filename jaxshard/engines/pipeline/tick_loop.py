@@ -190,6 +190,7 @@ class _TickLoop:
         of_head = totals._replace(grads=select(read_by_head, totals.grads))
         outbox, of_head = run_if(at["head"] >= 0, partial(self.head, at), (outbox, of_head))
         totals = of_head._replace(grads=fill(of_head.grads, totals.grads))
+        # After the head, so that a cotangent it just wrote can be read by a B of the same tick.
         backward = partial(self.backward, at, kept)
         outbox, carried, grads, dx = run_if(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
         embed_grad = partial(self.embed_grad, at, outbox)
@@ -197,6 +198,7 @@ class _TickLoop:
         totals = totals._replace(grads=fill(of_embed, totals.grads))
         if self.splits_backward:
             grads = run_if(at["w"] > 0, partial(self.weight_backward, at, carried), grads)
+        # Outside of conditionals: values travel in every tick, and what nobody needs arrives in the scratch slot.
         inbox = write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1))
         outbox = write_slot(outbox, at["arrive_b"], self.ring.shift(dx, -1))
         return Carry(inbox, kept, outbox, carried, grads, totals), None
