@@ -9,15 +9,7 @@ from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
 from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import (
-    Count,
-    JsonFile,
-    Remat,
-    Sharding,
-    Target,
-    Words,
-    check_files,
-)
+from jaxshard.commands.flags import Count, JsonFile, Remat, Sharding, Target, Words, check_files
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import depth_of, program_of
 from jaxshard.commands.result import write_json

@@ -53,7 +53,7 @@ JsonFile = Annotated[
 
 @dataclass(frozen=True)
 class ShardingFlags:
-    """Where the arrays of a step live and how it runs.
+    """The mesh, the placement of arrays on it, and the engine that computes a step.
 
     Attributes:
       mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
@@ -97,7 +97,7 @@ class DataFlags:
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """How long and how fast to train; by default what suits the model.
+    """Length, batches and learning rate of the training.
 
     Attributes:
       steps: optimizer steps in all; by default what suits the model.
@@ -123,7 +123,7 @@ class RecipeFlags:
 
 @dataclass(frozen=True)
 class SavingFlags:
-    """Where the run is saved and from where it goes on.
+    """The folder of checkpoints, and the step to go on from.
 
     Attributes:
       checkpoint: save the run into this folder while it trains, and at the end; each step in a folder of its own.
@@ -142,7 +142,7 @@ class SavingFlags:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """What is written and shown besides the progress.
+    """Files that are written, and the sample at the end.
 
     Attributes:
       sample: how many tokens to draw from the model at the end; 0 for none.

@@ -24,19 +24,15 @@ from jaxshard.schedules.schedule import Schedule
 _ENGINES: dict[str, Callable[..., Engine]] = {"explicit": explicit, "auto": auto}
 
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
-    "ddp": ddp,
-    "zero1": zero1,
-    "zero2": zero2,
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-}
+    "ddp": ddp, "zero1": zero1, "zero2": zero2, "fsdp": fsdp, "hsdp": hsdp
+}  # fmt: skip
 
 _MICROBATCHES_PER_STAGE = 4
 """Of a pipeline where --microbatches is not given: with two chunks the bubble is an eighth at most."""
 
 
 class Parallel(NamedTuple):
-    """How a step runs.
+    """The mesh, strategy and engine of a step.
 
     Attributes:
       mesh: the mesh over the chosen devices.
@@ -67,19 +63,16 @@ class Parallel(NamedTuple):
     def about(self) -> dict[str, Any]:
         """The facts that a command writes into its JSON object."""
         engine = self.engine
-        about = {
-            "strategy": self.strategy_name,
-            "engine": type(engine).__name__.lower(),
-            "microbatches": engine.microbatches,
-        }
+        name = type(engine).__name__.lower()
+        about = {"strategy": self.strategy_name, "engine": name, "microbatches": engine.microbatches}
         schedule = getattr(engine, "schedule", None)
         if schedule is None:
             return about | {
                 "remat": getattr(engine, "remat", None),
                 "reduction": getattr(engine, "reduction", "native"),
             }
-        name = schedule if isinstance(schedule, str) else schedule.name
-        return about | {"schedule": name, "stash": getattr(engine, "stash", None)}
+        schedule_name = schedule if isinstance(schedule, str) else schedule.name
+        return about | {"schedule": schedule_name, "stash": getattr(engine, "stash", None)}
 
 
 def make_parallel(

@@ -13,15 +13,7 @@ from jaxshard.checks.parity import parity as compare
 from jaxshard.commands.devices import describe
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import (
-    Count,
-    JsonFile,
-    Number,
-    Sharding,
-    Target,
-    check_files,
-    check_positive,
-)
+from jaxshard.commands.flags import Count, JsonFile, Number, Sharding, Target, check_files, check_positive
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import Program, depth_of, program_of
 from jaxshard.commands.result import write_json

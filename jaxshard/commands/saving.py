@@ -20,13 +20,7 @@ from jaxshard.training.state import TrainState
 EVERY = 10
 """Steps between saves where --checkpoint-every is not given."""
 
-_FIX_THE_BATCHES = {
-    "model": "--model",
-    "batch": "--batch",
-    "seq": "--seq",
-    "seed": "--seed",
-    "corpus": "--data",
-}
+_FIX_THE_BATCHES = {"model": "--model", "batch": "--batch", "seq": "--seq", "seed": "--seed", "corpus": "--data"}
 """Facts of a saved run that decide which batch a step sees, with their flags: a run goes on only with the same ones."""
 
 _FIX_THE_RATE = {"steps": "--steps", "lr": "--lr"}
@@ -34,7 +28,7 @@ _FIX_THE_RATE = {"steps": "--steps", "lr": "--lr"}
 
 
 class Saving(NamedTuple):
-    """Where a run is saved and from where it goes on.
+    """The folder that a run is saved in, and the step to go on from.
 
     Attributes:
       folder: the folder of checkpoints, or None where nothing is saved.

@@ -51,7 +51,7 @@ threads.
 
 
 class Outcome(NamedTuple):
-    """How the processes ended.
+    """The end of all processes.
 
     Attributes:
       status: 0, or the exit status of the process that failed first: 128 + n where signal n ended it.
