@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
-from jaxshard.core.ordered_sums import all_sum, pairwise_sum, scatter_sum, totals
+from jaxshard.core.ordered_sums import all_sum, pairwise_sum, scatter_sum, stack_totals
 from jaxshard.optim.proof.elementwise import is_elementwise_except_totals
 from tests.engines.ordered_program import train
 from tests.engines.programs import gpt_program, scalar_traffic, setups, traffic
@@ -91,7 +91,7 @@ def test_totals_count_copies_once():
     mesh = js.make_mesh(replica=2, data=4)
     arrays = [jnp.arange(8.0), jnp.arange(16.0).reshape(2, 8), jnp.float32(3)]
     specs = [P("data"), P("replica", "data"), P()]
-    found = jax.jit(lambda arrays: totals(jnp.sum, arrays, specs, mesh))(arrays)
+    found = jax.jit(lambda arrays: stack_totals(jnp.sum, arrays, specs, mesh))(arrays)
     np.testing.assert_array_equal(found, [28, 120, 3])
 
 
