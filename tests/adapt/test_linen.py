@@ -214,7 +214,7 @@ def test_methods_are_initialised_by_the_loss_that_calls_them():
 def test_evaluation_is_told_and_leaves_the_state():
     toy = adapted(MLP(0.5))
     model = start_of(toy.init_fn)
-    pair = toy.loss_fn.__self__
+    pair = toy.loss_fn.model
     result = pair.evaluate(model, toy.batch)["loss"]
     logits = MLP(0.5).apply({"params": model.params, **model.state}, toy.batch["x"], train=False)
     assert float(result.value) == pytest.approx(float(cross_entropy(logits, toy.batch).value), rel=1e-6)
@@ -246,7 +246,7 @@ def test_names_in_boxes_split_a_model_over_tensor():
         return cross_entropy(model(batch["x"]), batch)
 
     toy = adapted(Named(True), loss)
-    pair = toy.init_fn.__self__
+    pair = toy.init_fn.model
     assert pair.dim_names(start_of(toy.init_fn)) == {
         "first": {"kernel": ("embed", "mlp")},
         "second": {"kernel": ("mlp", None), "bias": (None,)},
@@ -292,7 +292,7 @@ def test_a_module_that_only_evaluation_calls():
 def test_evaluation_without_train_asks_for_a_key():
     toy = noise_toy()
     with pytest.raises(ValueError, match=r"evaluation has no random key:.*give the loss a parameter `train`"):
-        toy.loss_fn.__self__.evaluate(start_of(toy.init_fn), toy.batch)
+        toy.loss_fn.model.evaluate(start_of(toy.init_fn), toy.batch)
 
 
 def test_a_loss_with_a_state_of_its_own():

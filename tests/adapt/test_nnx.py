@@ -154,7 +154,7 @@ def test_dropout_under_explicit_does_not_repeat_across_shards_and_micro_batches(
 
 def test_evaluation_changes_nothing():
     toy = adapted(lambda rngs: MLP(rngs, 0.5))
-    pair, model = toy.loss_fn.__self__, start_of(toy.init_fn)
+    pair, model = toy.loss_fn.model, start_of(toy.init_fn)
     module = MLP(nnx.Rngs(jax.random.key(0)))
     module.eval()
     logits = module(toy.batch["x"])
@@ -182,7 +182,7 @@ def test_a_loss_may_be_told_and_a_module_may_have_no_state():
     value = loss_fn(params, x, jax.random.key(1))
     assert (
         float(value)
-        == float(loss_fn.__self__.evaluate(params, x)["loss"].value)
+        == float(loss_fn.model.evaluate(params, x)["loss"].value)
         == pytest.approx(float(jnp.square(x @ params["kernel"]).sum()), rel=1e-6)
     )
     assert told == [True, False]
@@ -214,7 +214,7 @@ def test_shared_weights_sown_values_and_own_streams():
     assert_equal_runs(trace, reference)
     np.testing.assert_array_equal(trace.state["shift"], np.arange(5.0))
     with pytest.raises(ValueError, match=r"js.nnx: evaluation has no random key, but the module draws numbers"):
-        toy.loss_fn.__self__.evaluate(model, toy.batch)
+        toy.loss_fn.model.evaluate(model, toy.batch)
 
 
 def test_names_in_metadata_split_a_model_over_tensor():
@@ -233,7 +233,7 @@ def test_names_in_metadata_split_a_model_over_tensor():
             return self.second(jnp.tanh(self.first(x)) * self.scale[...])
 
     toy = adapted(Named)
-    names = toy.init_fn.__self__.dim_names(start_of(toy.init_fn))
+    names = toy.init_fn.model.dim_names(start_of(toy.init_fn))
     assert names == {
         "first": {"kernel": ("embed", "mlp")},
         "second": {"kernel": ("mlp", None), "bias": (None,)},

@@ -33,7 +33,7 @@ def train(toy_name: str, reduction: str, names: Sequence[str]) -> list[str]:
             for batch in js.batches([toy.batch] * 3, layout, prefetch=0):
                 run, metrics = step(run, batch)
                 numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
-            eval_fn = toy.loss_fn.__self__.evaluate if toy_name == "gpt" else loss_only
+            eval_fn = toy.loss_fn.model.evaluate if toy_name == "gpt" else loss_only
             held_out = [toy.batch, jax.tree.map(lambda x: x[:11], toy.batch)]
             numbers.append(js.evaluate(js.make_eval_step(eval_fn, layout, engine=engine), run, held_out)["loss"])
         assert not metrics["bad"]
