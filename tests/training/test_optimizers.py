@@ -4,7 +4,7 @@ Tolerance 1e-5, per array: the largest difference over the larger of the array's
 tree's. Nothing is small enough to stay whole (`min_size=0`), and some arrays have no dimension that divides: they are
 padded.
 
-`JAXSHARD_WRITE_DOCS=1 pytest tests/test_optimizers.py` writes docs/optimizers.md anew.
+`JAXSHARD_WRITE_DOCS=1 pytest tests/training/test_optimizers.py` writes docs/optimizers.md anew.
 """
 
 from __future__ import annotations
@@ -264,16 +264,16 @@ def page() -> str:
     """The table of the docs: everything in it comes from layouts and from the check, nothing from running."""
     return f"""# Optimizers
 
-Written by `tests/test_optimizers.py`. It trains every line of this table for {STEPS} steps on {DEVICES} devices under
-`js.zero2` and `js.fsdp`, and asserts that updates, parameters and optimizer state equal those of plain optax on one
-device, given the same gradients. The difference is that of the worst array: the largest of its elements, over the
+Written by `tests/training/test_optimizers.py`. It trains every line of this table for {STEPS} steps on {DEVICES}
+devices under `js.zero2` and `js.fsdp`, and asserts that updates, parameters and optimizer state equal those of plain
+optax on one device, given the same gradients. The difference is that of the worst array: the largest of its elements, over the
 larger of the array's largest magnitude and 1e-3 of the tree's.
 
 The parameters are [1001], [16, 24], [13, 7], [3, 5, 16] and one number; two of these are padded, and none is exempt
 from being split (`min_size=0`).
 
-- **optimizer**: an alias of optax or a wrapper around one, as `tests/optimizers.py` and `tests/optim/aliases.py` make
-  it; `contrib` is `optax.contrib`.
+- **optimizer**: an alias of optax or a wrapper around one, as `tests/training/optimizers.py` and
+  `tests/optim/proof/aliases.py` make it; `contrib` is `optax.contrib`.
 - **runs on**: the arrays as stored, where the update of an element depends on that element alone
   (`js.optim.check_elementwise`); otherwise whole arrays in model order, without padding, which the compiler gathers as
   far as it needs.
