@@ -6,8 +6,6 @@ collectives are f32: its compiler promotes the others.
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,10 +162,7 @@ def test_padded_leaves_are_moved_padded(strategy):
     toy, tx = linen_toy(), optax.adam(1e-3)
     axes, strategy = setups(0)[strategy]
     layout = js.layout(strategy, js.make_mesh(**axes), toy.init_fn, tx)
-    lowered = js.make_step(toy.loss_fn, tx, layout, engine=js.explicit()).lower(toy.batch)
-    # XLA's older code generator, which the fast tests ask for, would leave out some of the padding.
-    older = "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
-    compiled = lowered.compile(compiler_options={"xla_cpu_use_fusion_emitters": True} if older else None)
+    compiled = js.make_step(toy.loss_fn, tx, layout, engine=js.explicit()).compile(toy.batch)
     assert traffic(Program(layout, compiled)) == {("reduce-scatter", "data"): 142_944, ("all-gather", "data"): 142_944}
 
 
