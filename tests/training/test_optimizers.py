@@ -266,8 +266,8 @@ def page() -> str:
 
 Written by `tests/training/test_optimizers.py`. It trains every line of this table for {STEPS} steps on {DEVICES}
 devices under `js.zero2` and `js.fsdp`, and asserts that updates, parameters and optimizer state equal those of plain
-optax on one device, given the same gradients. The difference is that of the worst array: the largest of its elements, over the
-larger of the array's largest magnitude and 1e-3 of the tree's.
+optax on one device, given the same gradients. The difference is that of the worst array: the largest of its elements,
+over the larger of the array's largest magnitude and 1e-3 of the tree's.
 
 The parameters are [1001], [16, 24], [13, 7], [3, 5, 16] and one number; two of these are padded, and none is exempt
 from being split (`min_size=0`).
