@@ -33,6 +33,17 @@ def test_relative_links_lead_somewhere():
     assert not broken, "\n".join(broken)
 
 
+def test_files_that_pages_name_exist():
+    named = [(page, file) for page in PAGES for file in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())]
+    assert named
+    missing = [f"{page.name}: {file}" for page, file in named if not is_file(file)]
+    assert not missing, "\n".join(missing)
+
+
+def is_file(name: str) -> bool:
+    return (ROOT / name).exists() or (ROOT / "jaxshard" / name).exists()
+
+
 def test_every_page_is_linked_from_the_readme():
     text = README.read_text()
     missing = [page.name for page in PAGES if page != README and f"](docs/{page.name})" not in text]
