@@ -78,7 +78,8 @@ def gpt_program(
     model = gpt(**sizes)
     tx = optax.adam(1e-3) if tx is None else tx
     layout = js.layout(strategy, mesh, model.init, tx)
-    loss = (lambda params, batch, key: model.loss(params, batch, key)) if opaque else model.loss
+    # `run` is the computation alone: an engine would recognise `model.loss` inside a function too.
+    loss = (lambda params, batch, key: model.run(params, batch, key)) if opaque else model.loss
     step = js.make_step(loss, tx, layout, engine=engine)
     return Program(layout, step.compile({"tokens": jax.ShapeDtypeStruct((rows, sizes["seq"] + 1), jnp.int32)}))
 
