@@ -118,9 +118,9 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
     """
     view, store = placement.view, placement.store
     sizes = {dim: view.logical[dim] for dim in range(len(view.logical)) if view.logical[dim] == view.padded[dim]}
-    if view.cut:
+    if view.extra_dims:
         sizes.pop(0, None)
-    kept = {dim: axis_names(store[view.at(dim)]) for dim in sizes}
+    kept = {dim: axis_names(store[view.stored_dim(dim)]) for dim in sizes}
     left = {dim: size // axis_size(mesh, kept[dim]) for dim, size in sizes.items()}
     for axis in (name for name in axes_of(store) if not any(name in names for names in kept.values())):
         fits = [dim for dim, size in left.items() if size and size % mesh.shape[axis] == 0]
@@ -128,7 +128,7 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
             dim = max(fits, key=sizes.__getitem__)
             kept[dim], left[dim] = (*kept[dim], axis), left[dim] // mesh.shape[axis]
     logical = [spec_entry(kept.get(dim, ())) for dim in range(len(view.logical))]
-    before = [None] * view.cut
+    before = [None] * view.extra_dims
     return PartitionSpec(*logical), PartitionSpec(*before, *logical)
 
 

@@ -48,7 +48,7 @@ class HostBlocks:
 
     def _blocks_of(self, index: tuple[slice, ...], shard: np.ndarray[Any, Any]) -> Iterator[Block]:
         """Yield the blocks of one shard: one for each index into its leading dimensions, where the first is split."""
-        cut, stored = self.view.cut, self.view.stored
+        cut, stored = self.view.extra_dims, self.view.stored
         starts = [where.start or 0 for where in index]
         for lead in np.ndindex(shard.shape[:cut]):
             # The logical row of stored index (i, j, k): as in row-major order of the dimensions it is split into.
@@ -95,6 +95,6 @@ def _shards_to_write(x: jax.Array, number: int) -> list[Any]:
 def _host_blocks(entry: Entry, x: jax.Array, shards: Sequence[Any]) -> HostBlocks:
     view = entry.placement.view
     logical = view.logical + x.shape[len(view.stored) :]  # with the words of a random key
-    chunk = map(min, x.sharding.shard_shape(x.shape)[view.cut :], logical)
+    chunk = map(min, x.sharding.shard_shape(x.shape)[view.extra_dims :], logical)
     held = tuple((shard.index, np.asarray(shard.data)) for shard in shards)
     return HostBlocks(logical, np.dtype(x.dtype), tuple(chunk), view, held)

@@ -108,7 +108,8 @@ def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     if not axes:
         return x
     wide = {jnp.dtype(bool): jnp.int32}.get(x.dtype, jnp.float32 if x.dtype in _NARROW else x.dtype)
-    return lax.pmax(x.astype(wide), tuple(axes)).astype(x.dtype)
+    largest: jax.Array = lax.pmax(x.astype(wide), tuple(axes)).astype(x.dtype)
+    return largest
 
 
 _NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

@@ -1,4 +1,8 @@
-"""Constraints on activations by the names of their dimensions: a no-op in a program that has no mesh."""
+"""Constraints on activations by the names of their dimensions; they do nothing in a program without a layout.
+
+The layout comes by a context (`follow_layout`) that engines enter around the user's code, so that a model names its
+dimensions once and knows neither mesh nor strategy.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
@@ -23,23 +28,34 @@ _FREE = PartitionSpec.UNCONSTRAINED
 _current = jax.make_user_context(default_value=None)
 
 
-def constrain(x: jax.Array, names: Sequence[str | None], *, grad: Sequence[str | None] | None = None) -> jax.Array:
-    """`x` with its dimensions split as the strategy of the step that is being compiled splits these names.
+def constrain(
+    x: Shaped[Array, "*dims"], names: Sequence[str | None], *, grad: Sequence[str | None] | None = None
+) -> Shaped[Array, "*dims"]:
+    """Constrain the dimensions of an activation to be split as the current strategy splits these names.
 
-    One name per dimension: "batch" is split over the batch axes, any other name as the rules of `js.tensor` say, and
-    None is whole. In a program that is not one of jaxshard's steps, or has no tensor axis and no batch axes, `x` comes
-    back as it is. Under `js.explicit` each device has its own rows, so that "batch" says nothing there.
+    "batch" is split over the batch axes (where they divide the rows), any other name as the rules of `js.tensor` say,
+    and None is whole. Outside of jaxshard's steps, or without tensor and batch axes, `x` comes back as it is. Under
+    `js.explicit` each device has its own rows, so "batch" says nothing there.
 
-    The cotangent of `x` is constrained as `grad` says, or alike. With sequence parallelism, what enters a
-    column-parallel layer is whole forward and split backward, so that its partial sums are scattered:
+    Collectives: those that bring `x` there from where it was, chosen by the compiler.
 
-        h = js.constrain(h, ("batch", None, None), grad=("batch", "sequence", None))
+    Args:
+      x: an activation of any shape, global under `js.auto`.
+      names: one name, or None, for each dimension.
+      grad: the names for the gradient of `x`; by default the same.
 
-    Collectives: those that bring `x` there from where it was.
+    Returns:
+      `x`, with the same values.
 
     Raises:
       ValueError: another number of names than dimensions; a name that no rule knows; a dimension that the axis does
         not divide.
+
+    Example:
+      With sequence parallelism, the input of a column-parallel layer is whole in the forward pass and split in the
+      backward pass, so that its partial sums are scattered:
+
+        h = js.constrain(h, ("batch", None, None), grad=("batch", "sequence", None))    # h: [batch, seq, embed]
     """
     grad = names if grad is None else grad
     for given in (names, grad):
@@ -49,8 +65,8 @@ def constrain(x: jax.Array, names: Sequence[str | None], *, grad: Sequence[str |
     return x if activations is None else activations.constrain(x, names, grad)
 
 
-def splits(name: str, size: int | None = None) -> bool:
-    """Whether the strategy of the step that is being compiled splits dimensions of this name, and of this size."""
+def is_split(name: str, size: int | None = None) -> bool:
+    """Return whether the current strategy splits dimensions of this name, and of this size where one is given."""
     activations: Activations | None = _current.value
     if activations is None:
         return False
@@ -61,17 +77,20 @@ def splits(name: str, size: int | None = None) -> bool:
     )
 
 
-def constraining(layout: Layout) -> AbstractContextManager[None]:
-    """A context in which `constrain` follows the layout."""
+def follow_layout(layout: Layout) -> AbstractContextManager[None]:
+    """Make a context in which `constrain` follows the layout."""
     context: AbstractContextManager[None] = _current(Activations(layout))
     return context
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _constrained(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, forward)
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, forward)
+    return constrained
 
 
+# A custom gradient, because the transpose of a constraint constrains the cotangent in the same way, and `grad` may
+# differ from `names`.
 def _forward(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> tuple[jax.Array, None]:
     return jax.lax.with_sharding_constraint(x, forward), None
 
@@ -85,7 +104,7 @@ _constrained.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class Activations:
-    """Where activations live under a layout; two of the same layout are equal."""
+    """The placement of activations under a layout; two of the same layout are equal."""
 
     layout: Layout
 
@@ -106,7 +125,8 @@ class Activations:
             return NamedSharding(mesh, PartitionSpec(*entries))
 
         # A name of its own: the constraints that bring weights are never saved for the backward pass, these may be.
-        return checkpoint_name(_constrained(sharding(names), sharding(grad), x), "constrained")
+        named: jax.Array = checkpoint_name(_constrained(sharding(names), sharding(grad), x), "constrained")
+        return named
 
     def _mesh(self) -> tuple[Mesh, frozenset[str]]:
         """The mesh, and the axes that an enclosing `shard_map` handles."""
@@ -119,10 +139,7 @@ class Activations:
             return ()
         if name == "batch":
             axes = self.layout.batch_axes
-            parts = 1
-            for axis in axes:
-                parts *= self.layout.mesh.shape[axis]
-            return axes if size % parts == 0 else _FREE
+            return axes if size % axis_size(self.layout.mesh, axes) == 0 else _FREE
         return tuple(axis for part in self.tensors() for axis in part.entry(name, size, self.layout.mesh))
 
     def tensors(self) -> list[Tensor]:

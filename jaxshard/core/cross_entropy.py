@@ -1,20 +1,37 @@
-"""Cross-entropy that stays where its logits are."""
+"""Cross-entropy that leaves logits split over the vocabulary where they are."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
 
-from jaxshard.core.constrain import constrain, splits
+from jaxshard.core.constrain import constrain, is_split
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The negative log-likelihood in nats, f32[...], of labels[...] under logits[..., V].
+def cross_entropy(logits: Float[Array, "*batch vocab"], labels: Int[Array, "*batch"]) -> Float32[Array, "*batch"]:
+    """Compute the negative log-likelihood of labels under logits, in nats and f32.
 
-    Where the vocabulary V is split over a tensor axis the logits are not gathered: two all-reduces of one number per
-    label (the maximum and the sum of exponentials) and one of the label's own logit, each over the axis (Shoeybi et al.
-    2019, "Megatron-LM", section 3). Without a tensor axis there are no collectives. A label outside 0 to V - 1 has
-    no logit: its loss is the log of the normaliser.
+    If the vocabulary is split over a tensor axis, the logits are not gathered: over that axis there are three
+    all-reduces of one number per label (the maximum, the sum of exponentials and the label's own logit). Otherwise no
+    collectives.
+
+    Args:
+      logits: any floating dtype; the reduction is done in f32.
+      labels: integers. One outside of 0 to vocab - 1 has no logit: its loss is the log of the normaliser, so mask it.
+
+    Returns:
+      The loss of each label.
+
+    Raises:
+      ValueError: labels that are not integers or do not have the shape of the logits but for the last dimension.
+
+    References:
+      Shoeybi et al. 2019, "Megatron-LM", section 3.
+
+    Example:
+        losses = js.cross_entropy(logits, batch["labels"])            # f32[batch, seq]
+        return js.Mean(losses.sum(), losses.size)
     """
     if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
@@ -22,7 +39,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
             f"{labels.dtype}{list(labels.shape)}"
         )
     logits = logits.astype(jnp.float32)
-    if splits("vocab", logits.shape[-1]):
+    if is_split("vocab", logits.shape[-1]):
         names = ("batch", *(None,) * (logits.ndim - 2), "vocab") if logits.ndim > 1 else ("vocab",)
         logits = constrain(logits, names)
     # Not an index: looking a label up would make the partitioner move the logits. Not in the labels' dtype: bytes wrap.

@@ -1,4 +1,9 @@
-"""Random keys that do not depend on how the rows of a batch are spread over devices."""
+"""Random keys that do not depend on how the rows of a batch are spread over devices.
+
+A key is used as a counter. An engine hands a device whose rows begin at row r of the global batch the step's key
+advanced by r. Key i of `row_keys` there is that key advanced by i, so both together give the step's key advanced by
+r + i, on every mesh.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +13,70 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Key, UInt32
 
 # How far apart the rows at hand lie in the global batch: micro-batches may take every n-th row.
 _stride = jax.make_user_context(default_value=1)
 
 
 def row_stride(rows: int) -> AbstractContextManager[None]:
-    """A context in which the rows at hand lie `rows` apart in the global batch."""
+    """Make a context in which neighbouring rows at hand lie `rows` apart in the global batch."""
     context: AbstractContextManager[None] = _stride(rows)
     return context
 
 
-def row_keys(key: jax.Array, rows: int) -> jax.Array:
-    """One random key per row: keys[rows], the same for a row of the global batch wherever that row is computed.
+def row_keys(
+    key: Key[Array, ""] | UInt32[Array, " words"], rows: int
+) -> Key[Array, " rows"] | UInt32[Array, "rows words"]:
+    """Make one random key per row, the same for a row of the global batch wherever that row is computed.
 
-    Call it on the key that your function received, before any split, and vmap over the result: under every engine and
-    mesh row r of the global batch then draws the same numbers. No collectives.
+    Call it on the key that your function received, before any split, and `vmap` over the result. Row r of the global
+    batch then draws the same numbers under every engine and mesh. No collectives.
 
-    A key is a counter: the engine hands a device that holds the rows from r on the step's key advanced by r
-    (`advance`), and key i here is the received key advanced by i and hashed once, so both sums agree.
+    Args:
+      key: the key that `loss_fn` (or a block of `js.Stacked`) received.
+      rows: how many rows are at hand: all of them under `js.auto`, this device's under the other engines.
+
+    Returns:
+      Keys [rows], of the kind of `key`.
+
+    Raises:
+      ValueError: a negative number of rows.
+
+    Example:
+        keys = js.row_keys(key, len(x))                                      # x: f32[rows, features]
+        keep = jax.vmap(lambda k: jax.random.bernoulli(k, 0.9, x.shape[1:]))(keys)
     """
     if rows < 0:
         raise ValueError(f"row_keys: the number of rows must not be negative, got {rows}")
     numbers = _stride.value * jnp.arange(rows, dtype=jnp.uint32)
-    return jax.vmap(lambda row: jax.random.fold_in(advance(key, row), 0))(numbers)
+    # The hash keeps row r's key from being the advanced key itself, of which the user may draw numbers too.
+    keys: jax.Array = jax.vmap(lambda row: jax.random.fold_in(advance(key, row), 0))(numbers)
+    return keys
 
 
 def advance(key: jax.Array, rows: jax.Array | int) -> jax.Array:
-    """The key of the row that lies `rows` further on: the last word of the key plus rows, modulo 2**32."""
+    """Advance a key by some rows: add them to its last word, modulo 2**32."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if typed else key
     data = data.at[..., -1].add(jnp.asarray(rows).astype(data.dtype))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)) if typed else data
+    advanced: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)) if typed else data
+    return advanced
 
 
 def typed_key(key: Any) -> jax.Array:
-    """A new-style key from a seed, an old uint32 key or a new-style key."""
+    """Return a new-style key for a seed, an old uint32 key or a new-style key."""
     if isinstance(key, Integral):
         return jax.random.key(int(key))
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return key
+        typed: jax.Array = key
+        return typed
     if dtype != jnp.uint32:
         got = type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"
         raise TypeError(f"key must be a seed or a jax.random key, got {got}")
-    return jax.random.wrap_key_data(key)
+    wrapped: jax.Array = jax.random.wrap_key_data(key)
+    return wrapped
 
 
 def key_impl_of(dtype: Any) -> Any:

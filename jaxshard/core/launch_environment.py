@@ -8,10 +8,10 @@ COORDINATOR = "JAXSHARD_COORDINATOR_ADDRESS"
 """host:port of process 0."""
 
 PROCESSES = "JAXSHARD_NUM_PROCESSES"
-"""How many processes there are."""
+"""The number of processes."""
 
 INDEX = "JAXSHARD_PROCESS_ID"
-"""Which of them this one is, from 0."""
+"""The index of this process among them, from 0."""
 
 RESTARTS = "JAXSHARD_RESTARTS"
-"""How often all processes were started again. For users' scripts; the library does not read it."""
+"""The number of times that all processes were started again. For users' scripts; the library does not read it."""

@@ -1,4 +1,4 @@
-"""`Layout`: where every array of a run lives. The one value that training, planning and pictures share."""
+"""`Layout`: where every array of a run lives. The one value that training, checkpoints, planning and pictures share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from jaxshard.core.types import PyTree, Role
 
 
 class Placed(NamedTuple):
-    """One array of a layout: its role, its shape and where it lives."""
+    """One array of a layout.
+
+    Attributes:
+      role: "param", "grad", "opt" or "state".
+      leaf: its path, logical shape, dtype and names.
+      placement: where it lives.
+    """
 
     role: Role
     leaf: Leaf
@@ -39,9 +45,15 @@ class Layout:
       opt_state: where each array of the optimizer state rests.
       state: where each array of the model's own state rests.
       shapes: the logical shapes of parameters, optimizer state and model state.
-      trainable: for every parameter whether it is trained.
-      stacked_for_user: whether the user wrote single blocks that the library stacked: `js.make_step` then refuses an
+      trainable: True for every parameter that is trained, False for a frozen one.
+      stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
+
+    Example:
+        layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
+        print(layout)                              # a table of all arrays
+        layout.bytes_per_device()["opt"]           # bytes of optimizer state on each device
+        layout.params["head"]["kernel"].store      # PartitionSpec(None, None): whole
     """
 
     mesh: Mesh
@@ -57,7 +69,7 @@ class Layout:
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline that the blocks are placed in; None without."""
+        """The `js.pipeline` that places the blocks; None without one."""
         return pipeline_of(self.strategy)
 
     @property
@@ -66,24 +78,24 @@ class Layout:
         return split_rows(self.strategy, self.mesh)
 
     def batch_placement(self, array: Any, path: tuple[Any, ...] = ()) -> Placement:
-        """Where a global batch array lives; an error if its rows do not divide."""
+        """Return the placement of a global batch array; raises ValueError if its rows do not divide."""
         leaf = leaf_of(path, array)
         return self.strategy("batch", leaf, whole(leaf), self.mesh)
 
     def batch_sharding(self, array: Any) -> NamedSharding:
-        """How a global batch array (or its ShapeDtypeStruct) is spread: rows over the batch axes."""
+        """Return the sharding of a global batch array (or its ShapeDtypeStruct): rows over the batch axes."""
         return self.batch_placement(array).sharding(self.mesh)
 
     def batch_shardings(self, batch: PyTree) -> PyTree:
-        """How every array of a global batch is spread."""
+        """Return the sharding of every array of a global batch, as a tree."""
         return map_with_path(lambda path, x: self.batch_placement(x, path).sharding(self.mesh), batch)
 
     def shardings(self, placements: PyTree) -> PyTree:
-        """The tree of `NamedSharding` of a tree of placements."""
+        """Turn a tree of placements into a tree of `NamedSharding`."""
         return jax.tree.map(lambda placement: placement.sharding(self.mesh), placements)
 
     def placed(self) -> list[Placed]:
-        """Every array with its role, in the order parameters, gradients, optimizer state, model state."""
+        """List every array with its role, in the order parameters, gradients, optimizer state, model state."""
         trees: list[tuple[Role, PyTree, PyTree]] = [
             ("param", self.shapes.params, self.params),
             ("grad", select(self.trainable, self.shapes.params), self.grads),
@@ -99,26 +111,29 @@ class Layout:
         ]
 
     def bytes_per_device(self) -> dict[Role, int]:
-        """Bytes on one device by role: "param", "grad", "opt", "state"."""
+        """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state"."""
         total: dict[Role, int] = {"param": 0, "grad": 0, "opt": 0, "state": 0}
         for role, leaf, placement in self.placed():
             total[role] += placement.bytes_per_device(self.mesh, leaf.dtype)
         return total
 
     def argument_bytes(self, batch: PyTree) -> int:
-        """Bytes per device of the arguments of a step: parameters, optimizer and model state, step, key and batch."""
+        """Return the bytes per device of what a step receives: parameters, both states, step, key and batch."""
         resting = sum(count for role, count in self.bytes_per_device().items() if role != "grad")
         rows = sum(self.batch_placement(x).bytes_per_device(self.mesh, x.dtype) for x in jax.tree.leaves(batch))
         return resting + rows + bytes_of((), jnp.int32) + bytes_of((), self.shapes.key.dtype)
 
     def sharded_fraction(self, role: Role) -> float:
-        """The share of a role's elements that is split over at least one mesh axis of more than one device."""
+        """Return the share, from 0 to 1, of a role's elements that lies in arrays that are split.
+
+        An array counts as split over mesh axes of more than one device only.
+        """
         placed = [p for p in self.placed() if p.role == role]
         split = sum(p.leaf.size for p in placed if any(self.mesh.shape[a] > 1 for a in axes_of(p.placement.store)))
         return split / max(1, sum(p.leaf.size for p in placed))
 
     def explain(self) -> str:
-        """A table of every array: role, path, shape, dtype, spec, bytes per device, why it is whole or padded."""
+        """Write a table of every array: role, path, shape, dtype, spec, bytes per device, why it is whole or padded."""
         return _explain(self)
 
     def __str__(self) -> str:
@@ -126,7 +141,14 @@ class Layout:
 
 
 class Shapes(NamedTuple):
-    """The logical shapes behind a layout: trees of ShapeDtypeStruct."""
+    """The logical shapes behind a layout: trees of ShapeDtypeStruct.
+
+    Attributes:
+      params: the parameters.
+      opt_state: what `tx.init` returned for the trained parameters.
+      state: the model's own state; () without one.
+      key: a random key.
+    """
 
     params: PyTree
     opt_state: PyTree
@@ -135,28 +157,28 @@ class Shapes(NamedTuple):
 
 
 def check_transform(tx: Any) -> None:
-    """Raises unless `tx` has the two functions of an optax transform."""
+    """Raise TypeError unless `tx` has the two functions of an optax transform."""
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise TypeError(f"tx must be an optax GradientTransformation such as optax.adam(1e-3), got {type(tx).__name__}")
 
 
 def split_model(model: PyTree) -> tuple[PyTree, PyTree]:
-    """(params, state) of what an `init_fn` returned; the state is () where there is none."""
+    """Return (params, state) of what an `init_fn` returned; the state is () if there is none."""
     return (model.params, model.state) if isinstance(model, Model) else (model, ())
 
 
 def join_model(params: PyTree, state: PyTree) -> PyTree:
-    """What the user's functions receive: the inverse of `split_model`."""
+    """Make what the user's functions receive from parameters and state: the inverse of `split_model`."""
     return params if isinstance(state, tuple) and state == () else Model(params, state)
 
 
 def select(mask: PyTree, tree: PyTree) -> PyTree:
-    """The tree with None instead of the leaves whose mask is False."""
+    """Put None in place of the leaves whose mask is False."""
     return jax.tree.map(lambda keep, x: x if keep else None, mask, tree)
 
 
 def put_back(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
-    """The leaves of `chosen` where the mask is True, those of `rest` elsewhere."""
+    """Take the leaves of `chosen` where the mask is True and those of `rest` elsewhere: the inverse of `select`."""
     return jax.tree.map(lambda keep, a, b: a if keep else b, mask, chosen, rest, is_leaf=lambda x: x is None)
 
 
@@ -170,7 +192,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def human_bytes(count: float) -> str:
-    """1536000 -> "1.54 MB" (decimal units)."""
+    """Write a number of bytes in decimal units: 1536000 is "1.54 MB"."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -178,14 +200,14 @@ def human_bytes(count: float) -> str:
 
 
 def spec_str(placement: Placement) -> str:
-    """The stored spec as text: "whole", or which dimension is split over what."""
+    """Write the stored spec as text: "whole", or which dimension is split over what."""
     splits = [f"dim {dim} over {' x '.join(axis_names(e))}" for dim, e in enumerate(placement.store) if e is not None]
     return ", ".join(splits) or "whole"
 
 
-def _note(placement: Placement) -> str:
+def _describe_reason(placement: Placement) -> str:
     padded = f"padded to {list(placement.view.padded)}" if placement.view.is_padded else ""
-    if placement.view.cut:
+    if placement.view.extra_dims:
         padded = "; ".join(filter(None, (padded, f"in pipeline order {list(placement.view.stored)}")))
     why = placement.why or ("the strategy keeps it whole" if spec_str(placement) == "whole" else "")
     return "; ".join(filter(None, (placement.rule, why, padded)))
@@ -197,16 +219,24 @@ def _explain(layout: Layout) -> str:
     for role, leaf, placement in layout.placed():
         size = human_bytes(placement.bytes_per_device(layout.mesh, leaf.dtype))
         rows.append(
-            (role, leaf.path, str(list(leaf.shape)), str(leaf.dtype), spec_str(placement), size, _note(placement))
+            (
+                role,
+                leaf.path,
+                str(list(leaf.shape)),
+                str(leaf.dtype),
+                spec_str(placement),
+                size,
+                _describe_reason(placement),
+            )
         )
     totals = ", ".join(f"{role} {human_bytes(count)}" for role, count in layout.bytes_per_device().items())
     rows_over = " x ".join(layout.batch_axes) or "nothing"
-    head = [f"mesh: {mesh}; batch rows over {rows_over}", *_stages(layout)]
+    head = [f"mesh: {mesh}; batch rows over {rows_over}", *_describe_stages(layout)]
     return "\n".join([*head, *align_columns(rows), f"per device: {totals}"])
 
 
-def _stages(layout: Layout) -> list[str]:
-    """Which device of the pipeline holds which blocks, a line per device."""
+def _describe_stages(layout: Layout) -> list[str]:
+    """A line per device of the pipeline: which blocks it holds."""
     pipe = layout.pipeline
     if pipe is None:
         return []
@@ -215,8 +245,8 @@ def _stages(layout: Layout) -> list[str]:
     for device, _, run in pipe.holders(blocks, layout.mesh):
         held.setdefault(device, []).append(_run_str(run))
     each = pipe.per_stage(blocks, layout.mesh)
-    odd = pipe.stages(layout.mesh) * each - blocks
-    padding = f", the last ones padded with {odd} identities" if odd else ""
+    missing = pipe.stages(layout.mesh) * each - blocks
+    padding = f", the last ones padded with {missing} identities" if missing else ""
     lines = [f"pipeline: {blocks} blocks in {pipe.stages(layout.mesh)} stages of {each}{padding}"]
     return lines + [f"  {pipe.axis}={device}: blocks {', '.join(runs)}" for device, runs in held.items()]
 

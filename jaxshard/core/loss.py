@@ -1,7 +1,11 @@
 """What a model is and what a loss returns: `Model`, `Mean`, `Sum`, `Max`, `Loss`.
 
-These values say how a number is combined over rows that were computed apart (on other devices, in other micro-batches),
-so that every engine combines it the same way.
+The rows of a batch are computed apart: on several devices, in several micro-batches. These values say how a number is
+combined over the rows, so that every engine combines it the same way:
+
+    Mean    totals and weights are added, then divided once
+    Sum     values are added
+    Max     the largest value counts
 """
 
 from __future__ import annotations
@@ -16,24 +20,49 @@ from jaxshard.core.types import PyTree
 
 
 class Model(NamedTuple):
-    """Parameters with the model's own mutable state (batch statistics, caches)."""
+    """The parameters of a model together with its own mutable state.
+
+    `init_fn` returns it, and `loss_fn` and `eval_fn` receive it, where a model has a state. A model without a state is
+    its parameters alone.
+
+    Attributes:
+      params: a tree of arrays; gradients are taken of these.
+      state: a tree of arrays that the loss replaces in every step, such as batch statistics (see `Loss.state`).
+    """
 
     params: PyTree
     state: PyTree
 
 
+_Terms = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, init=False)
 class Mean:
-    """A weighted mean that is still open: total and weight, summed over rows and divided once.
+    """A weighted mean that is not divided yet: a total and a weight, each a sum over rows.
 
-    `total` and `weight` are scalars: the sum of the weighted values and the sum of the weights of the rows at hand.
-    Both are sums over the rows at hand, which may be a share of the batch: a weight that counts anything else (a
-    fixed batch size, say) is added up over shards as well. Means add (`ce + 0.01 * aux`, each divided by its own
-    weight) and scale by numbers. The weight must not depend on the parameters: no gradient passes through it.
+    Totals and weights are summed over shards, micro-batches and stages and divided once, so a token-weighted loss is
+    exact on every mesh. A mean of local means would not be, where devices hold different numbers of tokens.
 
-    >>> float((Mean(6.0, 3.0) + 0.5 * Mean(4.0, 1.0)).value)
-    4.0
+    Means add (`ce + 0.01 * aux`: each term keeps its own weight) and scale by numbers. No gradient passes through a
+    weight, so it must not depend on the parameters.
+
+    Args:
+      total: a scalar, the sum of the weighted values of the rows at hand.
+      weight: a scalar, the sum of the weights of the same rows. The rows at hand may be a share of the batch: a weight
+        that counts anything else, such as a fixed batch size, is added up over the shares as well.
+
+    Attributes:
+      totals: one floating scalar per term of the sum.
+      weights: one floating scalar per term of the sum.
+
+    Raises:
+      ValueError: a total or weight that is not a scalar.
+
+    Example:
+        >>> float((Mean(6.0, 3.0) + 0.5 * Mean(4.0, 1.0)).value)
+        4.0
     """
 
     totals: tuple[jax.Array, ...]
@@ -45,12 +74,12 @@ class Mean:
                 raise ValueError(
                     f"Mean: {name} must be a scalar, got shape {jnp.shape(number)}; sum over the rows first"
                 )
-        object.__setattr__(self, "totals", (jnp.asarray(total, _float(total)),))
-        object.__setattr__(self, "weights", (jnp.asarray(weight, _float(weight)),))
+        object.__setattr__(self, "totals", (jnp.asarray(total, _float_dtype(total)),))
+        object.__setattr__(self, "weights", (jnp.asarray(weight, _float_dtype(weight)),))
 
     @property
     def value(self) -> jax.Array:
-        """The sum over terms of total / weight; a term without weight is 0, and its gradient too."""
+        """The sum over terms of total / weight; a term with weight 0 is 0, and so is its gradient."""
         return weighted_sum(self, self.weights)
 
     def __add__(self, other: Mean) -> Mean:
@@ -65,30 +94,35 @@ class Mean:
 
     __rmul__ = __mul__
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[_Terms, None]:
         return (self.totals, self.weights), None
 
     @classmethod
-    def tree_unflatten(cls, _, children):
+    def tree_unflatten(cls, _: None, children: _Terms) -> Mean:
         return _mean(*children)
 
 
-def _mean(totals, weights) -> Mean:
+def _mean(totals: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> Mean:
+    """Make a Mean without checks: as a pytree it may hold shapes, shardings or anything else."""
     mean = object.__new__(Mean)
     object.__setattr__(mean, "totals", totals)
     object.__setattr__(mean, "weights", weights)
     return mean
 
 
-def _float(number: Any):
+def _float_dtype(number: Any) -> Any:
     dtype = jnp.result_type(number)
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
 def weighted_sum(mean: Mean, weights: tuple[jax.Array, ...]) -> jax.Array:
-    """The sum of the mean's totals, each over the given weight: a share of the global mean if those are global.
+    """Add up the totals of a mean, each divided by the given weight.
 
-    Written with a safe divisor so that a weight of zero gives zero and a zero gradient instead of NaN.
+    With the weights of the whole batch this is a share of the global mean: shares of all devices add up to it.
+
+    Args:
+      mean: totals of the rows at hand.
+      weights: a scalar for each total. Zero gives zero and a zero gradient, not NaN.
     """
 
     def share(total: jax.Array, weight: jax.Array) -> jax.Array:
@@ -99,13 +133,21 @@ def weighted_sum(mean: Mean, weights: tuple[jax.Array, ...]) -> jax.Array:
 
 
 class Sum(NamedTuple):
-    """A metric that adds over rows."""
+    """A metric that adds up over rows, such as a count.
+
+    Attributes:
+      value: an array of any shape, summed over the rows at hand.
+    """
 
     value: jax.Array
 
 
 class Max(NamedTuple):
-    """A metric of which the largest over rows counts."""
+    """A metric whose largest value over rows counts.
+
+    Attributes:
+      value: an array of any shape, the elementwise maximum over the rows at hand.
+    """
 
     value: jax.Array
 
@@ -113,10 +155,19 @@ class Max(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """What a loss function returns when it has more to say than a number.
+    """A loss with a new model state or with metrics beside it: what `loss_fn` may return instead of a number.
 
-    `value` is a scalar or a `Mean`; `state` the model's new mutable state (None: it has none); `metrics` maps names to
-    `Mean`, `Sum` or `Max`, which are combined over all rows of the global batch.
+    Attributes:
+      value: a scalar or a `Mean`. A scalar is opaque and runs under `js.auto` alone.
+      state: the model's new mutable state; None for a model without one.
+      metrics: `Mean`, `Sum` or `Max` by name, combined over all rows of the global batch.
+
+    Example:
+        def loss_fn(model, batch, key):
+            logits = model_fn(model, batch["x"])
+            ce = js.Mean(js.cross_entropy(logits, batch["y"]).sum(), len(logits))
+            hits = (logits.argmax(-1) == batch["y"]).sum()
+            return js.Loss(ce, metrics={"accuracy": js.Mean(hits, len(logits))})
     """
 
     value: Any
@@ -125,7 +176,7 @@ class Loss:
 
 
 def as_loss(output: Any) -> Loss:
-    """The loss function's output as a `Loss`; a TypeError that says what was received when it is none."""
+    """Return the output of a loss function as a `Loss`; raises TypeError, with what was received, if it is none."""
     loss = output if isinstance(output, Loss) else Loss(output)
     value = loss.value
     if not isinstance(value, Mean):
@@ -149,15 +200,25 @@ def as_loss(output: Any) -> Loss:
     return loss
 
 
-def lowest(dtype: Any) -> Any:
-    """What no value is below: the maximum of no rows."""
+def lowest_value(dtype: Any) -> Any:
+    """Return the smallest value of a dtype: the identity of max."""
     if dtype == jnp.bool_:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def combine(a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
-    """One metric of two sets of rows."""
+    """Combine one metric of two sets of rows into that of all of them.
+
+    Args:
+      a: a metric of some rows.
+      b: the same metric, of the same kind, of other rows.
+
+    Example:
+        >>> float(combine(Mean(6.0, 3.0), Mean(1.0, 4.0)).value)
+        1.0
+    """
     if isinstance(a, Max):
         return Max(jnp.maximum(a.value, b.value))
-    return jax.tree.map(jnp.add, a, b)
+    both: Mean | Sum = jax.tree.map(jnp.add, a, b)
+    return both

@@ -1,4 +1,10 @@
-"""`layout`: a strategy applied to the shapes of a run."""
+"""`layout`: a strategy applied to the shapes of a run.
+
+Everything is made from shapes: `init_fn` and `tx.init` are traced, never run. Parameters first get names for their
+dimensions (from known models, then the rules of `js.tensor`), then the strategy is called for each of them in the
+roles "param", "grad" and "opt". Optimizer state is placed last, by finding the parameter that each of its arrays
+belongs to (`_place_opt_state`).
+"""
 
 from __future__ import annotations
 
@@ -41,6 +47,8 @@ from jaxshard.core.tree import (
 )
 from jaxshard.core.types import ROLES, InitFn, PyTree, Role
 
+_STRATEGY_MAKERS: tuple[object, ...] = (ddp, zero1, zero2, fsdp, hsdp, tensor, pipeline)
+
 
 def layout(
     strategy: Strategy,
@@ -50,26 +58,38 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] = lambda path: True,
 ) -> Layout:
-    """The `Layout` of a training run; traces `init_fn` and `tx.init` on shapes only and touches no device.
+    """Apply a strategy to a training run: make the `Layout` that says where each of its arrays lives.
 
-    On several CPU devices JAX's persistent compilation cache is turned off, with a warning: programs that come out of
-    it can hang there.
+    Traces `init_fn` and `tx.init` on shapes alone and touches no device. On several CPU devices JAX's persistent
+    compilation cache is turned off, with a warning: programs that come out of it can hang there.
 
-    `trainable` freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
-    parameters. A frozen parameter has no gradient and no optimizer state.
+    Args:
+      strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
+      mesh: made by `js.make_mesh`.
+      init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
+      tx: the optax transform of the run.
+      trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
+        parameters. A frozen parameter has no gradient and no optimizer state.
+
+    Returns:
+      The layout. `print(layout)` shows every array.
 
     Raises:
-      TypeError: `tx` is no optax GradientTransformation, `strategy` or `init_fn` no function, `mesh` no mesh, a
-        trainable parameter not floating.
+      TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,
+        a trainable parameter not floating.
       ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
         twice to one dimension.
+
+    Example:
+        mesh = js.make_mesh(data=4, tensor=2)
+        layout = js.layout(js.compose(js.zero2(), js.tensor()), mesh, init_fn, optax.adamw(3e-4))
     """
     warn_if_untested()
     check_transform(tx)
     if not callable(strategy):
         raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
-    if strategy in (ddp, zero1, zero2, fsdp, hsdp, tensor, pipeline):
-        name = strategy.__name__
+    if strategy in _STRATEGY_MAKERS:
+        name = getattr(strategy, "__name__", "")
         raise TypeError(
             f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"
         )
@@ -88,7 +108,7 @@ def layout(
         )
     mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
     _check_trainable(params, mask)
-    leaves = _named(strategy, map_with_path(leaf_of, params, _dim_names(runs, params)))
+    leaves = _name_dims(strategy, map_with_path(leaf_of, params, _dim_names(runs, params)))
     _check_blocks(strategy, leaves)
 
     def place(role: Role) -> PyTree:
@@ -191,17 +211,17 @@ def _is_leaf(node: Any) -> bool:
     return isinstance(node, Leaf)
 
 
-def _named(strategy: Strategy, leaves: PyTree) -> PyTree:
-    """The parameters with the names that the rules of `tensor` give their dimensions; warns of what no rule split."""
+def _name_dims(strategy: Strategy, leaves: PyTree) -> PyTree:
+    """Give the dimensions of parameters the names of the rules of `tensor`; warns of large ones that no rule took."""
     records, tree = jax.tree.flatten(leaves, is_leaf=_is_leaf)
     for part in parts_of(strategy):
         if isinstance(part, Tensor):
             records = part.rules.resolve(records)
-            _report(part, records)
+            _warn_of_rules(part, records)
     return jax.tree.unflatten(tree, records)
 
 
-def _report(part: Tensor, leaves: list[Leaf]) -> None:
+def _warn_of_rules(part: Tensor, leaves: list[Leaf]) -> None:
     missed = [f"{leaf.path} {list(leaf.shape)}" for leaf in leaves if leaf.size >= MIN_SIZE and not leaf.named_by]
     if missed:
         warnings.warn(
@@ -209,7 +229,7 @@ def _report(part: Tensor, leaves: list[Leaf]) -> None:
             f"rule such as ('{missed[0].split()[0]}', ('embed', 'mlp')), or say ('*/{missed[0].split()[0]}', 'whole')",
             stacklevel=4,
         )
-    if unused := part.rules.unused(leaves):
+    if unused := part.rules.find_unused(leaves):
         warnings.warn(
             f"tensor: rules without effect: {'; '.join(unused)}; take them out or correct them (print(layout) shows "
             "every path)",
@@ -218,10 +238,17 @@ def _report(part: Tensor, leaves: list[Leaf]) -> None:
 
 
 def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement]) -> PyTree:
-    """Placements of optimizer state, never by the class of the state.
+    """Place every array of the optimizer state, without ever asking for the class of the state.
 
-    A leaf whose path ends with a parameter's path and that has its shape lives where that parameter's optimizer state
-    lives (the longest such path wins); scalars, integers and keys stay whole; any other array is filled on its own.
+    An array whose path ends with a parameter's path and that has its shape lives where that parameter's optimizer
+    state lives; of several such parameters the longest path wins. For a parameter "layer/w" [64, 64] Adam's state is:
+
+        0/count         []          ends with no parameter's path: a scalar integer, whole
+        0/mu/layer/w    [64, 64]    ends with "layer/w" and has its shape: as the parameter
+        0/nu/layer/w    [64, 64]    the same
+
+    The shape matters too: Adafactor's "v_row/layer/w" is [64], so it is placed as an array of its own.
+    (`optax.tree_map_params`, the obvious tool, raises for muon, masked and partition.)
     """
     known = {
         path: (x.shape, placement)

@@ -14,16 +14,24 @@ from jaxshard.core.types import AxisName
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, /, **axes: int) -> Mesh:
-    """A mesh with the named axes, over all devices unless some are given, in row-major order of the names.
+    """Make a mesh with named axes over all devices, in row-major order of the names.
 
-    One size may be -1: it takes what the others leave. Axis types are Auto, so that unmodified Flax modules run on it.
+    Axis types are Auto, so that unmodified Flax modules run on it.
 
-    >>> make_mesh(data=-1, tensor=1).axis_names
-    ('data', 'tensor')
+    Args:
+      devices: the devices; by default all.
+      **axes: the size of each axis by its name. One may be -1: it takes what the others leave.
+
+    Returns:
+      The mesh. The last axis has the nearest neighbours, so put there what communicates most.
 
     Raises:
       ValueError: no axis, more than one -1, a size below 1, or sizes that do not multiply to the number of devices.
-      TypeError: a size that is no whole number.
+      TypeError: a size that is not a whole number.
+
+    Example:
+        >>> make_mesh(data=-1, tensor=1).axis_names
+        ('data', 'tensor')
     """
     available = jax.device_count() if devices is None else len(devices)
     sizes = solve_sizes(axes, available)
@@ -32,7 +40,7 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, /, **axes: int) -> Me
 
 
 def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
-    """The axis sizes with -1 solved so that they multiply to the number of devices."""
+    """Replace a size of -1 so that the sizes multiply to the number of devices; raises as `make_mesh` does."""
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes:
         raise ValueError(f"make_mesh: name at least one axis, such as data=-1, for the {devices} devices at hand")
@@ -59,10 +67,20 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes the CPU appear as `count` devices; to be called before JAX has touched any device.
+    """Make the CPU appear as several devices, to try a mesh without the hardware.
+
+    Call it at the top of a program, before JAX has touched any device.
+
+    Args:
+      count: the number of devices, at least 1.
 
     Raises:
-      RuntimeError: JAX already runs with another number of CPU devices.
+      RuntimeError: JAX already runs with another number of CPU devices, or not on the CPU.
+      ValueError: a count below 1.
+
+    Example:
+        js.simulate_devices(8)
+        mesh = js.make_mesh(data=4, tensor=2)
     """
     if count < 1:
         raise ValueError(f"simulate_devices: the number of devices must be at least 1, got {count}")
@@ -77,19 +95,19 @@ def simulate_devices(count: int) -> None:
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:
-    """An axis, a tuple of axes or None as a tuple of names."""
+    """Return an axis, a tuple of axes or None as a tuple of names."""
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def axis_size(mesh: Mesh, axis: AxisName | None) -> int:
-    """Over how many devices the axis, or the product of a tuple of axes, splits."""
+    """Return the number of devices along an axis: the product of the sizes for a tuple, 1 for None."""
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
 def check_axis(mesh: Mesh, axis: AxisName, who: str) -> tuple[str, ...]:
-    """The names of `axis`, all of them in the mesh and none twice."""
+    """Return the names of `axis`; raises ValueError unless the mesh has them all and none comes twice."""
     names = axis_names(axis)
     missing = [name for name in names if name not in mesh.shape]
     if missing:

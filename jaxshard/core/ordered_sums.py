@@ -62,12 +62,14 @@ def all_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     axes = tuple(axes)
     count = lax.axis_size(axes) if axes else 1
     if count == 1 or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return lax.psum(x, axes) if axes else x
+        total: jax.Array = lax.psum(x, axes) if axes else x
+        return total
     if x.size < count:
         return pairwise_sum(lax.all_gather(x, axes))
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
     mine = _exchange_and_sum(flat.reshape(count, -1), axes)
-    return lax.all_gather(mine, axes, tiled=True)[: x.size].reshape(x.shape)
+    gathered: jax.Array = lax.all_gather(mine, axes, tiled=True)[: x.size].reshape(x.shape)
+    return gathered
 
 
 def _exchange_and_sum(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,4 +1,22 @@
-"""Where one array lives: `View` (how it rests in memory), `Placement` (which mesh axes split which dimension)."""
+"""Where one array lives: `View` (its shape at rest) and `Placement` (which mesh axes split which dimension).
+
+A view pads an array with zeros and then reshapes it. Padding makes a dimension divisible. f32[10] over 4 devices:
+
+    logical [10]    0 1 2 3 4 5 6 7 8 9
+    stored  [12]    0 1 2 | 3 4 5 | 6 7 8 | 9 . .         spec ("data"), a "|" between devices
+
+The reshape brings stacked blocks into pipeline order: [L, ...] becomes [chunks, p, per stage, ...], whose second
+dimension is split over the p devices of the pipeline. With L = 7, p = 2 and 2 chunks there are 4 stages of 2 blocks:
+
+    logical [7]            0 1 2 3 4 5 6
+    padded  [8]            0 1 2 3 4 5 6 .
+    stored  [2, 2, 2]                 device 0    device 1
+                           chunk 0     0 1    ->   2 3      stages 0 and 1
+                           chunk 1     4 5    ->   6 .      stages 2 and 3
+
+Stages visit the devices in turn, as interleaved schedules need it, and yet it is a plain reshape: nothing is permuted,
+and dropping the padding of the flattened array gives the blocks in model order again.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +27,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
 from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.tree import Leaf, bytes_of
@@ -16,34 +35,44 @@ from jaxshard.core.tree import Leaf, bytes_of
 
 @dataclass(frozen=True)
 class View:
-    """How an array rests: padded with zeros at the end of its dimensions, then reshaped.
+    """The shape of an array at rest: padded with zeros at the end of its dimensions, then reshaped.
 
-    `logical` is the shape that the model knows, `padded` the shape after padding, `stored` the shape at rest, where the
-    first dimension may be several (`cut`: so many more), as blocks in pipeline order are.
+    All dimensions but the first stay one dimension each. The first is stored as several where blocks lie in pipeline
+    order (the drawing at the top of this file).
+
+    Attributes:
+      logical: the shape that the model knows.
+      padded: the shape after padding, at least as large in every dimension.
+      stored: the shape at rest, `len(logical) + extra_dims` dimensions with as many elements as `padded`.
+      extra_dims: into how many dimensions more than one the first is unfolded.
+
+    Example:
+        view = js.View(logical=(7, 64), padded=(8, 64), stored=(2, 2, 2, 64), extra_dims=2)
+        view.invert(view.apply(x)) == x     # f32[7, 64] -> f32[2, 2, 2, 64] -> f32[7, 64]
     """
 
     logical: tuple[int, ...]
     padded: tuple[int, ...]
     stored: tuple[int, ...]
-    cut: int = 0
+    extra_dims: int = 0
 
     @property
     def is_padded(self) -> bool:
         return self.padded != self.logical
 
-    def apply(self, x: jax.Array) -> jax.Array:
-        """logical -> stored."""
+    def apply(self, x: Shaped[Array, "*logical"]) -> Shaped[Array, "*stored"]:
+        """Pad and reshape an array from its logical shape to its stored one."""
         if self.is_padded:
             x = jnp.pad(x, [(0, wide - size) for size, wide in zip(self.logical, self.padded)])
         return x.reshape(self.stored) if self.stored != self.padded else x
 
-    def invert(self, x: jax.Array) -> jax.Array:
-        """stored -> logical."""
+    def invert(self, x: Shaped[Array, "*stored"]) -> Shaped[Array, "*logical"]:
+        """Reshape an array from its stored shape to its logical one, and drop the padding."""
         x = x.reshape(self.padded) if self.stored != self.padded else x
         return x[tuple(slice(size) for size in self.logical)] if self.is_padded else x
 
-    def clear_padding(self, x: jax.Array) -> jax.Array:
-        """stored -> stored with zeros in the padding, elementwise."""
+    def clear_padding(self, x: Shaped[Array, "*stored"]) -> Shaped[Array, "*stored"]:
+        """Set the padding of a stored array to zero; elementwise, so that a split array stays where it is."""
         if not self.is_padded:
             return x
         inside = jnp.ones((), bool)
@@ -52,32 +81,43 @@ class View:
                 inside &= jax.lax.broadcasted_iota(jnp.int32, self.padded, dim) < size
         return jnp.where(inside.reshape(self.stored), x, jnp.zeros((), x.dtype))
 
-    def origin(self, dim: int) -> int:
-        """The logical dimension of which a stored one is a part."""
-        return max(0, dim - self.cut)
+    def logical_dim(self, stored_dim: int) -> int:
+        """Return the logical dimension that a stored dimension belongs to."""
+        return max(0, stored_dim - self.extra_dims)
 
-    def at(self, dim: int) -> int:
-        """The stored dimension that a logical one is; the last of several."""
-        return dim + self.cut
+    def stored_dim(self, logical_dim: int) -> int:
+        """Return the index in `stored` of a logical dimension: the innermost one, if it is unfolded into several."""
+        return logical_dim + self.extra_dims
 
-    def cut_first(self, sizes: tuple[int, ...]) -> View:
-        """The same view with the first dimension, padded if need be, stored as several of these sizes."""
-        assert not self.cut, "the first dimension is cut once"
+    def unfold_first(self, sizes: tuple[int, ...]) -> View:
+        """Store the first dimension as several of these sizes, padded to their product."""
+        assert not self.extra_dims, "the first dimension is unfolded once"
         padded = (math.prod(sizes), *self.padded[1:])
         return View(self.logical, padded, (*sizes, *padded[1:]), len(sizes) - 1)
 
-    def tail(self) -> View:
-        """The view of one slice along the first logical dimension."""
-        return View(self.logical[1:], self.padded[1:], self.stored[1 + self.cut :])
+    def drop_first(self) -> View:
+        """Return the view of one slice along the first logical dimension: of a single block."""
+        return View(self.logical[1:], self.padded[1:], self.stored[1 + self.extra_dims :])
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one array lives in one role.
+    """The place of one array in one role (parameter, gradient, optimizer state, model state or batch).
 
-    `use` is what computation sees (over the logical dimensions), `store` how the array rests between steps (over the
-    stored dimensions); both have one entry per dimension. `why` says why a fill left the array whole, `rule` which
-    rule of `js.tensor` took it, and to what effect.
+    Attributes:
+      view: the array's shape at rest.
+      use: how the mesh splits the array where computation uses it; one entry per logical dimension.
+      store: how the mesh splits it at rest, between steps; one entry per stored dimension. Going from `store` to `use`
+        is a gather, which an engine issues.
+      why: the reason why a fill left the array whole, for people; "" where it is split.
+      rule: the rule of `js.tensor` that decided about the array, for people; "" without.
+
+    Example:
+      A weight f32[1024, 4096] under `js.compose(js.fsdp("data"), js.tensor())` rests split over both axes, and is used
+      split over "tensor" alone:
+
+        placement.store    # PartitionSpec("data", "tensor")
+        placement.use      # PartitionSpec(None, "tensor")
     """
 
     view: View
@@ -87,75 +127,78 @@ class Placement:
     rule: str = ""
 
     def split(self, dim: int, names: tuple[str, ...]) -> Placement:
-        """The same placement with the mesh axes `names` splitting the stored dimension `dim` further."""
-        entries = list(self.store)
-        entries[dim] = spec_entry(axis_names(entries[dim]) + names)
-        return replace(self, store=PartitionSpec(*entries), why="")
+        """Split the stored dimension `dim` further, over the mesh axes `names`."""
+        return replace(self, store=_add_axes(self.store, dim, names), why="")
 
     def use_split(self, dim: int, names: tuple[str, ...]) -> Placement:
-        """The same placement with the logical dimension `dim` also used split over the mesh axes `names`."""
-        entries = list(self.use)
-        entries[dim] = spec_entry(axis_names(entries[dim]) + names)
-        return replace(self, use=PartitionSpec(*entries))
+        """Let computation see the logical dimension `dim` split over the mesh axes `names` as well."""
+        return replace(self, use=_add_axes(self.use, dim, names))
 
     def pad(self, dim: int, size: int) -> Placement:
-        """The same placement with the stored dimension `dim` padded to `size`."""
-        view, origin = self.view, self.view.origin(dim)
-        assert view.stored[dim] == view.padded[origin], "a dimension that was cut is not padded again"
-        padded = (*view.padded[:origin], size, *view.padded[origin + 1 :])
+        """Pad the stored dimension `dim` to `size`."""
+        view, logical_dim = self.view, self.view.logical_dim(dim)
+        assert view.stored[dim] == view.padded[logical_dim], "a dimension that was unfolded is not padded again"
+        padded = (*view.padded[:logical_dim], size, *view.padded[logical_dim + 1 :])
         stored = (*view.stored[:dim], size, *view.stored[dim + 1 :])
-        return replace(self, view=View(view.logical, padded, stored, view.cut))
+        return replace(self, view=View(view.logical, padded, stored, view.extra_dims))
 
-    def cut_first(self, sizes: tuple[int, ...]) -> Placement:
-        """The same placement with the first dimension, so far whole, stored as several of these sizes."""
+    def unfold_first(self, sizes: tuple[int, ...]) -> Placement:
+        """Store the first dimension, so far whole, as several of these sizes."""
         assert self.store[0] is None, self
         more = (None,) * (len(sizes) - 1)
-        return replace(self, view=self.view.cut_first(sizes), store=PartitionSpec(*more, *self.store))
+        return replace(self, view=self.view.unfold_first(sizes), store=PartitionSpec(*more, *self.store))
 
-    def tail(self) -> Placement:
-        """The placement of one slice along the first logical dimension."""
-        use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.cut :])
-        return Placement(self.view.tail(), use, store, self.why, self.rule)
+    def drop_first(self) -> Placement:
+        """Return the placement of one slice along the first logical dimension: of a single block."""
+        use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.extra_dims :])
+        return Placement(self.view.drop_first(), use, store, self.why, self.rule)
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        """How the stored array is spread."""
+        """Return the sharding of the stored array."""
         return NamedSharding(mesh, self.store)
 
     def shard_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of the stored array on one device."""
+        """Return the shape of the stored array on one device."""
         return tuple(size // axis_size(mesh, entry) for size, entry in zip(self.view.stored, self.store, strict=True))
 
     def bytes_per_device(self, mesh: Mesh, dtype: object) -> int:
-        """Bytes of the stored array on one device, compiler's tiles left out."""
+        """Return the bytes of the stored array on one device, without the tiles to which a compiler pads it."""
         return bytes_of(self.shard_shape(mesh), dtype)
 
 
 def whole(leaf: Leaf) -> Placement:
-    """The placement that every strategy starts from: as the model has it, on every device."""
+    """Return the placement that every strategy starts from: shaped as the model has it, whole on every device."""
     spec = PartitionSpec(*(None,) * len(leaf.shape))
     return Placement(View(leaf.shape, leaf.shape, leaf.shape), spec, spec)
 
 
 def spec_entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """One dimension's entry of a PartitionSpec."""
+    """Return the entry of a PartitionSpec for a dimension that is split over these axes."""
     return None if not names else names[0] if len(names) == 1 else names
 
 
+def _add_axes(spec: PartitionSpec, dim: int, names: tuple[str, ...]) -> PartitionSpec:
+    """Split a dimension over more axes, minor to those that split it already."""
+    entries = list(spec)
+    entries[dim] = spec_entry(axis_names(entries[dim]) + names)
+    return PartitionSpec(*entries)
+
+
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
-    """All mesh axes of a spec, in the order of its dimensions."""
+    """Return all mesh axes of a spec, in the order of its dimensions."""
     return tuple(name for entry in spec for name in axis_names(entry))
 
 
 def only_axes(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
-    """The spec without the mesh axes that are not among `axes`."""
+    """Drop the mesh axes of a spec that are not among `axes`."""
     return PartitionSpec(*(spec_entry(tuple(name for name in axis_names(e) if name in axes)) for e in spec))
 
 
 def split_dims(spec: PartitionSpec) -> list[tuple[int, str]]:
-    """(dim, axis) for every mesh axis of a spec, major axes first."""
+    """List (dimension, axis) for every mesh axis of a spec, the major axes of a dimension first."""
     return [(dim, name) for dim, entry in enumerate(spec) for name in axis_names(entry)]
 
 
 def splits_per_dim(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
-    """Into how many parts the spec splits each dimension."""
+    """Return the number of parts into which the spec splits each dimension."""
     return tuple(axis_size(mesh, entry) for entry in spec)

@@ -1,8 +1,14 @@
-"""Rules: what the dimensions of a parameter are called, and which of those names a tensor axis splits.
+"""Rules: the names of a parameter's dimensions, and which of those names a tensor axis splits.
 
-A rule is a pair. `(name, fate)` says what happens to the dimensions of that name; `(pattern, names)` names the
-dimensions of the parameters whose path ends with the pattern, for models that don't name them themselves. The first
-rule that fits decides.
+There are two kinds of pairs, in one list, of which the first that fits decides:
+
+    ("mlp", "split")                         a name and its fate, for the dimensions of that name in all parameters
+    ("up_proj/kernel", ("embed", "mlp"))     a pattern and names, for the parameters whose path ends with it
+    ("*/scale", "whole")                     a pattern, for parameters that stay whole
+
+Naming comes first, fates second: "layer_0/up_proj/kernel" [512, 2048] is ("embed", "mlp"), "embed" is whole and "mlp"
+split, so the matrix is split along dimension 1. A name without "/" and "*" in front of a fate is a name of dimensions,
+anything else is a pattern.
 """
 
 from __future__ import annotations
@@ -24,10 +30,10 @@ _FATES = ("split", "split or whole", "whole")
 
 
 def kernel_names(leaf: Leaf) -> Names | None:
-    """A matrix or convolution that nobody named: one that narrows is row-parallel, any other column-parallel.
+    """Name the dimensions of a matrix or convolution that no other rule knows.
 
-    A layer that widens and the one that narrows again then make a pair with one all-reduce (Shoeybi et al. 2019,
-    "Megatron-LM", section 3).
+    One that narrows is row-parallel, any other column-parallel. A layer that widens and the one that narrows again then
+    make a pair with one all-reduce (Shoeybi et al. 2019, "Megatron-LM", section 3).
     """
     spatial, (inputs, outputs) = ("spatial",) * (len(leaf.shape) - _stacked(leaf) - 2), leaf.shape[-2:]
     if len(spatial) > 3:
@@ -36,12 +42,15 @@ def kernel_names(leaf: Leaf) -> Names | None:
 
 
 RULES: tuple[Rule, ...] = (
-    # Names, as Flax, T5X, MaxText and their descendants use them.
+    # Fates of names, as Flax, T5X, MaxText and their descendants use them.
     *((name, "split") for name in ("vocab", "heads", "q_heads", "qkv", "joined_kv", "mlp", "expert", "experts")),
     ("kv_heads", "split or whole"),
     ("features", "split or whole"),
     *((name, "whole") for name in ("batch", "sequence", "length", "positions", "embed", "head_dim", "kv", "norm")),
     *((name, "whole") for name in ("layers", BLOCKS, "stack", "spatial")),
+    # From here on patterns. The first decides that fits and has as many names as the parameter has dimensions, so
+    # "query/kernel" stands here twice: for [embed, heads, head_dim] and for [embed, heads * head_dim].
+    #
     # Attention: a dimension per head (DenseGeneral, MultiHeadAttention), then flat projections, then fused ones.
     *((f"{q}/kernel", ("embed", "heads", "head_dim")) for q in ("query", "q", "q_proj", "wq")),
     *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("key", "value", "k", "v", "k_proj", "v_proj")),
@@ -76,7 +85,11 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules in order."""
+    """The rules of one `js.tensor`, in order.
+
+    Attributes:
+      rules: the pairs. Anything that is not such a pair raises TypeError.
+    """
 
     rules: tuple[Rule, ...]
 
@@ -90,22 +103,24 @@ class Rules:
         )
 
     def fate(self, name: str | None) -> Fate | None:
-        """What happens to the dimensions of this name; None for a name that no rule knows."""
+        """Return what happens to the dimensions of this name; None for a name that no rule knows."""
         if name is None:
             return "whole"
         return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
 
     def resolve(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The parameters with names for their dimensions.
+        """Give the dimensions of parameters their names.
 
         They come from the first of the user's own patterns that fits, else from the model, else from the built-in
         patterns. A bias has the names of the last dimensions of the kernel beside it.
 
         Raises:
-          ValueError: a name that no rule knows.
+          ValueError: a name that no rule knows; every one is listed, with the names that are near.
         """
-        named = {leaf.path: self._named(leaf) for leaf in leaves}
+        named = {leaf.path: self._name_dims(leaf) for leaf in leaves}
         for leaf in named.values():
+            # Patterns speak of kernels only: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
+            # row-parallel one [mlp, embed] its bias [embed] whole.
             kernel = named.get(leaf.path.removesuffix("bias") + "kernel")
             if leaf.path.endswith("bias") and not leaf.named_by and kernel is not None and kernel.named_by:
                 names = _bias_names(leaf.shape, kernel)
@@ -114,34 +129,36 @@ class Rules:
         self._check_known(named.values())
         return [named[leaf.path] for leaf in leaves]
 
-    def unused(self, leaves: Sequence[Leaf]) -> list[str]:
-        """The user's own patterns that name no parameter, each with the reason; a name may be that of activations."""
-        told = []
-        for key, value in self._own():
-            if not any(leaf.named_by == key and leaf.names == _given(value, leaf) for leaf in leaves):
+    def find_unused(self, leaves: Sequence[Leaf]) -> list[str]:
+        """List the user's own patterns that name no parameter, each with the reason."""
+        reasons = []
+        for key, value in self._own_patterns():
+            if not any(leaf.named_by == key and leaf.names == _names_by(value, leaf) for leaf in leaves):
                 fitting = next((leaf for leaf in leaves if _fits(key, leaf)), None)
                 count = len(value) if isinstance(value, tuple) else 0
-                told.append(
+                reasons.append(
                     f"{key!r} matches no path"
                     if fitting is None
                     else f"{key!r} has {count} names, {fitting.path} {list(fitting.shape)} other dimensions"
                     if count
                     else f"{key!r} comes after another rule for {fitting.path}"
                 )
-        return told
+        return reasons
 
-    def _own(self) -> list[tuple[str, Any]]:
+    def _own_patterns(self) -> list[tuple[str, Any]]:
         """The patterns that are not built in."""
         return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
-    def _named(self, leaf: Leaf) -> Leaf:
-        own = self._own()
+    def _name_dims(self, leaf: Leaf) -> Leaf:
+        own = self._own_patterns()
+        # A model that names its dimensions knows better than built-in patterns, which look at paths; the user's own
+        # patterns know better still. "blocks" is not the model's word: the library gives it to what is stacked.
         if any(name not in (None, BLOCKS) for name in leaf.names):
             patterns, given = own, leaf._replace(named_by="named by the model")
         else:
             patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], leaf
         for key, value in patterns:
-            names = _given(value, leaf) if _fits(key, leaf) else None
+            names = _names_by(value, leaf) if _fits(key, leaf) else None
             if names is not None:
                 return leaf._replace(names=names, named_by=key)
         return given
@@ -183,7 +200,7 @@ def _fits(key: str, leaf: Leaf) -> bool:
     return fnmatchcase("/" + leaf.path, "*/" + key.removeprefix("*/"))
 
 
-def _given(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
+def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
     """The names that a pattern gives to the dimensions of a parameter; None where it has another number of them.
 
     One dimension more than names is that of layers, in front: what `nn.scan` and `nn.vmap` stack.

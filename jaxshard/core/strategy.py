@@ -1,4 +1,9 @@
-"""Strategies: pure functions that say where each array lives. They compose because functions compose."""
+"""Strategies: pure functions that say where each array lives.
+
+A strategy maps (role, leaf, placement, mesh) to a new placement. It is called once for every array in every role that
+the array has, so ZeRO-1, ZeRO-2 and FSDP are one function, `shard`, given different roles. Strategies compose because
+functions compose: each receives the placement that the one before it returned.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +21,41 @@ from jaxshard.core.tree import BLOCKS, Leaf
 from jaxshard.core.types import ROLES, AxisName, Role
 
 Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
+"""A pure function from an array in a role, with its placement so far, to its placement."""
 
 MIN_SIZE = 2**14
 """Arrays with fewer elements stay whole: splitting them costs a collective and saves next to nothing."""
 
 MIN_PART = 8
-"""Parts of a dimension should have at least so many elements, the rows of a TPU tile: thinner ones rest padded."""
+"""Fills prefer dimensions whose parts have at least this many elements. TPUs pad thinner ones to tiles of 8 rows."""
 
 
 def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_SIZE) -> Strategy:
-    """A fill: splits every array of the given roles over `axis`, along a free dimension that divides.
+    """Split every array of the given roles over a mesh axis, along whichever free dimension suits.
 
-    That is the first one whose parts have at least `MIN_PART` elements, because gathering along a leading dimension
-    puts parts after one another where another one must interleave them; without such a dimension, the largest that
-    divides. An array with no such dimension is padded along the dimension where that costs least; scalars, and arrays
-    of fewer than `min_size` elements, stay whole. The dimension of stacked blocks is never split by a fill. An axis
-    may be a tuple of mesh axes, which split one dimension together.
+    The first free dimension is taken that divides and whose parts have at least 8 elements (`MIN_PART`); without one,
+    the largest that divides. An array without any is padded at rest along the dimension where that costs least.
+    Scalars and small arrays stay whole. The dimension of stacked blocks is never split. The collectives that follow
+    (gathers of what rests split but is used whole, reduce-scatters of gradients) are issued by the engine.
 
-    Raises (when applied):
-      ValueError: the mesh has no such axis, or the axis already splits the array.
+    Args:
+      axis: a mesh axis, or a tuple of axes that split one dimension together.
+      roles: one or several of "param", "grad", "opt" and "state".
+      min_size: arrays with fewer elements stay whole.
+
+    Returns:
+      A strategy. Applied, it raises ValueError if the mesh has no such axis or the axis already splits the array.
+
+    Raises:
+      ValueError: an unknown role, or a negative `min_size`.
+
+    Example:
+      js.fsdp() written out:
+
+        js.compose(js.batch("data"), js.shard("data", ["param", "grad", "opt"]))
+
+      On 8 devices f32[1024, 50257] is stored as [1024 / 8, 50257] on each, and f32[50257, 300] as [50264 / 8, 300]:
+      neither of its dimensions divides by 8, so the first is padded by 7 rows.
     """
     chosen: tuple[Any, ...] = (roles,) if isinstance(roles, str) else tuple(roles)
     unknown = [role for role in chosen if role not in ROLES or role == "batch"]
@@ -46,28 +67,51 @@ def shard(axis: AxisName, roles: Role | Iterable[Role], *, min_size: int = MIN_S
 
 
 def batch(*axes: AxisName) -> Strategy:
-    """Splits the rows (dimension 0) of every batch array over the axes, the first one major; scalars stay whole."""
+    """Split the rows (dimension 0) of every batch array over mesh axes; scalars stay whole.
+
+    Args:
+      *axes: mesh axes, the first one major: consecutive rows lie on neighbours of the last axis.
+
+    Returns:
+      A strategy. Applied, it raises ValueError if the mesh has no such axis or the rows do not divide.
+
+    Example:
+        js.batch("replica", "data")     # on replica=2, data=4: [rows / 8, ...] on each device
+    """
     return Batch(tuple(name for axis in axes for name in axis_names(axis)))
 
 
 def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy:
-    """Tensor parallelism: parameters, gradients and optimizer state split over `axis` by the names of their dimensions.
+    """Tensor parallelism: parameters, gradients and optimizer state split by the names of their dimensions.
 
-    Computation uses them split, and the compiler derives the collectives: column-parallel layers then row-parallel
-    ones cost one all-reduce of the activations forward and one backward (Shoeybi et al. 2019, "Megatron-LM", section
-    3). Weights are never gathered over the axis. Of an array whose rules split several dimensions the first is split.
+    Computation uses the weights split; they are never gathered over the axis. The compiler derives the collectives: a
+    column-parallel layer followed by a row-parallel one costs one all-reduce of the activations in the forward pass and
+    one in the backward pass. Of an array whose rules split several dimensions the first one is split.
 
-    `rules` are pairs, the first that fits decides: `("mlp", "split")` says what happens to the dimensions of a name,
-    `"split"`, `"whole"` or `"split or whole"` (where it does not divide: fewer key and value heads than devices);
-    `("fuse/kernel", ("embed", "mlp"))` names the dimensions of the parameters whose path ends so. The model's own
-    annotations go after your patterns and before those of `js.RULES`, which knows Flax's layers and the usual names.
-    With `("sequence", "split")` in front, activations that the model constrains by that name (`js.constrain`) are
-    split between blocks: sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+    With the rule `("sequence", "split")` in front, activations that the model constrains by that name (`js.constrain`)
+    are split between blocks as well: sequence parallelism.
 
-    Raises (when applied):
-      ValueError: the mesh has no such axis, or it does not divide a dimension that it is to split; a name that no
-        rule knows.
-      TypeError: rules that are no pairs.
+    Args:
+      rules: pairs, of which the first that fits decides. `("mlp", "split")` decides about all dimensions of a name:
+        "split", "whole", or "split or whole" (whole where it does not divide: fewer key and value heads than
+        devices). `("fuse/kernel", ("embed", "mlp"))` names the dimensions of the parameters whose path ends so. The
+        model's own annotations rank behind your patterns and before those of `js.RULES`, which knows Flax's layers
+        and the usual names.
+      axis: a mesh axis, or a tuple of axes that split one dimension together.
+
+    Returns:
+      A strategy. Applied, it raises ValueError if the mesh has no such axis, the axis does not divide a dimension that
+      is to be split, or no rule knows a name.
+
+    Raises:
+      TypeError: rules that are not pairs.
+
+    References:
+      Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallelism: Korthikanti et al. 2022, "Reducing Activation
+      Recomputation in Large Transformer Models", section 4.2.2.
+
+    Example:
+        js.compose(js.fsdp("data"), js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES]))
     """
     if isinstance(rules, str):
         raise TypeError(
@@ -77,19 +121,30 @@ def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy
 
 
 def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
-    """Pipeline parallelism: the stacked blocks of a `js.Stacked` model split over `axis`, `chunks` runs on each device.
+    """Pipeline parallelism: the stacked blocks of a `js.Stacked` model split into stages over a mesh axis.
 
-    With p devices there are p * chunks stages; stage k is chunk k // p of device k % p and holds
-    ceil(blocks / (p * chunks)) consecutive blocks. Where that does not divide, the last stages hold fewer: their
-    padding is zeros at rest and passes activations through unchanged. At rest a leaf [blocks, ...] is
-    [chunks, p, blocks per stage, ...]; in the model's order everywhere else. Parameters that are not stacked
-    (embedding, head) are whole over the axis. More chunks make the bubble smaller and the traffic between stages
-    larger (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
+    With p devices there are p * chunks stages of ceil(blocks / (p * chunks)) consecutive blocks each; stage k is chunk
+    k // p of device k % p. If the blocks do not divide, the last stages hold fewer: their padding is zeros at rest and
+    passes activations through unchanged. A leaf [blocks, ...] rests as [chunks, p, blocks per stage, ...] and is in
+    model order everywhere else. Parameters that are not stacked (embedding, head) are whole over the axis.
 
-    It places; `js.pipelined(...)` is the engine that runs it.
+    A strategy only places; the engine `js.pipelined(...)` runs the stages.
 
-    Raises (when applied):
-      ValueError: the mesh has no such axis; fewer blocks than stages.
+    Args:
+      axis: the mesh axis whose devices form the ring of stages.
+      chunks: stages per device. More make the bubble smaller and the traffic between stages larger.
+
+    Returns:
+      A strategy. Applied, it raises ValueError if the mesh has no such axis or there are fewer blocks than stages.
+
+    Raises:
+      ValueError: `chunks` is not a positive integer, or `axis` is not one axis.
+
+    References:
+      Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2.
+
+    Example:
+        js.compose(js.fsdp("data"), js.pipeline("pipe", chunks=4))
     """
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"pipeline: chunks must be a whole number from 1 on, got {chunks!r}")
@@ -99,7 +154,17 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
 
 
 def compose(*strategies: Strategy) -> Strategy:
-    """All strategies in one: placements by name first, fills after them, whatever the order they are written in."""
+    """Combine strategies into one that applies them all.
+
+    The order in which they are written does not matter: `js.pipeline` is applied first, then the other placements by
+    name (`js.tensor`) and `js.batch`, then the fills (`js.shard`), which take what is still free.
+
+    Raises:
+      TypeError: something that is not callable.
+
+    Example:
+        js.compose(js.zero2("data"), js.tensor(js.RULES), js.pipeline("pipe"))
+    """
     for strategy in strategies:
         if not callable(strategy):
             raise TypeError(f"compose: expected strategies, got {type(strategy).__name__} ({strategy!r})")
@@ -108,27 +173,80 @@ def compose(*strategies: Strategy) -> Strategy:
 
 
 def ddp(axis: AxisName = "data") -> Strategy:
-    """Data parallelism: rows split, everything else whole on every device."""
+    """Data parallelism: rows split over `axis`, everything else whole on every device.
+
+    Collectives per step: one all-reduce of the gradients.
+
+    Example:
+        layout = js.layout(js.ddp(), js.make_mesh(data=-1), init_fn, tx)
+    """
     return compose(batch(axis))
 
 
 def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
-    """ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1): optimizer state split, parameters and gradients whole."""
+    """ZeRO stage 1: optimizer state split over `axis`, parameters and gradients whole.
+
+    Collectives per step: an all-reduce of the gradients and an all-gather of the updated parameters.
+
+    Args:
+      axis: a mesh axis, or a tuple of axes that split one dimension together.
+      min_size: arrays with fewer elements stay whole.
+
+    References:
+      Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1.
+    """
     return compose(batch(axis), shard(axis, ["opt"], min_size=min_size))
 
 
 def zero2(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
-    """ZeRO stage 2 (Rajbhandari et al. 2020, section 5.2): optimizer state and gradients split, parameters whole."""
+    """ZeRO stage 2: optimizer state and gradients split over `axis`, parameters whole.
+
+    Collectives per step: a reduce-scatter of the gradients and an all-gather of the updated parameters.
+
+    Args:
+      axis: a mesh axis, or a tuple of axes that split one dimension together.
+      min_size: arrays with fewer elements stay whole.
+
+    References:
+      Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.2.
+    """
     return compose(batch(axis), shard(axis, ["opt", "grad"], min_size=min_size))
 
 
 def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
-    """Fully sharded data parallelism (ZeRO stage 3, section 5.3): parameters, gradients and optimizer state split."""
+    """Fully sharded data parallelism (ZeRO stage 3): parameters, gradients and optimizer state split over `axis`.
+
+    Collectives per step: an all-gather of each weight before its use in the forward pass, another in the backward pass
+    where the engine dropped it in between, and a reduce-scatter of the gradients.
+
+    Args:
+      axis: a mesh axis, or a tuple of axes that split one dimension together (one per dimension of a torus).
+      min_size: arrays with fewer elements stay whole.
+
+    References:
+      Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.3.
+
+    Example:
+        layout = js.layout(js.fsdp(), js.make_mesh(data=-1), init_fn, tx)
+        print(layout)    # a line per array: how it is split, its bytes per device, why it stayed whole
+    """
     return compose(batch(axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
 
 
 def hsdp(replica: AxisName = "replica", axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
-    """Hybrid sharding: rows split over both axes, everything else split over `axis` and copied over `replica`."""
+    """Hybrid sharding: rows split over both axes, everything else split over `axis` and copied over `replica`.
+
+    The gathers of `js.fsdp` then stay within a group of devices (a slice, a host), and only the shards of the gradients
+    are all-reduced across groups.
+
+    Args:
+      replica: the mesh axis across groups.
+      axis: the mesh axis within a group.
+      min_size: arrays with fewer elements stay whole.
+
+    References:
+      Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", section 3.2.2.
+    """
     return compose(batch(replica, axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
 
 
@@ -143,18 +261,29 @@ def hybrid(
     split: Callable[..., Strategy] = fsdp,
     rules: Iterable[Rule] = RULES,
 ) -> tuple[Mesh, Strategy]:
-    """(mesh, strategy) of data, tensor and pipeline parallelism over all devices; one size may be -1.
+    """Make a mesh and a strategy of data, tensor and pipeline parallelism over all devices.
 
     The mesh has the axes "pipe", "data" and "tensor", in this order: neighbours on the last axis are nearest to one
-    another, and tensor parallelism communicates most. Without a size, tensor and pipe are left out. `split` is what
-    happens along data: `js.ddp`, `js.zero1`, `js.zero2` or `js.fsdp`; `rules` are those of `js.tensor`, `chunks` those
-    of `js.pipeline`. With pipe the engine is `js.pipelined(...)`.
+    another, and tensor parallelism communicates most. With `pipe` the engine is `js.pipelined(...)`.
 
-        mesh, strategy = js.hybrid(data=-1, tensor=2, pipe=2)
-        layout = js.layout(strategy, mesh, model.init, tx)
+    Args:
+      devices: the devices; by default all.
+      data: devices for data parallelism. One of the three sizes may be -1, which takes what the others leave.
+      tensor: devices for tensor parallelism; None leaves it and its axis out.
+      pipe: devices for pipeline parallelism; None leaves it and its axis out.
+      chunks: stages per device of the pipeline, as in `js.pipeline`.
+      split: the strategy along "data": `js.ddp`, `js.zero1`, `js.zero2` or `js.fsdp`.
+      rules: those of `js.tensor`.
+
+    Returns:
+      (mesh, strategy), for `js.layout`.
 
     Raises:
       ValueError: more than one -1, or sizes that do not multiply to the number of devices.
+
+    Example:
+        mesh, strategy = js.hybrid(data=-1, tensor=2, pipe=2)
+        layout = js.layout(strategy, mesh, model.init, tx)
     """
     asked = {"pipe": pipe, "data": data, "tensor": tensor}
     mesh = make_mesh(devices, **{name: size for name, size in asked.items() if size is not None})
@@ -168,7 +297,7 @@ def hybrid(
 
 @dataclass(frozen=True)
 class Composed:
-    """Strategies applied one after the other."""
+    """The strategy that applies others one after the other; see `compose`."""
 
     parts: tuple[Strategy, ...]
 
@@ -180,7 +309,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows split over the axes."""
+    """The strategy that splits rows; see `batch`."""
 
     axes: tuple[str, ...]
 
@@ -196,20 +325,20 @@ class Batch:
         parts = axis_size(mesh, split.store[0])
         if rows % parts:
             raise ValueError(
-                f"batch: {leaf.path} has {rows} rows, which the {parts} devices of axis {_joined(split.store[0])} do "
-                f"not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}"
+                f"batch: {leaf.path} has {rows} rows, which the {parts} devices of axis {_quote_axes(split.store[0])} "
+                f"do not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}"
             )
         return replace(split, use=split.store)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A fill over one axis or a tuple of axes."""
+    """The strategy that fills a free dimension; see `shard`."""
 
     axis: AxisName
     roles: tuple[Role, ...]
     min_size: int
-    keep: ClassVar[frozenset[str]] = frozenset({BLOCKS})
+    never_split: ClassVar[frozenset[str]] = frozenset({BLOCKS})
 
     def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
         names = check_axis(mesh, self.axis, "shard")
@@ -221,22 +350,27 @@ class Shard:
         if leaf.size < self.min_size:
             return replace(placement, why=f"small: {leaf.size} elements, under {self.min_size}")
         sizes = placement.view.stored
-        names_at = [leaf.names[placement.view.origin(dim)] for dim in range(len(sizes))]
-        free = [d for d, entry in enumerate(placement.store) if entry is None and names_at[d] not in self.keep]
+        names_at = [leaf.names[placement.view.logical_dim(dim)] for dim in range(len(sizes))]
+        free = [d for d, entry in enumerate(placement.store) if entry is None and names_at[d] not in self.never_split]
         parts = axis_size(mesh, self.axis)
         dividing = [dim for dim in free if sizes[dim] % parts == 0]
+        # The first dimension rather than the largest: a gather along a leading dimension only puts the parts one after
+        # another, along any other it interleaves them. Dimensions whose parts would be thinner than the rows of a TPU
+        # tile are passed over, such as the leading ones of a convolution [3, 3, 512, 512].
         if dividing:
             long = [dim for dim in dividing if sizes[dim] >= MIN_PART * parts]
             return placement.split(long[0] if long else max(dividing, key=lambda dim: sizes[dim]), names)
         if not free:
             return replace(placement, why="no free dimension")
+        # Nothing divides: pad where that adds the smallest fraction. [1600, 4800] of GPT-2 XL over 256 devices becomes
+        # [1600, 4864], 1.3 % more. Left whole it would take 256 times as much as a part.
         dim = min(free, key=lambda dim: (-sizes[dim] % parts) / sizes[dim])
         return placement.pad(dim, sizes[dim] + -sizes[dim] % parts).split(dim, names)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Dimensions split by name."""
+    """The strategy that splits dimensions by name; see `tensor`."""
 
     rules: Rules
     axis: AxisName
@@ -252,15 +386,15 @@ class Tensor:
                 continue
             if leaf.shape[dim] % parts == 0:
                 _check_unused(names, leaf, placement, "tensor")
-                split = placement.split(placement.view.at(dim), names).use_split(dim, names)
+                split = placement.split(placement.view.stored_dim(dim), names).use_split(dim, names)
                 return replace(split, rule=f"{name}: {leaf.named_by}")
             if fate == "split":
-                raise ValueError(_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
+                raise ValueError(_describe_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
             return replace(placement, rule=f"{leaf.shape[dim]} {name} on each of {parts} devices: {leaf.named_by}")
         return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
 
     def entry(self, name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes that split a dimension of an activation; an error where they do not divide it."""
+        """Return the mesh axes that split a dimension of an activation; raises ValueError if they do not divide it."""
         fate = self.rules.fate(name)
         if fate is None:
             raise ValueError(
@@ -270,13 +404,13 @@ class Tensor:
         if fate == "whole" or (fate == "split or whole" and size % parts):
             return ()
         if size % parts:
-            raise ValueError(_indivisible("constrain", None, str(name), size, parts, self.axis))
+            raise ValueError(_describe_indivisible("constrain", None, str(name), size, parts, self.axis))
         return axis_names(self.axis)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stacked blocks split over an axis, in pipeline order."""
+    """The strategy that splits stacked blocks into stages; see `pipeline`."""
 
     axis: str
     chunks: int
@@ -287,14 +421,14 @@ class Pipeline:
             return placement
         _check_unused(names, leaf, placement, "pipeline")
         sizes = (self.chunks, axis_size(mesh, self.axis), self.per_stage(leaf.shape[0], mesh))
-        return placement.cut_first(sizes).split(1, names)
+        return placement.unfold_first(sizes).split(1, names)
 
     def stages(self, mesh: Mesh) -> int:
-        """How many stages the model is cut into."""
+        """Return the number of stages that the model is cut into."""
         return self.chunks * axis_size(mesh, self.axis)
 
     def per_stage(self, blocks: int, mesh: Mesh) -> int:
-        """How many blocks a stage holds; an error where there are fewer blocks than stages."""
+        """Return the number of blocks in a stage; raises ValueError if there are fewer blocks than stages."""
         stages = self.stages(mesh)
         if blocks < stages:
             most = max(1, blocks // axis_size(mesh, self.axis))
@@ -305,7 +439,7 @@ class Pipeline:
         return -(-blocks // stages)
 
     def holders(self, blocks: int, mesh: Mesh) -> list[tuple[int, int, range]]:
-        """(device on the axis, chunk, its blocks) of every stage, in the model's order."""
+        """List (device on the axis, chunk, its blocks) of every stage, in model order."""
         devices, each = axis_size(mesh, self.axis), self.per_stage(blocks, mesh)
         return [
             (stage % devices, stage // devices, range(min(blocks, stage * each), min(blocks, (stage + 1) * each)))
@@ -314,21 +448,21 @@ class Pipeline:
 
 
 def pipeline_of(strategy: Strategy) -> Pipeline | None:
-    """The pipeline of a strategy; None without."""
+    """Return the pipeline of a strategy; None without one."""
     return next((part for part in parts_of(strategy) if isinstance(part, Pipeline)), None)
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
-    """The strategies that one is composed of; itself where it is not composed."""
+    """Return the strategies that one is composed of; itself if it is not composed."""
     return strategy.parts if isinstance(strategy, Composed) else (strategy,)
 
 
-def _indivisible(who: str, dim: int | None, name: str, size: int, parts: int, axis: AxisName) -> str:
+def _describe_indivisible(who: str, dim: int | None, name: str, size: int, parts: int, axis: AxisName) -> str:
     where = who if dim is None else f"tensor: dim {dim} of {who}"
     near = " or ".join(str(s) for s in (size - size % parts, size + -size % parts) if s)
     return (
-        f"{where} ({name}) has {size} elements, which the {parts} devices of axis {_joined(axis)} do not divide; sizes "
-        f"that would work: {near}. Or choose an axis whose size divides {size}, or keep it whole with the rule "
+        f"{where} ({name}) has {size} elements, which the {parts} devices of axis {_quote_axes(axis)} do not divide; "
+        f"sizes that would work: {near}. Or choose an axis whose size divides {size}, or keep it whole with the rule "
         f"({name!r}, 'whole')"
     )
 
@@ -337,12 +471,12 @@ def _check_unused(names: tuple[str, ...], leaf: Leaf, placement: Placement, who:
     repeated = [name for name in names if name in axes_of(placement.store)]
     if repeated:
         dims = [dim for dim, entry in enumerate(placement.store) if set(repeated) & set(axis_names(entry))]
-        dim = placement.view.origin(dims[0])
+        dim = placement.view.logical_dim(dims[0])
         raise ValueError(
             f"{who}: axis {', '.join(map(repr, repeated))} already splits dim {dim} of {leaf.path} "
             f"{list(leaf.shape)}; apply each strategy once per axis"
         )
 
 
-def _joined(entry: AxisName | None) -> str:
+def _quote_axes(entry: AxisName | None) -> str:
     return " x ".join(map(repr, axis_names(entry)))

@@ -1,4 +1,4 @@
-"""Leaves with their paths, and errors that name all of the bad ones."""
+"""Leaves of trees with their paths, and errors that name every bad leaf at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ BLOCKS = "blocks"
 
 
 class Leaf(NamedTuple):
-    """One array of a tree without its values.
+    """One array of a tree, without its values.
 
-    `names` holds a logical name per dimension, or None; `named_by` says which rule gave a parameter its names.
+    Attributes:
+      path: where it is in its tree, words joined by slashes: "blocks/attention/kernel".
+      shape: its logical shape, as the model has it.
+      dtype: its dtype.
+      names: the logical name of each dimension, or None, such as ("embed", "mlp").
+      named_by: the rule that gave a parameter its names, for people; "" without one.
     """
 
     path: str
@@ -37,23 +42,23 @@ class Leaf(NamedTuple):
 
 
 def path_str(path: tuple[Any, ...]) -> str:
-    """A key path as words joined by slashes: params["a"][0].b is "a/0/b"."""
+    """Join a key path with slashes: params["a"][0].b is "a/0/b"."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
 def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | None = None) -> Leaf:
-    """The record of one array or ShapeDtypeStruct."""
+    """Make the `Leaf` of an array or ShapeDtypeStruct."""
     shape = tuple(array.shape)
     return Leaf(path_str(path), shape, array.dtype, names or (None,) * len(shape))
 
 
 def map_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """`jax.tree.map` whose function receives the key path first."""
+    """Do what `jax.tree.map` does, with a function that receives the key path first."""
     return jax.tree_util.tree_map_with_path(fn, tree, *rest)
 
 
 def paths(tree: PyTree) -> list[str]:
-    """The path of every leaf, in the order of the leaves."""
+    """Return the path of every leaf, in the order of the leaves."""
     return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -76,14 +81,24 @@ def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], pa
 
 
 def raise_all(problems: Iterable[str], error: type[Exception], headline: str) -> None:
-    """Raises one error that lists every problem; does nothing without any."""
+    """Raise one error that lists every problem; does nothing if there are none."""
     found = list(problems)
     if found:
         raise error(headline + "".join(f"\n  - {problem}" for problem in found))
 
 
 def check_same_tree(expected: PyTree, received: PyTree, what: str, fix: str) -> None:
-    """Raises unless both trees have the same leaves with the same shapes and dtypes; names every leaf that differs."""
+    """Raise unless both trees have the same leaves with the same shapes and dtypes.
+
+    Args:
+      expected: a tree of arrays or ShapeDtypeStructs.
+      received: the tree to compare.
+      what: what went wrong if they differ, the beginning of the message.
+      fix: what to do about it.
+
+    Raises:
+      ValueError: they differ; every leaf that does is named, with both shapes and dtypes.
+    """
     want = {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(expected)}
     got = {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(received)}
     problems = [f"{path}: missing, expected {_describe(want[path])}" for path in want if path not in got]
@@ -97,7 +112,7 @@ def check_same_tree(expected: PyTree, received: PyTree, what: str, fix: str) -> 
 
 
 def same_structure(a: PyTree, b: PyTree) -> bool:
-    """Whether two trees have the same nodes."""
+    """Return whether two trees have the same nodes."""
     first: Any = jax.tree.structure(a)
     return bool(first == jax.tree.structure(b))
 
@@ -112,13 +127,13 @@ def _describe(array: Any) -> str:
 
 
 def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array without padding; a typed random key counts its words."""
+    """Return the bytes of an array without padding; a typed random key counts its words."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return bytes_of(data.shape, data.dtype)
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+    return math.prod(shape) * int(jnp.dtype(dtype).itemsize)
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """The tree with every array replaced by its shape and dtype."""
+    """Replace every array of a tree by its shape and dtype."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)

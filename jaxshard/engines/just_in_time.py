@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jaxshard.adapt.closure import check_closure
 from jaxshard.adapt.objective import Objective, OfBlocks, OfModule
 from jaxshard.adapt.offer import Offer, offering
-from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, saved
+from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, make_save_policy
 from jaxshard.adapt.units import Adapted, Pending, Units
 from jaxshard.core.compat import unbound_axis_name
-from jaxshard.core.constrain import constraining
+from jaxshard.core.constrain import follow_layout
 from jaxshard.core.keys import advance
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout import Layout, human_bytes, join_model, split_model
@@ -184,7 +184,7 @@ def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
         weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
         key = None if key is None else advance(key, row)
-        return adapted.run(join_model(weights, state), batch, key, units=units, save=saved(remat))
+        return adapted.run(join_model(weights, state), batch, key, units=units, save=make_save_policy(remat))
 
     return run
 
@@ -219,7 +219,7 @@ def why_not_by_block(layout: Layout) -> str:
 @contextmanager
 def users_code(layout: Layout) -> Iterator[None]:
     """Enter a context for the user's functions: constraints follow the layout, unknown axis names are explained."""
-    with constraining(layout):
+    with follow_layout(layout):
         try:
             yield
         except NameError as error:
@@ -264,7 +264,7 @@ def _split_stacks(layout: Layout) -> list[str]:
 
 
 def _tails(placements: PyTree) -> PyTree:
-    return jax.tree.map(lambda placement: placement.tail(), placements)
+    return jax.tree.map(lambda placement: placement.drop_first(), placements)
 
 
 def without_blocks(tree: PyTree) -> PyTree:

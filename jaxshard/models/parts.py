@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxshard.core.constrain import constrain, splits
+from jaxshard.core.constrain import constrain, is_split
 from jaxshard.core.types import PyTree
 
 STDDEV = 0.02
@@ -59,7 +59,7 @@ def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
     transposes both operands, at several times the cost of the product. Positions that are split over a tensor axis stay
     apart, since a merged dimension can't be scattered along one of its parts.
     """
-    if splits("sequence"):
+    if is_split("sequence"):
         y: jax.Array = layer(x)
         return y
     B, T, *inputs = x.shape

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.collectives import NATIVE, Sums
-from jaxshard.core.constrain import constraining
+from jaxshard.core.constrain import follow_layout
 from jaxshard.core.known_model import known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
-from jaxshard.core.loss import Max, Mean, Sum, combine, lowest
+from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
@@ -99,7 +99,7 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def jitted(run: TrainState, *args: Any) -> Any:
         params = use_stored(layout, layout.params, run.params)
         model = join_model(params, use_stored(layout, layout.state, run.state))
-        with constraining(layout):
+        with follow_layout(layout):
             return fn(model, *args)
 
     def apply(run: TrainState, *args: Any) -> Any:
@@ -222,7 +222,7 @@ def _check_results(output: Any) -> Results:
 def _masked(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
     """One metric of per-row ones, [rows] each; `where`, not a product, so that NaN in the padding can't leak."""
     if isinstance(metric, Max):
-        return Max(jnp.max(jnp.where(counts, metric.value, lowest(metric.value.dtype))))
+        return Max(jnp.max(jnp.where(counts, metric.value, lowest_value(metric.value.dtype))))
     return jax.tree.map(lambda x: jnp.sum(jnp.where(counts, x, 0)), metric)
 
 

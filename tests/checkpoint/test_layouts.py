@@ -16,7 +16,7 @@ def test_arrays_are_never_gathered_on_the_way(name):
     """Blocks in pipeline order reach model order, and come back, by one all-to-all over the pipeline."""
     layout, seen = made(name).layout, set()
     for entry in entries(layout)[0]:
-        if entry.placement.view.cut and entry.shape not in seen:
+        if entry.placement.view.extra_dims and entry.shape not in seen:
             seen.add(entry.shape)
             stored = jax.ShapeDtypeStruct(
                 entry.placement.view.stored, entry.dtype, sharding=entry.placement.sharding(layout.mesh)

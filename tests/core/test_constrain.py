@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.core.constrain import constraining, splits
+from jaxshard.core.constrain import follow_layout, is_split
 
 SEQUENCE = [("sequence", "split"), *js.RULES]
 
@@ -20,13 +20,13 @@ def layout(*parts, **axes):
 
 def placed(made, shape, names):
     """The sharding of a constrained array of zeros."""
-    with constraining(made):
+    with follow_layout(made):
         return jax.jit(lambda: js.constrain(jnp.zeros(shape), names))().sharding.spec
 
 
 def test_without_a_mesh_it_is_the_array_itself():
     x = jnp.ones((4, 8))
-    assert js.constrain(x, ("batch", "anything")) is x and not splits("heads")
+    assert js.constrain(x, ("batch", "anything")) is x and not is_split("heads")
 
 
 def test_names_are_split_as_rules_and_batch_axes_say():
@@ -35,8 +35,8 @@ def test_names_are_split_as_rules_and_batch_axes_say():
     assert placed(made, (4, 16, 8), ("batch", "sequence", None)) == jax.P("data")
     made = layout(js.ddp(), js.tensor(SEQUENCE), data=2, tensor=4)
     assert placed(made, (4, 16, 8), ("batch", "sequence", None)) == jax.P("data", "tensor")
-    with constraining(made):
-        assert splits("sequence") and not splits("embed")
+    with follow_layout(made):
+        assert is_split("sequence") and not is_split("embed")
 
 
 def test_without_a_tensor_axis_names_say_nothing():
@@ -51,7 +51,7 @@ def test_the_gradient_goes_where_it_is_told():
         def f(x):
             return (js.constrain(x, ("batch", None), grad=grad) * jnp.arange(8.0)).sum()
 
-        with constraining(made):
+        with follow_layout(made):
             return jax.jit(jax.grad(f))(jnp.ones((4, 8)))
 
     whole, split = cotangent_of(None), cotangent_of(("batch", "sequence"))
@@ -77,11 +77,11 @@ def test_a_function_compiled_without_a_mesh_is_compiled_again_for_one():
 
     @jax.jit
     def f(x):
-        seen.append(splits("sequence"))
+        seen.append(is_split("sequence"))
         return js.constrain(x, ("batch", "sequence"))
 
     x = jnp.ones((4, 8))
     f(x)
-    with constraining(layout(js.ddp(), js.tensor(SEQUENCE), data=2, tensor=4)):
+    with follow_layout(layout(js.ddp(), js.tensor(SEQUENCE), data=2, tensor=4)):
         f(x)
     assert seen == [False, True]

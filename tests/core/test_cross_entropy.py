@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import collectives
-from jaxshard.core.constrain import constraining
+from jaxshard.core.constrain import follow_layout
 
 
 @settings(deadline=None, max_examples=5)
@@ -38,7 +38,7 @@ def test_labels_of_any_integer_dtype(dtype):
 def test_classes_that_the_tensor_axis_does_not_divide_stay_where_they_are():
     init = lambda key: {"fc1": {"kernel": jnp.zeros((8, 8))}}  # noqa: E731
     layout = js.layout(js.compose(js.ddp(), js.tensor()), js.make_mesh(data=2, tensor=4), init, optax.sgd(0.1))
-    with constraining(layout):
+    with follow_layout(layout):
         assert js.cross_entropy(jnp.zeros((2, 10)), jnp.zeros(2, jnp.int32)).shape == (2,)
 
 

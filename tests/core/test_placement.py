@@ -61,12 +61,12 @@ def test_clearing_the_padding_of_nan():
 @given(
     blocks=st.integers(1, 9), chunks=st.integers(1, 3), devices=st.integers(1, 3), tail=SHAPES, pad=st.integers(0, 2)
 )
-def test_a_cut_view_stores_blocks_in_pipeline_order(blocks, chunks, devices, tail, pad):
+def test_an_unfolded_view_stores_blocks_in_pipeline_order(blocks, chunks, devices, tail, pad):
     """Block i in stage i // each, stage k as chunk k // devices of device k % devices; zeros behind the last block."""
     each = -(-blocks // (chunks * devices))
     wide = tuple(size + pad for size in tail)
-    view = js.View((blocks, *tail), (blocks, *wide), (blocks, *wide)).cut_first((chunks, devices, each))
-    assert view.stored == (chunks, devices, each, *wide) and view.cut == 2
+    view = js.View((blocks, *tail), (blocks, *wide), (blocks, *wide)).unfold_first((chunks, devices, each))
+    assert view.stored == (chunks, devices, each, *wide) and view.extra_dims == 2
     x = numbers(view.logical)
     with quick_compile():
         stored = np.asarray(view.apply(x))
@@ -78,9 +78,9 @@ def test_a_cut_view_stores_blocks_in_pipeline_order(blocks, chunks, devices, tai
         np.testing.assert_array_equal(view.invert(stored), x)
         full = numbers(view.stored)
         np.testing.assert_array_equal(view.clear_padding(full), view.apply(view.invert(full)))
-    assert view.tail() == js.View(tail, wide, wide)
-    assert [view.origin(dim) for dim in range(len(view.stored))] == [0, 0, 0, *range(1, len(tail) + 1)]
-    assert [view.at(dim) for dim in range(1, len(tail) + 1)] == list(range(3, len(tail) + 3))
+    assert view.drop_first() == js.View(tail, wide, wide)
+    assert [view.logical_dim(dim) for dim in range(len(view.stored))] == [0, 0, 0, *range(1, len(tail) + 1)]
+    assert [view.stored_dim(dim) for dim in range(1, len(tail) + 1)] == list(range(3, len(tail) + 3))
 
 
 @settings(max_examples=100, deadline=None)
@@ -121,7 +121,7 @@ def test_one_slice_of_stacked_blocks():
     placement = js.shard("data", ["param"], min_size=0)("param", leaf, whole(leaf), js.make_mesh(data=8))
     # Dim 0 would divide, but stacks the blocks; 7 of 8 wastes less than 10 of 16.
     assert placement.view.stored == (48, 10, 8) and placement.store == P(None, None, "data")
-    tail = placement.tail()
+    tail = placement.drop_first()
     assert tail.view == js.View((10, 7), (10, 8), (10, 8)) and tail.store == P(None, "data")
 
 

@@ -151,7 +151,7 @@ def test_dims_of_a_tensor_axis_and_a_fill_are_found_behind_the_cut(dim, fill):
     use = [None, None, None]
     use[dim] = "tensor"
     assert placements[0].store == P(*store) and placements[0].use == P(*use)
-    tail = placements[0].tail()
+    tail = placements[0].drop_first()
     assert tail.use == P(*use[1:]) and tail.store == P(*store[3:]) and tail.view.stored == (6, 6)
 
 

@@ -155,7 +155,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
         dtype = jnp.dtype(engine.compute_dtype)
     for sliced in (True, False):
         if most := step.uses.counts.get(Use("weight", parameter.path, sliced), 0):
-            param = parameter.param.tail() if sliced else parameter.param
+            param = parameter.param.drop_first() if sliced else parameter.param
             if step.compiler_chooses:
                 least = 0
             elif sliced or engine.microbatches == 1:
@@ -195,7 +195,7 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
         return
     for sliced in (True, False):
         if count := step.uses.counts.get(Use("gradient", parameter.path, sliced), 0):
-            yield from _reduce_stages(step, parameter, grad.tail() if sliced else grad, count)
+            yield from _reduce_stages(step, parameter, grad.drop_first() if sliced else grad, count)
 
 
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:

@@ -106,7 +106,7 @@ class DeviceStep:
         axes, (chunks, each) = data_axes(self.layout), self._chunks()
 
         def zeros(grad: Placement, dtype: Any) -> jax.Array:
-            tail = grad.tail()
+            tail = grad.drop_first()
             mine = replace(tail, store=only_axes(tail.store, axes)).shard_shape(self.layout.mesh)
             return jnp.zeros((chunks * each, *(tail.view.logical if self.engine.scatter == "end" else mine)), dtype)
 
@@ -135,7 +135,9 @@ class DeviceStep:
             # With "each" they were reduced in `_add_gradients`.
             if self.engine.scatter == "end":
                 stack = partial(_stack_placement, mine.shape[0])
-                mine = reduce_gradient(self.layout, self.engine, stack(grad.tail()), mine, stack(param.tail()))
+                mine = reduce_gradient(
+                    self.layout, self.engine, stack(grad.drop_first()), mine, stack(param.drop_first())
+                )
             return mine.reshape(grad.view.stored[0], 1, grad.view.stored[2], *mine.shape[1:])
 
         def reduce_rest(param: Placement, grad: Placement | None, x: Any) -> jax.Array | None:
@@ -188,7 +190,7 @@ class DeviceStep:
     def _block_moves(self) -> list[tuple[Move, bool]]:
         """For each leaf of the blocks how one block's weight moves, and whether it is trained."""
         pairs = zip(jax.tree.leaves(self.layout.params[BLOCKS]), _leaves(self.layout.grads[BLOCKS]), strict=True)
-        return [(self._move(p.tail(), None if g is None else g.tail()), g is not None) for p, g in pairs]
+        return [(self._move(p.drop_first(), None if g is None else g.drop_first()), g is not None) for p, g in pairs]
 
     def _block_number(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(number in the model of the block at a local index, whether the model has it: else it is padding)."""
