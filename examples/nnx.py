@@ -43,7 +43,7 @@ def loss(model: Transformer, batch) -> js.Mean:
 def main(steps: int, folder: str) -> None:
     model, tx = js.nnx(Transformer, loss), optax.adamw(1e-3)
     strategy = js.compose(js.fsdp("data"), js.tensor())
-    layout = js.layout(strategy, js.make_mesh(data=-1, tensor=2), model.init, tx)
+    layout = js.layout(strategy, js.make_mesh(data=-1, tensor=min(2, jax.device_count())), model.init, tx)
     step = js.make_step(model.loss, tx, layout)
     run = js.init(model.init, tx, layout, key=0) if js.latest_step(folder) is None else js.restore(folder, layout)
     source = js.data.windows(js.data.stdlib().train, batch=32, seq=64, seed=0)
