@@ -6,55 +6,75 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import flax.core
 import jax
 import jax.numpy as jnp
 from flax import errors
 from flax import linen as nn
 
+from jaxshard.adapt.compat import initialize_through, names_in_boxes
 from jaxshard.adapt.units import (
     Adapted,
     Save,
     Units,
+    attach_state,
     call_loss,
     check_loss,
     dim_names_of,
-    gathered,
+    gather_pending,
     is_pending,
-    joined,
-    parted,
-    with_state,
     zeros_of,
 )
+from jaxshard.core.layout import join_model, split_model
 from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 
-_INSPECTED = "intermediates"
+_NEVER_STATE = "intermediates"
+"""The collection into which modules sow what only a person looks at."""
 
 
 def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
-    """The pair `init_fn, loss_fn` of a Linen module, with its mutable collections and random streams behind them.
+    """Turn a Flax Linen module and its loss into the pair `init_fn, loss_fn`.
+
+    The module's mutable collections and random keys are handled behind the pair.
+
+    State: all collections that `init` makes besides "params" (batch statistics, caches, carries) are the model's
+    state, written back after each step. Not among them are "intermediates" and collections that the loss asks for
+    (`out, sown = model(x, mutable=["losses"])`). A carry with a row for each row of the batch needs `js.auto()`, for
+    under `js.explicit()` a device sees its own rows only.
+
+    Random keys: every random stream draws from the step's key, as in `module.apply(variables, x, rngs={"params":
+    key})`, for Flax takes that stream for every name that has none. The n-th further call in one loss draws from the
+    key folded with n. Evaluation has no key, and a module that asks for one raises.
+
+    Names: the parameters come without their metadata boxes. The names in those (`nn.with_logical_partitioning`,
+    `nn.with_partitioning`) are the names of dimensions by which `js.tensor` splits. No other part of them is used.
 
     Args:
-      module: what you would call `init` and `apply` on.
-      loss: `loss(model, batch) -> scalar | js.Mean | js.Loss`. `model` is called as the module is, without variables,
-        keys and `mutable`: `model(x, train=True)`, `model(x, method="encode")`. A loss that has a parameter `train`
-        is told True in training and False in evaluation.
-      batch: an example batch, arrays or ShapeDtypeStructs: `init` runs the loss on zeros of these shapes, so that
-        whatever the loss calls is initialised.
+      module: the module, not yet initialised.
+      loss: `loss(model, batch) -> scalar | js.Mean | js.Loss`. Call `model` like the module, but without variables and
+        keys: `model(x, train=True)`, `model(x, method="encode")`. If the loss has a parameter `train`, it is True in
+        training and False in evaluation. The batch is global under `js.auto()`, one device's rows under
+        `js.explicit()`.
+      batch: an example batch, arrays or `jax.ShapeDtypeStruct`s. `init` runs the loss on zeros of these shapes, so
+        that everything that the loss calls is initialised.
 
-    The parameters lose their metadata boxes; the names in those are the `dim_names` of the layout. All other
-    collections that `init` makes (batch statistics, caches, carries) are the model's state, written back after each
-    step; "intermediates", and collections that the loss asks for (`out, sown = model(x, mutable=["losses"])`), are
-    not. State with a row per row of the batch needs `js.auto()`: under `js.explicit()` a device sees its rows only.
-
-    Every random stream draws from the step's key, as `module.apply(variables, x, rngs={"params": key})` does (Flax
-    takes that stream for every name without one); a second call in one loss from that key folded with 1, and so on.
-    Evaluation has no key: a module that still asks for one raises.
+    Returns:
+      A `Linen`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
 
     Raises:
-      TypeError: no Linen module, no function, a loss of other arguments.
-      ValueError: a loss that calls nothing with parameters, or something that `init` did not reach.
+      TypeError: `module` is no instance of a Linen module, or `loss` no function of these arguments.
+      ValueError: later, when it is used: the loss calls nothing with parameters, or something that `init` did not
+        reach.
+
+    Example:
+          def loss(model, batch):
+              logits = model(batch["x"], train=True)
+              losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+              return js.Mean(losses.sum(), losses.size)
+
+          init_fn, loss_fn = js.linen(MLP(64), loss, batch)
+          layout = js.layout(js.fsdp(), mesh, init_fn, tx)
+          step = js.make_step(loss_fn, tx, layout)
     """
     if isinstance(module, type) or not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
@@ -68,14 +88,20 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
 
 @dataclass(frozen=True, eq=False)
 class Linen(Adapted):
-    """A Linen module with its loss; see `linen`. `init_fn, loss_fn = Linen(...)` unpacks the methods init and loss."""
+    """A Linen module with its loss, made by `js.linen`. Unpacks as the pair `init_fn, loss_fn`.
+
+    Attributes:
+      module: the module, unbound.
+      loss_fn: the user's `loss(model, batch)`.
+      batch: the example batch on which `init` runs the loss.
+    """
 
     module: nn.Module
     loss_fn: Callable[..., Any]
     batch: PyTree
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """What `module.init(key, ...)` draws, unboxed: params, or js.Model(params, state of the other collections)."""
+        """Draw what `module.init(key, ...)` does, without boxes: params, or js.Model(params, the other collections)."""
         variables = nn.unbox(self._boxed(key))
         params = variables.pop("params", None)
         if not params:
@@ -83,35 +109,40 @@ class Linen(Adapted):
                 f"js.linen: {type(self.module).__name__} has no parameters: nothing that the loss called on the "
                 "example batch has any; call model(...) in the loss"
             )
-        return joined(params, variables)
+        return join_model(params, variables or ())
 
     def apply(self, model: PyTree, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply` on what `init` returned, without keys; changes of state are dropped."""
+        """Run `module.apply` on what `init` returned, without keys. Changes of state are dropped."""
         return LinenModel(self.module, model, None)(*args, **kwargs)
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """For every parameter the names in its metadata (`nn.with_logical_partitioning`, `nn.with_partitioning`)."""
+        """Return a tuple of names for every parameter, from its metadata."""
         boxed = jax.eval_shape(self._boxed, jax.random.key(0))["params"]
-        return dim_names_of("js.linen", params, names_in(boxed))
+        return dim_names_of("js.linen", params, names_in_boxes(boxed))
 
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
     ) -> Any:
-        """The loss and the module's new state. See `Adapted.run`."""
+        """Run the user's loss on the module; see `Adapted.run`."""
         called = LinenModel(self.module, model, key)
         with nn.intercept_methods(_gather_inside(units, save)):
             output = call_loss(self.loss_fn, called, batch, train=key is not None)
-        return with_state(output, called.state)
+        return attach_state(output, called.state)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """For every parameter whether a unit owns it: those under the path of an outermost unit that the loss calls."""
+        """Return True for the parameters under the path of an outermost unit that the loss calls.
+
+        Raises:
+          TypeError: a class is none of Linen modules.
+          ValueError: a unit never runs, has no parameters, or has stacked ones (`nn.scan`, `nn.vmap`).
+        """
         raise_all(
             (one.__name__ for one in units if not issubclass(one, nn.Module)),
             TypeError,
             "units: a js.linen model is made of flax.linen Modules, which these classes are not",
         )
         found: dict[tuple[str, ...], tuple[nn.Module, PyTree]] = {}
-        with nn.intercept_methods(_outermost(units, lambda call, module, _: _note(found, call, module))):
+        with nn.intercept_methods(_outermost(units, lambda call, module, _: _record_unit(found, call, module))):
             jax.eval_shape(self._boxed, jax.random.key(0))
         problems = []
         for one in units:
@@ -121,6 +152,7 @@ class Linen(Adapted):
             elif not any(owned):
                 problems.append(f"{one.__name__}: has no parameters")
         for path, (module, own) in found.items():
+            # A unit under nn.scan sees one layer's slice, [8, 8] of what `params` has as [num_layers, 8, 8].
             held = params
             for name in path:
                 held = held.get(name, {})
@@ -135,27 +167,37 @@ class Linen(Adapted):
         )
 
     def _boxed(self, key: jax.Array) -> dict[str, Any]:
-        """All variables, with their metadata."""
+        """Make all variables, with their metadata."""
         fresh = LinenInit(self.module, key)
         call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True)
         return fresh.variables
 
 
 class LinenModel:
-    """The model in a user's loss: called as the module is; its state goes from one call to the next."""
+    """The model that a user's loss receives: called as the module is, with variables and keys behind it.
+
+    Args:
+      module: the module, unbound.
+      model: parameters, or js.Model(params, state); parameters of units may be `Pending`.
+      key: the random key of the step; None in evaluation.
+
+    Attributes:
+      state: the other collections, {} if there are none. Each call changes them for the next one.
+    """
 
     def __init__(self, module: nn.Module, model: PyTree, key: jax.Array | None):
         self._module, self._key, self._calls = module, key, 0
-        self._params, self.state = parted(model)
+        self._params, state = split_model(model)
+        self.state: dict[str, Any] = dict(state)
 
     @property
     def params(self) -> PyTree:
-        """All parameters, whole."""
-        return gathered(self._params)
+        """All parameters as weights; gathers those of units."""
+        return gather_pending(self._params)
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        """`module.apply(variables, *args, ...)`; (output, collections) with `mutable`."""
-        asked = _names(mutable)
+        """Return `module.apply(variables, *args, ...)`; with `mutable` (output, the collections of these names)."""
+        asked = _collection_names(mutable)
         filters = [*self.state, *asked] or False
         try:
             output = self._module.apply(
@@ -188,7 +230,11 @@ class LinenModel:
 
 
 class LinenInit:
-    """The model in a user's loss while its variables are made: what `module.init` does, call by call."""
+    """The model that a user's loss receives while its variables are made: each call does what `module.init` does.
+
+    Attributes:
+      variables: what the calls have made so far, in their boxes.
+    """
 
     def __init__(self, module: nn.Module, key: jax.Array):
         self._module, self._key = module, key
@@ -196,32 +242,25 @@ class LinenInit:
 
     @property
     def params(self) -> PyTree:
+        """The parameters that the calls have made so far."""
         return nn.unbox(self.variables.get("params", {}))
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-        asked = _names(mutable)
+        """Run the module, making the variables that it has not made yet."""
+        asked = _collection_names(mutable)
 
-        def call(scope: Any) -> Any:
-            module = self._module.clone(parent=scope)
-            bound = method if callable(method) else getattr(module, method or "__call__")
-            return bound(module, *args, **kwargs) if callable(method) else bound(*args, **kwargs)
+        def call(module: nn.Module) -> Any:
+            if callable(method):  # Coder.decode, which takes the module as its first argument
+                return method(module, *args, **kwargs)
+            return getattr(module, method or "__call__")(*args, **kwargs)
 
-        wanted = flax.core.DenyList([name for name in (_INSPECTED,) if name not in asked])
-        made = flax.core.apply(call, mutable=wanted, flags={"initializing": True})
-        output, new = made(self.variables, rngs={"params": self._key})
+        leave_out = {_NEVER_STATE} - set(asked)
+        output, new = initialize_through(self._module, call, self.variables, self._key, leave_out)
         self.variables = {name: new[name] for name in new if name not in asked}
         return (output, {name: new.get(name, {}) for name in asked}) if asked else output
 
 
-def names_in(boxed: PyTree) -> dict[tuple[str, ...], tuple[Any, ...]]:
-    """The names in the metadata boxes of a tree, by path."""
-    boxes = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-    return {
-        tuple(part.key for part in path): tuple(box.names) for path, box in boxes if isinstance(box, nn.Partitioned)
-    }
-
-
-def _names(mutable: str | Sequence[str]) -> tuple[str, ...]:
+def _collection_names(mutable: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(mutable, str):
         return (mutable,)
     if isinstance(mutable, Sequence) and all(isinstance(name, str) for name in mutable):
@@ -233,7 +272,10 @@ Interceptor = Callable[..., Any]
 
 
 def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any], Any]) -> Interceptor:
-    """An interceptor that puts `around(call, module, bound)` around every call of a unit not inside another unit."""
+    """Make an interceptor that puts `around(call, module, run_on)` around the calls of units, outermost ones only.
+
+    `call()` goes on with the call as it was; `run_on(module)` makes the same call on another copy of the module.
+    """
     inside = False
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -254,18 +296,23 @@ def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any
 
 
 def _gather_inside(units: Units, save: Save | None) -> Interceptor:
-    """Units gather their own parameters, forward and again backward; their arguments are saved."""
+    """Make an interceptor under which units gather their own parameters, forward and again backward."""
 
-    def around(call: Callable[[], Any], module: nn.Module, bound: Callable[[nn.Module], Any]) -> Any:
+    def around(call: Callable[[], Any], module: nn.Module, run_on: Callable[[nn.Module], Any]) -> Any:
+        # Others of its class have parameters, this one has none.
         if not any(map(is_pending, jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_pending))):
             return call()
-        return nn.remat(nn.map_variables(bound, "params", gathered), policy=save)(module)
+        # The gather is inside of nn.remat, so its result is no residual: only the shards and the arguments, which
+        # run_on closes over, are kept for the backward pass.
+        return nn.remat(nn.map_variables(run_on, "params", gather_pending), policy=save)(module)
 
     return _outermost(units, around)
 
 
-def _note(found: dict[tuple[str, ...], tuple[nn.Module, PyTree]], call: Callable[[], Any], module: nn.Module) -> Any:
+def _record_unit(
+    found: dict[tuple[str, ...], tuple[nn.Module, PyTree]], call: Callable[[], Any], module: nn.Module
+) -> Any:
     output = call()
-    assert module.scope is not None, "a method that runs is bound"
-    found[tuple(module.scope.path)] = (module, nn.unbox(dict(module.variables.get("params", {}))))
+    # After the call, which makes the parameters.
+    found[tuple(module.path)] = (module, nn.unbox(dict(module.variables.get("params", {}))))
     return output

@@ -1,4 +1,12 @@
-"""`js.nnx`: a Flax NNX module and its loss as the pair `init_fn`, `loss_fn`."""
+"""`js.nnx`: a Flax NNX module and its loss as the pair `init_fn`, `loss_fn`.
+
+An NNX module is an object that holds its arrays. Here they live outside, as trees: `nnx.split` takes a module apart
+once, abstractly (`ModuleForm`), and every loss merges the current arrays with that form into a module of its own,
+
+    form + params + random streams + state  ->  module  ->  the user's loss  ->  nnx.split(module)  ->  new state
+
+so that nothing a loss does to its module outlives the trace, except what is read back as state.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +19,62 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
+from jaxshard.adapt.compat import intercept_calls, names_of_variable, without_eager_placement
 from jaxshard.adapt.units import (
     Adapted,
     Save,
     Units,
+    attach_state,
     call_loss,
     check_loss,
     dim_names_of,
-    gathered,
+    gather_pending,
     is_pending,
-    joined,
-    parted,
-    with_state,
 )
+from jaxshard.core.layout import join_model, split_model
 from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
 
 
 def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[..., Any]) -> Nnx:
-    """The pair `init_fn, loss_fn` of an NNX module, with its variables and random streams behind them.
+    """Turn a Flax NNX module and its loss into the pair `init_fn, loss_fn`.
+
+    The module's variables and random streams are handled behind the pair.
+
+    Parameters: a nested dict of the values of every `nnx.Param` ("layers/0/attn/query/kernel"). The names in their
+    sharding metadata (`nnx.with_partitioning`) are the names of dimensions by which `js.tensor` splits.
+
+    State: all other variables (`nnx.BatchStat`, `nnx.Cache`, your own) except `nnx.Intermediate`, written back after
+    each step. A variable with a row for each row of the batch needs `js.auto()`, for under `js.explicit()` a device
+    sees its own rows only. Plain Python attributes that a call changes are not kept.
+
+    Random streams are neither trained nor kept: in each loss stream i (in the order of `nnx.RngState`) starts from
+    the step's key folded with i, at count 0.
 
     Args:
       make_module: `make_module(rngs: nnx.Rngs) -> nnx.Module`, for example `lambda rngs: MLP(64, rngs=rngs)`.
       loss: `loss(module, batch) -> scalar | js.Mean | js.Loss`. The module is in training mode (`module.train()`), in
-        evaluation in evaluation mode (`module.eval()`). A loss that has a parameter `train` is told which.
+        evaluation in evaluation mode (`module.eval()`). If the loss has a parameter `train`, it is True in training
+        and False in evaluation. The batch is global under `js.auto()`, one device's rows under `js.explicit()`.
 
-    The parameters are a nested dict of the values of every `nnx.Param` ("layers/0/attn/query/kernel"); the names in
-    their sharding metadata are the `dim_names` of the layout. All other variables (`BatchStat`, `Cache`, your own) are
-    the model's state, written back after each step, except `nnx.Intermediate`. State with a row per row of the batch
-    needs `js.auto()`: under `js.explicit()` a device sees its rows only.
-
-    Random streams are neither trained nor kept: before each loss stream i (in the order of `nnx.RngState`) starts
-    from the step's key folded with i, at count 0. Plain Python attributes that a call changes are not kept.
+    Returns:
+      An `Nnx`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
 
     Raises:
-      TypeError: no function that makes an NNX module, a loss of other arguments, a module with raw arrays.
-      ValueError: a module without parameters, or whose call makes or changes some; evaluation that draws numbers.
+      TypeError: `make_module` is no function that makes an NNX module, or `loss` none of these arguments. Later: the
+        module holds raw arrays, which are neither trained nor kept.
+      ValueError: later, when it is used: the module has no parameters, its call makes or changes some, or it draws
+        random numbers in evaluation.
+
+    Example:
+          def loss(module, batch):
+              logits = module(batch["x"])
+              losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+              return js.Mean(losses.sum(), losses.size)
+
+          init_fn, loss_fn = js.nnx(lambda rngs: MLP(64, rngs=rngs), loss)
+          layout = js.layout(js.fsdp(), mesh, init_fn, tx)
+          step = js.make_step(loss_fn, tx, layout)
     """
     if isinstance(make_module, flax_nnx.Module) or not callable(make_module):
         raise TypeError(
@@ -57,8 +85,18 @@ def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[
     return Nnx(make_module, loss)
 
 
-class Form(NamedTuple):
-    """What a module is made of, without values."""
+class ModuleForm(NamedTuple):
+    """A module without its values.
+
+    Attributes:
+      graph: Flax's `GraphDef`: classes, static attributes, and where each variable is.
+      params: the tree structure of the state of all `nnx.Param`s.
+      streams: that of the random streams.
+      state: that of all other variables.
+      random: shapes and dtypes of the streams' keys and counts, in the order of their leaves.
+      modules: (path, class) of every submodule.
+      names: the names in the sharding metadata of the parameters that have any, by path.
+    """
 
     graph: Any
     params: Any
@@ -71,20 +109,25 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Nnx(Adapted):
-    """An NNX module with its loss; see `nnx`. `init_fn, loss_fn = Nnx(...)` unpacks the methods init and loss."""
+    """An NNX module with its loss, made by `js.nnx`. Unpacks as the pair `init_fn, loss_fn`.
+
+    Attributes:
+      make_module: makes the module from `nnx.Rngs`.
+      loss_fn: the user's `loss(module, batch)`.
+    """
 
     make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module]
     loss_fn: Callable[..., Any]
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """What `make_module(nnx.Rngs(key))` draws: params, or js.Model(params, state) of plain nested dicts."""
+        """Draw what `make_module(nnx.Rngs(key))` does: params, or js.Model(params, state), of plain nested dicts."""
         _, params, _, state = _split(self._make(key))
         if not jax.tree.leaves(params):
             raise ValueError("js.nnx: the module has no parameters: none of its variables is an nnx.Param")
-        return joined(flax_nnx.to_pure_dict(params), flax_nnx.to_pure_dict(state))
+        return join_model(flax_nnx.to_pure_dict(params), flax_nnx.to_pure_dict(state) or ())
 
     def apply(self, model: PyTree, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
-        """The module in evaluation mode on what `init` returned, without keys; changes of state are dropped."""
+        """Run the module in evaluation mode on what `init` returned, without keys. Changes of state are dropped."""
         module, check = self._merge(model, None)
         module.eval()
         output = getattr(module, method)(*args, **kwargs)
@@ -92,7 +135,7 @@ class Nnx(Adapted):
         return output
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """For every parameter the names in its sharding metadata."""
+        """Return a tuple of names for every parameter, from its sharding metadata."""
         return dim_names_of("js.nnx", params, self._form.names)
 
     @property
@@ -101,7 +144,16 @@ class Nnx(Adapted):
         return self._form.names
 
     def bind(self, model: PyTree, key: jax.Array | None) -> tuple[flax_nnx.Module, Callable[[], dict[str, Any]]]:
-        """The module on what `init` returned, in evaluation mode without a key, and `check() -> its new state`."""
+        """Make the module that holds the given values.
+
+        Args:
+          model: parameters, or js.Model(params, state); parameters of units may be `Pending`.
+          key: the random key of the step; None puts the module into evaluation mode.
+
+        Returns:
+          The module, and `check()`, to be called after the loss: it returns the new state, and raises a ValueError
+          if the loss changed parameters or drew random numbers without a key.
+        """
         module, check = self._merge(model, key)
         module.eval() if key is None else module.train()
         return module, check
@@ -109,17 +161,17 @@ class Nnx(Adapted):
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
     ) -> Any:
-        """The loss and the module's new state. See `Adapted.run`."""
+        """Run the user's loss on the module; see `Adapted.run`."""
         module, check = self.bind(model, key)
-        gathering = _gather_inside(module, units, save)
+        gathering = UnitCalls(save)
+        intercept_calls(module, units, gathering.run)  # the module is this trace's own
         output = call_loss(self.loss_fn, module, batch, train=key is not None)
         state = check()
-        if gathering is not None:
-            gathering.check(units)
-        return with_state(output, state)
+        gathering.check_ran(units)
+        return attach_state(output, state)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """For every parameter whether a unit owns it."""
+        """Return True for every parameter under the path of a unit; see `Adapted.unit_params`."""
         raise_all(
             (one.__name__ for one in units if not issubclass(one, flax_nnx.Module)),
             TypeError,
@@ -143,7 +195,7 @@ class Nnx(Adapted):
 
     def _make(self, key: jax.Array) -> flax_nnx.Module:
         # The names in the metadata are those of dimensions, not of axes of a mesh: nothing is placed by them here.
-        with flax_nnx.use_eager_sharding(False):
+        with without_eager_placement():
             module = self.make_module(flax_nnx.Rngs(key))
         if not isinstance(module, flax_nnx.Module):
             raise TypeError(
@@ -153,7 +205,8 @@ class Nnx(Adapted):
         return module
 
     @functools.cached_property
-    def _form(self) -> Form:
+    def _form(self) -> ModuleForm:
+        # Traced, so that no weight is drawn to learn the shapes. What is no array leaves the trace through this list.
         found: list[tuple[Any, ...]] = []
 
         def trace(key: jax.Array) -> PyTree:
@@ -161,8 +214,8 @@ class Nnx(Adapted):
             _check_arrays(module)
             graph, *states = _split(module)
             modules = [(path, type(x)) for path, x in flax_nnx.iter_graph(module) if isinstance(x, flax_nnx.Module)]
-            names = {path: _names(variable) for path, variable in flax_nnx.to_flat_state(states[0])}
-            for state in states:
+            names = {path: names_of_variable(variable) for path, variable in flax_nnx.to_flat_state(states[0])}
+            for state in states:  # _merge puts the leaves of a plain dict into the structure of a State
                 pure = jax.tree.leaves(flax_nnx.to_pure_dict(state))
                 assert all(a is b for a, b in zip(jax.tree.leaves(state), pure, strict=True)), "another order of leaves"
             found.append((graph, *map(jax.tree.structure, states), modules, names))
@@ -170,54 +223,47 @@ class Nnx(Adapted):
 
         random = jax.tree.leaves(jax.eval_shape(trace, jax.random.key(0)))
         ((graph, params, streams, state, modules, names),) = found
-        return Form(graph, params, streams, state, random, modules, names)
+        return ModuleForm(graph, params, streams, state, random, modules, names)
 
     def _merge(self, model: PyTree, key: jax.Array | None) -> tuple[flax_nnx.Module, Callable[[], dict[str, Any]]]:
-        """The module with its values, and a function that returns its new state or raises for what it may not do."""
-        form, (params, state) = self._form, parted(model)
-        streams = _seeded(form.random, key)
+        """Make the module that holds the given values, and `check`; see `bind`."""
+        form, (params, state) = self._form, split_model(model)
+        streams = _seed_streams(form.random, key)
         weights = [x if is_pending(x) else jnp.asarray(x) for x in jax.tree.leaves(params, is_leaf=is_pending)]
         merged = (
             form.params.unflatten(weights),
             form.streams.unflatten(streams),
             form.state.unflatten(map(jnp.asarray, jax.tree.leaves(state))),
         )
+        # copy=True: variables of this trace's own, else a second loss would find the tracers of the first.
         module = flax_nnx.merge(form.graph, *merged, copy=True)
-        before = _values(_split(module)[1])
+        before = _arrays_by_path(_split(module)[1])
 
         def check() -> dict[str, Any]:
             _, after, drawn, new = _split(module)
-            _check_params(before, _values(after))
+            _check_params(before, _arrays_by_path(after))
+            # A stream counts its draws; the count is another array if there was one.
             counts = [x for x in jax.tree.leaves(drawn) if not _is_key(x)]
             if key is None and any(a is not b for a, b in zip(counts, [x for x in streams if not _is_key(x)])):
                 raise ValueError(
                     "js.nnx: evaluation has no random key, but the module draws numbers in it; let it draw only "
                     "while training, as nnx.Dropout does (deterministic=True, which module.eval() sets)"
                 )
-            return flax_nnx.to_pure_dict(new)
+            state: dict[str, Any] = flax_nnx.to_pure_dict(new)
+            return state
 
         return module, check
 
 
 def _split(module: flax_nnx.Module) -> tuple[Any, Any, Any, Any]:
-    """(graph, parameters, random streams, state): what a module is made of but for what it sowed."""
+    """Take a module apart into (graph, parameters, random streams, state), without what it sowed."""
     parts: Any = flax_nnx.split(module, flax_nnx.Param, flax_nnx.RngState, flax_nnx.Intermediate, ...)
     graph, params, streams, _, state = parts
     return graph, params, streams, state
 
 
-def _names(variable: Any) -> tuple[Any, ...]:
-    """The sharding metadata of a variable, under whichever name this version of Flax keeps it."""
-    metadata = variable.get_metadata()
-    for name in ("out_sharding", "sharding", "sharding_names"):
-        names = metadata.get(name)
-        if names is not None:
-            return tuple(getattr(names, "spec", names))
-    return ()
-
-
 def _check_arrays(module: flax_nnx.Module) -> None:
-    """Raises for raw arrays in a module, which Flax takes for constants while it is traced."""
+    """Raise for raw arrays in a module, which Flax takes for constants while it is traced."""
     flat = {path for path, _ in flax_nnx.to_flat_state(flax_nnx.state(module))}
     raise_all(
         (
@@ -235,8 +281,9 @@ def _is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _seeded(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
-    """Values of the random state: stream i from the key folded with i, counts at zero."""
+def _seed_streams(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
+    """Make the values of the random streams: the key of stream i is `key` folded with i, counts are zero."""
+    # Without a key any will do: `check` refuses a module that used it.
     root, values, streams = jax.random.key(0) if key is None else key, [], 0
     for x in shapes:
         if _is_key(x):
@@ -248,8 +295,11 @@ def _seeded(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
     return values
 
 
-def _values(params: Any) -> dict[str, list[Any]]:
-    """The arrays behind every parameter, to tell by identity whether it was set (Flax rebuilds what is pending)."""
+def _arrays_by_path(params: Any) -> dict[str, list[Any]]:
+    """List the arrays behind every parameter, to tell by their identity whether it was set.
+
+    A list because a pending parameter has two, and Flax makes a new `Pending` of them each time that it splits.
+    """
     found = jax.tree_util.tree_leaves_with_path(flax_nnx.to_pure_dict(params), is_leaf=is_pending)
     return {path_str(path): jax.tree.leaves(x) for path, x in found}
 
@@ -267,71 +317,48 @@ def _check_params(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> 
     )
 
 
-# Units. A unit's instances get a subclass of their class, whose call gathers the parameters that are pending.
+class UnitCalls:
+    """Runs the calls of units, each under `jax.checkpoint` with its own parameters gathered; outermost units only.
 
-
-class Gathering:
-    """Runs units one by one, outermost ones only, and knows which classes ran."""
+    Args:
+      save: the `jax.checkpoint` policy.
+    """
 
     def __init__(self, save: Save | None):
-        self.save, self.inside = save, False
-        self.ran: set[type] = set()
+        self._save, self._inside = save, False
+        self._ran: set[type] = set()
 
-    def run(self, unit: flax_nnx.Module, args: Any, kwargs: Any) -> Any:
+    def run(self, unit: flax_nnx.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run one call of a unit; `call` is what it does inside of another unit."""
+        if self._inside:
+            return call(*args, **kwargs)
         parts: Any = flax_nnx.split(unit, flax_nnx.Param, ...)
         graph, params, rest = parts
 
+        # jax.checkpoint needs a function of arrays, so the unit goes in and out as its parts. It closes over `params`,
+        # which are shards here: the gather inside is made again in the backward pass.
         def body(rest: PyTree) -> tuple[Any, PyTree]:
-            module = flax_nnx.merge(graph, gathered(params), rest, copy=True)
-            before = _values(flax_nnx.state(module, flax_nnx.Param))
+            module = flax_nnx.merge(graph, gather_pending(params), rest, copy=True)
+            before = _arrays_by_path(flax_nnx.state(module, flax_nnx.Param))
             output = module(*args, **kwargs)
             parts: Any = flax_nnx.split(module, flax_nnx.Param, ...)
             _, after, new = parts
-            _check_params(before, _values(after))
+            _check_params(before, _arrays_by_path(after))
             return output, new
 
-        self.inside = True
+        self._inside = True
         try:
-            output, new = jax.checkpoint(body, policy=self.save)(rest)
+            output, new = jax.checkpoint(body, policy=self._save)(rest)
         finally:
-            self.inside = False
-        flax_nnx.update(unit, new)
-        self.ran.add(type(unit))
+            self._inside = False
+        flax_nnx.update(unit, new)  # batch statistics and counts of random streams
+        self._ran.add(type(unit))
         return output
 
-    def check(self, units: Units) -> None:
-        """Raises for units that did not run."""
+    def check_ran(self, units: Units) -> None:
+        """Raise a ValueError that names the classes of which no instance ran."""
         raise_all(
-            (f"{one.__name__}" for one in units if not any(issubclass(kind, one) for kind in self.ran)),
+            (f"{one.__name__}" for one in units if not any(issubclass(kind, one) for kind in self._ran)),
             ValueError,
             "units: these never ran in the loss, or only inside another unit (it is __call__ that gathers)",
         )
-
-
-_GATHERING = "_jaxshard_gathering"
-
-
-def _gather_inside(module: flax_nnx.Module, units: Units, save: Save | None) -> Gathering | None:
-    """Lets the units in a module, which is this trace's own copy, gather their own parameters."""
-    if not units:
-        return None
-    gathering = Gathering(save)
-    for _, node in list(flax_nnx.iter_graph(module)):
-        if isinstance(node, units):
-            kind: Any = type(node)
-            object.__setattr__(node, "__class__", _gathering_class(kind))
-            object.__setattr__(node, _GATHERING, gathering)
-    return gathering
-
-
-@functools.cache
-def _gathering_class(cls: Any) -> Any:
-    """The subclass of a unit's class, one for each, since every class of modules is registered for good."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gathering: Gathering = getattr(self, _GATHERING)
-        if gathering.inside:
-            return cls.__call__(self, *args, **kwargs)
-        return gathering.run(self, args, kwargs)
-
-    return type(cls)(cls.__name__, (cls,), {"__call__": functools.wraps(cls.__call__)(call)})

@@ -18,6 +18,7 @@ import jax
 
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout import split_model
+from jaxshard.core.tree import same_structure
 from jaxshard.core.types import PyTree
 
 
@@ -41,9 +42,9 @@ class Offer:
 
     def is_for(self, params: PyTree) -> bool:
         """Return whether the parameters are the offered weights themselves, array by array."""
-        ours, tree = jax.tree.flatten(self.weights)
-        theirs, other = jax.tree.flatten(params)
-        return bool(tree == other) and all(a is b for a, b in zip(ours, theirs))
+        if not same_structure(self.weights, params):
+            return False
+        return all(a is b for a, b in zip(jax.tree.leaves(self.weights), jax.tree.leaves(params), strict=True))
 
 
 _current: ContextVar[Offer | None] = ContextVar("offer", default=None)

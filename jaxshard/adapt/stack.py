@@ -11,7 +11,8 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from jaxshard.adapt.linen import LinenInit, LinenModel, names_in
+from jaxshard.adapt.compat import names_in_boxes
+from jaxshard.adapt.linen import LinenInit, LinenModel
 from jaxshard.adapt.nnx import Nnx
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.units import call_loss, check_loss, dim_names_of, zeros_of
@@ -249,7 +250,7 @@ class _LinenParts:
 
     def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
         made = jax.eval_shape(self._boxed, jax.random.key(0))
-        return names_in({name: variables.get("params", {}) for name, variables in made.items()})
+        return names_in_boxes({name: variables.get("params", {}) for name, variables in made.items()})
 
     def _boxed(self, key: jax.Array) -> dict[str, Any]:
         """The variables of every part by name, with their metadata."""

@@ -1,4 +1,8 @@
-"""`Stacked`: a model made of identical blocks, described once, run by every engine."""
+"""`js.Stacked`: a model made of identical blocks, described once, run by every engine.
+
+An engine that gathers block by block calls `Stacked.run` with a `fetch`, which turns one block's stored parameters into
+weights inside the scan body. A pipelined engine calls `embed`, `block` and `head` itself.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +23,57 @@ RematPolicy = str | Callable[..., bool]
 
 
 class Stacked(KnownModel):
-    """A model `embed -> block x num_blocks -> head` with the parameters {"embed", "blocks", "head"}.
+    """A model of identical blocks: an embedding, `num_blocks` blocks one after the other, and a head.
 
-    `init` and `loss` are the pair that `js.layout`, `js.init` and `js.make_step` take. The blocks' parameters are
-    stacked along a new first dimension of size `num_blocks` and the blocks run in a `lax.scan`, so that an engine can
-    gather one block's weights at a time.
+    `model.init` and `model.loss` are the pair that `js.layout`, `js.init` and `js.make_step` take. The parameters are
+    {"embed", "blocks", "head"}. Those of the blocks are stacked, [num_blocks, ...], and the blocks run in a
+    `jax.lax.scan`, so that an engine can gather one block's weights at a time.
+
+    `embed` and `head` receive the parameters without the blocks, {"embed", "head"}, so that a tied head finds the
+    embedding there. Every call has a random key of its own. In evaluation the key is None: draw nothing then.
+
+    Under `js.auto()` and on one device the functions see the global batch [batch, ...], under `js.explicit()` and
+    `js.pipelined()` the rows of one device and micro-batch. The model itself issues no collectives.
 
     Args:
-      embed: `embed(params, batch, key) -> x`, any tree of activations.
-      block: `block(block_params, x, key) -> x`, the same structure, shapes and dtypes.
+      embed: `embed(params, batch, key) -> x`. The activations `x` are any tree of arrays.
+      block: `block(block_params, x, key) -> x`, with the structure, shapes and dtypes of its argument `x`.
       head: `head(params, x, batch, key) -> js.Mean | js.Loss`.
-      num_blocks: how many blocks.
-      init: `init(key) -> {"embed": ..., "block": one block's parameters, "head": ...}`.
+      num_blocks: the number of blocks, 1 or more.
+      init: `init(key) -> {"embed": ..., "block": the parameters of one block, "head": ...}`.
 
-    `embed` and `head` receive the parameters without the blocks, {"embed", "head"}: a tied head finds the embedding
-    there. Every call has a key of its own; in evaluation the key is None and nothing is dropped.
+    Raises:
+      ValueError: `num_blocks` is less than 1. Later: `init` returns no "block", or a block returns another tree than it
+        receives.
+
+    Example:
+      A residual network of width 16; see `js.models` for transformers made this way.
+
+          def init(key):
+              return {"embed": jnp.eye(8, 16), "block": 0.1 * jax.random.normal(key, (16, 16)), "head": jnp.eye(16, 3)}
+
+          def head(params, x, batch, key):
+              return js.Mean(jnp.square(x @ params["head"] - batch["y"]).sum(), batch["y"].size)
+
+          model = js.Stacked(
+              embed=lambda params, batch, key: batch["x"] @ params["embed"],
+              block=lambda w, x, key: x + jnp.tanh(x @ w),
+              head=head,
+              num_blocks=12,
+              init=init,
+          )
+          layout = js.layout(js.fsdp(), mesh, model.init, tx)
+          step = js.make_step(model.loss, tx, layout, engine=js.explicit())
     """
 
-    def __init__(self, embed: Callable, block: Callable, head: Callable, num_blocks: int, init: Callable):
+    def __init__(
+        self,
+        embed: Callable[..., PyTree],
+        block: Callable[..., PyTree],
+        head: Callable[..., Mean | Loss],
+        num_blocks: int,
+        init: Callable[[jax.Array], PyTree],
+    ):
         if num_blocks < 1:
             raise ValueError(f"Stacked: num_blocks must be at least 1, got {num_blocks}")
         self.embed, self.block, self.head = embed, block, head
@@ -44,7 +81,7 @@ class Stacked(KnownModel):
         self._init_parts = init
 
     def make_params(self, key: jax.Array) -> PyTree:
-        """Parameters {"embed", "blocks", "head"}; every leaf of "blocks" is stacked [num_blocks, ...]."""
+        """Make the parameters {"embed", "blocks", "head"}; every leaf of "blocks" is stacked [num_blocks, ...]."""
         parts_key, blocks_key = jax.random.split(key)
         parts = self._init_parts(parts_key)
         if not isinstance(parts, dict) or "block" not in parts or BLOCKS in parts:
@@ -55,7 +92,7 @@ class Stacked(KnownModel):
         return rest | {BLOCKS: jax.vmap(lambda k: self._init_parts(k)["block"])(keys)}
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """For every parameter the logical names of its dimensions: how a layout knows which are stacked."""
+        """Return a tuple of names for every parameter, one per dimension: "blocks" for the stacked ones, else None."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: tuple(BLOCKS if path[0].key == BLOCKS and dim == 0 else None for dim in range(x.ndim)),
             params,
@@ -77,14 +114,21 @@ class Stacked(KnownModel):
         key: jax.Array | None,
         *,
         fetch: Callable[[PyTree], PyTree] = lambda block: block,
-        remat: Callable[[Callable], Callable] = lambda body: body,
+        remat: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda body: body,
         row: jax.Array | int = 0,
     ) -> Mean | Loss:
-        """The head's output, each block's weights fetched inside the scan body.
+        """Run the model, fetching each block's weights inside the scan body.
 
-        `params["blocks"]` is any tree with a first dimension of size `num_blocks`; `fetch` makes one block's
-        parameters of its slice; `remat` wraps the scan body; `row` is the global number of the batch's first row, for
-        `js.row_keys`.
+        Args:
+          params: {"embed", "blocks", "head"}; "blocks" is any tree with a first dimension of size `num_blocks`.
+          batch: the rows at hand.
+          key: the random key of the step; None in evaluation.
+          fetch: makes one block's weights of its slice of `params["blocks"]`; collectives are issued here.
+          remat: wraps the scan body, for example in `jax.checkpoint`.
+          row: the global number of the batch's first row, for `js.row_keys`.
+
+        Returns:
+          The head's output.
         """
         rest = {name: part for name, part in params.items() if name != BLOCKS}
 
@@ -100,41 +144,48 @@ class Stacked(KnownModel):
 
         x = self.embed(rest, batch, key_of(0))
         x, _ = jax.lax.scan(body, x, (jnp.arange(1, self.num_blocks + 1), params[BLOCKS]))
-        return self.head(rest, x, batch, key_of(self.num_blocks + 1))
+        output: Mean | Loss = self.head(rest, x, batch, key_of(self.num_blocks + 1))
+        return output
 
 
 def check_block(x: PyTree, y: PyTree) -> None:
-    """Raises unless a block returns what it receives; names every leaf that differs."""
+    """Raise a ValueError that names every leaf in which a block's output `y` differs from its input `x`."""
     check_same_tree(abstract(x), abstract(y), "block must return what it receives", "keep shapes and dtypes")
 
 
 def evaluation(output: Any) -> dict[str, Mean | Sum | Max]:
-    """A loss function's output as evaluation metrics."""
+    """Return the metrics of a loss function's output: {"loss": js.Mean} and those that it reports."""
     loss = as_loss(output)
     value = loss.value if isinstance(loss.value, Mean) else Mean(loss.value, 1.0)
     return {"loss": value} | loss.metrics
 
 
-def checkpoint_body(policy: RematPolicy, body: Callable) -> Callable:
-    """`body` under `jax.checkpoint`, never saving what a gather made.
+def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the body of a scan over blocks in `jax.checkpoint`, with the policy of `make_save_policy`."""
+    # Inside a scan nothing merges the second computation with the first, so the barriers of prevent_cse only cost.
+    wrapped: Callable[..., Any] = jax.checkpoint(body, policy=make_save_policy(policy), prevent_cse=False)
+    return wrapped
 
-    `policy` names what the forward pass saves: "nothing", "dots", "everything", or a function of
-    `jax.checkpoint_policies`. The outputs of gathers, and of the moves and casts that turn what is stored into a
-    weight, are never saved: the backward pass gathers again, so that only one block's weights are whole at a time.
+
+def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
+    """Make the policy for `jax.checkpoint` that saves what `policy` allows, but never a gathered weight.
+
+    The outputs of gathers, and of the moves and casts that turn what is stored into a weight, are not saved: the
+    backward pass gathers again, so that only one block's weights are whole at a time.
+
+    Args:
+      policy: "nothing", "dots", "everything", or a function of `jax.checkpoint_policies`.
     """
-    return jax.checkpoint(body, policy=saved(policy), prevent_cse=False)
-
-
-def saved(policy: RematPolicy) -> Callable[..., Any]:
-    """What `jax.checkpoint` saves by a policy, gathers never."""
-    saveable = saveable_of(policy)
+    allows = policy_function(policy)
 
     def save(prim: Any, *args: Any, **params: Any) -> Any:
-        return prim.name not in _MOVES and saveable(prim, *args, **params)
+        return prim.name not in _MOVES and allows(prim, *args, **params)
 
     return save
 
 
+# The primitives on the way from what is stored to a weight. JAX knows a primitive by name only, and a name that it
+# changes would be saved without an error: tests/core/test_compat.py makes each of them and looks at its name.
 _MOVES = frozenset(
     {"all_gather", "shard_map", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad"}
 )
@@ -146,8 +197,8 @@ _POLICIES = {
 }
 
 
-def saveable_of(policy: RematPolicy) -> Callable[..., Any]:
-    """The function of a policy; a ValueError for a name that there is not."""
+def policy_function(policy: RematPolicy) -> Callable[..., Any]:
+    """Return the function of `jax.checkpoint_policies` that a policy names; raise a ValueError for an unknown name."""
     if callable(policy):
         return policy
     if policy not in _POLICIES:
@@ -155,4 +206,5 @@ def saveable_of(policy: RematPolicy) -> Callable[..., Any]:
             f"remat must be one of {', '.join(map(repr, _POLICIES))} or a function of jax.checkpoint_policies, "
             f"got {policy!r}"
         )
-    return _POLICIES[policy]
+    named: Callable[..., Any] = _POLICIES[policy]
+    return named

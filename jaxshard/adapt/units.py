@@ -1,7 +1,12 @@
-"""What the adapters of modules share: the pair of the contract, and weights that wait until their module runs.
+"""The base of `js.linen` and `js.nnx`, and the parameters that are gathered only while their module runs.
 
-An engine knows no module library. It hands `run` a model in which the parameters of units are `Pending`, and the
-adapter turns them into weights (`gathered`) inside a `jax.checkpoint` around each unit, whose policy the engine gives.
+A unit is a submodule whose class the user lists in `units=[Block]`. An engine knows no module library. It calls
+`Adapted.run` with a model in which the parameters of units are `Pending` (stored shards, not yet weights):
+
+    {"Dense_0": {"kernel": weight}, "Block_0": {"kernel": Pending}, "Block_1": {"kernel": Pending}}
+
+The adapter gathers them (`gather_pending`) when `Block_0` runs, and again for `Block_1`. It does so inside of a
+`jax.checkpoint` around each unit, whose policy the engine gives, so that the backward pass gathers again.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import jax.numpy as jnp
 from jaxshard.adapt.offer import run_as_offered
 from jaxshard.adapt.stacked import evaluation
 from jaxshard.core.known_model import KnownModel
-from jaxshard.core.loss import Max, Mean, Model, Sum, as_loss
+from jaxshard.core.loss import Max, Mean, Sum, as_loss
 from jaxshard.core.tree import map_with_path, path_str, raise_all
 from jaxshard.core.types import InitFn, LossFn, PyTree
 
@@ -26,7 +31,13 @@ Save = Callable[..., Any]
 
 
 class Adapted(KnownModel):
-    """A module with its loss: unpacks as the pair `init_fn, loss_fn`; `run` is what an engine looks into."""
+    """A module with its loss; unpacks as the pair `init_fn, loss_fn`.
+
+    A subclass implements what `KnownModel` asks for, `run` and `unit_params`.
+
+    Attributes:
+      loss_fn: the function that the user wrote.
+    """
 
     loss_fn: Callable[..., Any]
 
@@ -39,22 +50,46 @@ class Adapted(KnownModel):
         return run_as_offered(self, model, batch, key, lambda: self.run(model, batch, key))
 
     def compute_metrics(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
-        """Return {"loss": js.Mean} and the loss's metrics, computed without keys; changes of state are dropped."""
+        """Return {"loss": js.Mean} and the loss's metrics, computed without keys. Changes of state are dropped."""
         return evaluation(self.run(model, batch, None))
 
-    def run(self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None):
-        """The loss; the parameters of `units` are gathered while each runs. Without a key: evaluation."""
+    def run(
+        self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
+    ) -> Any:
+        """Run the user's loss on the module.
+
+        Args:
+          model: parameters, or js.Model(params, state). Those of units may be `Pending`.
+          batch: the rows at hand.
+          key: the random key of the step; None in evaluation.
+          units: classes of modules whose parameters are gathered while each of them runs.
+          save: the `jax.checkpoint` policy of each unit.
+
+        Returns:
+          What the loss returned, with the module's new state where it has one.
+        """
         raise NotImplementedError
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
-        """For every parameter whether a unit owns it; an error by name for units that can't be."""
+        """Return the tree of `params` with True where a module of `units` owns the parameter.
+
+        Raises:
+          TypeError: a class is none of modules of this library.
+          ValueError: a module of a class never runs by itself, or has no parameters.
+        """
         raise NotImplementedError
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Pending:
-    """A parameter of a unit as it is stored, the sink of its gradient, and `use(stored, sink) -> weight`."""
+    """A parameter of a unit that is not gathered yet. In the place of a weight it raises an error that says so.
+
+    Attributes:
+      stored: this device's shard of the parameter.
+      sink: zeros, with respect to which the loss is differentiated (see `engines/just_in_time.py`); None if frozen.
+      use: `use(stored, sink) -> weight`; issues the all-gather.
+    """
 
     stored: jax.Array
     sink: jax.Array | None
@@ -66,7 +101,7 @@ class Pending:
             "used by another method than __call__ of an NNX module); leave its class out of units"
         )
 
-    __jax_array__ = property(lambda self: self[()])
+    __jax_array__ = property(lambda self: self[()])  # what jax.numpy asks for: the same error
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
         return (self.stored, self.sink), self.use
@@ -77,33 +112,27 @@ class Pending:
 
 
 def is_pending(x: Any) -> bool:
+    """Return whether `x` is a parameter that is not gathered yet."""
     return isinstance(x, Pending)
 
 
-def gathered(tree: PyTree) -> PyTree:
-    """The tree with weights instead of what is pending."""
+def gather_pending(tree: PyTree) -> PyTree:
+    """Return the tree with a weight in the place of each `Pending`. Issues their all-gathers."""
     return jax.tree.map(lambda x: x.use(x.stored, x.sink) if is_pending(x) else x, tree, is_leaf=is_pending)
 
 
-def joined(params: PyTree, state: dict[str, Any]) -> PyTree:
-    """What an adapter's `init` returns."""
-    return Model(params, state) if state else params
-
-
-def parted(model: PyTree) -> tuple[PyTree, dict[str, Any]]:
-    """(params, state), the state {} where there is none."""
-    return (model.params, model.state) if isinstance(model, Model) else (model, {})
-
-
 def call_loss(loss_fn: Callable[..., Any], model: Any, batch: PyTree, *, train: bool) -> Any:
-    """The user's loss, told whether this is training if it has a parameter `train`."""
+    """Call the user's loss, with `train=train` if it has a parameter of that name."""
     parameter = inspect.signature(loss_fn).parameters.get("train")
-    told = parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
-    return loss_fn(model, batch, train=train) if told else loss_fn(model, batch)
+    takes_train = parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    return loss_fn(model, batch, train=train) if takes_train else loss_fn(model, batch)
 
 
 def check_loss(who: str, loss_fn: Any) -> None:
-    """Raises unless this is a function `loss(model, batch)`, with `train` or without."""
+    """Raise a TypeError unless this is a function `loss(model, batch)`, with `train` or without.
+
+    `who` is the public function that errors name, such as "js.linen".
+    """
     if not callable(loss_fn):
         raise TypeError(f"{who}: loss must be a function loss(model, batch), got {type(loss_fn).__name__}")
     try:
@@ -119,8 +148,8 @@ def check_loss(who: str, loss_fn: Any) -> None:
             ) from None
 
 
-def with_state(output: Any, state: dict[str, Any]) -> Any:
-    """What the user's loss returned, with the module's new state."""
+def attach_state(output: Any, state: dict[str, Any]) -> Any:
+    """Return what the user's loss returned, with the module's new state (none: {})."""
     loss = as_loss(output)
     if loss.state is not None:
         raise ValueError(
@@ -130,14 +159,23 @@ def with_state(output: Any, state: dict[str, Any]) -> Any:
 
 
 def dim_names_of(who: str, params: PyTree, found: dict[tuple[Any, ...], tuple[Any, ...]]) -> PyTree:
-    """For every parameter a name or None per dimension, from the metadata found under its path (none: no names)."""
+    """Return the tree of `params` with a tuple of names for each, one name or None per dimension.
+
+    Args:
+      who: the public function that errors name.
+      params: arrays, or their shapes.
+      found: the names in the modules' metadata, by path. Missing ones, and missing last dimensions, are None.
+
+    Raises:
+      ValueError: metadata of more dimensions than the array has, or that are no strings; names each array.
+    """
     problems: list[str] = []
 
     def names(path: Any, x: Any) -> tuple[str | None, ...]:
         mine = found.get(tuple(part.key for part in path), ())
         if len(mine) > x.ndim or not all(name is None or isinstance(name, str) for name in mine):
             problems.append(f"{path_str(path)} {list(x.shape)}: {mine}")
-        return mine + (None,) * (x.ndim - len(mine))
+        return (*mine, *(None,) * (x.ndim - len(mine)))
 
     named = map_with_path(names, params)
     raise_all(problems, ValueError, f"{who}: every dimension of a parameter takes one name or None, but not")
@@ -145,5 +183,5 @@ def dim_names_of(who: str, params: PyTree, found: dict[tuple[Any, ...], tuple[An
 
 
 def zeros_of(batch: PyTree) -> PyTree:
-    """A batch of the same shapes and dtypes without values."""
+    """Return a batch of zeros with the shapes and dtypes of `batch`, which may be ShapeDtypeStructs."""
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), batch)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxshard.adapt.objective import Objective
-from jaxshard.adapt.stacked import RematPolicy, saveable_of
+from jaxshard.adapt.stacked import RematPolicy, policy_function
 from jaxshard.adapt.units import Units
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
@@ -139,7 +139,7 @@ class WholeModelEngine(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        saveable_of(self.remat)
+        policy_function(self.remat)
         object.__setattr__(self, "units", _check_units(self.units))
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:

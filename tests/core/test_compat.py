@@ -19,7 +19,7 @@ from jax.extend.core import Primitive, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
-from jaxshard.adapt.stacked import saved
+from jaxshard.adapt.stacked import make_save_policy
 from jaxshard.checks.collectives import weight_uses
 from jaxshard.core import compat
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
@@ -61,12 +61,12 @@ def primitives_of(jaxpr):
 def test_moves_of_weights_are_the_primitives_that_are_never_saved(name):
     found = {primitive.name: primitive for primitive in primitives_of(jax.make_jaxpr(MOVES[name])(X))}
     assert name in found, f"JAX makes {set(found)} of what was called {name!r}: adapt/stacked.py has to know it"
-    assert not saved("everything")(found[name]), f"{name!r} would be saved between forward and backward"
+    assert not make_save_policy("everything")(found[name]), f"{name!r} would be saved between forward and backward"
 
 
 def test_a_product_is_saved():
     (dot,) = primitives_of(jax.make_jaxpr(lambda x: lax.dot(x, x))(np.ones((2, 2), np.float32)))
-    assert dot.name == "dot_general" and saved("everything")(dot)
+    assert dot.name == "dot_general" and make_save_policy("everything")(dot)
 
 
 def test_marks_of_weights_are_called_what_a_gather_is():

@@ -1,0 +1,266 @@
+"""A traced loss, cut at its one scan over stacked parameters: an embedding, a block and a head.
+
+The program of a loss with three scanned layers, dropout in each, and noise that the head adds, is in short
+
+    arguments   params {embed [13, 8], layers [3, 8, 8], head [8, 7]}, batch {x [16, 13], mask [16]}, key
+
+    before      h     = x @ embed                [16, 8]
+                gains = 1 / [1, 2, 3]            [3]
+                keys  = split(fold_in(key, 1), 3)
+                noise = normal(fold_in(key, 2))  [16, 7]
+
+    scan        consts   mask                    -> "shared": every turn has the same
+                carry    h                       -> "carry": goes from turn to turn
+                slices   layers                  -> "weight": the parameters of one block
+                         keys                    -> "key": random keys, made anew from the block's own key
+                         gains                   -> "fixed" if it were a const; as slices: "layered"
+                results  h'
+
+    after       loss  = mean(h' @ head + noise)
+
+Cut at the scan it gives
+
+    embedding   runs `before` as far as h, the layered and shared values and `noise` need it
+    block       runs the body of the scan once, on one slice of `layers`
+    head        runs `before` and `after` as far as the result needs it, with h' and `noise` given
+
+What travels from one to the next is a `ScanCarry`. `noise` has to travel too: the head has another random key than the
+embedding, and would draw other numbers. What is not random and not needed by blocks, the head computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+from jax.extend import core
+
+from jaxshard.core.compat import scan_counts
+from jaxshard.core.jaxpr import (
+    Program,
+    assign,
+    dependent_variables,
+    needed_equations,
+    open_jaxpr,
+    subprogram,
+    variables,
+)
+from jaxshard.core.keys import typed_key
+from jaxshard.core.tree import raise_all
+from jaxshard.core.types import PyTree
+
+Path = tuple[str, ...]
+
+Kind = Literal["carry", "weight", "key", "fixed", "shared", "layered"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScanCarry:
+    """The activations of a scanned model: all that goes from the embedding through the blocks to the head.
+
+    Attributes:
+      carry: the scan's carry, which each block replaces.
+      shared: values that every block reads.
+      layered: values of which each block reads its slice, [num_blocks, ...].
+      drawn: random values that the embedding drew and the head reads.
+      count: the number of blocks that ran, a scalar; None if there are no layered values.
+      form: (tree, shapes and dtypes of parameters and batch, whether there is a key), static: with these a block
+        traces the loss again.
+    """
+
+    carry: list[jax.Array]
+    shared: list[jax.Array]
+    layered: list[jax.Array]
+    drawn: list[jax.Array]
+    count: jax.Array | None
+    form: Any = field(metadata={"static": True})
+
+
+class MovingVariables(NamedTuple):
+    """The variables of the program whose values make a `ScanCarry`, by the fields of the same names."""
+
+    carry: list[Any]
+    shared: list[Any]
+    layered: list[Any]
+    drawn: list[Any]
+
+
+class BodyInput(NamedTuple):
+    """An input of the scan's body: its kind, and which one of that kind.
+
+    `which` is an index into a field of `ScanCarry` for "carry", "shared" and "layered", the path of the parameter for
+    "weight", a number of its own for "key", and the variable or literal for "fixed".
+    """
+
+    kind: Kind
+    which: Any
+
+
+class SplitLoss(NamedTuple):
+    """A traced loss, cut at its scan.
+
+    Attributes:
+      program: the loss; its arguments are (parameters, batch, key or None).
+      scan: the equation of the scan.
+      before: the equations before it.
+      after: the equations after it.
+      moving: the variables that travel from the embedding to blocks and head.
+      inputs: where each input of the scan's body comes from.
+    """
+
+    program: Program
+    scan: Any
+    before: list[Any]
+    after: list[Any]
+    moving: MovingVariables
+    inputs: list[BodyInput]
+
+    def run_embed(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> MovingVariables:
+        """Return the values of `moving`. `rest` are the parameters without those of the blocks."""
+        values: MovingVariables = self.program.run(self.moving, self._arguments(rest, batch, key), self.before)
+        return values
+
+    def run_block(self, weights: Mapping[Path, jax.Array], x: ScanCarry, key: jax.Array | None) -> list[jax.Array]:
+        """Return the carry after one turn of the scan, on the parameters of one block by their paths."""
+        fixed = [one.which for one in self.inputs if one.kind == "fixed"]
+        # By identity: a literal is not hashable.
+        numbers = dict(zip(map(id, fixed), self.program.run(fixed, {}, self.before), strict=True))
+        body = self.scan.params["jaxpr"]
+        jaxpr, _ = open_jaxpr(body)
+
+        def value(one: BodyInput, aval: Any) -> Any:
+            if one.kind == "weight":
+                return weights[one.which]
+            if one.kind == "fixed":
+                return numbers[id(one.which)]
+            if one.kind == "key":
+                assert key is not None, "without a key nothing depends on it"
+                own = jax.random.fold_in(key, one.which)
+                return jax.random.split(own, aval.shape) if aval.shape else own
+            if one.kind == "layered":
+                return jax.lax.dynamic_index_in_dim(x.layered[one.which], x.count, keepdims=False)
+            return getattr(x, one.kind)[one.which]
+
+        values = [value(one, var.aval) for one, var in zip(self.inputs, jaxpr.invars, strict=True)]
+        # Of the body's results the carry comes first; what it returns for each layer is used nowhere.
+        results = jaxpr.outvars[: len(self.moving.carry)]
+        carry: list[jax.Array] = subprogram(body, results, jaxpr.invars, jaxpr.eqns)(*values)
+        return carry
+
+    def run_head(self, rest: PyTree, x: ScanCarry, batch: PyTree, key: jax.Array | None) -> Any:
+        """Return the result of the loss, given the carry of the last block."""
+        given = self._arguments(rest, batch, key)
+        given |= assign(list(self.scan.outvars[: len(x.carry)]), x.carry) | assign(self.moving.drawn, x.drawn)
+        # The equations before the scan too: what of them the head needs, and did not travel, is computed again.
+        return self.program.run(self.program.out, given, [*self.before, *self.after])
+
+    def _arguments(self, rest: PyTree, batch: PyTree, key: jax.Array | None) -> dict[Any, Any]:
+        """Assign the arguments of the program, all but the parameters of blocks."""
+        params, batch_vars, key_var = self.program.args
+        of_path = flatten_dict(params)
+        values = {of_path[path]: x for path, x in flatten_dict(rest).items()} | assign(batch_vars, batch)
+        return values if key is None else values | {key_var: typed_key(key)}
+
+
+def split_at_scan(program: Program) -> SplitLoss:
+    """Cut a traced loss at its scan over stacked parameters.
+
+    Raises:
+      ValueError: there is not one such scan, or the blocks cannot be taken out: they share a random key, their
+        per-layer results are used, or stacked parameters are used outside of the scan. Names every problem.
+    """
+    scan, stacked = find_scan(program)
+    where = program.eqns.index(scan)
+    before, after = program.eqns[:where], program.eqns[where + 1 :]
+    weights = {var: path for path, var in flatten_dict(program.args[0]).items() if path in stacked}
+    arguments = variables(jax.tree.leaves(program.args))
+    random = dependent_variables(before, set(jax.tree.leaves(program.args[2])))
+    moving, inputs, problems = _sort_inputs(scan, weights, random, dependent_variables(before, arguments))
+    _, carries = scan_counts(scan.params)
+    # All variables that the head uses, but for those that only make the arguments or the carry.
+    _, used = needed_equations(after, jax.tree.leaves(program.out), arguments | set(scan.outvars[:carries]))
+    if not used.isdisjoint(scan.outvars[carries:]):
+        problems.append("what the blocks return beside the carry (or sow) is used after the scan")
+    made = [var for eqn in before for var in eqn.outvars]
+    moving.drawn.extend(var for var in made if var in used and var in random and not _is_key(var))
+    used_outside = variables(var for eqn in (*before, *after) for var in eqn.invars)
+    problems += [f"{'/'.join(path)}: used outside of the scan" for var, path in weights.items() if var in used_outside]
+    raise_all(problems, ValueError, "js.scanned: the blocks can't be taken out of this model")
+    return SplitLoss(program, scan, before, after, moving, inputs)
+
+
+def _sort_inputs(
+    scan: Any, weights: dict[Any, Path], random: set[Any], dependent: set[Any]
+) -> tuple[MovingVariables, list[BodyInput], list[str]]:
+    """Tell for each input of the scan what it is; also return problems with those that can't be taken apart.
+
+    Args:
+      scan: the equation. Its inputs are first the consts, then the carry, then what it slices.
+      weights: the path of each stacked parameter.
+      random: the variables that depend on the key of the loss.
+      dependent: the variables that depend on any of its arguments.
+    """
+    consts, carries = scan_counts(scan.params)
+    moving, inputs, problems, keys = MovingVariables([], [], [], []), [], [], 0
+
+    def travels(kind: Literal["carry", "shared", "layered"], var: Any) -> BodyInput:
+        group: list[Any] = getattr(moving, kind)
+        group.append(var)
+        return BodyInput(kind, len(group) - 1)
+
+    for place, var in enumerate(scan.invars):
+        is_const, is_variable = place < consts, not isinstance(var, core.Literal)
+        if consts <= place < consts + carries:
+            inputs.append(travels("carry", var))
+        elif is_variable and var in weights:
+            inputs.append(BodyInput("weight", weights[var]))
+        elif is_variable and var in random and _is_key(var):
+            if is_const:
+                problems.append("blocks share one random key: pass split_rngs={'params': True, 'dropout': True}")
+            inputs.append(BodyInput("key", keys))
+            keys += 1
+        elif is_const and (not is_variable or var not in dependent):
+            # Made of nothing but numbers in the program: cheaper to make again than to send from stage to stage.
+            inputs.append(BodyInput("fixed", var))
+        else:
+            inputs.append(travels("shared" if is_const else "layered", var))
+    return moving, inputs, problems
+
+
+def find_scan(program: Program) -> tuple[Any, frozenset[Path]]:
+    """Find the scan over stacked parameters among the equations of a loss.
+
+    It is the only scan one of whose sliced inputs is a parameter itself, not something made of one: that is what
+    `nn.scan(variable_axes={"params": 0})` makes. Other scans (a recurrent layer) slice activations.
+
+    Returns:
+      The equation, and the paths of the parameters that it slices.
+
+    Raises:
+      ValueError: there is none, there are several, or it runs backwards.
+    """
+    params = {var: path for path, var in flatten_dict(program.args[0]).items()}
+    found = []
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scan":
+            sliced = variables(eqn.invars[sum(scan_counts(eqn.params)) :])
+            if stacked := frozenset(params[var] for var in sliced if var in params):
+                found.append((eqn, stacked))
+    runs = [f"one over {', '.join('/'.join(path) for path in sorted(stacked))}" for _, stacked in found]
+    backwards = [f"{run}, backwards" for run, (eqn, _) in zip(runs, found, strict=True) if eqn.params["reverse"]]
+    if len(found) != 1 or backwards:
+        raise ValueError(
+            "js.scanned: the loss must run one nn.scan, forward, over parameters that are stacked along axis 0 "
+            '(variable_axes={"params": 0}), outside of jax.jit and nn.remat, but this runs '
+            f"{'; '.join(backwards or runs) or 'none'}; blocks in a Python loop are for js.stack"
+        )
+    return found[0]
+
+
+def _is_key(var: Any) -> bool:
+    return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
