@@ -19,6 +19,7 @@ from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, split_model
 from jaxshard.core.loss import Mean, as_loss
 from jaxshard.core.mesh import axis_size
+from jaxshard.core.tree import row_count
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.engine import Engine
 
@@ -112,7 +113,7 @@ def _rows(suspect: Suspect) -> tuple[str, ...]:
     """What the loss of the parts of the batch, computed on their own, says about the rows."""
     loss_fn, _, batch, key, layout, engine, bind = suspect
     parts = engine.microbatches * (1 if engine.compiler_chooses else axis_size(layout.mesh, layout.batch_axes))
-    rows = max(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
+    rows = row_count(batch)
     size = rows // parts
     run = jax.jit(bind(_open(loss_fn, suspect.model)))
     if parts == 1 or run(batch, key, 0) is None:

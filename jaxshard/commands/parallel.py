@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxshard.commands.devices import choose_devices
 from jaxshard.commands.flags import EngineName, RematName, ShardingFlags, check_positive
-from jaxshard.core.mesh import make_mesh
+from jaxshard.core.mesh import axis_size, make_mesh
 from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
@@ -107,7 +106,7 @@ def make_parallel(
         strategy = compose(strategy, tensor())
     if ordered:
         _check_ordered(flags.engine, axes)
-    shards = math.prod(mesh.shape[axis] for axis in data_axes)
+    shards = axis_size(mesh, tuple(data_axes))
     engine: Engine
     if "pipe" in axes:
         engine, chunks = _make_pipelined(flags, mesh.shape["pipe"], shards, remat=remat, depth=depth, batch=batch)

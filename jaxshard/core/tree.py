@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxshard.core.types import PyTree
 
@@ -60,6 +61,11 @@ def map_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree
 def paths(tree: PyTree) -> list[str]:
     """Return the path of every leaf, in the order of the leaves."""
     return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def row_count(batch: PyTree) -> int:
+    """Return the number of rows of a batch: of its arrays [rows, ...], scalars ignored; 0 if there are none."""
+    return max((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), default=0)
 
 
 def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], path: tuple[Any, ...], shape: Any) -> Any:

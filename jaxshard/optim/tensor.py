@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxshard.core.collectives import all_sum
 from jaxshard.core.compat import varying_axes
-from jaxshard.core.mesh import axis_names
+from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.tree import abstract, map_with_path, path_str, paths, raise_all, same_structure
 from jaxshard.core.types import AxisName, PyTree
@@ -127,7 +127,7 @@ def tensor_state_specs(
         states = js.optim.tensor_state_specs(tx, params, specs, mesh, zero_axis="data")
     """
     zero = axis_names(zero_axis)
-    count = math.prod(mesh.shape[name] for name in zero)
+    count = axis_size(mesh, zero)
     sizes = dict(mesh.shape)
     local = jax.tree.map(
         lambda x, spec: _resize(x, spec, lambda size, parts: size // parts, sizes), abstract(params), specs

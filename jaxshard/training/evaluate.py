@@ -1,4 +1,9 @@
-"""What a run is asked besides training: evaluation on held-out rows, and predictions."""
+"""Evaluation on held-out rows, and predictions.
+
+The last batch of held-out data is rarely full. It is padded with copies of its last row, and the padding must not
+count. Weights alone can't see to that, since `eval_fn` returns sums over all rows. So a short batch is evaluated row by
+row (`vmap`), and the results of the rows that count are added up: `_sum_first_rows`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from jaxshard.core.known_model import known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.tree import abstract
+from jaxshard.core.tree import abstract, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.engine import Engine
@@ -40,40 +45,56 @@ Results = dict[str, Mean | Sum | Max]
 def make_eval_step(
     eval_fn: Callable[[PyTree, PyTree], Results], layout: Layout, *, engine: Engine | None = None
 ) -> Callable[[TrainState, PyTree], Results]:
-    """`eval_step(run, batch) -> {name: js.Mean | js.Sum | js.Max}` of the whole batch; `js.combine` adds batches up.
+    """Make the compiled evaluation of a batch, `eval_step(run, batch) -> {name: js.Mean | js.Sum | js.Max}`.
 
-    `eval_fn(model, batch)` receives what `init_fn` returned and a global batch. All batches have the rows of the
-    first one; a shorter one (the last, of any size from one row on) is padded to it and the padding counts with
-    weight zero: there `eval_fn` is mapped over single rows, so it must treat rows independently, and every `Sum` and
-    `Mean` must be a sum over rows, to be evaluated on a short batch. The method `evaluate` of a `Stacked` model gathers
-    one block at a time, or runs through the stages of a pipeline; other functions have all weights gathered first.
+    All batches have the rows of the first one. A shorter one (the last, of any size from one row on) is padded to it,
+    and the padding counts with weight zero: there `eval_fn` is mapped over single rows, so it must treat rows
+    independently, and every `Sum` and `Mean` must be a sum over rows.
 
-    With the engine `js.explicit(reduction="ordered")` every device evaluates its own rows, which must then be
-    independent always, and the sums over devices are taken in one order; other engines make no difference.
+    Args:
+      eval_fn: `eval_fn(model, batch)`, which receives what `init_fn` returned and a global batch. If it is the method
+        `evaluate` of a `js.Stacked` model, weights are gathered one block at a time, or the batch runs through the
+        stages of a pipeline; for any other function all weights are gathered first.
+      layout: says where everything lives.
+      engine: `js.explicit(reduction="ordered")` makes every device evaluate its own rows, which must then always be
+        independent, and takes sums over devices in one order. Other engines make no difference.
+
+    Returns:
+      The function. Its results are those of the whole batch, on every device; `js.combine` joins those of several
+      batches, and `js.evaluate` does all of it. The run is not donated. Collectives: all-gathers of the weights, and an
+      all-reduce of each result.
+
+    Raises:
+      TypeError: by the first call, results that are not a dict of js.Mean, js.Sum or js.Max.
+      ValueError: by a call, a batch with more rows than the first, or a run that does not fit the layout.
+
+    Example:
+        eval_step = js.make_eval_step(model.evaluate, layout)
+        js.evaluate(eval_step, run, held_out)["loss"]
     """
-    apart = _make_apart(eval_fn, layout, engine)
-    weigh_stored = _make_weigh(eval_fn, layout, make_move(layout, auto()))
+    on_devices = _make_device_evaluation(eval_fn, layout, engine)
+    compute_stored = _make_compute(eval_fn, layout, make_move(layout, auto()))
 
-    def weigh(run: TrainState, batch: PyTree) -> Results:
-        return weigh_stored(run.params, use_stored(layout, layout.state, run.state), batch)
-
-    @jax.jit
-    def full(run: TrainState, batch: PyTree) -> Results:
-        return weigh(run, batch) if apart is None else apart(run, batch)
+    def compute(run: TrainState, batch: PyTree) -> Results:
+        return compute_stored(run.params, use_stored(layout, layout.state, run.state), batch)
 
     @jax.jit
-    def short(run: TrainState, batch: PyTree, rows: jax.Array) -> Results:
-        if apart is not None:
-            return apart(run, batch, rows)
+    def evaluate_full(run: TrainState, batch: PyTree) -> Results:
+        return compute(run, batch) if on_devices is None else on_devices(run, batch)
 
-        return _sum_first_rows(partial(weigh, run), batch, jnp.arange(_row_count(batch)) < rows)
+    @jax.jit
+    def evaluate_short(run: TrainState, batch: PyTree, rows: jax.Array) -> Results:
+        if on_devices is not None:
+            return on_devices(run, batch, rows)
+
+        return _sum_first_rows(partial(compute, run), batch, jnp.arange(row_count(batch)) < rows)
 
     size = 0
 
     def eval_step(run: TrainState, batch: PyTree) -> Results:
         nonlocal size
         check_run(layout, run)
-        rows = _row_count(batch)
+        rows = row_count(batch)
         size = size or _round_up(rows, layout)
         if rows > size:
             raise ValueError(
@@ -82,17 +103,30 @@ def make_eval_step(
         padded = jax.tree.map(lambda x: _pad_rows(x, size), batch) if rows < size else batch
         check_batch(layout, abstract(padded), 1)
         placed = jax.tree.map(_place, padded, layout.batch_shardings(abstract(padded)))
-        result = full(run, placed) if rows == size else short(run, placed, rows)
-        return jax.block_until_ready(result)
+        result: Results = evaluate_full(run, placed) if rows == size else evaluate_short(run, placed, rows)
+        jax.block_until_ready(result)
+        return result
 
     return eval_step
 
 
 def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """`apply(run, *args) -> fn(model, *args)`, compiled: predictions or samples from a run as it is stored.
+    """Compile a function of the model for runs as they are stored: predictions or samples.
 
-    The weights are gathered first (bytes: those of the parameters); the arguments and results are ordinary arrays, on
-    every device.
+    Args:
+      fn: `fn(model, *args)`, where `model` is what `init_fn` returned.
+      layout: says where everything lives.
+
+    Returns:
+      `apply(run, *args) -> fn(model, *args)`. Arguments and results are ordinary arrays, on every device. All weights
+      are gathered first, one all-gather each, as many bytes as the parameters have.
+
+    Raises:
+      ValueError: by a call, a run that does not fit the layout.
+
+    Example:
+        apply = js.make_apply(lambda params, x: module.apply(params, x), layout)
+        logits = apply(run, batch["x"])     # f32[rows, classes], whole
     """
 
     @jax.jit
@@ -110,15 +144,24 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
 
 def averaged(run: TrainState, layout: Layout) -> TrainState:
-    """Return the run with the average of its parameters in their place (for evaluation).
+    """Replace the parameters of a run by their average, for evaluation.
 
     `js.optim.averaged(tx, decay)` is another function, for training: it wraps the optimizer and keeps the average.
     This one takes it out of the optimizer's state, for `eval_step` and `apply`. Frozen parameters are as they are, and
     every parameter has its own dtype. Collectives: an all-gather of each parameter whose optimizer state is split but
     which itself is not.
 
+    Args:
+      run: a run of an optimizer that keeps an average. It is not donated.
+      layout: the layout that it was made with.
+
     Raises:
       ValueError: the optimizer keeps no average, or several; a run that does not fit the layout.
+
+    Example:
+        tx = js.optim.averaged(optax.adamw(3e-4), 0.999)
+        ...
+        js.evaluate(eval_step, js.averaged(run, layout), held_out)
     """
     check_run(layout, run)
 
@@ -134,7 +177,22 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
 
 
 def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState, batches: Any) -> dict[str, float]:
-    """{name: value} over all batches: the exact mean, sum or maximum over all rows."""
+    """Evaluate a run on all batches.
+
+    Args:
+      eval_step: made by `js.make_eval_step`.
+      run: the run; it is not donated.
+      batches: global batches, the largest first; the last may be shorter.
+
+    Returns:
+      {name: the exact mean, sum or maximum over all rows}, however they are spread over batches.
+
+    Raises:
+      ValueError: there are no batches.
+
+    Example:
+        js.evaluate(eval_step, run, held_out)     # {"loss": 3.21, "accuracy": 0.4}
+    """
     total: Results = {}
     for batch in batches:
         result = eval_step(run, batch)
@@ -148,8 +206,8 @@ Evaluate = Callable[..., Results]
 """`fn(run, batch, rows=None)`: the results of a batch, or of its first rows."""
 
 
-def _make_apart(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
-    """Make the evaluation in which devices evaluate their rows, or their blocks, by themselves; None elsewhere."""
+def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evaluate | None:
+    """Make the evaluation in which devices evaluate their rows, or their blocks, on their own; else None."""
     sums = NATIVE if engine is None else engine.sums(layout)
     if sums.in_order:
         return _make_ordered(eval_fn, layout, sums)
@@ -163,15 +221,15 @@ def _make_apart(eval_fn: EvalFn, layout: Layout, engine: Engine | None) -> Evalu
 def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
     axes, manual = layout.batch_axes, data_axes(layout)
-    weigh = _make_weigh(eval_fn, layout, make_explicit_move(layout, explicit()))
+    compute = _make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
 
     def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:
         if rows is None:
-            found = weigh(params, state, batch)
+            found = compute(params, state, batch)
         else:
-            own = _row_count(batch)
+            own = row_count(batch)
             first = lax.axis_index(axes) * own if axes else 0
-            found = _sum_first_rows(partial(weigh, params, state), batch, first + jnp.arange(own) < rows)
+            found = _sum_first_rows(partial(compute, params, state), batch, first + jnp.arange(own) < rows)
         return {name: combine_over(metric, axes, sums) for name, metric in found.items()}
 
     def evaluate(run: TrainState, batch: PyTree, rows: jax.Array | None = None) -> Results:
@@ -183,7 +241,7 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     return evaluate
 
 
-def _make_weigh(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callable[[PyTree, PyTree, PyTree], Results]:
+def _make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callable[[PyTree, PyTree, PyTree], Results]:
     """Make `fn(stored parameters, model state, batch) -> results`, weights gathered as an engine gathers them.
 
     The `evaluate` of a `Stacked` model, called by itself or inside `eval_fn`, gathers one block at a time; any other
@@ -192,22 +250,22 @@ def _make_weigh(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callabl
     nothing_trained = jax.tree.map(lambda _: None, layout.shapes.params)
     run = make_opaque_run(lambda model, batch, key: eval_fn(model, batch), layout, make_move, "everything")
 
-    def weigh(params: PyTree, state: PyTree, batch: PyTree) -> Results:
+    def compute(params: PyTree, state: PyTree, batch: PyTree) -> Results:
         with users_code(layout):
             return _check_results(run(params, nothing_trained, state, batch, None, 0))
 
-    return weigh
+    return compute
 
 
-def _sum_first_rows(weigh: Callable[[PyTree], Results], batch: PyTree, counts: jax.Array) -> Results:
-    """The results of those rows of a batch that count, bool[rows]."""
+def _sum_first_rows(compute: Callable[[PyTree], Results], batch: PyTree, counts: jax.Array) -> Results:
+    """Add up the results of those rows of a batch that count, bool[rows]."""
 
-    def one(row: PyTree) -> Results:
-        return weigh(jax.tree.map(lambda x, whole: x[None] if whole.ndim else x, row, batch))
+    def evaluate_row(row: PyTree) -> Results:
+        return compute(jax.tree.map(lambda x, whole: x[None] if whole.ndim else x, row, batch))
 
     axes = jax.tree.map(lambda x: 0 if x.ndim else None, batch)
-    each = jax.vmap(one, in_axes=(axes,))(batch)
-    return {name: _masked(metric, counts) for name, metric in each.items()}
+    each = jax.vmap(evaluate_row, in_axes=(axes,))(batch)
+    return {name: _combine_rows(metric, counts) for name, metric in each.items()}
 
 
 def _check_results(output: Any) -> Results:
@@ -219,22 +277,20 @@ def _check_results(output: Any) -> Results:
     return output
 
 
-def _masked(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
-    """One metric of per-row ones, [rows] each; `where`, not a product, so that NaN in the padding can't leak."""
+def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
+    """Combine the results of rows, [rows] each; `where`, not a product, so that NaN in the padding can't leak."""
     if isinstance(metric, Max):
         return Max(jnp.max(jnp.where(counts, metric.value, lowest_value(metric.value.dtype))))
-    return jax.tree.map(lambda x: jnp.sum(jnp.where(counts, x, 0)), metric)
+    combined: Mean | Sum = jax.tree.map(lambda x: jnp.sum(jnp.where(counts, x, 0)), metric)
+    return combined
 
 
 def _place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A global array, of which every process has the whole; `device_put` would have the processes compare it."""
+    """Place a batch of which every process has the whole; `device_put` would have the processes compare it."""
     if isinstance(x, jax.Array):
-        return jax.device_put(x, sharding)
+        placed: jax.Array = jax.device_put(x, sharding)
+        return placed
     return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
-
-
-def _row_count(batch: PyTree) -> int:
-    return max((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), default=0)
 
 
 def _round_up(rows: int, layout: Layout) -> int:
@@ -242,7 +298,7 @@ def _round_up(rows: int, layout: Layout) -> int:
 
 
 def _pad_rows(x: Any, size: int) -> Any:
-    """The rows repeated from the last one up to `size`: real data, so that nothing overflows in the padding."""
+    """Repeat the last row up to `size` rows: real data, so that nothing overflows in the padding."""
     if not np.ndim(x) or np.shape(x)[0] == size:
         return x
     return np.concatenate([np.asarray(x), np.repeat(np.asarray(x[-1:]), size - np.shape(x)[0], axis=0)])

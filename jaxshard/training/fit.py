@@ -1,4 +1,4 @@
-"""`fit`: a training loop that reads top to bottom; what writes, draws or saves comes in as callbacks."""
+"""`fit`: a training loop that reads from top to bottom; what writes, draws or saves comes in as callbacks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
+from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.training.non_finite import BadSteps
-from jaxshard.training.records import Metrics, Reader, Record, tell
-from jaxshard.training.recovery import Feed, Guard
+from jaxshard.training.records import Metrics, Reader, Record, call_with_records
+from jaxshard.training.recovery import Feed, Recovery
 from jaxshard.training.state import TrainState
 
 _TRACED = (3, 5)
-"""The steps, counted from the start of `fit`, that a profile shows: the first ones are not typical."""
+"""The steps, counted from the start of `fit`, that a profile shows; the first two compile and warm up."""
 
 
 def fit(
@@ -38,17 +38,15 @@ def fit(
     profile: str | Path | None = None,
     bad_steps: BadSteps = "raise",
 ) -> TrainState:
-    """The run after `steps` optimizer steps in total (fewer where it stopped early); the run that goes in is donated.
+    """Train until the run has taken `steps` optimizer steps, or stop early.
 
     Every batch is a step. On a CPU the numbers of a step are read at once, on accelerators one step late, so that the
-    device never waits for Python. A list's `append` is a callback that keeps the history:
-
-        history = []
-        run = js.fit(run, step, batches, steps=1000, callbacks=[history.append],
-                     evaluate=lambda run: js.evaluate(eval_step, run, held_out), eval_every=100, patience=3)
+    device never waits for Python.
 
     Args:
+      run: the run to go on with; it is donated to the first step.
       step: what `js.make_step` returned, or any function `(run, batch) -> (run, metrics)` with scalar metrics.
+      batches: an iterable of global batches for `step`, the first of them for the run's next step.
       steps: the total, counted by `run.step`: a run that has taken them already comes back as it is.
       evaluate: `evaluate(run) -> {name: number}`, called every `eval_every` steps and after the last one.
       patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them.
@@ -66,13 +64,22 @@ def fit(
         "raise" stops; "skip" goes on, and the records count; `js.Rollback(checkpointer.restore)` goes back to a saved
         run and takes its steps again without that batch: their records come again, and `batches` must be those of
         `js.batches` or `js.local_batches`, or have their `seek`. All three need the "bad" of `js.make_step`; without
-        it nothing is looked at.
+        it every step counts as good.
+
+    Returns:
+      The run after the last step.
 
     Raises:
       BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
         one that goes on being bad.
       ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
         `patience` with an evaluation that has no "loss".
+      TypeError: `js.Rollback` with batches that can't go back.
+
+    Example:
+        history = []     # a list's `append` is a callback that keeps all records
+        run = js.fit(run, step, batches, steps=1000, callbacks=[history.append],
+                     evaluate=lambda run: js.evaluate(eval_step, run, held_out), eval_every=100, patience=3)
     """
     _check_evaluation(evaluate, eval_every, patience)
     callbacks, on_run = tuple(callbacks), tuple(on_run)
@@ -80,7 +87,7 @@ def fit(
     devices = run.step.sharding.device_set
     reader = Reader(devices, tokens=tokens, flops=flops)
     feed = Feed(batches, start, steps)
-    guard = Guard(bad_steps, feed, reader)
+    recovery = Recovery(bad_steps, feed, reader)
     losses: dict[int, float] = {}
     traced = False
 
@@ -90,41 +97,44 @@ def fit(
                 traced = True  # once, also where steps are taken again
                 trace.enter_context(jax.profiler.trace(str(profile)))
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
-                run, metrics = guard.left_out(run) if done in feed.left_out else step(run, batch)
-            reader.add(done, metrics, _row_count(batch))
-            with _aside(on_run):
+                run, metrics = recovery.leave_out(run) if done in feed.left_out else step(run, batch)
+            reader.add(done, metrics, row_count(batch))
+            with _pause_watchers(on_run):
                 answers = [function(done, run) for function in on_run]
             ends = any(answer is True for answer in answers)
             if profile is not None and done - start == _TRACED[1]:
                 jax.block_until_ready(run)
                 trace.close()
 
+            # Numbers first, then what is done about bad steps, evaluation and callbacks last: so callbacks receive each
+            # record once, complete, and an evaluation never sees a run that is given up. A step that evaluates or is
+            # the last one reads everything, because its own record has to be among those that are read.
             evaluates = evaluate is not None and (done == steps or done % (eval_every or steps) == 0)
             records = reader.read(all=evaluates or ends or done == steps)
-            with _aside(on_run):
-                earlier = guard.after(run, records, callbacks, ends=ends)
+            with _pause_watchers(on_run):
+                earlier = recovery.recover(run, records, callbacks, ends=ends)
             if earlier is not None:
                 run = earlier
                 continue
             if evaluate is not None and evaluates:
-                with _aside(on_run):
+                with _pause_watchers(on_run):
                     evaluation = evaluate(run)
                 losses[done] = _loss_of(evaluation, patience)
                 records[-1] = records[-1]._replace(evaluation=evaluation)
                 reader.restart()
-            tell(callbacks, records)
+            call_with_records(callbacks, records)
             if ends or (patience is not None and evaluates and _is_stuck([*losses.values()], patience)):
                 break
         else:
             records = reader.read(all=True)
-            guard.after(run, records, callbacks, ends=True)
-            tell(callbacks, records)
+            recovery.recover(run, records, callbacks, ends=True)
+            call_with_records(callbacks, records)
             _check_end(start, done, steps)
     return run
 
 
-def _aside(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:
-    """A context for what is no step, in which callbacks that watch the time of steps pause."""
+def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:
+    """Make a context for what is no step, in which callbacks that watch the time of steps pause."""
     with contextlib.ExitStack() as stack:
         for function in on_run:
             if hasattr(function, "paused"):
@@ -133,7 +143,7 @@ def _aside(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.Exi
 
 
 def _is_stuck(losses: Sequence[float], patience: int) -> bool:
-    """Whether none of the last `patience` losses was below the lowest before them; NaN is below nothing."""
+    """Tell whether none of the last `patience` losses was below the lowest before them; NaN is below nothing."""
     before, last = losses[:-patience], losses[-patience:]
     lowest = min((loss for loss in before if not math.isnan(loss)), default=math.inf)
     return bool(before) and not any(loss < lowest for loss in last)
@@ -143,10 +153,6 @@ def _loss_of(evaluation: dict[str, float], patience: int | None) -> float:
     if patience is not None and "loss" not in evaluation:
         raise ValueError(f'fit: patience needs an evaluation with a "loss", got {sorted(evaluation)}')
     return evaluation.get("loss", math.nan)
-
-
-def _row_count(batch: PyTree) -> int:
-    return max((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), default=0)
 
 
 def _check_evaluation(evaluate: Any, eval_every: int | None, patience: int | None) -> None:

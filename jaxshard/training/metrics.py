@@ -1,4 +1,7 @@
-"""Writers of training records: callbacks for `fit` that put the numbers of every step into files."""
+"""Callbacks for `fit` that write the numbers of every step to files.
+
+run = js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.json_lines("run/metrics.jsonl")])
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,35 @@ Writer = Callable[[Record], None]
 
 
 def flat(record: Record) -> dict[str, float]:
-    """All numbers of a record in one dict: step, seconds, metrics, speed, and evaluation as "eval/loss" and so on."""
+    """Collect all numbers of a record in one flat dict.
+
+    Args:
+      record: a step.
+
+    Returns:
+      "step", "seconds", the metrics and the speed by their names, and the evaluation as "eval/loss" and so on.
+    """
     evaluation = {f"eval/{name}": value for name, value in (record.evaluation or {}).items()}
     return {"step": record.step, "seconds": record.seconds, **record.metrics, **record.speed, **evaluation}
 
 
 def json_lines(path: str | Path) -> Writer:
-    """A callback that appends one JSON object per step (see `flat`) to a file, at once: a crash loses nothing.
+    """Make a callback that appends one JSON object per step to a file.
 
-    A number that is not finite becomes null: JSON has none. Of several processes the first one writes.
+    Every line is written at once, so that a crash loses none. Of several processes the first one writes.
+
+    Args:
+      path: the file; it is created if need be. Numbers are named as `flat` names them, and one that is not finite
+        becomes null, as JSON has none.
+
+    Returns:
+      The callback.
 
     Raises:
       OSError: the file can't be written.
+
+    Example:
+        js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.json_lines("metrics.jsonl")])
     """
     path = Path(path)
     path.open("a").close()
@@ -40,12 +60,21 @@ def json_lines(path: str | Path) -> Writer:
 
 
 def tensorboard(folder: str | Path) -> Writer:
-    """A callback that writes every number of a record as a TensorBoard scalar of its step.
+    """Make a callback that writes every number of a record as a TensorBoard scalar of its step.
 
     They reach the disk within two seconds. Of several processes the first one writes.
 
+    Args:
+      folder: the folder for TensorBoard's event files.
+
+    Returns:
+      The callback.
+
     Raises:
       ImportError: tensorboardX is not installed.
+
+    Example:
+        js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.tensorboard("runs/first")])
     """
     try:
         from tensorboardX import SummaryWriter
@@ -65,5 +94,5 @@ def tensorboard(folder: str | Path) -> Writer:
 
 
 def finite(value: float) -> float | None:
-    """The number, or None where it is infinite or not a number."""
+    """Return the number, or None if it is infinite or not a number."""
     return value if math.isfinite(value) else None

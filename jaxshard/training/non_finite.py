@@ -1,4 +1,9 @@
-"""Bad steps: those whose loss or gradient is not finite. A step leaves the run as it was; a policy says what then."""
+"""Bad steps: those whose loss or gradient is not finite.
+
+A step finds them on the device and leaves the run as it was (`find_bad`, `keep_old_unless`). The flags travel with the
+other metrics as a `Bad`, so that nothing waits for them. The host reads them later and decides: `check_finite` in a
+user's own loop, a policy in `js.fit` (see `recovery.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
 
 from jaxshard.core.types import PyTree
 from jaxshard.training.state import TrainState
@@ -18,13 +24,21 @@ from jaxshard.training.state import TrainState
 @partial(jax.tree_util.register_dataclass, data_fields=["flags"], meta_fields=["paths"])
 @dataclass(frozen=True)
 class Bad:
-    """What was not finite in a step: `metrics["bad"]`.
+    """The arrays of a step that were not finite: `metrics["bad"]`.
 
-    `flags` is bool[1 + parameters]: the loss, then the gradient of each trained parameter in the order of `paths`.
-    `float(bad)` is 1.0 for a bad step, else 0.0.
+    `bool(bad)` is True and `float(bad)` is 1.0 for a bad step. Both wait for the device.
+
+    Attributes:
+      flags: bool[1 + trained parameters], True for what is not finite: the loss, then the gradient of each parameter.
+      paths: the paths of the trained parameters, in the order of the flags.
+
+    Example:
+        run, metrics = step(run, batch)
+        if metrics["bad"]:
+            print(metrics["bad"].grads)     # ("blocks/attention/kernel", "head/bias")
     """
 
-    flags: jax.Array
+    flags: Bool[Array, " arrays"]
     paths: tuple[str, ...]
 
     def __bool__(self) -> bool:
@@ -56,12 +70,20 @@ class BadStep(FloatingPointError):
 
 @dataclass(frozen=True)
 class Rollback:
-    """The policy that goes back to a saved run and takes its steps again without the batch that was bad.
+    """The policy of `js.fit` that goes back to a saved run and takes its steps again without the batch that was bad.
 
-    Where the run itself is no longer finite, the batch before is to blame and left out instead. `restore` returns
-    (run, the position of its batches as they say it; anything else means the step): the method of a `js.Checkpointer`.
-    What was left out
-    is remembered as long as the call of `js.fit` lasts. After `limit` returns to the same step the bad step raises.
+    If the run itself is no longer finite, the step before the bad one spoiled it, and the batch of that one is left out
+    instead. Batches that were left out are remembered as long as the call of `js.fit` lasts.
+
+    Attributes:
+      restore: `restore() -> (run, position)`, the method of a `js.Checkpointer`. The position is what the batches saved
+        about themselves; anything else (None, for example) makes them continue from the run's step.
+      limit: the number of returns to the same step after which a bad step raises `BadStep`.
+
+    Example:
+        with js.Checkpointer("run", layout, every=1000) as checkpointer:
+            run = js.fit(run, step, js.batches(source, layout), steps=10_000, on_run=[checkpointer],
+                         bad_steps=js.Rollback(checkpointer.restore))
     """
 
     restore: Callable[[], tuple[TrainState, Any]]
@@ -69,43 +91,59 @@ class Rollback:
 
 
 BadSteps = Literal["raise", "skip"] | Rollback
+"""What `js.fit` does about bad steps."""
 
 IN_A_ROW = 50
-"""After so many bad steps one after the other skipping has not helped."""
+"""The number of bad steps in a row after which skipping has not helped."""
 
 
-def bad_of(loss: jax.Array, squares: jax.Array, paths: tuple[str, ...]) -> Bad:
-    """What is not finite, from the loss and the sums of squares of the gradients (see `sum_of_squares`)."""
+def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"], paths: tuple[str, ...]) -> Bad:
+    """Find the loss and gradients that are not finite.
+
+    Args:
+      loss: the loss of the global batch.
+      squares: `sum_of_squares` of each gradient.
+      paths: the paths of the parameters in the same order.
+    """
     return Bad(jnp.concatenate([~jnp.isfinite(loss).reshape(1), jnp.isnan(squares)]), paths)
 
 
-def sum_of_squares(x: jax.Array) -> jax.Array:
-    """The sum of squared elements in f32: NaN if an element is not finite, and only then.
+def sum_of_squares(x: Float[Array, "*dims"]) -> Float32[Array, ""]:
+    """Sum the squared elements in f32; the result is NaN if and only if an element is not finite.
 
-    So one number says both: the squares of finite elements may overflow to infinity, which makes no NaN.
+    So one number serves as the norm and as the flag. Finite elements whose squares overflow give infinity, and elements
+    that are infinite themselves are turned into NaN, so that the two can be told apart.
     """
     x = jnp.abs(x)
     return jnp.sum(jnp.where(jnp.isfinite(x), jnp.square(x.astype(jnp.float32)), jnp.nan))
 
 
-def keep(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """The new arrays where all is well, else bit for bit the old ones."""
+def keep_old_unless(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """Return the new arrays if `ok`, else the old ones bit for bit; elementwise, so nothing is communicated."""
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old)
 
 
 def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None:
-    """Nothing where the step that returned these metrics was finite; reads them, so it waits for the device.
+    """Raise `BadStep` if the step that returned these metrics was bad; blocks on the device.
 
     For loops without `js.fit`. The run after a bad step is the one before it, but for its step.
 
+    Args:
+      metrics: what a `js.make_step` returned beside the run.
+      step: the number of the step, for the message.
+
     Raises:
       BadStep: the loss or a gradient was not finite; every parameter concerned is named.
-      ValueError: the metrics are not those of `js.make_step`.
+      ValueError: the metrics are not those of `js.make_step`, or of one with `guarded=False`.
+
+    Example:
+        run, metrics = step(run, batch)
+        js.check_finite(metrics)
     """
     if not isinstance(metrics.get("bad"), Bad):
         raise ValueError(f'check_finite: expected the metrics of a js.make_step, with "bad", got {sorted(metrics)}')
     if metrics["bad"]:
-        raise BadStep(explain(metrics["bad"], float(metrics["loss"]), step), GO_ON, step)
+        raise BadStep(describe_bad(metrics["bad"], float(metrics["loss"]), step), GO_ON, step)
 
 
 GO_ON = (
@@ -114,8 +152,8 @@ GO_ON = (
 )
 
 
-def explain(bad: Bad, loss: float, step: int | None) -> str:
-    """What was not finite, in one line."""
+def describe_bad(bad: Bad, loss: float, step: int | None) -> str:
+    """Say in one line what was not finite."""
     grads = bad.grads
     if not grads:
         found = "all gradients are finite"
@@ -133,5 +171,5 @@ def _all_finite(tree: PyTree) -> jax.Array:
 
 
 def is_finite(tree: PyTree) -> bool:
-    """Whether all floating numbers of arrays on the devices are finite; waits for them."""
+    """Return whether all floating numbers of arrays on the devices are finite; blocks on them."""
     return bool(_all_finite(tree))

@@ -1,4 +1,4 @@
-"""`Record`: an optimizer step in numbers, and `Reader`, which brings them to the host without holding a device up."""
+"""`Record`: an optimizer step in numbers. `Reader` brings them to the host without holding a device up."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class Record(NamedTuple):
     """One optimizer step in numbers that lie on the host.
 
     Attributes:
-      step: how many optimizer steps the run has taken.
-      metrics: "loss", "grad_norm" and what else the step returned; "bad" is 1.0 where the batch changed nothing because
-        loss or gradients were not finite (both NaN for a batch that `js.Rollback` left out), else 0.0.
-      seconds: wall time since the step before, evaluation excluded; the first one of a `fit` may have compiled.
-      speed: "tokens_per_second" or "rows_per_second"; "flops_per_second" and "mfu" (model FLOPs utilisation, 1 is all
-        that the chips can do) where they are known.
-      evaluation: what `evaluate` returned after this step; None after most.
+      step: the number of optimizer steps that the run has taken.
+      metrics: "loss", "grad_norm" and what else the step returned, as Python floats. "bad" is 1.0 if the loss or a
+        gradient was not finite, so that the batch changed nothing, else 0.0. For a batch that `js.Rollback` left out
+        "bad" is 1.0 and the other two are NaN.
+      seconds: wall time since the step before, evaluation excluded. The first of a `fit` may include compilation.
+      speed: "tokens_per_second" or "rows_per_second", over all devices; where they are known "flops_per_second" over
+        all devices, and "mfu", the model FLOPs utilisation: the share of the chips' peak, from 0 to 1.
+      evaluation: the numbers that `evaluate` returned after this step; None after most.
     """
 
     step: int
@@ -37,7 +38,13 @@ class Record(NamedTuple):
 
 
 class Reader:
-    """The numbers of steps under way: read as soon as they are there on a CPU, one step late elsewhere."""
+    """Brings the metrics of steps to the host: at once on a CPU, one step late elsewhere.
+
+    One step late, because reading waits for the step: the next one has been started by then and keeps the device busy.
+
+    Attributes:
+      bad: what was not finite, by step, of bad steps that were read.
+    """
 
     def __init__(self, devices: Collection[jax.Device], *, tokens: int | None, flops: float | None):
         self._device, self._devices = next(iter(devices)), len(devices)
@@ -48,11 +55,12 @@ class Reader:
         self._mark = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics, rows: int) -> None:
+        """Take in the metrics of a step that was started, of a batch with so many rows."""
         self._unread.append((step, metrics, rows))
 
     @waits_for_devices
     def read(self, *, all: bool) -> list[Record]:
-        """The records that are due, or all of them, which waits for the device."""
+        """Return the records that are due, or all of them; waits for the device."""
         records = []
         while len(self._unread) > (self._late and not all):
             step, metrics, rows = self._unread.popleft()
@@ -67,13 +75,13 @@ class Reader:
         return records
 
     def forget(self) -> None:
-        """Drops what was not read, of steps that are taken again."""
+        """Drop what was not read yet, of steps that are taken again."""
         self._unread.clear()
         self.bad.clear()
         self.restart()
 
     def restart(self) -> None:
-        """Lets the time since the last reading not count."""
+        """Leave the time since the last reading out of the next record."""
         self._mark = time.perf_counter()
 
     def _speed(self, seconds: float, rows: int) -> dict[str, float]:
@@ -87,8 +95,8 @@ class Reader:
         return speed
 
 
-def tell(callbacks: Sequence[Callable[[Record], Any]], records: Sequence[Record]) -> None:
-    """Calls each with every record, in order."""
+def call_with_records(callbacks: Sequence[Callable[[Record], Any]], records: Sequence[Record]) -> None:
+    """Call every callback with every record, in order."""
     for record in records:
         for callback in callbacks:
             callback(record)

@@ -1,4 +1,15 @@
-"""What `fit` does about bad steps: raises, goes on, or goes back and takes steps again without a batch."""
+"""Recovery from bad steps in `fit`: raise, go on without the batch, or go back and take steps again without it.
+
+Steps are read late (`records.py`), so a bad one is known when the next ones may have run. That does no harm: a bad step
+changed nothing but the step count, so the run is sound whenever it is looked at. Going back, from bad step 7 to a run
+saved after step 4:
+
+    step      1  2  3  4  5  6  7 | back to 4 |  5  6  7       8  9
+    batch     1  2  3  4  5  6  7             |  5  6  (none)  8  9
+
+Batches keep their numbers: the batch that is left out still uses up its step, so that those after it have the batches
+and random keys that they would have had, and every process agrees without talking about it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxshard.core.types import PyTree
-from jaxshard.training.non_finite import GO_ON, IN_A_ROW, BadStep, BadSteps, Rollback, explain, is_finite
-from jaxshard.training.records import Metrics, Reader, Record, tell
+from jaxshard.training.non_finite import GO_ON, IN_A_ROW, BadStep, BadSteps, Rollback, describe_bad, is_finite
+from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.state import TrainState
 
 
 class Feed(Iterator[tuple[int, PyTree]]):
-    """(number of the step, its batch) up to the last step; can go back, and knows which batches are left out."""
+    """An iterator over (number of a step, its batch) up to the last step, which can go back.
+
+    Attributes:
+      left_out: the numbers of the steps whose batches are not to be trained on.
+    """
 
     def __init__(self, batches: Iterable[PyTree], step: int, steps: int):
         self._batches, self._iterator, self._step, self._steps = batches, iter(batches), step, steps
@@ -22,12 +37,13 @@ class Feed(Iterator[tuple[int, PyTree]]):
 
     def __next__(self) -> tuple[int, PyTree]:
         if self._step >= self._steps:
-            raise StopIteration  # and no batch is drawn in vain
+            raise StopIteration  # before a batch is drawn that nobody would use
         batch = next(self._iterator)
         self._step += 1
         return self._step, batch
 
     def check_can_go_back(self) -> None:
+        """Raise TypeError unless the batches have a `seek` that works."""
         seek = getattr(self._batches, "seek", None)
         if seek is None or getattr(self._batches, "once", False):
             kind = "batches of an iterator without a state" if seek else type(self._batches).__name__
@@ -37,43 +53,53 @@ class Feed(Iterator[tuple[int, PyTree]]):
             )
 
     def go_back(self, step: int, position: Any) -> None:
-        """The next batch is that after `step`."""
+        """Continue with the batch after `step`; at `position`, if that is one that the batches understand."""
         known = isinstance(position, int) or (isinstance(position, Mapping) and "batches" in position)
-        self._batches.seek(position if known else step)  # type: ignore[attr-defined]  # checked above
+        self._batches.seek(position if known else step)  # type: ignore[attr-defined]  # check_can_go_back saw to it
         self._iterator, self._step = iter(self._batches), step
 
 
-class Guard:
-    """What happens after bad steps."""
+class Recovery:
+    """The policy of one `fit` about bad steps, with what it remembers of them."""
 
     def __init__(self, policy: BadSteps, feed: Feed, reader: Reader):
         if policy not in ("raise", "skip") and not isinstance(policy, Rollback):
             raise ValueError(f"fit: bad_steps must be 'raise', 'skip' or js.Rollback(restore), got {policy!r}")
         self._policy, self._feed, self._reader = policy, feed, reader
-        self._row = 0
+        self._bad_in_a_row = 0
         self._returns: Counter[int] = Counter()
         if isinstance(policy, Rollback):
             feed.check_can_go_back()
 
-    def left_out(self, run: TrainState) -> tuple[TrainState, Metrics]:
-        """The run after a batch that is left out."""
+    def leave_out(self, run: TrainState) -> tuple[TrainState, Metrics]:
+        """Count a step without training on its batch."""
         return run._replace(step=run.step + 1), {"loss": math.nan, "grad_norm": math.nan, "bad": 1.0}
 
-    def after(
+    def recover(
         self, run: TrainState, records: list[Record], callbacks: Sequence[Callable[[Record], Any]], *, ends: bool
     ) -> TrainState | None:
-        """The run to go on with instead, if a step among the records was bad and the policy is to go back.
+        """Do what the policy says about the first bad step among the records.
 
-        Where the training `ends` there is nothing to go back for: the run is as if the batch had been skipped.
+        Args:
+          run: the run after the latest step.
+          records: steps that were just read.
+          callbacks: these receive the records up to the bad step before anything is done about it.
+          ends: the training ends here. Then there is nothing to go back for: a rollback skips the batch instead.
+
+        Returns:
+          The earlier run to go on with; None to go on with `run`.
+
+        Raises:
+          BadStep: as the policy says.
         """
         for number, record in enumerate(records):
             bad = self._reader.bad.pop(record.step, None)
-            self._row = self._row + 1 if bad else 0
-            skips = self._policy == "skip" and self._row < IN_A_ROW
+            self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+            skips = self._policy == "skip" and self._bad_in_a_row < IN_A_ROW
             if bad is None or skips or (ends and isinstance(self._policy, Rollback)):
                 continue
-            tell(callbacks, records[: number + 1])
-            why = explain(bad, record.metrics["loss"], record.step)
+            call_with_records(callbacks, records[: number + 1])
+            why = describe_bad(bad, record.metrics["loss"], record.step)
             if self._policy == "raise":
                 raise BadStep(why, GO_ON, record.step, run)
             if self._policy == "skip":
@@ -84,6 +110,8 @@ class Guard:
 
     def _go_back(self, run: TrainState, step: int, why: str) -> TrainState:
         assert isinstance(self._policy, Rollback)
+        # A good step can spoil the run: its gradient was finite, but its update overflowed. Then every step after it is
+        # bad, whatever its batch, and the batch before the first bad one has to go.
         spoiled = not is_finite(run.params)
         saved, position = self._policy.restore()
         back = int(saved.step)
@@ -97,5 +125,6 @@ class Guard:
             )
         self._feed.left_out.add(step - 1 if spoiled and step - 1 > back else step)
         self._feed.go_back(back, position)
+        # On accelerators a later step may have run already and wait to be read: it is taken again, so its record goes.
         self._reader.forget()
         return saved

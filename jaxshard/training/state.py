@@ -20,10 +20,16 @@ from jaxshard.training.views import store, unstore
 
 
 class TrainState(NamedTuple):
-    """A training run: arrays as the layout stores them.
+    """The arrays of a training run, as its layout stores them.
 
-    `step` counts optimizer steps (int32), `key` is the run's random key, `state` the model's own mutable state (()
-    without).
+    It is a pytree and never changes: a step returns another one. `js.logical` shows it in model order.
+
+    Attributes:
+      step: int32[], the number of optimizer steps taken.
+      params: the parameters, each f[*stored], split as `layout.params` says.
+      opt_state: what `tx.init` returned for the trained parameters, stored as `layout.opt_state` says.
+      state: the model's own mutable state; () without one.
+      key: the run's random key. A step's key is made of this one and the step's number alone.
     """
 
     step: jax.Array
@@ -36,14 +42,28 @@ class TrainState(NamedTuple):
 def init(
     init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout, key: jax.Array | int, *, init_from: PyTree = None
 ) -> TrainState:
-    """A `TrainState` at step 0, every array born as the layout stores it: no device ever holds a whole split array.
+    """Make a `TrainState` at step 0, every array born as the layout stores it.
 
-    The parameters are bit for bit those of `init_fn(key)` on one device. `init_from` takes given ones instead: what
-    `init_fn` would return, as NumPy or JAX arrays in model order, which are copied straight to their shards.
+    No device ever holds a whole split array. The parameters are bit for bit those of `init_fn(key)` on one device.
+
+    Args:
+      init_fn: `init_fn(key) -> params | js.Model(params, state)`, the one that the layout was made from.
+      tx: the optax transform, likewise.
+      layout: says where everything lives.
+      key: a seed or a `jax.random` key. Parameters are made from it, the keys of steps from another derived from it.
+      init_from: parameters to start from instead, such as pretrained ones: what `init_fn` would return, as NumPy or JAX
+        arrays in model order. They are copied straight to their shards.
+
+    Returns:
+      The run.
 
     Raises:
       ValueError: `init_fn`, `tx` or `init_from` do not fit the layout; every leaf that differs is named.
       js.distributed.Disagreement: in several processes, one has other versions, flags, mesh, layout or key.
+
+    Example:
+        layout = js.layout(js.fsdp(), mesh, init_fn, tx)
+        run = js.init(init_fn, tx, layout, 0)
     """
     check_transform(tx)
     key = typed_key(key)
@@ -55,7 +75,8 @@ def init(
         if peers is not None:
             program = program.lower(key).compile()
             peers.meet("js.init, compiled")
-        return program(key)
+        run: TrainState = program(key)
+        return run
     expected = join_model(layout.shapes.params, layout.shapes.state)
     check_same_tree(expected, init_from, "init_from does not fit the layout", "give what init_fn returns")
     _check_dtypes(expected, init_from)
@@ -69,11 +90,12 @@ def init(
         return store(layout.opt_state, opt_state)
 
     opt_state = jax.jit(start, out_shardings=layout.shardings(layout.opt_state))(params)
-    return _born(layout, key)._replace(params=params, opt_state=opt_state, state=state)
+    step, key = _make_step_and_key(layout, key)
+    return TrainState(step, params, opt_state, state, key)
 
 
 def init_program(init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout) -> Any:
-    """The jitted function `key -> TrainState` behind `init`, to lower and compile."""
+    """Make the jitted function `key -> TrainState` behind `init`, to lower and compile."""
 
     def build(key: jax.Array) -> TrainState:
         params, state = split_model(init_fn(key))
@@ -92,26 +114,26 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation, layout: Layo
 
 
 def run_key(key: jax.Array) -> jax.Array:
-    """The key from which the steps' keys are made: another than the one that made the parameters."""
+    """Derive the key from which the keys of steps are made: another than the one that made the parameters."""
     return jax.random.fold_in(key, 1)
 
 
 def run_shardings(layout: Layout) -> Any:
-    """How every array of a run is spread."""
-    alone = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
+    """Return the sharding of every array of a run, as a TrainState."""
+    on_every_device = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
     trees = (layout.params, layout.opt_state, layout.state)
     params, opt_state, state = map(layout.shardings, trees)
-    return _run(alone, params, opt_state, state, alone)
+    return _run_of(on_every_device, params, opt_state, state, on_every_device)
 
 
 def run_shapes(layout: Layout) -> Any:
-    """The shapes of a run as stored, with their shardings: what `lower` takes instead of arrays."""
+    """Return the stored shapes of a run with their shardings, as a TrainState: what `lower` takes instead of arrays."""
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype, sharding=placement.sharding(layout.mesh))
 
     shapes, shardings = layout.shapes, run_shardings(layout)
-    return _run(
+    return _run_of(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=shardings.step),
         jax.tree.map(stored, shapes.params, layout.params),
         jax.tree.map(stored, shapes.opt_state, layout.opt_state),
@@ -120,16 +142,28 @@ def run_shapes(layout: Layout) -> Any:
     )
 
 
-def _run(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any) -> TrainState:
-    """A run of anything: shapes, shardings."""
+def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any) -> TrainState:
+    """Make a TrainState of anything: shapes or shardings in place of arrays."""
     return TrainState(step, params, opt_state, state, key)
 
 
 def logical(run: TrainState, layout: Layout) -> TrainState:
-    """The run in model order without padding: what `init_fn` and `tx.init` would have made on one device.
+    """Return the run in model order without padding, as `init_fn` and `tx.init` would have made it on one device.
+
+    The compiler chooses the collectives, and where the results live.
+
+    Args:
+      run: a run as the layout stores it. It is not donated.
+      layout: the layout that it was made with.
+
+    Returns:
+      A TrainState whose arrays have the logical shapes.
 
     Raises:
       ValueError: the run is not one of this layout; every leaf that differs is named.
+
+    Example:
+        weights = js.logical(run, layout).params["blocks"]["attention"]["kernel"]     # [blocks, ...], whole
     """
     check_run(layout, run)
 
@@ -141,27 +175,28 @@ def logical(run: TrainState, layout: Layout) -> TrainState:
             state=unstore(layout.state, run.state),
         )
 
-    return convert(run)
+    converted: TrainState = convert(run)
+    return converted
 
 
 _REMAKE = "make the layout again from the same init_fn and tx"
 
 
 def check_model(layout: Layout, params: PyTree, state: PyTree) -> None:
-    """Raises unless a logical model is the one that the layout was made for; names every leaf that differs."""
+    """Raise ValueError unless a logical model is the one that the layout was made for; names what differs."""
     shapes = layout.shapes
     check_same_tree(shapes.params, abstract(params), "the parameters changed since the layout was made", _REMAKE)
     check_same_tree(shapes.state, abstract(state), "the model's state changed since the layout was made", _REMAKE)
 
 
 def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
-    """Raises unless a logical optimizer state is of the transform that the layout was made for."""
+    """Raise ValueError unless a logical optimizer state is of the transform that the layout was made for."""
     shapes = layout.shapes.opt_state
     check_same_tree(shapes, abstract(opt_state), "tx is not the one that the layout was made for", _REMAKE)
 
 
 def check_run(layout: Layout, run: TrainState) -> None:
-    """Raises unless a run has the arrays of the layout and they lie where it stores them; names every other leaf."""
+    """Raise ValueError unless a run has the arrays of the layout, where it stores them; names every other leaf."""
     expected, fix = run_shapes(layout), "make it with js.init and the same layout"
     check_same_tree(abstract(expected), abstract(run), "the run does not fit the layout", fix)
     pairs = zip(jax.tree_util.tree_leaves_with_path(run), jax.tree.leaves(expected), strict=True)
@@ -174,40 +209,42 @@ def check_run(layout: Layout, run: TrainState) -> None:
 
 
 def _check_dtypes(expected: PyTree, given: PyTree) -> None:
-    """Raises for arrays that JAX would cast on the way, such as NumPy's float64."""
+    """Raise for arrays that JAX would cast on the way, such as those of NumPy in float64."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
     raise_all(
         (
             f"{path_str(path)}: {x.dtype}, expected {want.dtype}"
             for (path, x), want in pairs
-            if _dtype(x, want) != want.dtype
+            if _dtype_of(x, want) != want.dtype
         ),
         ValueError,
         "init_from has other dtypes than the layout; cast it yourself",
     )
 
 
-def _dtype(x: Any, want: Any) -> Any:
+def _dtype_of(x: Any, want: Any) -> Any:
     return getattr(x, "dtype", want.dtype)  # Python numbers have none: they take the parameter's
 
 
-def _born(layout: Layout, key: jax.Array) -> TrainState:
-    step, key = jax.jit(
-        lambda key: (jnp.zeros((), jnp.int32), run_key(key)),
-        out_shardings=(run_shardings(layout).step, run_shardings(layout).key),
+def _make_step_and_key(layout: Layout, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shardings = run_shardings(layout)
+    made: tuple[jax.Array, jax.Array] = jax.jit(
+        lambda key: (jnp.zeros((), jnp.int32), run_key(key)), out_shardings=(shardings.step, shardings.key)
     )(key)
-    return TrainState(step, (), (), (), key)
+    return made
 
 
 def _put(x: Any, placement: Placement, layout: Layout) -> jax.Array:
-    """A copy of a given array as the layout stores it: each device receives its shard alone."""
+    """Copy a given array to where the layout stores it: each device receives its shard alone."""
     sharding, view = placement.sharding(layout.mesh), placement.view
     if isinstance(x, jax.Array):
         if x.committed and x.sharding.device_set != sharding.device_set:
             # A step donates its run, and what the caller gave must outlive that: device_put alone may share a buffer,
             # may_alias=False or not (JAX 0.10 and 0.12).
-            return jax.device_put(view.apply(jnp.copy(x)), sharding)
-        return jax.jit(view.apply, out_shardings=sharding)(x)
+            placed: jax.Array = jax.device_put(view.apply(jnp.copy(x)), sharding)
+        else:
+            placed = jax.jit(view.apply, out_shardings=sharding)(x)
+        return placed
     stored = np.zeros(view.padded, jnp.result_type(x))
     stored[tuple(slice(size) for size in view.logical)] = x
     stored = stored.reshape(view.stored)

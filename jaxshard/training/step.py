@@ -1,4 +1,8 @@
-"""A training step: value and gradient from an engine, the optimizer's update, and everything back to where it rests."""
+"""A training step: value and gradient from an engine, the optimizer's update, and everything back to where it rests.
+
+The layout says where arrays live, the engine how the gradient is computed, the optimizer what is done with it. `Step`
+joins them into one compiled program and knows the inside of none of them.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,13 @@ from jaxshard.engines.engine import Engine
 from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.stacking import require_same_stacked
-from jaxshard.training.non_finite import bad_of, keep, sum_of_squares
+from jaxshard.training.non_finite import find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import TrainState, check_opt_state, check_run, run_shapes, run_shardings
 from jaxshard.training.update import make_update
 from jaxshard.training.views import store, use_stored
 
 Metrics = dict[str, Any]
-"""Global scalars by name, and what was bad."""
+"""Scalars of the global batch by name, and under "bad" a `Bad`."""
 
 
 def make_step(
@@ -40,28 +44,56 @@ def make_step(
     engine: Engine | None = None,
     guarded: bool = True,
 ) -> Step:
-    """The compiled training step `step(run, batch) -> (run, metrics)`.
+    """Make the compiled training step `step(run, batch) -> (run, metrics)`.
 
-    `batch` is a tree of global arrays, [rows, ...] each; the run that goes in is donated. `metrics` has "loss",
-    "grad_norm" (the global 2-norm of the gradient) and what the loss reports, as global scalars, and "bad", which says
-    whether loss and gradients were finite, parameter by parameter (see `js.check_finite`). If they were not, the run
-    that comes out is the one that went in, bit for bit, but for its step; `guarded=False`, without "bad", leaves what
-    is not finite to `tx`, such as `optax.zero_nans` and `optax.apply_if_finite`. The optimizer runs on the stored
-    arrays where it is proven elementwise, else on logical ones (see `Step.update_view`). The random key of a step
-    depends on the run's key and the step's number alone. Collectives: those of the engine, and an
-    all-gather of every parameter whose optimizer state is split but which itself is not.
+    The run that goes in is donated: its arrays are gone afterwards. The first call compiles; batches of another shape
+    are refused rather than compiled again. The random key of a step depends on the run's key and the step's number.
+
+    Args:
+      loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`, where `model` is what `init_fn` returned.
+      tx: an optax transform. It runs on the stored arrays where it is proven elementwise, otherwise on logical ones
+        (`Step.update_view` tells which, and the cost).
+      layout: says where everything lives.
+      engine: `js.auto(...)` (the default), `js.explicit(...)` or `js.pipelined(...)`: how the gradient is computed.
+      guarded: a step whose loss or gradient is not finite returns the run that it received, bit for bit, with only its
+        step counted on. False leaves that to `tx`, such as `optax.zero_nans` and `optax.apply_if_finite`, and there is
+        no "bad" among the metrics.
+
+    Returns:
+      The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide. `metrics`
+      has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the whole gradient; the metrics of a
+      `js.Loss` by their names; and "bad", a `js.Bad`.
+
+      Collectives: those of the engine, and an all-gather of every parameter that rests whole while its optimizer state
+      is split.
 
     Raises:
+      TypeError: `loss_fn`, `tx` or `engine` is something else; by the first call, a loss that is no scalar, `js.Mean`
+        or `js.Loss`.
       ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
         that does something else to blocks that `js.stack` stacked than to single ones.
-      TypeError: a loss that is no scalar, `js.Mean` or `js.Loss`.
       js.distributed.Disagreement: in several processes, by the first call: one has another batch or program.
+
+    Example:
+        step = js.make_step(loss_fn, tx, layout, engine=js.auto())
+        for batch in js.batches(source, layout, start=run.step):
+            run, metrics = step(run, batch)
     """
     return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded)
 
 
 class Step:
-    """A training step of one batch shape, which it remembers so that nothing recompiles unseen; see `make_step`."""
+    """A compiled training step for batches of one shape, called as `step(run, batch)`; made by `js.make_step`.
+
+    Attributes:
+      loss_fn: the loss function that it was made with.
+      layout: the layout.
+      engine: the engine.
+      objective: the loss as engines see it.
+      elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None where it was not
+        needed, because every array is stored as the model knows it.
+      update_view: the arrays on which the optimizer runs, stored or logical, with the reason and the cost.
+    """
 
     def __init__(
         self,
@@ -98,11 +130,11 @@ class Step:
         self._rows: PyTree = None
         self._jitted: Any = None
         self._compiled: Any = None
-        self._met = False
+        self._peers_agreed = False
 
     @property
     def update_view(self) -> str:
-        """On which view the optimizer runs, why, and what that costs."""
+        """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
         if self._totals_in_order:
             return "stored view: the optimizer is elementwise but for sums over all parameters, which are ordered"
         if self.elementwise is None:
@@ -123,7 +155,7 @@ class Step:
             raise ValueError(
                 "this run was donated to an earlier step, which took its arrays; go on with the run it returned"
             )
-        program = self._compile(run, batch) if self._met else self._compile_together(run, batch)
+        program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
         try:
             run, metrics = program(run, jax.device_put(batch, self._rows))
         except (TypeError, ValueError):
@@ -135,29 +167,41 @@ class Step:
         return run, metrics
 
     def lower(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Lowered:
-        """The lowered step for a batch of arrays or ShapeDtypeStructs; needs no run."""
+        """Lower the step without running it; needs no run and no devices that hold one.
+
+        Args:
+          batch: global arrays or ShapeDtypeStructs.
+          run: a run or its shapes; by default the shapes of the layout.
+        """
         run = run_shapes(self.layout) if run is None else run
-        return self._program(run, batch).lower(run, abstract(batch))
+        lowered: jax.stages.Lowered = self._program(run, batch).lower(run, abstract(batch))
+        return lowered
 
     def compile(self, batch: PyTree) -> jax.stages.Compiled:
-        """The compiled step for a batch of arrays or ShapeDtypeStructs: made once, and what every call runs."""
+        """Compile the step without running it: made once, and what every call then runs.
+
+        Args:
+          batch: global arrays or ShapeDtypeStructs.
+        """
         return self._compile(run_shapes(self.layout), batch)
 
     def _compile(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
         program = self._program(run, batch)
-        if self._compiled is None:
-            self._compiled = program.lower(run, abstract(batch)).compile()
-        return self._compiled
+        compiled: jax.stages.Compiled = self._compiled or program.lower(run, abstract(batch)).compile()
+        self._compiled = compiled
+        return compiled
 
     def _compile_together(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
-        """The compiled step once all processes have the same one, and are there to run it."""
+        """Compile the step, once all processes have the same one and are there to run it."""
         peers = peers_of(self.layout.mesh)
         if peers is not None:
             lowered = self._program(run, batch).lower(run, abstract(batch))
+            # Compared before anything runs: processes with different programs wait for each other's collectives for
+            # ever. They meet again once all have compiled, because a collective times out while a peer compiles.
             peers.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})
             self._compile(run, batch)
             peers.meet("the first step, compiled")
-        self._met = True
+        self._peers_agreed = True
         return self._compile(run, batch)
 
     def _program(self, run: TrainState, batch: PyTree) -> Any:
@@ -183,25 +227,37 @@ class Step:
         return self._jitted
 
     def _step(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Take one step; traced under jit, in global view.
+
+        1. The engine computes loss and gradients. Gradients come as the layout's `grads` store them.
+        2. Their sums of squares give the norm, and say which of them are not finite.
+        3. The optimizer updates parameters and state where its state lives.
+        4. Of parameters, optimizer state and model state the new ones are kept if the step was good, else the old ones.
+        """
         layout = self.layout
         state = use_stored(layout, layout.state, run.state)
+        # Not split off a key that the run carries on: a restored or repeated step has the same key, bit for bit.
         key = jax.random.fold_in(run.key, run.step)
         with models_run() as runs:
             outcome, grads = self._value_and_grad(run.params, state, batch, key)
         if any(one.model.stacked_for_user for one in runs):
             self._check_stacking()
-        squares = self._squares(grads)
-        bad = bad_of(outcome.value, squares, self._trained)
+        squares = self._sum_squares(grads)
+        bad = find_bad(outcome.value, squares, self._trained)
         ok = ~bad.flags.any() if self._guarded else jnp.ones((), bool)
+        # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
+        # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
+        # needed whole at once, and the gather could not write into the donated array.
         params, opt_state = self._update(run.params, grads, run.opt_state, ok)
         metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum())}
         metrics |= {"bad": bad} if self._guarded else {}
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
-        state = keep(ok, store(layout.state, outcome.state), run.state)
+        state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
+        # The step counts on in any case, so that the next one has the batch and the key that it would have had.
         return TrainState(run.step + 1, params, opt_state, state, run.key), metrics
 
-    def _squares(self, grads: PyTree) -> jax.Array:
-        """The sum of squares of each gradient, f32[trained parameters]; padding is zero and counts nothing."""
+    def _sum_squares(self, grads: PyTree) -> jax.Array:
+        """Compute the sum of squares of each gradient, f32[trained parameters]; padding is zero and adds nothing."""
         specs = [placement.store for placement in jax.tree.leaves(self.layout.grads)]
         return self._sums.stack_totals(sum_of_squares, jax.tree.leaves(grads), specs, self.layout.mesh)
 
@@ -225,8 +281,18 @@ class Step:
 
 
 def check_batch(layout: Layout, batch: PyTree, microbatches: int) -> None:
-    """Raises unless the arrays of a batch have the same number of rows, which devices and micro-batches divide."""
-    rows = {path: x.shape[0] for path, x in _rows(batch)}
+    """Check the rows of a batch.
+
+    Args:
+      layout: says which mesh axes split the rows.
+      batch: a tree of arrays or ShapeDtypeStructs [rows, ...]; scalars are ignored.
+      microbatches: the engine's number of micro-batches.
+
+    Raises:
+      ValueError: no array has rows, they have different numbers of them, or devices and micro-batches do not divide
+        the rows.
+    """
+    rows = {path: x.shape[0] for path, x in _arrays_with_rows(batch)}
     if not rows:
         raise ValueError("the batch has no array with rows: expected a tree of arrays [rows, ...]")
     if len(set(rows.values())) > 1:
@@ -242,7 +308,7 @@ def check_batch(layout: Layout, batch: PyTree, microbatches: int) -> None:
         )
 
 
-def _rows(batch: PyTree) -> list[tuple[str, Any]]:
+def _arrays_with_rows(batch: PyTree) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     map_with_path(lambda path, x: found.append((path_str(path), x)) if x.ndim else None, batch)
     return found

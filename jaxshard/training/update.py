@@ -10,7 +10,7 @@ import optax
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
-from jaxshard.training.non_finite import keep
+from jaxshard.training.non_finite import keep_old_unless
 from jaxshard.training.views import hold_stored, move_stored, store, unstore
 
 Update = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
@@ -45,6 +45,7 @@ def make_update(
         return store(placements, tree)
 
     def update(params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array) -> tuple[PyTree, PyTree]:
+        # Gradients and parameters go to where the optimizer state is: a slice where that is split more (ZeRO-1 and 2).
         chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
         grads = view(seen, move_stored(layout, grads, layout.grads, seen))
         old_state = view(layout.opt_state, opt_state)
@@ -53,8 +54,13 @@ def make_update(
             abstract(old_state), abstract(new_state), "tx.update returned another state than tx.init",
             "a compiled step needs the same arrays before and after; initialise them all in tx.init",
         )  # fmt: skip
-        fresh = hold_stored(layout, restore_view(seen, keep(ok, optax.apply_updates(chosen, updates), chosen)), seen)
+        fresh = hold_stored(
+            layout, restore_view(seen, keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)), seen
+        )
+        # Here parameters are gathered that rest split less than their optimizer state.
         fresh = move_stored(layout, fresh, seen, old_params)
-        return put_back(layout.trainable, fresh, params), keep(ok, restore_view(layout.opt_state, new_state), opt_state)
+        return put_back(layout.trainable, fresh, params), keep_old_unless(
+            ok, restore_view(layout.opt_state, new_state), opt_state
+        )
 
     return update

@@ -28,7 +28,8 @@ def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) ->
 
     def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
         x = x if old.view == new.view else new.view.apply(old.view.invert(x))
-        return jax.lax.with_sharding_constraint(x, new.sharding(layout.mesh))
+        moved: jax.Array = jax.lax.with_sharding_constraint(x, new.sharding(layout.mesh))
+        return moved
 
     return jax.tree.map(move, tree, source, target)
 
@@ -42,6 +43,8 @@ def use_stored(layout: Layout, placements: PyTree, tree: PyTree) -> PyTree:
     """Turn stored arrays into what computation sees: logical, and spread as `use` says."""
 
     def use(x: jax.Array, placement: Placement) -> jax.Array:
-        return jax.lax.with_sharding_constraint(placement.view.invert(x), NamedSharding(layout.mesh, placement.use))
+        sharding = NamedSharding(layout.mesh, placement.use)
+        used: jax.Array = jax.lax.with_sharding_constraint(placement.view.invert(x), sharding)
+        return used
 
     return jax.tree.map(use, tree, placements)

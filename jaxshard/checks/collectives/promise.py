@@ -181,7 +181,7 @@ def _gather_stages(
         dims = dict.fromkeys(dim for dim, _ in reversed(gone))
         stages = [(dim, tuple(axis for d, axis in gone if d == dim)) for dim in dims]
     for dim, axes in stages:
-        shape[dim] *= math.prod(mesh.shape[axis] for axis in axes)
+        shape[dim] *= axis_size(mesh, axes)
         yield from over_axes(mesh, replace(one, shape=tuple(shape)), axes)
 
 

@@ -32,7 +32,7 @@ from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, View, only_axes
 from jaxshard.core.strategy import Pipeline
-from jaxshard.core.tree import BLOCKS
+from jaxshard.core.tree import BLOCKS, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import make_move, reduce_gradient
@@ -214,8 +214,7 @@ class DeviceStep:
         return jax.tree.map(rows, self.batch)
 
     def _microbatch_rows(self) -> int:
-        own: int = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
-        return own // self.engine.microbatches
+        return row_count(self.batch) // self.engine.microbatches
 
     def _key(self, call: jax.Array | int, microbatch: jax.Array) -> jax.Array | None:
         """The key of a call of the model for a micro-batch's rows, as one device would have it for them."""

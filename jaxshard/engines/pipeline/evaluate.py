@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
+from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
@@ -49,7 +50,7 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
     parts = axis_size(layout.mesh, layout.batch_axes)
 
     def evaluate(params: PyTree, batch: PyTree, rows: jax.Array | None = None) -> Metrics:
-        own = max(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim) // parts
+        own = row_count(batch) // parts
         most = MICROBATCHES_PER_DEVICE * devices
         microbatches = own if rows is not None else max(n for n in range(1, most + 1) if own % n == 0)
         # Pads to one micro-batch per stage; `counts` masks the padding. (A slice beyond the rows is the last slice.)
