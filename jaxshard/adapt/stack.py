@@ -1,4 +1,17 @@
-"""`js.stack`: Flax modules, unmodified, as a `Stacked` model of identical blocks."""
+"""`js.stack`: Flax modules, unmodified, as a `Stacked` model of identical blocks.
+
+The user writes one function, and an engine needs three. The call of `model.blocks` is where it is cut:
+
+    def loss(model, batch):
+        x = model.embed(batch["tokens"])     embed: runs the loss; `blocks` raises `_BlocksReached` with x and the mask
+        mask = batch["tokens"] > 0
+        y = model.blocks(x, mask)            block: runs one module on x and mask
+        logits = model.head(y)               head:  runs the loss again; `blocks` returns the y of the last block
+        return js.Mean(...)
+
+The head runs all of the loss, so what comes before `model.blocks` is computed again if the rest uses it (a mask) and
+dropped as unused if not (the embedding).
+"""
 
 from __future__ import annotations
 
@@ -25,35 +38,46 @@ _BLOCK = "block"
 
 
 def stack(block: Any, num_blocks: int, loss: Callable[..., Any], batch: PyTree = None, **parts: Any) -> StackedModules:
-    """A `Stacked` model of `num_blocks` modules like `block`, between other modules; none of them is changed.
+    """Make a `Stacked` model of `num_blocks` modules like `block`, between other modules. No module is changed.
 
-        def loss(model, batch):
-            x = model.embed(batch["tokens"])
-            logits = model.head(model.blocks(x))
-            return js.Mean(...)
+    Engines then gather the weights of one block at a time, and `js.pipelined` places blocks in stages.
 
-        model = js.stack(Block(512), 12, loss, batch, embed=nn.Embed(256, 512), head=nn.Dense(256))
+    The parameters are {"blocks": stacked, [num_blocks, ...], and those of each part under its name}. Block i is drawn
+    as `block.init(key_i, ...)` or `block(nnx.Rngs(key_i))`. The names in the modules' metadata are the names of
+    dimensions by which `js.tensor` splits. Random streams are those of `js.linen` and `js.nnx`, for every block and
+    part from a key of its own.
+
+    The loss runs twice: up to `model.blocks` for the embedding, and as a whole for the head, which is given the output
+    of the blocks. What the first half makes and the second half uses is computed twice, and may not be random.
 
     Args:
-      block: a Linen module that returns what it receives, or for NNX a function `lambda rngs: Block(512, rngs=rngs)`.
-      num_blocks: how many, each with parameters of its own.
+      block: a Linen module that returns an array of the shape that it receives, or for NNX a function that makes one,
+        `lambda rngs: Block(512, rngs=rngs)`.
+      num_blocks: the number of blocks, each with parameters of its own.
       loss: `loss(model, batch) -> js.Mean | js.Loss`, as `js.linen` and `js.nnx` take it (with `train` or without).
-        The parts are attributes of `model`, called as they are; `model.blocks(x, ...)`, once, runs all blocks one
-        after the other, on the same further arguments: `block(x, mask, train=True)`. Arrays among those (masks,
-        positions) travel with the activations.
-      batch: an example batch, arrays or ShapeDtypeStructs; Linen modules are initialised by the loss on it.
-      **parts: the other modules by name, all Linen or all NNX like `block`.
-
-    The parameters are {"blocks": stacked [num_blocks, ...], and each part's under its name}. Block i is drawn as
-    `block.init(key_i, ...)` or `block(nnx.Rngs(key_i))`. The names in metadata are the `dim_names` of the layout.
-    Random streams are those of `js.linen` and `js.nnx`, for every block and part from a key of its own.
-
-    An engine runs the loss up to `model.blocks` where the embedding is, and again from there where the head is: what
-    the first half made and the second one uses is computed twice, and may not be random.
+        The parts are attributes of `model`. `model.blocks(x, ...)`, to be called once, runs all blocks one after the
+        other, each on the same further arguments: `block(x, mask, train=True)`. Arrays among those (masks, positions)
+        travel with the activations.
+      batch: an example batch, arrays or `jax.ShapeDtypeStruct`s, on which the loss initialises Linen modules. NNX
+        needs none.
+      **parts: the other modules by name, all of the library of `block`.
 
     Raises:
-      TypeError: no modules, modules of both kinds, a loss of other arguments, no batch for Linen.
-      ValueError: a module with state (batch statistics, caches); a loss that does not call `model.blocks` once.
+      TypeError: something is no module, the modules are of both libraries, the loss takes other arguments, or there is
+        no batch for Linen.
+      ValueError: a part is called "block" or "blocks". Later: a module has state (batch statistics, caches), or the
+        loss does not call `model.blocks` exactly once.
+
+    Example:
+          def loss(model, batch):
+              x = model.embed(batch["tokens"])
+              logits = model.head(model.blocks(x))
+              losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+              return js.Mean(losses.sum(), losses.size)
+
+          model = js.stack(Block(512), 12, loss, batch, embed=nn.Embed(256, 512), head=nn.Dense(256))
+          layout = js.layout(js.compose(js.fsdp(), js.pipeline()), mesh, model.init, tx)
+          step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))
     """
     check_loss("js.stack", loss)
     wrong = [name for name in parts if name in (_BLOCK, BLOCKS)]
@@ -62,7 +86,7 @@ def stack(block: Any, num_blocks: int, loss: Callable[..., Any], batch: PyTree =
     linen = {name: isinstance(module, nn.Module) for name, module in modules.items()}
     raise_all(
         (
-            f"{name}: {_describe(module)}"
+            f"{name}: {_kind_of(module)}"
             for name, module in modules.items()
             if not linen[name] and not _makes_nnx(module)
         ),
@@ -86,12 +110,17 @@ def _makes_nnx(module: Any) -> bool:
     return callable(module) and not isinstance(module, flax_nnx.Module)
 
 
-def _describe(module: Any) -> str:
+def _kind_of(module: Any) -> str:
     return f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
 
 
 class StackedModules(Stacked):
-    """Modules as a `Stacked` model; see `stack`."""
+    """Modules as a `Stacked` model, made by `js.stack`.
+
+    Attributes:
+      parts: the modules.
+      loss_fn: the user's `loss(model, batch)`.
+    """
 
     stacked_for_user = True
 
@@ -100,36 +129,39 @@ class StackedModules(Stacked):
         self.parts, self.loss_fn = parts, loss_fn
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """For every parameter the names in its metadata; the blocks' first dimension is that of the blocks."""
+        """Return a tuple of names for every parameter, from its metadata; the stacked dimension is "blocks"."""
         made = jax.eval_shape(self.parts.init, jax.random.key(0))
         named = dim_names_of("js.stack", made, self.parts.names())
         blocks = jax.tree.map(lambda _, names: (BLOCKS, *names), made[_BLOCK], named[_BLOCK])
         return {name: blocks if name == BLOCKS else named[name] for name in params}
 
-    def _bind(self, params: PyTree, key: jax.Array | None) -> Bound:
+    def _bind(self, params: PyTree, key: jax.Array | None) -> BoundModules:
         keys = {name: None if key is None else jax.random.fold_in(key, i) for i, name in enumerate(sorted(params))}
-        return Bound({name: self.parts.bind(name, params[name], keys[name]) for name in params})
+        return BoundModules({name: self.parts.bind(name, params[name], keys[name]) for name in params})
 
-    def _embed(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> Activations:
+    def _embed(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> BlockArguments:
+        # An exception is the one way out of the middle of a function. What comes after model.blocks is not run.
         def reach(*args: Any, **kwargs: Any) -> None:
-            raise _Reached(args, kwargs)
+            raise _BlocksReached(args, kwargs)
 
         bound = self._bind(params, key)
         try:
-            call_loss(self.loss_fn, Parts(bound.called, reach), batch, train=key is not None)
-        except _Reached as reached:
+            call_loss(self.loss_fn, PartsModel(bound.called, reach), batch, train=key is not None)
+        except _BlocksReached as reached:
             bound.check()
-            return Activations.of(reached.args_, reached.kwargs_)
+            return BlockArguments.of(reached.args_, reached.kwargs_)
         raise ValueError("js.stack: the loss must call model.blocks(x), which it did not")
 
-    def _block(self, params: PyTree, x: Activations, key: jax.Array | None) -> Activations:
-        bound = Bound({_BLOCK: self.parts.bind(_BLOCK, params, key)})
+    def _block(self, params: PyTree, x: BlockArguments, key: jax.Array | None) -> BlockArguments:
+        bound = BoundModules({_BLOCK: self.parts.bind(_BLOCK, params, key)})
         args, kwargs = x.arguments()
         y = bound.called[_BLOCK](*args, **kwargs)
         bound.check()
         return replace(x, x=y)
 
-    def _head(self, params: PyTree, x: Activations, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
+    def _head(self, params: PyTree, x: BlockArguments, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
+        # Until the blocks the parts have the key `before`, from then on `key`. Both have the same value; as two
+        # arguments of the trace they tell whether the result depends on what was drawn before the blocks.
         def run(params: PyTree, x: PyTree, batch: PyTree, before: Any, key: Any) -> Any:
             halves = [self._bind(params, before), self._bind(params, key)]
             ran: list[bool] = []
@@ -141,7 +173,7 @@ class StackedModules(Stacked):
                 model.parts_ = halves[1].called
                 return x
 
-            model = Parts(halves[0].called, blocks)
+            model = PartsModel(halves[0].called, blocks)
             output = call_loss(self.loss_fn, model, batch, train=key is not None)
             for half in halves:
                 half.check()
@@ -159,8 +191,11 @@ class StackedModules(Stacked):
         return output
 
 
-class Parts:
-    """The model in a user's loss: its parts as attributes, and `blocks`, which runs all blocks."""
+class PartsModel:
+    """The model that a user's loss receives: its parts as attributes, and `blocks`, which runs all blocks.
+
+    Names end in an underscore where a part might have the same.
+    """
 
     def __init__(self, parts: dict[str, Any], blocks: Callable[..., Any]):
         self.parts_, self.blocks = parts, blocks
@@ -174,20 +209,29 @@ class Parts:
         return self.parts_[name]
 
 
-class Bound:
-    """Modules with their weights: `called` by name, and a check at the end that nothing but weights was needed."""
+class BoundModules:
+    """Modules with their weights.
+
+    Args:
+      bound: by name, what a user calls, and a function that raises if the call did more than read weights.
+
+    Attributes:
+      called: what a user calls, by name.
+      checks: the functions.
+    """
 
     def __init__(self, bound: dict[str, tuple[Any, Callable[[], Any]]]):
         self.called = {name: called for name, (called, _) in bound.items()}
         self.checks = [check for _, check in bound.values()]
 
     def check(self) -> None:
+        """Raise a ValueError if a module changed its parameters, or drew random numbers without a key."""
         for check in self.checks:
             check()
 
 
-class _Reached(BaseException):
-    """The loss got to the blocks. No Exception, so that no handler in a user's loss takes it."""
+class _BlocksReached(BaseException):
+    """Raised by `model.blocks` in the embedding. No Exception, so that no handler in a user's loss catches it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__()
@@ -198,10 +242,13 @@ class _Reached(BaseException):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Activations:
-    """What flows from block to block: the activations `x`, and the further arguments that every block receives.
+class BlockArguments:
+    """The arguments of a block: `x`, which each block replaces, and further ones that are the same for all blocks.
 
-    `arrays` are the arrays among those; `form` is (their tree, every other leaf and None for an array), static.
+    Attributes:
+      x: the activations.
+      arrays: the arrays among the further arguments.
+      form: (tree of the further arguments, their leaves with None for each array), static.
     """
 
     x: PyTree
@@ -209,7 +256,12 @@ class Activations:
     form: Any = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Activations:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockArguments:
+        """Sort the arguments of `model.blocks`.
+
+        Raises:
+          TypeError: an argument is neither an array nor a value that can be compared.
+        """
         leaves, tree = jax.tree.flatten((args[1:], kwargs))
         arrays = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
         static = tuple(None if array else leaf for array, leaf in zip(arrays, leaves, strict=True))
@@ -222,6 +274,7 @@ class Activations:
         return cls(args[0], [leaf for array, leaf in zip(arrays, leaves, strict=True) if array], (tree, static))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments and keyword arguments of a block."""
         tree, static = self.form
         arrays = iter(self.arrays)
         args, kwargs = tree.unflatten([next(arrays) if leaf is None else leaf for leaf in static])
@@ -237,7 +290,7 @@ class _LinenParts:
     batch: PyTree
 
     def init(self, key: jax.Array) -> PyTree:
-        """The parameters of every part, and of one block."""
+        """Draw the parameters of every part, and of one block."""
         made = {name: nn.unbox(variables) for name, variables in self._boxed(key).items()}
         states = {name: {kind: x for kind, x in made[name].items() if kind != "params"} for name in made}
         _check_no_state(states)
@@ -246,18 +299,20 @@ class _LinenParts:
         return {name: variables.get("params", {}) for name, variables in made.items()}
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], None]]:
+        """Return what a user calls, and its check: Linen itself refuses what would need one."""
         return LinenModel(self.modules[name], params, key), lambda: None
 
     def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the names in the metadata of the parameters, by path."""
         made = jax.eval_shape(self._boxed, jax.random.key(0))
         return names_in_boxes({name: variables.get("params", {}) for name, variables in made.items()})
 
     def _boxed(self, key: jax.Array) -> dict[str, Any]:
-        """The variables of every part by name, with their metadata."""
+        """Make the variables of every part by name, with their metadata."""
         keys = jax.random.split(key, len(self.modules))
         fresh = {name: LinenInit(self.modules[name], k) for name, k in zip(sorted(self.modules), keys)}
         parts = {name: one for name, one in fresh.items() if name != _BLOCK}
-        call_loss(self.loss_fn, Parts(parts, fresh[_BLOCK]), zeros_of(self.batch), train=True)
+        call_loss(self.loss_fn, PartsModel(parts, fresh[_BLOCK]), zeros_of(self.batch), train=True)
         return {name: one.variables for name, one in fresh.items()}
 
 
@@ -268,16 +323,18 @@ class _NnxParts:
     modules: dict[str, Nnx]
 
     def init(self, key: jax.Array) -> PyTree:
-        """The parameters of every part, and of one block."""
+        """Draw the parameters of every part, and of one block."""
         keys = jax.random.split(key, len(self.modules))
         made = {name: self.modules[name].make_params(k) for name, k in zip(sorted(self.modules), keys)}
         _check_no_state({name: model.state for name, model in made.items() if isinstance(model, Model)})
         return made
 
     def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Any]]:
+        """Return what a user calls, and its check."""
         return self.modules[name].bind(params, key)
 
     def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the names in the metadata of the parameters, by path."""
         return {(name, *path): names for name, one in self.modules.items() for path, names in one.names.items()}
 
 

@@ -1,4 +1,15 @@
-"""The gradient of a loss over micro-batches, each exactly as large a share of the global mean as its weight says."""
+"""The gradient of a loss over micro-batches, equal to that of the whole batch at once.
+
+A loss is a weighted mean: a total over a weight, both summed over all rows of all devices. With micro-batches of
+unequal weight (padding, masked tokens) the mean of their means is another number. So two passes are made:
+
+    1. weight = sum over devices and turns of the weight of turn i      (the compiler drops all but the weights)
+    2. grads  = sum over turns of grad(total_i / weight)
+
+With the weight known first, each turn differentiates its exact share of the global mean, and its gradient can be
+reduced and added at once. Dividing the summed gradient afterwards would do for one weight, but a loss may be a sum of
+means with a weight each (`ce + 0.01 * aux`), whose gradients are no longer apart by then.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +33,27 @@ def accumulate(
 ) -> tuple[Outcome, PyTree]:
     """Compute the loss over all turns, and its gradient with respect to the sinks.
 
-    `turns` holds the batch as [turns, rows, ...], `first_rows` [turns] the global number of each turn's first row;
-    `total` sums a scalar over the devices that hold other rows. The value, and the metrics, are those of this
-    device's rows: the caller adds them up. Reference: sum over turns of grad(total_i / total(sum over turns of
-    weight_i)).
+    Args:
+      loss_of: the loss of some rows.
+      sinks: zeros in the shape of the gradients (see `just_in_time`).
+      state: the model's state, which goes from one turn to the next.
+      turns: the batch, every array [turns, rows, ...].
+      first_rows: [turns], the global number of each turn's first row.
+      total: sums a scalar over the devices that hold other rows; one all-reduce for each weight of the loss.
+
+    Returns:
+      The outcome on this device's rows, whose value and metrics the caller adds up over devices, and the gradients,
+      shaped like `sinks`.
+
+    Raises:
+      TypeError: several turns of a loss that is no `js.Mean`.
     """
     if first_rows.shape[0] == 1:
         rows = jax.tree.map(lambda x: x[0], turns)
 
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
             loss = loss_of(sinks, state, rows, first_rows[0])
-            return _share(loss, jax.tree.map(total, _weights(loss))), loss
+            return _share_of_mean(loss, jax.tree.map(total, _weights(loss))), loss
 
         (value, loss), grads = jax.value_and_grad(objective, has_aux=True)(sinks)
         return Outcome(value, loss.metrics, next_state(state, loss)), grads
@@ -57,17 +78,22 @@ def accumulate(
 
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
             loss = loss_of(sinks, state, *turn)
-            return _share(loss, weights), loss
+            return _share_of_mean(loss, weights), loss
 
         (value, loss), new = jax.value_and_grad(objective, has_aux=True)(sinks)
         return (jax.tree.map(jnp.add, grads, new), next_state(state, loss)), (value, loss.metrics)
 
+    # The sinks are zeros, so the sum of the gradients starts from them.
     (grads, state), (values, metrics) = jax.lax.scan(add, (sinks, state), (turns, first_rows))
-    return Outcome(values.sum(), {name: _fold(metric) for name, metric in metrics.items()}, state), grads
+    return Outcome(values.sum(), {name: _combine_turns(metric) for name, metric in metrics.items()}, state), grads
 
 
 def next_state(state: PyTree, loss: Loss) -> PyTree:
-    """The model's state after a loss; the old one where the loss has none to say."""
+    """Return the model's state after a loss: the old one if the loss returned none.
+
+    Raises:
+      ValueError: the loss returned a state of other structure, shapes or dtypes; names every leaf.
+    """
     if loss.state is None:
         return state
     check_same_tree(
@@ -80,11 +106,13 @@ def _weights(loss: Loss) -> tuple[jax.Array, ...]:
     return jax.lax.stop_gradient(loss.value.weights) if isinstance(loss.value, Mean) else ()
 
 
-def _share(loss: Loss, weights: tuple[jax.Array, ...]) -> jax.Array:
+def _share_of_mean(loss: Loss, weights: tuple[jax.Array, ...]) -> jax.Array:
     return weighted_sum(loss.value, weights) if isinstance(loss.value, Mean) else loss.value
 
 
-def _fold(metric: Mean | Sum | Max) -> Mean | Sum | Max:
+def _combine_turns(metric: Mean | Sum | Max) -> Mean | Sum | Max:
+    """Combine a metric whose numbers are stacked, [turns]."""
     if isinstance(metric, Max):
         return Max(metric.value.max(0))
-    return jax.tree.map(lambda x: x.sum(0), metric)
+    combined: Mean | Sum = jax.tree.map(lambda x: x.sum(0), metric)
+    return combined

@@ -1,4 +1,9 @@
-"""The automatic engine: global-view code in which the compiler inserts the collectives."""
+"""The automatic engine: global-view code in which the compiler inserts the collectives.
+
+The loss runs once, on global arrays. Moves are constraints on where an array lies: a weight is held as stored and then
+constrained to where it is used, and the compiler makes an all-gather of that; a gradient is constrained to where it
+rests, and the compiler makes a reduce-scatter or an all-reduce of that.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 
 @dataclass(frozen=True)
 class Auto(WholeModelEngine):
-    """Global-view semantics: the loss sees the whole batch, whatever it does with it."""
+    """The engine of `js.auto`, whose collectives the compiler chooses. The loss sees the whole batch."""
 
     @property
     def compiler_chooses(self) -> bool:
@@ -36,7 +41,7 @@ class Auto(WholeModelEngine):
         return frozenset()
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient in global-view code."""
+        """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
         call = self.make_call(objective, layout, make_move(layout, self))
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
@@ -71,9 +76,26 @@ def auto(
 ) -> Auto:
     """Make the engine whose collectives the compiler chooses, with exactly the semantics of one device.
 
-    Every weight is constrained to its `use` placement where it is used and every gradient to its `store`. A loss may
-    be a scalar, `js.Mean` or `js.Loss`; micro-batches (every `microbatches`-th row, on any mesh) need a `js.Mean`.
-    See `js.explicit` for the arguments.
+    The loss sees the global batch, so batch statistics, limits of capacity and the like are those of all rows. It may
+    return a scalar, a `js.Mean` or a `js.Loss`. Every weight is constrained to its `use` placement where it is used,
+    every gradient to its `store`.
+
+    Args:
+      microbatches: the number of turns in which the rows of a batch are computed, and their gradients added. Turn j
+        has every `microbatches`-th row from row j on, on any mesh. Needs a loss with a `js.Mean`.
+      scatter: constrain the gradient of each micro-batch ("each", least memory) or their sum once ("end", least
+        traffic).
+      compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
+      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
+      remat: what the forward pass of a block or unit saves; as in `js.explicit`.
+      units: classes of modules that gather their own parameters; as in `js.explicit`.
+
+    Raises:
+      ValueError, TypeError: an argument is not of those; names it. A loss that is no `js.Mean` is refused with
+        micro-batches when the step is traced.
+
+    Example:
+          step = js.make_step(loss_fn, tx, layout, engine=js.auto(microbatches=4, compute_dtype=jnp.bfloat16))
     """
     return Auto(microbatches, scatter, compute_dtype, reduce_dtype, remat, units)
 
@@ -81,9 +103,11 @@ def auto(
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
     """Make moves by constraints: weights to where they are used, gradients to where they rest."""
 
+    # The compiler decides where a cast and a gather go. Constrained as stored after the cast, an array can only be
+    # gathered after it, in the smaller dtype.
+
     def make(param: Placement, grad: Placement | None) -> Move:
         def gather(stored: jax.Array) -> jax.Array:
-            # Held as stored once more after the cast, so that what is gathered is what was cast.
             stored = constrain(layout, cast_floats(stored, engine.compute_dtype), param.store)
             return constrain(layout, param.view.invert(stored), param.use)
 
@@ -100,10 +124,13 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Constrain `x` to a spec, whose axes must divide its dimensions: a view has seen to that."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+    return constrained
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
+    """Make zeros like the gradients, global arrays; with "end" like the weights, whose cotangents are added whole."""
+
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
         if grad is None:
             return None

@@ -28,7 +28,7 @@ from jaxshard.engines.manual import data_axes, on_each_device, row_specs, stored
 
 @dataclass(frozen=True)
 class Explicit(WholeModelEngine):
-    """Manual collectives: all-gather just before use, reduce-scatter of each gradient where it is born.
+    """The engine of `js.explicit`, which issues exactly the collectives of the layout.
 
     Args:
       reduction: sums over devices in whatever order the hardware likes ("native"), or in one order ("ordered").
@@ -67,7 +67,7 @@ class Explicit(WholeModelEngine):
         return super().describe() | {"reduction": self.reduction}
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
-        """Make the function that computes loss and gradient, each device on its own rows."""
+        """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
         axes, sums = layout.batch_axes, self.sums(layout)
         manual = self.manual_axes(layout)
         call = self.make_call(objective, layout, make_move(layout, self))
@@ -110,16 +110,25 @@ def explicit(
 ) -> Explicit:
     """Make the engine that issues exactly the collectives of the layout.
 
-    Each weight is all-gathered just before use (over the axes of the parameter's `store` that its `use` lacks) and
-    each gradient reduce-scattered over the batch axes in its `store` and all-reduced over the others. Choosing it
-    asserts that the rows of a batch are independent and that the loss is a `js.Mean`; each device computes its own
-    rows.
+    The loss runs once per device, in a `jax.shard_map`, on that device's rows [batch / devices, ...] and on weights of
+    the shape that the model knows. Choosing this engine asserts that the rows of a batch are independent and that the
+    loss returns a `js.Mean`, alone or in a `js.Loss`; `js.parity` checks it.
+
+    Collectives of a step, for each parameter:
+
+    - an all-gather just before use, over the axes of its `store` that its `use` lacks: in the forward pass, and again
+      in the backward pass for blocks of a `Stacked` model and for units;
+    - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
+      over the other batch axes that `use` does not own. With scatter="each", as often as there are micro-batches.
+
+    And an all-reduce of a few scalars: the loss, its weights, and the metrics. Floating state is averaged.
 
     Args:
-      microbatches: the rows of a batch are computed in that many turns and their gradients added.
+      microbatches: the number of turns in which the rows of a batch are computed, and their gradients added. A device's
+        turn j has its rows from j * rows / microbatches on.
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
-      compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
-      reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
+      compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
+      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
       remat: what the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing", "dots",
         "everything" or a function of `jax.checkpoint_policies`. Gathered weights are never saved.
       units: classes of modules of a `js.linen` or `js.nnx` model, such as [Block]. While a module of these classes
@@ -132,6 +141,18 @@ def explicit(
         result is as large as the whole gradient until it is added up. Not beside tensor axes; the optimizer must be
         elementwise but for sums over all parameters (a global norm). What the loss itself sums over devices by axis
         name stays native.
+
+    Raises:
+      ValueError, TypeError: an argument is not of those; names it. A loss that is no `js.Mean` is refused when the step
+        is traced.
+
+    Source:
+      Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5, for
+      the gathers and reductions; Zhao et al. 2023, "PyTorch FSDP", section 3, for units.
+
+    Example:
+          engine = js.explicit(microbatches=4, remat="nothing", compute_dtype=jnp.bfloat16)
+          step = js.make_step(loss_fn, tx, layout, engine=engine)
     """
     return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat, units, reduction)
 
@@ -161,7 +182,10 @@ def reduce_gradient(
 ) -> jax.Array:
     """Sum a device's share of a gradient over the batch axes that the weight's `use` does not own.
 
-    The sum is scattered over those axes that are in the gradient's `store`.
+    The sum is scattered over those axes that are in the gradient's `store`. The scatter comes first: the all-reduce
+    over the other axes then moves a shard, not the whole array. For HSDP on (replica=2, data=4) and a gradient [64]
+
+        [64] on each device  --reduce-scatter over data-->  [16]  --all-reduce over replica-->  [16]
 
     Args:
       layout: says where everything lives.
@@ -180,13 +204,14 @@ def reduce_gradient(
     def scatter(x: jax.Array) -> jax.Array:
         return engine.sums(layout).scatter_sum(x, grad.store, free, keep=owned)
 
+    # The view (padding, pipeline order) before the sum: what is scattered has the dimensions that are split.
     share = grad.view.apply(cast_floats(x, engine.reduce_dtype))
     reduced: jax.Array = with_automatic_axes(layout, scatter, grad.store)(share)
     return reduced.astype(x.dtype)
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
-    """Zeros like the gradients, with respect to which the loss is differentiated; see `just_in_time`."""
+    """Make zeros like this device's gradients, with respect to which the loss is differentiated; see `just_in_time`."""
     manual = data_axes(layout)
 
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
@@ -194,6 +219,7 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
             return None
         if scatter == "end":
             return jnp.zeros(grad.view.logical, x.dtype)
+        # Inside shard_map an array is split over manual axes by its shape, over automatic ones by the compiler.
         mine = replace(grad, store=only_axes(grad.store, manual))
         return jnp.zeros(mine.shard_shape(layout.mesh), x.dtype)
 

@@ -38,7 +38,12 @@ from jaxshard.core.types import PyTree
 
 
 class Move(NamedTuple):
-    """How an engine moves one weight: `gather(stored) -> weight` and `reduce(cotangent of the weight) -> gradient`."""
+    """How an engine moves one weight.
+
+    Attributes:
+      gather: `gather(stored) -> weight`, from this device's shard to the shape that the model knows.
+      reduce: `reduce(cotangent of the weight) -> gradient`, summed over devices and split as it is stored.
+    """
 
     gather: Callable[[jax.Array], jax.Array]
     reduce: Callable[[jax.Array], jax.Array]
@@ -48,18 +53,28 @@ MakeMove = Callable[[Placement, Placement | None], Move]
 """Makes the move of one weight from the placements of the parameter and of its gradient (None: frozen)."""
 
 
-def use(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """The weight of a stored parameter; its reduced cotangent flows to the sink (none: the parameter is frozen)."""
+def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """Gather a weight whose reduced cotangent flows to the sink.
+
+    Issues the collectives of `move`: those of `gather` forward, those of `reduce` backward.
+
+    Args:
+      move: how this weight is moved.
+      stored: the parameter as it rests.
+      sink: zeros in the shape of the stored gradient; None if the parameter is frozen.
+    """
     if sink is None:
         return jax.lax.stop_gradient(move.gather(stored))
     zeros = partial(jnp.zeros, stored.shape, stored.dtype)
 
+    # A rule of our own, for two reasons: the cotangent goes to another argument than the weight came from, and what
+    # JAX would derive for a gather (a reduce-scatter over the same axes) is another sum than the gradient needs.
     @jax.custom_vjp
     def weight(stored: jax.Array, sink: jax.Array) -> jax.Array:
         return move.gather(stored)
 
     def forward(stored: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
-        return move.gather(stored), None
+        return move.gather(stored), None  # no residuals: nothing keeps the whole weight until the backward pass
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Back in the parameter's dtype first: a weight computed in bf16 is not thereby reduced in bf16.
@@ -69,9 +84,9 @@ def use(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Array:
     return weight(stored, sink)
 
 
-def use_tree(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
-    """The weights of a tree; `params` and `grads` are its placements, None in `grads` and `sinks` where frozen."""
-    return jax.tree.map(lambda p, g, x, sink: use(make_move(p, g), x, sink), params, grads, stored, sinks)
+def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
+    """Gather the weights of a tree; `params` and `grads` are placements, `grads` and `sinks` None where frozen."""
+    return jax.tree.map(lambda p, g, x, sink: use_weight(make_move(p, g), x, sink), params, grads, stored, sinks)
 
 
 Call = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Loss]
@@ -85,8 +100,17 @@ def make_call(objective: Objective, layout: Layout, make_move: MakeMove, remat: 
     the backward pass. So is that of `js.linen` and `js.nnx` where `units` are given. Any other loss has its weights
     gathered at once, but for what it hands on unchanged to a model that the library knows (see `adapt/offer.py`).
 
+    Args:
+      objective: the loss.
+      layout: where everything lives.
+      make_move: how the engine moves each weight.
+      remat: what the forward pass of a block or unit saves.
+      units: classes of modules that gather their own parameters.
+
     Raises:
       TypeError: `units` of a loss that has none.
+      ValueError: the loss closes over arrays on devices that are not the mesh's, or the layout splits the stacked
+        dimension of the blocks.
     """
     check_closure(objective.written, layout.mesh)
     if isinstance(objective, OfBlocks) or (units and isinstance(objective, OfModule)):
@@ -110,15 +134,19 @@ def make_opaque_run(
 ) -> Run:
     """Make the run of `fn(model, batch, key)`, which is not looked into: it receives whole weights.
 
-    An offer comes with them: a known model that `fn` runs on these very weights gathers its own just in time.
+    An offer comes with them: a known model that `fn` runs on these very weights gathers its own just in time. If it
+    runs one on other arrays, and that costs memory, a warning says so once.
+
+    Raises:
+      TypeError: when it runs, with `units` that nothing took.
     """
-    told: list[KnownModel] = []
+    warned: list[KnownModel] = []
 
     def accepts(known: KnownModel) -> bool:
         return bool(units) if isinstance(known, Adapted) else not why_not_by_block(layout)
 
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
-        weights = use_tree(make_move, layout.params, layout.grads, stored, sinks)
+        weights = use_weights(make_move, layout.params, layout.grads, stored, sinks)
         own_key = None if key is None else advance(key, row)
 
         def run_known(known: KnownModel, model: PyTree, batch: PyTree, given: Any) -> Any:
@@ -133,8 +161,8 @@ def make_opaque_run(
         if units and not offer.taken:
             name = getattr(fn, "__qualname__", fn)
             raise TypeError(f"units: {name} has no units to look into; make it with js.linen or js.nnx")
-        if offer.missed and not told:
-            told.extend(offer.missed)
+        if offer.missed and not warned:
+            warned.extend(offer.missed)
             _warn_of_whole_weights(layout, [known for known in offer.missed if isinstance(known, Stacked)])
         return output
 
@@ -174,12 +202,15 @@ def _make_known_run(known: KnownModel, layout: Layout, make_move: MakeMove, rema
     return _make_units_run(known, layout, make_move, remat, units)
 
 
+# The run of a module of js.linen or js.nnx. Parameters of units stay pending: each unit gathers its own while it runs.
+
+
 def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Run:
     pending = adapted.unit_params(units, layout.shapes.params)
 
     def weight(late: bool, param: Placement, grad: Placement | None, stored: jax.Array, sink: Any) -> Any:
-        get = partial(use, make_move(param, grad))
-        return Pending(stored, sink, get) if late else get(stored, sink)
+        gather = partial(use_weight, make_move(param, grad))
+        return Pending(stored, sink, gather) if late else gather(stored, sink)
 
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
         weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
@@ -189,16 +220,24 @@ def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat
     return run
 
 
+# The run of a Stacked model. The blocks' parameters go into its scan as pairs of stacked shards and sinks,
+#
+#     params["blocks"] = ({"w": [num_blocks, 16 / devices, 16]}, {"w": zeros of the same shape})
+#
+# and `fetch` makes one block's weights, {"w": [16, 16]}, of a slice of both. Placements of a slice are the tails of
+# those of the whole. The scan's backward pass stacks the cotangents of the sinks' slices: those are the gradients.
+
+
 def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Run:
     check_stacked(layout)
     params_tail, grads_tail = (_tails(tree[BLOCKS]) for tree in (layout.params, layout.grads))
 
     def fetch(pair: tuple[PyTree, PyTree]) -> PyTree:
-        return use_tree(make_move, params_tail, grads_tail, *pair)
+        return use_weights(make_move, params_tail, grads_tail, *pair)
 
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
         del state  # a Stacked model has none
-        rest = use_tree(make_move, *map(without_blocks, (layout.params, layout.grads, stored, sinks)))
+        rest = use_weights(make_move, *map(without_blocks, (layout.params, layout.grads, stored, sinks)))
         params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
         return stacked.run(params, batch, key, fetch=fetch, remat=partial(checkpoint_body, remat), row=row)
 
@@ -234,7 +273,7 @@ def users_code(layout: Layout) -> Iterator[None]:
 
 
 def check_stacked(layout: Layout) -> None:
-    """Raise if a layout moves or splits the stacked dimension, which the scan over blocks needs whole."""
+    """Raise a ValueError if a layout moves or splits the stacked dimension, which the scan over blocks needs whole."""
     if layout.pipeline is not None:
         raise ValueError(
             f"the layout places blocks in a pipeline over {layout.pipeline.axis!r}, which this engine does not run: "
@@ -268,7 +307,7 @@ def _tails(placements: PyTree) -> PyTree:
 
 
 def without_blocks(tree: PyTree) -> PyTree:
-    """The parameters that are not stacked."""
+    """Return a tree of parameters without those of the blocks."""
     return {name: part for name, part in tree.items() if name != BLOCKS}
 
 
