@@ -76,13 +76,13 @@ def stack_totals(
 
 
 class Sums(NamedTuple):
-    """How shares are added over devices.
+    """One way of adding shares over devices: native or in one order.
 
     Attributes:
       scatter_sum: sums a share and keeps this device's shard; see `scatter_sum` of this file.
       all_sum: sums a share, on every device; see `all_sum`.
       stack_totals: reduces global arrays to a number each; see `stack_totals`.
-      in_order: whether sums are taken in one order, so that they give the same bits for every number of processes.
+      in_order: True if sums are taken in one order, so that they give the same bits for every number of processes.
     """
 
     scatter_sum: Callable[..., jax.Array]

@@ -115,6 +115,7 @@ class Activations:
         return isinstance(other, Activations) and other.layout is self.layout
 
     def constrain(self, x: jax.Array, names: Sequence[str | None], grad: Sequence[str | None]) -> jax.Array:
+        """Do what the function `constrain` does, under this layout."""
         mesh, manual = self._mesh()
         if set(mesh.axis_names) <= manual:
             return x
@@ -129,7 +130,7 @@ class Activations:
         return named
 
     def _mesh(self) -> tuple[Mesh, frozenset[str]]:
-        """The mesh, and the axes that an enclosing `shard_map` handles."""
+        """Return the mesh, and the axes that an enclosing `shard_map` handles: nothing is constrained over these."""
         inside = jax.sharding.get_abstract_mesh()
         manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]
         return (inside if manual else self.layout.mesh), frozenset(manual)  # type: ignore[return-value]
@@ -143,4 +144,5 @@ class Activations:
         return tuple(axis for part in self.tensors() for axis in part.entry(name, size, self.layout.mesh))
 
     def tensors(self) -> list[Tensor]:
+        """Return the parts of the strategy that split dimensions by name."""
         return [part for part in parts_of(self.layout.strategy) if isinstance(part, Tensor)]

@@ -29,7 +29,7 @@ class KnownModel:
     """
 
     stacked_for_user: bool = False
-    """Whether the user wrote single blocks, which were stacked here and which the optimizer has to update as such."""
+    """True if the user wrote single blocks that were stacked here: the optimizer has to update them as single ones."""
 
     @property
     def init(self) -> InitOf:
@@ -59,7 +59,7 @@ class KnownModel:
         raise NotImplementedError
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """For every parameter a tuple with the logical name of each dimension, or None."""
+        """Return for every parameter a tuple with the logical name of each dimension, or None, as a tree."""
         raise NotImplementedError
 
 

@@ -236,7 +236,7 @@ def _explain(layout: Layout) -> str:
 
 
 def _describe_stages(layout: Layout) -> list[str]:
-    """A line per device of the pipeline: which blocks it holds."""
+    """Write a line per device of the pipeline: which blocks it holds."""
     pipe = layout.pipeline
     if pipe is None:
         return []

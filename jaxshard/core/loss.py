@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxshard.core.types import PyTree
 
@@ -65,8 +66,8 @@ class Mean:
         4.0
     """
 
-    totals: tuple[jax.Array, ...]
-    weights: tuple[jax.Array, ...]
+    totals: tuple[Float[Array, ""], ...]
+    weights: tuple[Float[Array, ""], ...]
 
     def __init__(self, total: Any, weight: Any):
         for name, number in (("total", total), ("weight", weight)):
@@ -78,7 +79,7 @@ class Mean:
         object.__setattr__(self, "weights", (jnp.asarray(weight, _float_dtype(weight)),))
 
     @property
-    def value(self) -> jax.Array:
+    def value(self) -> Float[Array, ""]:
         """The sum over terms of total / weight; a term with weight 0 is 0, and so is its gradient."""
         return weighted_sum(self, self.weights)
 
@@ -115,7 +116,7 @@ def _float_dtype(number: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
-def weighted_sum(mean: Mean, weights: tuple[jax.Array, ...]) -> jax.Array:
+def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
     """Add up the totals of a mean, each divided by the given weight.
 
     With the weights of the whole batch this is a share of the global mean: shares of all devices add up to it.

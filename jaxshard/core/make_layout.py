@@ -193,7 +193,7 @@ def _check_trainable(params: PyTree, mask: PyTree) -> None:
 
 
 def _dim_names(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
-    """Logical dimension names, from the known models whose `init` made the parameters.
+    """Find the names of the parameters' dimensions, from the known models whose `init` made the parameters.
 
     A parameter is recognised by its path and shape, also where `init_fn` puts what a model's `init` returned into a
     larger tree.

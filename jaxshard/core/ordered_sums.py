@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Num
 
 from jaxshard.core.collectives import Sums, slice_shard
 from jaxshard.core.placement import axes_of, split_dims
 
 
-def pairwise_sum(parts: jax.Array) -> jax.Array:
+def pairwise_sum(parts: Num[Array, " n *dims"]) -> Num[Array, "*dims"]:
     """Add parts [n, ...] -> [...] in pairs: of four parts (0 + 2) + (1 + 3). What is narrower than f32 is added in f32.
 
     Reference: while n > 1, part i is added to part i + n // 2; an odd last part waits for the next round.

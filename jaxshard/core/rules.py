@@ -35,7 +35,7 @@ def kernel_names(leaf: Leaf) -> Names | None:
     One that narrows is row-parallel, any other column-parallel. A layer that widens and the one that narrows again then
     make a pair with one all-reduce (Shoeybi et al. 2019, "Megatron-LM", section 3).
     """
-    spatial, (inputs, outputs) = ("spatial",) * (len(leaf.shape) - _stacked(leaf) - 2), leaf.shape[-2:]
+    spatial, (inputs, outputs) = ("spatial",) * (len(leaf.shape) - _count_stacked_dims(leaf) - 2), leaf.shape[-2:]
     if len(spatial) > 3:
         return None
     return (*spatial, "features", "embed") if outputs < inputs else (*spatial, "embed", "features")
@@ -146,7 +146,7 @@ class Rules:
         return reasons
 
     def _own_patterns(self) -> list[tuple[str, Any]]:
-        """The patterns that are not built in."""
+        """List the patterns that are not built in."""
         return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
     def _name_dims(self, leaf: Leaf) -> Leaf:
@@ -196,16 +196,16 @@ def _is_pattern(key: str, value: object) -> bool:
 
 
 def _fits(key: str, leaf: Leaf) -> bool:
-    """Whether the path ends with the pattern, from the start of a word."""
+    """Tell whether the path of a parameter ends with the pattern, from the start of a word."""
     return fnmatchcase("/" + leaf.path, "*/" + key.removeprefix("*/"))
 
 
 def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
-    """The names that a pattern gives to the dimensions of a parameter; None where it has another number of them.
+    """Return the names that a pattern gives to the dimensions of a parameter; None if their number is another.
 
-    One dimension more than names is that of layers, in front: what `nn.scan` and `nn.vmap` stack.
+    A leading dimension more than there are names is that of layers, which `nn.scan` and `nn.vmap` stack.
     """
-    front = leaf.names[: _stacked(leaf)]
+    front = leaf.names[: _count_stacked_dims(leaf)]
     rank = len(leaf.shape) - len(front)
     if isinstance(value, str):
         return (*front, *(None,) * rank)
@@ -216,7 +216,7 @@ def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
 
 
 def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:
-    """The names of the last dimensions of a kernel, for a bias of their sizes; a first one may stack layers."""
+    """Return the names of the last dimensions of a kernel, for a bias of their sizes; a first one may stack layers."""
     for front in (0, 1):
         tail = len(shape) - front
         if tail > 0 and shape == kernel.shape[:front] + kernel.shape[len(kernel.shape) - tail :]:
@@ -224,6 +224,6 @@ def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:
     return None
 
 
-def _stacked(leaf: Leaf) -> int:
-    """How many leading dimensions stack blocks."""
+def _count_stacked_dims(leaf: Leaf) -> int:
+    """Return the number of leading dimensions that stack blocks: 0 or 1."""
     return int(bool(leaf.names) and leaf.names[0] == BLOCKS)

@@ -439,7 +439,10 @@ class Pipeline:
         return -(-blocks // stages)
 
     def holders(self, blocks: int, mesh: Mesh) -> list[tuple[int, int, range]]:
-        """List (device on the axis, chunk, its blocks) of every stage, in model order."""
+        """List the stages in model order, each as (device on the axis, chunk, range of its blocks).
+
+        7 blocks on 2 devices in 2 chunks: (0, 0, 0-1), (1, 0, 2-3), (0, 1, 4-5), (1, 1, 6).
+        """
         devices, each = axis_size(mesh, self.axis), self.per_stage(blocks, mesh)
         return [
             (stage % devices, stage // devices, range(min(blocks, stage * each), min(blocks, (stage + 1) * each)))

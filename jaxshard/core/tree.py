@@ -77,7 +77,7 @@ def find_by_suffix(known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]], pa
       shape: the array's shape.
 
     Returns:
-      What is known of the array; None where no end of the path fits.
+      That of the longest end of the path that is known with this shape; None if there is none.
     """
     for start in range(len(path) + 1):
         known_shape, value = known.get(path[start:], (None, None))

@@ -73,7 +73,7 @@ def make_eval_step(
         js.evaluate(eval_step, run, held_out)["loss"]
     """
     on_devices = _make_device_evaluation(eval_fn, layout, engine)
-    compute_stored = _make_compute(eval_fn, layout, make_move(layout, auto()))
+    compute_stored = make_compute(eval_fn, layout, make_move(layout, auto()))
 
     def compute(run: TrainState, batch: PyTree) -> Results:
         return compute_stored(run.params, use_stored(layout, layout.state, run.state), batch)
@@ -221,7 +221,7 @@ def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | No
 def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
     axes, manual = layout.batch_axes, data_axes(layout)
-    compute = _make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
+    compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
 
     def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:
         if rows is None:
@@ -241,11 +241,14 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     return evaluate
 
 
-def _make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callable[[PyTree, PyTree, PyTree], Results]:
-    """Make `fn(stored parameters, model state, batch) -> results`, weights gathered as an engine gathers them.
+def make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callable[[PyTree, PyTree, PyTree], Results]:
+    """Make `fn(stored parameters, model state, batch) -> results`, for use under jit.
 
-    The `evaluate` of a `Stacked` model, called by itself or inside `eval_fn`, gathers one block at a time; any other
-    function has all weights gathered at once.
+    Args:
+      eval_fn: the user's function. The `evaluate` of a `Stacked` model, called by itself or inside `eval_fn`, gathers
+        one block at a time; any other function has all weights gathered at once.
+      layout: says where everything lives.
+      make_move: makes the functions by which an engine gathers weights.
     """
     nothing_trained = jax.tree.map(lambda _: None, layout.shapes.params)
     run = make_opaque_run(lambda model, batch, key: eval_fn(model, batch), layout, make_move, "everything")

@@ -81,8 +81,8 @@ def init(
     check_same_tree(expected, init_from, "init_from does not fit the layout", "give what init_fn returns")
     _check_dtypes(expected, init_from)
     params, state = split_model(init_from)
-    params = jax.tree.map(lambda x, p: _put(x, p, layout), params, layout.params)
-    state = jax.tree.map(lambda x, p: _put(x, p, layout), state, layout.state)
+    params = jax.tree.map(lambda x, p: put_stored(x, p, layout), params, layout.params)
+    state = jax.tree.map(lambda x, p: put_stored(x, p, layout), state, layout.state)
 
     def start(params: PyTree) -> PyTree:
         opt_state = tx.init(select(layout.trainable, unstore(layout.params, params)))
@@ -234,8 +234,14 @@ def _make_step_and_key(layout: Layout, key: jax.Array) -> tuple[jax.Array, jax.A
     return made
 
 
-def _put(x: Any, placement: Placement, layout: Layout) -> jax.Array:
-    """Copy a given array to where the layout stores it: each device receives its shard alone."""
+def put_stored(x: Any, placement: Placement, layout: Layout) -> jax.Array:
+    """Copy a given array to where the layout stores it: each device receives its shard alone.
+
+    Args:
+      x: a logical array, in JAX or NumPy. It is never donated, and shares no buffer with the result.
+      placement: where it goes.
+      layout: whose mesh it goes to.
+    """
     sharding, view = placement.sharding(layout.mesh), placement.view
     if isinstance(x, jax.Array):
         if x.committed and x.sharding.device_set != sharding.device_set:

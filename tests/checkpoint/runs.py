@@ -13,7 +13,7 @@ import optax
 import jaxshard as js
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.core.tree import paths
-from jaxshard.training.state import _put
+from jaxshard.training.state import put_stored
 from tests.engines.pipeline.pipes import small_gpt
 from tests.toys import start_of
 
@@ -81,7 +81,7 @@ class Made:
                 value = start[entry.path]
             if entry.shape == ():
                 value = jax.random.key(7) if entry.is_key else np.int32(3)
-            return _put(value, entry.placement, self.layout)
+            return put_stored(value, entry.placement, self.layout)
 
         params = js.TrainState(0, start_of(self.toy.init_fn), (), (), 0)
         start = dict(zip(paths(params), jax.tree.leaves(params)))

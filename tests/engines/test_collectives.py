@@ -16,7 +16,7 @@ import jaxshard as js
 from jaxshard.engines.auto import make_move
 from jaxshard.models.gpt import gpt
 from jaxshard.plan.topology import topology_mesh
-from jaxshard.training.evaluate import _make_weigh
+from jaxshard.training.evaluate import make_compute
 from jaxshard.training.state import run_shapes
 from tests.engines.programs import (
     Program,
@@ -171,7 +171,7 @@ def test_evaluation_gathers_everything_once():
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, optax.sgd(0.1))
     tokens = np.zeros((16, 17), np.int32)
     batch = {"tokens": jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=layout.batch_sharding(tokens))}
-    weigh, shapes = _make_weigh(model.evaluate, layout, make_move(layout, js.auto())), run_shapes(layout)
+    weigh, shapes = make_compute(model.evaluate, layout, make_move(layout, js.auto())), run_shapes(layout)
     compiled = jax.jit(weigh).lower(shapes.params, shapes.state, batch).compile()
     found = Program(layout, compiled)
     assert traffic(found) == {("all-gather", "data"): P}
