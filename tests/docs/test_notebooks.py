@@ -1,10 +1,14 @@
 """Every notebook runs top to bottom, and shows the pictures that it promises."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 
@@ -21,24 +25,44 @@ nbformat.write(notebook, sys.argv[2])
 """
 
 
+def check_output(pictures: int, text: str) -> None:
+    assert pictures == 2
+    spread = float(text.split("largest relative difference from ddp:")[1].split()[0])
+    assert spread < 1e-4  # Adam amplifies rounding: thirty steps of it
+    assert "over replica x data" in text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_cells_run_and_draw(path: Path) -> None:
+    """In this process, and for three steps instead of thirty."""
+    plt.switch_backend("Agg")
+    plt.close("all")
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    code = "\n".join(cell for cell in cells if "%pip" not in cell)
+    assert code.count("steps=30") == 1
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code.replace("steps=30", "steps=3"), str(path), "exec"), namespace)
+    check_output(len(plt.get_fignums()), printed.getvalue())
+    plt.close("all")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_draws(path, tmp_path, monkeypatch):
+    """In Jupyter's kernel, as it stands."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    flags = os.environ.get("XLA_FLAGS", "").split()  # those of the fast tests, without a number of devices
+    flags = os.environ.get("XLA_FLAGS", "").split()
     monkeypatch.setenv("XLA_FLAGS", " ".join(flag for flag in flags if "device_count" not in flag))
     out = tmp_path / path.name
     result = subprocess.run(
         [sys.executable, "-c", EXECUTE, path, out], capture_output=True, text=True, timeout=600, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    notebook = nbformat.read(out, as_version=4)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    cells = nbformat.read(out, as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) == 2
-    text = "".join(output.get("text", "") for output in outputs)
-    spread = float(text.split("largest relative difference from ddp:")[1].split()[0])
-    assert spread < 1e-4  # Adam amplifies rounding: thirty steps of it
-    assert "over replica x data" in text
+    check_output(len(pictures), "".join(output.get("text", "") for output in outputs))
 
 
 def test_notebooks_are_committed_without_outputs():
