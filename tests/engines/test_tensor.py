@@ -19,6 +19,7 @@ from tests.zoo import GLOBAL_VIEW_ONLY, ZOO
 
 DATA = {"tensor alone": None, "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
 ENGINES = {"auto": js.auto(), "explicit": js.explicit()}
+SLOW = ("linen", "dropout", "lstm")  # "tied" is "linen" with fewer weights, "dropout" with random numbers
 
 
 def cells():
@@ -26,7 +27,7 @@ def cells():
         alone = data == "tensor alone"
         if (engine == "explicit" and (model in GLOBAL_VIEW_ONLY or alone)) or (parts == 8 and not alone):
             continue
-        fast = data == "fsdp" and parts == 4 and model != "linen"  # "tied" is the same model with fewer weights
+        fast = data == "fsdp" and parts == 4 and model not in SLOW
         fast &= engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit")
         marks = () if fast or (model, parts, alone) == ("gpt", 8, True) else (pytest.mark.slow,)
         yield pytest.param(model, parts, data, engine, marks=marks)
