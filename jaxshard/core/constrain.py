@@ -83,14 +83,13 @@ def follow_layout(layout: Layout) -> AbstractContextManager[None]:
     return context
 
 
+# A gradient of its own: JAX's constraint constrains the cotangent as it constrains the value, and `grad` may differ.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _constrained(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
+def _constrain_both_ways(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, forward)
     return constrained
 
 
-# A custom gradient, because the transpose of a constraint constrains the cotangent in the same way, and `grad` may
-# differ from `names`.
 def _forward(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> tuple[jax.Array, None]:
     return jax.lax.with_sharding_constraint(x, forward), None
 
@@ -99,7 +98,7 @@ def _backward(forward: NamedSharding, backward: NamedSharding, _: None, cotangen
     return (jax.lax.with_sharding_constraint(cotangent, backward),)
 
 
-_constrained.defvjp(_forward, _backward)
+_constrain_both_ways.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Activations:
             return NamedSharding(mesh, PartitionSpec(*entries))
 
         # A name of its own: the constraints that bring weights are never saved for the backward pass, these may be.
-        named: jax.Array = checkpoint_name(_constrained(sharding(names), sharding(grad), x), "constrained")
+        named: jax.Array = checkpoint_name(_constrain_both_ways(sharding(names), sharding(grad), x), "constrained")
         return named
 
     def _mesh(self) -> tuple[Mesh, frozenset[str]]:

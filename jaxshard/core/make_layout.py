@@ -115,6 +115,7 @@ def layout(
         return jax.tree.map(lambda leaf: strategy(role, leaf, whole(leaf), mesh), leaves, is_leaf=_is_leaf)
 
     placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
+    # The update happens where the optimizer state is, so that is where the optimizer sees parameters and gradients.
     opt_params = select(mask, placed["opt"])
     opt_state = jax.eval_shape(tx.init, select(mask, params))
 

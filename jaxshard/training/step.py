@@ -119,6 +119,9 @@ class Step:
             self._check_stacking()
         self._sums = engine.sums(layout)
         self.elementwise = check_stored(tx, params, layout.opt_params, layout.opt_state)
+        # The optimizer runs on stored arrays where it can't tell them from logical ones: none of them differs, or it is
+        # elementwise. Where sums are taken in one order, sums over all parameters (a global norm) are no obstacle: they
+        # are replaced by ordered ones, to which the zeros of the padding add nothing.
         stored = self.elementwise is None or bool(self.elementwise)
         self._totals_in_order = self._sums.in_order and not check_elementwise(tx, params)
         if self._totals_in_order:
