@@ -61,17 +61,7 @@ class Parallel(NamedTuple):
     @property
     def about(self) -> dict[str, Any]:
         """The facts that a command writes into its JSON object."""
-        engine = self.engine
-        name = type(engine).__name__.lower()
-        about = {"strategy": self.strategy_name, "engine": name, "microbatches": engine.microbatches}
-        schedule = getattr(engine, "schedule", None)
-        if schedule is None:
-            return about | {
-                "remat": getattr(engine, "remat", None),
-                "reduction": getattr(engine, "reduction", "native"),
-            }
-        schedule_name = schedule if isinstance(schedule, str) else schedule.name
-        return about | {"schedule": schedule_name, "stash": getattr(engine, "stash", None)}
+        return {"strategy": self.strategy_name} | self.engine.describe()
 
 
 def make_parallel(

@@ -25,7 +25,10 @@ class MasterState(NamedTuple):
 
 
 def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on f32 originals of the bf16 or f16 parameters, which follow them rounded.
+    """Keep f32 copies of bf16 and f16 parameters in the optimizer's state, and update those.
+
+    After each step a parameter is its f32 copy, rounded.
+
 
     Micikevicius et al. 2018, "Mixed Precision Training", section 3.1. The originals are optimizer state, so that every
     strategy that splits that splits them. For Adam and bf16 parameters the state is 12 bytes per parameter (original,

@@ -93,7 +93,8 @@ def tensor(
         _check_tree(split, updates)
         missing = _find_missing_sums(updates, split, axes, _read_partial(partial, updates))
         grads = map_with_path(lambda path, g: all_sum(g, missing[path_str(path)]), updates)
-        # Tells a clipping inside which axes split an array. A `tensor` around this one may have told already.
+        # `split_axes` tells a `clip_by_global_norm` inside `tx` over which axes each array is split. An outer `tensor`
+        # may have passed one already, which is extended.
         outer = extra.pop("split_axes", lambda path, names: names)
 
         def split_axes(path: str, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ Reduce = Literal["mean", "sum"]
 
 
 class OnParts(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types, so this is Any
-    """A transform for `shard_map` that checks by itself what it runs on this device's parts."""
+    """A transform whose `init` proves the one inside it, so that `js.optim.tensor` around it does not prove again."""
 
 
 def zero1(
@@ -164,7 +164,8 @@ def fsdp(
 
     def init_fn(params: PyTree) -> Any:
         parts = Parts.bound(axis_name, "fsdp")
-        # The whole shapes are not known here: they lie between those of the parts and this.
+        # Padding hides the shape of the whole arrays. It lies between that of a part and a part times the devices, and
+        # the proof covers both ends.
         largest = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(tuple(d * parts.devices for d in x.shape), x.dtype), params
         )

@@ -7,7 +7,7 @@ device's forwards gapless, one tick later from device to device, only p - 1 slot
     bubble = (p - 1) / v / (m (F + B) / (F + dX) + (p - 1) / v)   for zero_bubble, whose W slots never wait
 
 with m micro-batches over p devices with v chunks each, whatever F and B cost. Sources: Huang et al. 2019 (GPipe);
-Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2023 (zero bubble).
+Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble).
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Make `interleaved` with the weights' gradients as operations of their own, W, whose slots are never idle.
 
-    A W needs nothing from other devices, so it waits until device 0 has done the B of that position, and all devices
-    do theirs in the same tick. Device s stashes min(m v, D + p - s) pairs at its peak, with the D of `interleaved`.
-    Source: Qi et al. 2023.
+    No device waits for another's W. So all devices do the W of a position in one tick: that in which device 0, the
+    last, does its B. The slots of W are therefore never idle between the first and the last. Device s stashes
+    min(m v, D + p - s) pairs at its peak, with the D of `interleaved`.
+    Source: Qi et al. 2024.
 
     Args:
       stages: the devices of the pipeline, p.
@@ -122,8 +123,9 @@ def _first_backward(stages: int, groups: list[_Group], chunks: int) -> int:
     """The smallest tick for the last device's first backward.
 
     The losses of a run, up to p micro-batches of a group, are computed at once, one per device, in the tick of the
-    last forward of the run: none of their backwards may come earlier. A group has as few runs as can be, as short as
-    can be. Its forwards in the last chunk begin (v - 1) size positions after its backwards in that chunk.
+    last forward of the run: none of their backwards may come earlier. (A run is a batch of losses, see `runs.py`; a
+    group is cut into as few runs as possible, of nearly equal length.) In the sequence of forwards the group's last
+    chunk begins at position (v - 1) size, in that of backwards at position 0: hence the second term below.
     """
     return max(stages - 1 + (chunks - 1) * size + _longest_run(size, stages) - 1 for _, size in groups)
 

@@ -11,8 +11,9 @@ A chunk runs its blocks in a `scan`: forward over 0, 1, ..., backward in reverse
 forward's scan and an input of the backward's, [blocks_per_chunk, ...]; the gradients are added, in the carry, to sums
 that hold all blocks of the device.
 
-Padding passes activations and cotangents through: both sides of every `where` are computed, and since the derivative
-is taken block by block and never through a `where`, what a block of zeros makes (NaN even) reaches nothing.
+Padding passes activations and cotangents through: a block of zeros is computed like any other, and a `where` outside
+the differentiated function drops its result. So a NaN that such a block makes is never multiplied by zero, and
+reaches nothing.
 """
 
 from __future__ import annotations
