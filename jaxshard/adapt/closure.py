@@ -1,4 +1,4 @@
-"""What a loss closes over: arrays that live elsewhere than the run."""
+"""A check of the arrays that a loss closes over: they must not live on other devices than the run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from jaxshard.core.tree import path_str, raise_all
 
 
 def check_closure(loss_fn: Callable[..., Any], mesh: Mesh) -> None:
-    """Raises for variables around a loss that hold arrays placed on other devices than the mesh; names each.
+    """Raise if variables around a loss hold arrays placed on other devices than the mesh.
 
     JAX would copy such an array into the program as a constant: whole on every device, and never trained. Arrays
     without a placement of their own, NumPy's and those on one device of the mesh are constants by intent.
+
+    Raises:
+      ValueError: names every such array, with its devices.
     """
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func

@@ -1,4 +1,7 @@
-"""The user's loss, resolved once to a value that engines, planner and checks receive."""
+"""The kinds of loss: a function, the loss of a `js.Stacked` model, and that of a Flax module with units.
+
+A step resolves its loss once, and hands the value to the engine, the planner and the checks.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from jaxshard.core.known_model import known_loss
 
 @dataclass(frozen=True)
 class Opaque:
-    """A loss of which nothing is known but how to call it."""
+    """A loss of which nothing is known but how to call it: `loss_fn(model, batch, key)`."""
 
     loss_fn: Callable[..., Any]
 
     @property
     def name(self) -> str:
-        """What errors call the loss."""
+        """The name of the loss in error messages."""
         return str(getattr(self.loss_fn, "__qualname__", self.loss_fn))
 
     @property
     def stacked_for_user(self) -> bool:
-        """Whether the user wrote single blocks, which were stacked."""
+        """True if the user wrote single blocks, which were stacked."""
         return False
 
     @property
@@ -41,7 +44,7 @@ class OfBlocks(Opaque):
 
     @property
     def stacked_for_user(self) -> bool:
-        """Whether the user wrote single blocks, which were stacked."""
+        """True if the user wrote single blocks, which were stacked."""
         return self.model.stacked_for_user
 
 

@@ -1,4 +1,4 @@
-"""What an engine offers to a loss that it cannot look into.
+"""The offer that an engine makes to a loss that it cannot look into.
 
 A loss of the user's own may call `model.loss` of a known model: `lambda p, b, k: model.loss(p, b, k) + penalty(p)`. The
 engine has handed it whole weights, gathered at once. If the loss passes these on as they are, the model can do better:
@@ -61,7 +61,15 @@ def offering(offer: Offer) -> Iterator[None]:
 
 
 def run_as_offered(known: KnownModel, model: PyTree, batch: PyTree, key: Any, plain: Callable[[], Any]) -> Any:
-    """Run a known model's loss the way an engine offers for these weights, else as `plain()` does."""
+    """Run a known model's loss the way an engine offers for these weights, else as `plain()` does.
+
+    Args:
+      known: the model.
+      model: its parameters, or js.Model(params, state).
+      batch: the rows at hand.
+      key: the random key; None in evaluation.
+      plain: runs the model's loss on `model` as it is.
+    """
     offer = _current.get()
     if offer is None:
         return plain()
@@ -69,6 +77,7 @@ def run_as_offered(known: KnownModel, model: PyTree, batch: PyTree, key: Any, pl
         offer.missed.append(known)
         return plain()
     offer.taken.append(known)
+    # The offer is for the outermost model. One that runs inside it, on other weights, would be counted as missed.
     token = _current.set(None)
     try:
         return offer.run(known, model, batch, key)

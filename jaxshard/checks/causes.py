@@ -1,7 +1,16 @@
-"""Why a sharded step differs from one device: the usual causes, told apart by small experiments on one device.
+"""The usual causes of a step that differs from one device, told apart by small experiments on one device.
 
-An engine that gives each device its own rows is right where the total and the weight of the loss are sums over rows.
-So the loss of the whole batch is compared with those of its parts: what does not add up is the cause.
+An engine that gives each device its own rows is right if the total and the weight of a `js.Mean` are sums over rows. So
+the batch is cut into the parts that devices and micro-batches have, and the loss of each is computed by itself:
+
+    the weights of the parts do not add up to that of the batch    the weight counts something else than rows
+    the totals do not add up, and the loss draws random numbers    they are drawn for all rows at once, or from a
+                                                                   key that is the same on all devices
+    the totals do not add up otherwise                             the rows are not independent (BatchNorm)
+    both add up, but the result is off by a constant factor        the loss sums over devices itself
+
+A constant factor is also compared with the sizes of the mesh's axes: "8 times too large, and 8 is the size of axis
+'data'".
 """
 
 from __future__ import annotations
@@ -24,11 +33,17 @@ from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.engine import Engine
 
 _CLOSE = 1e-3
-"""Relative: what is a constant factor, and what adds up."""
+"""Relative: arrays that are as close to a multiple of each other differ by a constant factor."""
 
 
 class Ratio(NamedTuple):
-    """A number or gradient that differs, sharded and on one device."""
+    """A loss or gradient that differs.
+
+    Attributes:
+      name: such as "gradient dense/kernel".
+      ours: the array of the sharded step.
+      theirs: the array of one device, of the same shape.
+    """
 
     name: str
     ours: np.ndarray
@@ -36,17 +51,27 @@ class Ratio(NamedTuple):
 
     @property
     def factor(self) -> float | None:
-        """By what constant factor ours is off; None where it is by none, or nothing is finite."""
+        """The constant factor by which `ours` is off; None if it is off by none, or something is not finite."""
         a, b = self.ours.astype(np.float64).ravel(), self.theirs.astype(np.float64).ravel()
         if not (np.isfinite(a).all() and np.isfinite(b).all() and b.any()):
             return None
-        factor = float(a @ b / (b @ b))
+        factor = float(a @ b / (b @ b))  # least squares: the factor that brings factor * b closest to a
         close = np.abs(a - factor * b).max() <= _CLOSE * np.abs(a).max()
         return factor if close and abs(factor - 1) > _CLOSE else None
 
 
 class Suspect(NamedTuple):
-    """The loss with all that it was called with; `bind` makes what names mesh axes runnable on one device."""
+    """A loss that gave another result sharded, with all that it was called with.
+
+    Attributes:
+      loss_fn: the loss.
+      model: what `init_fn` returned, on one device.
+      batch: the global batch, NumPy arrays.
+      key: the random key of the step.
+      layout: where the sharded step keeps its arrays.
+      engine: how it computed the gradient.
+      bind: makes a function that names mesh axes runnable on one device.
+    """
 
     loss_fn: LossFn
     model: PyTree
@@ -54,18 +79,27 @@ class Suspect(NamedTuple):
     key: jax.Array
     layout: Layout
     engine: Engine
-    bind: Callable[[Callable], Callable]
+    bind: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str, ...]:
-    """The likely causes, a sentence or two each, with the way out; `failed` holds the kinds of arrays that differ."""
+def find_causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str, ...]:
+    """Find the likely causes of a difference. Compiles and runs the loss a few times on one device.
+
+    Args:
+      failed: the kinds of arrays that differ: "loss", "gradient", "update", "state".
+      ratios: the loss and the gradients that differ.
+      suspect: the loss.
+
+    Returns:
+      A sentence or two for each cause, with the way out; () if nothing is found.
+    """
     if failed == {"update"}:
         return (
             "given the same gradients the optimizer alone differs: an update that amplifies rounding (tolerance= "
             "allows for it), or one that depends on how arrays are split",
         )
-    factors = _factors(ratios, suspect.layout)
-    found = _rows(suspect) if failed & {"loss", "gradient"} else ()
+    factors = _describe_factors(ratios, suspect.layout)
+    found = _compare_parts(suspect) if failed & {"loss", "gradient"} else ()
     if "state" in failed and not suspect.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
         found = (*found, f"the model's new state is computed by each device from its own rows: {_STATISTICS}")
     if not found and factors:
@@ -82,21 +116,21 @@ _STATISTICS = (
 )
 
 
-def _factors(ratios: list[Ratio], layout: Layout) -> tuple[str, ...]:
-    """ "the loss and gradient w are 8 times too large: 8 = the size of axis 'data'", once per factor."""
+def _describe_factors(ratios: list[Ratio], layout: Layout) -> tuple[str, ...]:
+    """Return a sentence per constant factor, which names the arrays that are off by it."""
     by_factor: dict[str, list[str]] = {}
     for ratio in ratios:
-        text = None if ratio.factor is None else _factor(ratio.factor, layout)
-        # A single number is always off by some factor.
+        text = None if ratio.factor is None else _match_axes(ratio.factor, layout)
+        # A single number is always off by some factor, which says something only if it is the size of an axis.
         if text is None and ratio.factor is not None and ratio.theirs.size > 1:
             text = f"{ratio.factor:.4g} times what one device has"
         if text is not None:
             by_factor.setdefault(text, []).append(ratio.name)
-    return tuple(f"off by a constant factor: {_some(names)}: {text}" for text, names in by_factor.items())
+    return tuple(f"off by a constant factor: {_shorten(names)}: {text}" for text, names in by_factor.items())
 
 
-def _factor(factor: float, layout: Layout) -> str | None:
-    """The factor as the size of some of the mesh's axes; None where it is not."""
+def _match_axes(factor: float, layout: Layout) -> str | None:
+    """Explain a factor, or its inverse, by the sizes of one or several axes of the mesh; None if none fits."""
     shape = layout.mesh.shape
     axes = [name for name, size in shape.items() if size > 1]
     for count in range(1, len(axes) + 1):
@@ -109,51 +143,53 @@ def _factor(factor: float, layout: Layout) -> str | None:
     return None
 
 
-def _rows(suspect: Suspect) -> tuple[str, ...]:
-    """What the loss of the parts of the batch, computed on their own, says about the rows."""
+def _compare_parts(suspect: Suspect) -> tuple[str, ...]:
+    """Compare the loss of the whole batch with those of its parts; see the table at the top of this file."""
     loss_fn, _, batch, key, layout, engine, bind = suspect
     parts = engine.microbatches * (1 if engine.compiler_chooses else axis_size(layout.mesh, layout.batch_axes))
     rows = row_count(batch)
     size = rows // parts
-    run = jax.jit(bind(_open(loss_fn, suspect.model)))
+    evaluate = bind(_terms_of(loss_fn, suspect.model))
+    run = jax.jit(evaluate)
     if parts == 1 or run(batch, key, 0) is None:
         return ()
-    apart = [run(_cut(batch, first, size), key, first) for first in range(0, rows, size)]
+    apart = [run(_slice_rows(batch, first, size), key, first) for first in range(0, rows, size)]
     totals, weights = (np.sum([np.asarray(one[i], np.float64) for one in apart], axis=0) for i in (0, 1))
     whole_totals, whole_weights = (np.asarray(x, np.float64) for x in run(batch, key, 0))
     if not _near(weights, whole_weights):
         return (
-            f"the weight of js.Mean is no sum over rows: that of the whole batch is {_listed(whole_weights)}, those of "
-            f"its {parts} parts add up to {_listed(weights)}; return js.Mean(total, weight) with the sum of the "
+            f"the weight of js.Mean is no sum over rows: that of the whole batch is {_as_sum(whole_weights)}, those of "
+            f"its {parts} parts add up to {_as_sum(weights)}; return js.Mean(total, weight) with the sum of the "
             "weighted values and the sum of the weights of the rows at hand",
         )
-    random = "random_bits" in str(jax.make_jaxpr(bind(_open(loss_fn, suspect.model)))(_cut(batch, 0, size), key, 0))
     if _near(totals, whole_totals):
         return ()
-    numbers = (
-        f"the total of the loss over the whole batch is {_listed(whole_totals)}, those of its {parts} parts add up to "
-        f"{_listed(totals)}"
+    sums = (
+        f"the total of the loss over the whole batch is {_as_sum(whole_totals)}, those of its {parts} parts add up to "
+        f"{_as_sum(totals)}"
     )
-    if random:
+    # All of JAX's random numbers are made by this primitive, whatever generator makes the bits.
+    if "random_bits" in str(jax.make_jaxpr(evaluate)(_slice_rows(batch, 0, size), key, 0)):
+        # Another key, the same numbers: the loss does not draw them from the key that it receives.
         other = run(batch, jax.random.fold_in(key, 1), 0)
         if _near(np.asarray(other[0], np.float64), whole_totals):
             return (
-                f"{numbers}: the loss draws random numbers from a key of its own, which repeat on every device; draw "
+                f"{sums}: the loss draws random numbers from a key of its own, which repeat on every device; draw "
                 "them from the key that loss_fn receives, row by row with js.row_keys(key, rows)",
             )
         return (
-            f"{numbers}: the loss draws random numbers for all rows at once (nn.Dropout does), which are others where "
+            f"{sums}: the loss draws random numbers for all rows at once (nn.Dropout does), which are others where "
             "each device draws for its own rows; draw them row by row with js.row_keys(key, rows), or use js.auto() "
             "(which takes no js.pipeline)",
         )
     return (
-        f"{numbers}: the rows are not independent (batch statistics, a limit of capacity over the rows at hand, a mean "
+        f"{sums}: the rows are not independent (batch statistics, a limit of capacity over the rows at hand, a mean "
         f"of local means): {_STATISTICS}",
     )
 
 
-def _open(loss_fn: LossFn, model: PyTree) -> Callable[..., Any]:
-    """`fn(rows, key, first row) -> (totals, weights)` of a `js.Mean` as an engine calls the loss; None for a scalar."""
+def _terms_of(loss_fn: LossFn, model: PyTree) -> Callable[..., Any]:
+    """Make `fn(rows, key, first row) -> (totals, weights)` of a loss that returns a `js.Mean`, None for a scalar."""
     objective = resolve(loss_fn)
 
     def fn(batch: PyTree, key: jax.Array, row: Any) -> Any:
@@ -166,7 +202,7 @@ def _open(loss_fn: LossFn, model: PyTree) -> Callable[..., Any]:
     return fn
 
 
-def _cut(batch: PyTree, first: int, size: int) -> PyTree:
+def _slice_rows(batch: PyTree, first: int, size: int) -> PyTree:
     return jax.tree.map(lambda x: x[first : first + size] if x.ndim else x, batch)
 
 
@@ -174,9 +210,9 @@ def _near(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.allclose(a, b, rtol=1e-5, atol=0))
 
 
-def _listed(numbers: Iterable[float]) -> str:
+def _as_sum(numbers: Iterable[float]) -> str:
     return " + ".join(f"{number:.6g}" for number in numbers)
 
 
-def _some(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

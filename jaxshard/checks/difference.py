@@ -1,4 +1,13 @@
-"""How far arrays are from what they should be, leaf by leaf."""
+"""The distance between the arrays of a sharded step and those of one device, leaf by leaf.
+
+The error of an array is its largest absolute difference, relative to its largest magnitude. Two things are allowed for,
+both of which depend on the tree that the array is in:
+
+- An array much smaller than its neighbours is measured against 1e-3 of the tree's largest magnitude, since it is
+  often a difference of numbers of that size.
+- A gradient that is zero in exact arithmetic, such as that of a bias in front of a normalisation, is rounding on both
+  sides. Both below 1e-6 of the tree's largest magnitude count as equal.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +21,21 @@ from jaxshard.core.tree import paths, same_structure
 from jaxshard.core.types import PyTree
 
 _ROUNDING = 1e-6
-"""Of the gradient's largest magnitude: an array that stays below it on both sides is zero up to the rounding of f32, as
-that of a bias in front of a normalisation."""
+"""Relative to the largest magnitude in a tree of gradients: smaller ones are zero up to the rounding of f32."""
+
+_FLOOR = 1e-3
+"""Relative to the largest magnitude in a tree: errors are measured against no smaller number."""
 
 
 class Difference(NamedTuple):
-    """How far one array of the sharded step is from one device's.
+    """The distance of one array of the sharded step from one device's.
 
-    `what` is "loss", "gradient", "update" or "state", `leaf` the array's path. `error` is the largest difference over
-    the larger of the leaf's largest magnitude and 1e-3 of its tree's; NaN where numbers are not finite. Gradients below
-    1e-6 of the tree's on both sides are f32's rounding of zero, and equal.
+    Attributes:
+      what: "loss", "gradient", "update" or "state".
+      leaf: the path of the array in its tree; "" for the loss.
+      error: the relative error; NaN if either side is not finite.
+      allowed: the largest error that passes.
+      note: what is odd about numbers that are not finite; "" otherwise.
     """
 
     what: str
@@ -32,40 +46,49 @@ class Difference(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        """True if the error is no larger than allowed."""
         return bool(self.error <= self.allowed)
 
     @property
     def name(self) -> str:
-        """What and which leaf: "gradient dense/kernel"."""
+        """The kind and the path of the array: "gradient dense/kernel"."""
         return f"{self.what} {self.leaf}".rstrip()
 
     def __str__(self) -> str:
         return "not finite" if np.isnan(self.error) else f"{self.error:.1e}" if self.error else "0"
 
 
-def loss_difference(loss: float, expected: float, allowed: float) -> Difference:
-    """That of two numbers, relative."""
+def compare_losses(loss: float, expected: float, allowed: float) -> Difference:
+    """Compare two losses, relative to the expected one."""
     error = abs(loss - expected) / abs(expected) if expected else abs(loss)
-    return Difference("loss", "", error, allowed, _finite(np.asarray(loss), np.asarray(expected)))
+    return Difference("loss", "", error, allowed, _describe_non_finite(np.asarray(loss), np.asarray(expected)))
 
 
-def differences(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> list[Difference]:
-    """One per leaf; NaN where either side is not finite."""
+def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> list[Difference]:
+    """Compare two trees of arrays with the same structure and shapes; one difference per leaf.
+
+    Args:
+      what: the kind of the arrays: "gradient", "update" or "state".
+      ours: the arrays of the sharded step, in model order.
+      theirs: those of one device.
+      allowed: the largest relative error of floating arrays; integers must be equal.
+    """
     assert same_structure(ours, theirs), "a layout keeps the tree"
-    leaves = list(zip(paths(theirs), *(map(numbers, jax.tree.leaves(tree)) for tree in (ours, theirs)), strict=True))
+    leaves = list(zip(paths(theirs), *(map(to_numpy, jax.tree.leaves(tree)) for tree in (ours, theirs)), strict=True))
     floats = [b[np.isfinite(b)] for _, _, b in leaves if np.issubdtype(b.dtype, np.floating)]
     largest = max((float(np.abs(b).max(initial=0)) for b in floats), default=0.0)
     found = []
     for path, a, b in leaves:
         exact = not np.issubdtype(b.dtype, np.floating)
         zero = _ROUNDING * largest if what == "gradient" else 0.0
-        note = _finite(a, b)
-        error = float("nan") if note else _error(a.astype(np.float64), b.astype(np.float64), 1e-3 * largest, zero)
+        note = _describe_non_finite(a, b)
+        error = float("nan") if note else _error(a.astype(np.float64), b.astype(np.float64), _FLOOR * largest, zero)
         found.append(Difference(what, path, error, 0.0 if exact else allowed, note))
     return found
 
 
 def _error(a: np.ndarray, b: np.ndarray, floor: float, zero: float) -> float:
+    """Return the largest difference over the larger of b's largest magnitude and `floor`; 0 if all are below `zero`."""
     if not b.size:
         return 0.0
     size, apart = float(np.abs(b).max()), float(np.abs(a - b).max())
@@ -74,8 +97,8 @@ def _error(a: np.ndarray, b: np.ndarray, floor: float, zero: float) -> float:
     return apart / max(size, floor) if max(size, floor) else float("inf")
 
 
-def _finite(a: np.ndarray, b: np.ndarray) -> str:
-    """What is odd about numbers that are not finite; nothing where all are."""
+def _describe_non_finite(a: np.ndarray, b: np.ndarray) -> str:
+    """Say on which side numbers are not finite; "" if all are finite."""
     if np.isfinite(a).all() and np.isfinite(b).all():
         return ""
     if np.array_equal(np.isfinite(a), np.isfinite(b)):
@@ -84,6 +107,6 @@ def _finite(a: np.ndarray, b: np.ndarray) -> str:
     return " and, elsewhere, ".join(sides)
 
 
-def numbers(x: Any) -> np.ndarray:
-    """The array as NumPy; random keys as the words they are made of."""
+def to_numpy(x: Any) -> np.ndarray:
+    """Return the array as a NumPy array; a random key as the words that it is made of."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)

@@ -1,4 +1,11 @@
-"""Whether the sharded step equals the step on one device: both are run, and every array is compared."""
+"""`js.parity`: runs a sharded step and the same step on one device, and compares every array.
+
+The step on one device is plain JAX and optax, ten lines in `_run_on_one_device`. The sharded one is the step that
+`js.make_step` makes, of which only the parameters' and optimizer's new values come back. So the optimizer is wrapped
+(`_record`): its state receives a copy of the gradients and updates, and it is fed with given gradients instead of those
+of the step. Gradients and updates are then compared separately, for an optimizer such as Adam makes of a rounding
+difference in a gradient near zero a whole step in the parameter.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +20,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxshard.checks.causes import Ratio, Suspect, causes
-from jaxshard.checks.difference import Difference, differences, loss_difference, numbers
+from jaxshard.checks.causes import Ratio, Suspect, find_causes
+from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
 from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, check_transform, join_model, put_back, select, split_model
@@ -32,18 +39,25 @@ from jaxshard.training.state import init, run_key
 from jaxshard.training.step import Step, check_batch
 
 DIFFERS = "DIFFERS"
-"""The verdict at the end of a line."""
+"""The verdict at the end of a line of the table."""
 
-_LOSS = 0.1
-"""How much of the tolerance is the loss's."""
+_LOSS_SHARE = 0.1
+"""The share of the tolerance that the loss may differ by."""
+
+_Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function that names mesh axes runnable on one device."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What `parity` found. Prints as a table; `ok` says whether all is equal, `check()` raises where it is not.
+    """The report of `js.parity`. Prints as a table with a line for every leaf.
 
-    `losses` are the sharded and the one-device loss, `where` says what ran. `why` names the causes that the numbers
-    point to, and the way out; `notes` what was changed for the comparison.
+    Attributes:
+      where: the mesh and the engine: "data=8 under js.explicit()".
+      losses: the loss of the sharded step and that of one device.
+      differences: the loss first, then one for every gradient, update and array of the model's state.
+      why: the causes that the numbers point to, with the way out; () if all agree or nothing is found.
+      notes: what was changed for the comparison, such as casts to f32.
     """
 
     where: str
@@ -54,15 +68,16 @@ class Parity:
 
     @property
     def ok(self) -> bool:
+        """True if all arrays agree."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[Difference, ...]:
-        """What differs by more than is allowed."""
+        """The arrays that differ by more than is allowed."""
         return tuple(one for one in self.differences if not one.ok)
 
     def check(self) -> None:
-        """Nothing if all is equal, else an AssertionError with the report, which names every leaf that differs."""
+        """Raise an AssertionError with the report, which names every leaf that differs, unless all arrays agree."""
         if not self.ok:
             names = ", ".join(one.name for one in self.failures)
             raise AssertionError(f"the sharded step differs from one device in {names}\n{self}")
@@ -72,14 +87,14 @@ class Parity:
 
     @property
     def headline(self) -> str:
-        """What was compared, and the outcome, in one line."""
+        """One line with what was compared, and the outcome."""
         count = len(self.differences)
-        told = f"all {count} arrays agree" if self.ok else f"{len(self.failures)} of {count} arrays differ"
-        return f"{self.where} against one device, in f32: {told}"
+        outcome = f"all {count} arrays agree" if self.ok else f"{len(self.failures)} of {count} arrays differ"
+        return f"{self.where} against one device, in f32: {outcome}"
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is odd about single leaves, the causes and the notes, a line each."""
+        """A line for each set of leaves that are not finite, each cause and each note."""
         odd: dict[str, list[str]] = {}
         for one in self.failures:
             odd.setdefault(one.note, []).append(one.name)
@@ -87,7 +102,7 @@ class Parity:
         return (*lines, *(f"why: {text}" for text in self.why), *(f"note: {text}" for text in self.notes))
 
     def table(self) -> list[str]:
-        """The lines between headline and remarks: the loss, then a table with a line per leaf, and each verdict."""
+        """Return the lines between headline and remarks: the loss, then a line per leaf, each with its verdict."""
         kinds = [kind for kind in ("gradient", "update", "state") if any(d.what == kind for d in self.differences)]
         allowed = {one.what: f"{one.allowed:.0e}" for one in self.differences if one.allowed}
         loss, *arrays = self.differences
@@ -119,26 +134,47 @@ def parity(
     tolerance: float = 1e-5,
     trainable: PyTree | Callable[[str], bool] = lambda path: True,
 ) -> Parity:
-    """The report of one step, sharded over the mesh, against the same step on one device in plain JAX.
+    """Compare one step, sharded over the mesh, with the same step on one device in plain JAX.
 
-    Both sides have the same parameters (those of `init_fn(key)`), global batch and key, all floating arrays in f32,
-    products in full f32 precision (GPUs and TPUs take less by default), and no lower precision in the engine. The loss
-    must agree to a tenth of `tolerance` relative; gradients, updates and the model's new state to `tolerance`, per
-    leaf: the largest difference over the larger of the leaf's largest magnitude and 1e-3 of the tree's. A gradient that
-    is under 1e-6 of the tree's largest on both sides counts as zero: that of a bias before BatchNorm, or of a key's, is
-    nothing but rounding. Keep the batch small (512 tokens): long sums lose digits.
+    Both sides have the same parameters (those of `init_fn(key)`), global batch and key. All floating arrays are in f32,
+    products in full f32 precision (GPUs and TPUs take less by default), and lower precision in the engine is left out.
+    The step on one device is that of a loss that sees the whole batch, so `js.parity(...).check()` in a test tells
+    whether a loss may run under `js.explicit()`.
 
-    `tx` updates twice, given the same gradients on both sides (those of one
-    device), and the second updates are compared, so that neither Adam's amplification of rounding nor a rate that warms
-    up from zero blurs the comparison; integers must be equal.
+    The loss must agree to a tenth of `tolerance`, relative; gradients, updates and the model's new state to
+    `tolerance`, per leaf: the largest difference over the larger of the leaf's largest magnitude and 1e-3 of the
+    tree's. A gradient that is under 1e-6 of the tree's largest on both sides counts as zero, for that of a bias before
+    BatchNorm, say, is nothing but rounding. Integers must be equal.
 
-    One program is compiled for one device and one for the mesh, whose devices may be simulated. The step on one device
-    is that of a loss that sees the whole batch: `js.parity(...).check()` in a test tells whether a loss may run under
-    `js.explicit()`.
+    `tx` updates twice, given the same gradients on both sides (those of one device), and the second updates are
+    compared. So neither Adam's amplification of rounding nor a rate that warms up from zero blurs the comparison.
+
+    One program is compiled for one device and one for the mesh, whose devices may be simulated. Keep the batch small
+    (512 tokens): long sums lose digits.
+
+    Args:
+      init_fn: `init_fn(key) -> parameters | js.Model(params, state)`.
+      loss_fn: `loss_fn(model, batch, key)`.
+      tx: an optax transform.
+      strategy: the strategy, as `js.layout` takes it.
+      mesh: the mesh, of devices of this process.
+      batch: a global batch, every array [batch, ...].
+      engine: the engine; `js.auto()` by default.
+      key: a random key or a seed, for parameters and step.
+      tolerance: the largest relative error.
+      trainable: which parameters are trained, as `js.layout` takes it.
+
+    Returns:
+      The report. It does not raise if arrays differ: `check()` does.
 
     Raises:
-      ValueError: the mesh has no devices of this process; all that `js.layout` and `js.make_step` refuse.
-      TypeError: a loss that the engine refuses.
+      ValueError: the mesh has devices of other processes, or `js.layout` or `js.make_step` refuses something.
+      TypeError: the engine refuses the loss, or `tx` is no optax transform.
+
+    Example:
+          def test_my_loss_may_run_under_explicit():
+              mesh = js.make_mesh(data=8)
+              js.parity(init_fn, loss_fn, tx, js.fsdp(), mesh, batch, engine=js.explicit()).check()
     """
     if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
@@ -161,56 +197,56 @@ def _compare(
     tolerance: float,
     trainable: PyTree | Callable[[str], bool],
 ) -> Parity:
-    """`parity` with everything checked and filled in."""
+    """Do what `parity` does, with arguments that are checked and filled in."""
     first, notes = mesh.devices.flat[0], _Notes()
-    engine = notes.engine(engine)
+    engine = notes.without_low_precision(engine)
     with jax.default_device(first):
-        batch = notes.f32("batch", jax.tree.map(np.asarray, batch))
+        batch = notes.to_f32("batch", jax.tree.map(np.asarray, batch))
         model = jax.jit(init_fn)(jax.device_put(seed, first))
-        start = notes.f32("parameters", model)
-        make = init_fn if start is model else _in_f32(init_fn)
-        both = _recorded(tx)
+        start = notes.to_f32("parameters", model)
+        make = init_fn if start is model else _init_in_f32(init_fn)
+        both = _record(tx)
         plan = layout(strategy, mesh, make, both, trainable=trainable)
         step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
         check_batch(plan, abstract(batch), engine.microbatches)
         step_key = jax.random.fold_in(run_key(seed), 0)
-        alone = _alone(loss_fn, tx, plan, start, batch, step_key, notes)
+        alone = _run_on_one_device(loss_fn, tx, plan, start, batch, step_key, notes)
     run = init(make, both, plan, seed, init_from=start)
-    given = jax.tree.map(partial(_put, mesh), alone.grads, plan.opt_state["given"])
+    given = jax.tree.map(partial(_store, mesh), alone.grads, plan.opt_state["given"])
     run, metrics = step(run._replace(opt_state=run.opt_state | {"given": given}), batch)
     loss, expected = float(metrics["loss"]), float(alone.loss)
-    grads = _in_model_order(plan.opt_state["grads"], run.opt_state["grads"])
+    grads = _to_model_order(plan.opt_state["grads"], run.opt_state["grads"])
     pairs = [
         ("gradient", grads, alone.grads),
-        ("update", _in_model_order(plan.opt_state["updates"], run.opt_state["updates"]), alone.updates),
-        ("state", _in_model_order(plan.state, run.state), alone.state),
+        ("update", _to_model_order(plan.opt_state["updates"], run.opt_state["updates"]), alone.updates),
+        ("state", _to_model_order(plan.state, run.state), alone.state),
     ]
-    found = [loss_difference(loss, expected, _LOSS * tolerance)]
-    found += [one for what, ours, theirs in pairs for one in differences(what, ours, theirs, tolerance)]
-    notes.unmoved(alone.updates)
-    report = Parity(_where(mesh, engine), (loss, expected), tuple(found), notes=tuple(notes.lines))
+    found = [compare_losses(loss, expected, _LOSS_SHARE * tolerance)]
+    found += [one for what, ours, theirs in pairs for one in compare_trees(what, ours, theirs, tolerance)]
+    notes.check_updates(alone.updates)
+    report = Parity(_run_name(mesh, engine), (loss, expected), tuple(found), notes=tuple(notes.lines))
     if report.ok or not np.isfinite(expected):
         return report
     params, state = split_model(start)
-    ratios = _ratios(report, loss, expected, grads, alone.grads)
+    ratios = _list_ratios(report, loss, expected, grads, alone.grads)
     suspect = Suspect(loss_fn, join_model(params, state), batch, step_key, plan, engine, alone.bind)
-    return replace(report, why=causes({one.what for one in report.failures}, ratios, suspect))
+    return replace(report, why=find_causes({one.what for one in report.failures}, ratios, suspect))
 
 
-class _Alone(NamedTuple):
-    """What one device computes; `bind` makes a function of the loss runnable there."""
+class _OneDevice(NamedTuple):
+    """The results of one device; `bind` makes a function that names mesh axes runnable there."""
 
     loss: jax.Array
     grads: PyTree
     updates: PyTree
     state: PyTree
-    bind: Callable[[Callable], Callable]
+    bind: _Bind
 
 
-def _alone(
+def _run_on_one_device(
     loss_fn: LossFn, tx: Any, plan: Layout, model: PyTree, batch: PyTree, key: jax.Array, notes: _Notes
-) -> _Alone:
-    """The plain step on one device. Reference: value_and_grad of the loss, then tx.update twice."""
+) -> _OneDevice:
+    """Run the plain step on one device: value_and_grad of the loss, then tx.update twice."""
     params, state = split_model(model)
     mask = plan.trainable
 
@@ -224,16 +260,19 @@ def _alone(
         return loss, grads, state
 
     def update(grads: PyTree, chosen: PyTree) -> PyTree:
-        return _twice(tx, grads, tx.init(chosen), chosen)[0]
+        return _update_twice(tx, grads, tx.init(chosen), chosen)[0]
 
     chosen = select(mask, params)
-    bind = _bind(step, plan.mesh, (chosen, batch), notes)
+    bind = _make_bind(step, plan.mesh, (chosen, batch), notes)
     loss, grads, state = jax.jit(bind(step))(chosen, batch)
-    return _Alone(loss, grads, jax.jit(update)(grads, chosen), state, bind)
+    return _OneDevice(loss, grads, jax.jit(update)(grads, chosen), state, bind)
 
 
-def _bind(fn: Callable, mesh: Mesh, args: tuple[Any, ...], notes: _Notes) -> Callable[[Callable], Callable]:
-    """What makes a function that names the mesh's axes runnable on one device: there they have one member."""
+def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes: _Notes) -> _Bind:
+    """Return what makes `fn`, and others that call the loss, runnable on one device.
+
+    A loss may name the mesh's axes (`nn.BatchNorm(axis_name="data")`). On one device these have size 1.
+    """
     try:
         jax.eval_shape(fn, *args)
         return lambda fn: fn
@@ -244,52 +283,55 @@ def _bind(fn: Callable, mesh: Mesh, args: tuple[Any, ...], notes: _Notes) -> Cal
     shape = (1,) * len(mesh.axis_names)
     one = Mesh(mesh.devices.flat[:1].reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
 
-    def bind(fn: Callable) -> Callable:
-        return jax.shard_map(fn, mesh=one, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-
-    return bind
+    whole = PartitionSpec()
+    return partial(jax.shard_map, mesh=one, in_specs=whole, out_specs=whole, check_vma=False)
 
 
-def _recorded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` fed with the gradients in its state, "given"; keeps what it was really fed and what it made there too."""
+def _record(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wrap `tx` so that its state shows what goes in and what comes out.
+
+    The state is {"given", "grads", "updates", "inner"}: the gradients that `tx` is fed with, which the caller puts in;
+    those that the step computed; the second updates of `tx`; and its own state.
+    """
 
     def start(params: PyTree) -> dict[str, PyTree]:
         empty = {name: jax.tree.map(jnp.zeros_like, params) for name in ("given", "grads", "updates")}
         return empty | {"inner": tx.init(params)}
 
     def update(grads: PyTree, state: dict[str, PyTree], params: PyTree | None = None) -> Any:
-        updates, inner = _twice(tx, state["given"], state["inner"], params)
+        updates, inner = _update_twice(tx, state["given"], state["inner"], params)
         return updates, {"given": state["given"], "grads": grads, "updates": updates, "inner": inner}
 
     return optax.GradientTransformation(start, update)
 
 
-def _twice(tx: Any, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+def _update_twice(tx: Any, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
     _, state = tx.update(grads, state, params)
-    return tx.update(grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return updates, state
 
 
 class _Notes:
-    """Collects what was changed for the comparison."""
+    """Makes the changes that a comparison needs, and collects a line for each."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def engine(self, engine: Engine) -> Engine:
+    def without_low_precision(self, engine: Engine) -> Engine:
         if not isinstance(engine, Engine) or (engine.compute_dtype is None and engine.reduce_dtype is None):
             return engine  # make_step refuses what is none
         self.lines.append("compute_dtype and reduce_dtype of the engine were left out: all is computed in f32")
         return replace(engine, compute_dtype=None, reduce_dtype=None)
 
-    def f32(self, what: str, tree: PyTree) -> PyTree:
-        """The tree with floating arrays of lower precision in f32; itself where there are none."""
+    def to_f32(self, what: str, tree: PyTree) -> PyTree:
+        """Return the tree with floating arrays of lower precision in f32, the tree itself if there are none."""
         low = {str(x.dtype): None for x in jax.tree.leaves(tree) if _is_low(x)}
         if not low:
             return tree
         self.lines.append(f"{what} in {', '.join(low)} were cast to float32")
         return jax.tree.map(lambda x: x.astype(np.float32) if _is_low(x) else x, tree)
 
-    def unmoved(self, updates: PyTree) -> None:
+    def check_updates(self, updates: PyTree) -> None:
         if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates)):
             self.lines.append("all updates are zero on one device, so that nothing is said about the optimizer")
 
@@ -298,31 +340,33 @@ def _is_low(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
-def _in_f32(init_fn: InitFn) -> InitFn:
+def _init_in_f32(init_fn: InitFn) -> InitFn:
     """Make a function like `init_fn` whose floating parameters of lower precision are f32."""
     return lambda key: jax.tree.map(lambda x: x.astype(jnp.float32) if _is_low(x) else x, init_fn(key))
 
 
-def _put(mesh: Mesh, x: jax.Array, placement: Placement) -> jax.Array:
-    """One device's array as the layout stores it."""
-    return jax.device_put(placement.view.apply(np.asarray(x)), placement.sharding(mesh))  # type: ignore[arg-type]
+def _store(mesh: Mesh, x: jax.Array, placement: Placement) -> jax.Array:
+    """Place an array of one device as the layout stores it."""
+    values: Any = np.asarray(x)
+    placed: jax.Array = jax.device_put(placement.view.apply(values), placement.sharding(mesh))
+    return placed
 
 
-def _in_model_order(placements: PyTree, stored: PyTree) -> PyTree:
-    """Stored arrays as one device has them."""
-    return jax.tree.map(lambda x, placement: placement.view.invert(numbers(x)), stored, placements)
+def _to_model_order(placements: PyTree, stored: PyTree) -> PyTree:
+    """Return stored arrays as one device has them: without padding, blocks in the order of the model."""
+    return jax.tree.map(lambda x, placement: placement.view.invert(to_numpy(x)), stored, placements)
 
 
-def _where(mesh: Mesh, engine: Engine) -> str:
+def _run_name(mesh: Mesh, engine: Engine) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    return f"{axes} under js.{engine.describe()['engine']}()"
+    return f"{axes} under js.{engine.name}()"
 
 
-def _ratios(report: Parity, loss: float, expected: float, grads: PyTree, others: PyTree) -> list[Ratio]:
-    """By what constant factors the loss and the gradients that differ are off, where they are."""
+def _list_ratios(report: Parity, loss: float, expected: float, grads: PyTree, others: PyTree) -> list[Ratio]:
+    """List the loss and the gradients that differ, each sharded and on one device."""
     failed = {one.leaf for one in report.failures if one.what == "gradient"}
     pairs = [
-        (path, a, numbers(b)) for path, a, b in zip(paths(others), jax.tree.leaves(grads), jax.tree.leaves(others))
+        (path, a, to_numpy(b)) for path, a, b in zip(paths(others), jax.tree.leaves(grads), jax.tree.leaves(others))
     ]
     found = [Ratio(f"gradient {path}", a, b) for path, a, b in pairs if path in failed]
     return found if report.differences[0].ok else [Ratio("loss", np.asarray(loss), np.asarray(expected)), *found]

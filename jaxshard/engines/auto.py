@@ -33,7 +33,7 @@ class Auto(WholeModelEngine):
 
     @property
     def compiler_chooses(self) -> bool:
-        """Whether the compiler inserts the collectives."""
+        """True: the compiler inserts the collectives."""
         return True
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:

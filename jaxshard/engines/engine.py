@@ -1,4 +1,4 @@
-"""`Engine`: how the gradient of a loss is computed, and what that promises about communication."""
+"""`Engine`, the interface of all engines: a way to compute the gradient of a loss, and what it communicates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reduction = Literal["native", "ordered"]
 
 
 class Outcome(NamedTuple):
-    """What a step knows of its loss besides the gradient.
+    """The results of a loss besides the gradient.
 
     Attributes:
       value: the global loss, a scalar.
@@ -59,15 +59,16 @@ class BlockPasses(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """What all engines have in common.
+    """The base of all engines.
 
-    An engine is asked for its `value_and_grad` and for what it promises; nobody asks which engine it is.
+    The step, the checks and the planner ask an engine for its `value_and_grad` and for what it communicates, by the
+    methods below. None of them asks which engine it is.
 
     Args:
-      microbatches: the rows of a batch are computed in that many turns and their gradients added.
+      microbatches: the number of turns in which the rows of a batch are computed, and their gradients added.
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
-      compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
-      reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
+      compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
+      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
     """
 
     microbatches: int = 1
@@ -90,7 +91,7 @@ class Engine:
 
     @property
     def compiler_chooses(self) -> bool:
-        """Whether the compiler inserts the collectives; otherwise the engine issues exactly those of the layout."""
+        """True if the compiler inserts the collectives; False if the engine issues exactly those of the layout."""
         return False
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
@@ -120,9 +121,10 @@ class Engine:
         """Return the options with which a step is compiled."""
         return None
 
-    def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, for reports."""
-        return {"engine": type(self).__name__.lower(), "microbatches": self.microbatches}
+    @property
+    def name(self) -> str:
+        """The name of the function that makes the engine, such as "explicit"."""
+        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,6 @@ class WholeModelEngine(Engine):
         # The CPU compiler of JAX 0.10 drops the barrier before a unit's second gather and merges it with the first.
         cpu = mesh.devices.flat[0].platform == "cpu"
         return dict(KEEP_REPEATED_GATHERS) if self.units and cpu else None
-
-    def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, for reports."""
-        return super().describe() | {"remat": self.remat, "reduction": "native"}
 
 
 def _check_units(units: Any) -> Units:

@@ -62,10 +62,6 @@ class Explicit(WholeModelEngine):
             )
         return ORDERED
 
-    def describe(self) -> dict[str, Any]:
-        """Return the engine's name and its choices, for reports."""
-        return super().describe() | {"reduction": self.reduction}
-
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
         axes, sums = layout.batch_axes, self.sums(layout)

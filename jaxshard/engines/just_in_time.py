@@ -38,7 +38,7 @@ from jaxshard.core.types import PyTree
 
 
 class Move(NamedTuple):
-    """How an engine moves one weight.
+    """The way in which an engine moves one weight.
 
     Attributes:
       gather: `gather(stored) -> weight`, from this device's shard to the shape that the model knows.

@@ -61,7 +61,7 @@ class EmbedAndHead:
     """
 
     embed: Callable[..., PyTree]
-    head: Callable[..., Loss]
+    head: Callable[..., Mean | Loss]
     params: PyTree
     trained: PyTree
     rows_of: Callable[[jax.Array], PyTree]
