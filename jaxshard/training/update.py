@@ -54,13 +54,12 @@ def make_update(
             abstract(old_state), abstract(new_state), "tx.update returned another state than tx.init",
             "a compiled step needs the same arrays before and after; initialise them all in tx.init",
         )  # fmt: skip
-        fresh = hold_stored(
-            layout, restore_view(seen, keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)), seen
-        )
+        # Chosen before anything is gathered (see above); `hold_stored` keeps the compiler from gathering both first.
+        fresh = restore_view(seen, keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen))
+        fresh = hold_stored(layout, fresh, seen)
         # Here parameters are gathered that rest split less than their optimizer state.
         fresh = move_stored(layout, fresh, seen, old_params)
-        return put_back(layout.trainable, fresh, params), keep_old_unless(
-            ok, restore_view(layout.opt_state, new_state), opt_state
-        )
+        opt_state = keep_old_unless(ok, restore_view(layout.opt_state, new_state), opt_state)
+        return put_back(layout.trainable, fresh, params), opt_state
 
     return update

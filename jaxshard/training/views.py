@@ -28,23 +28,25 @@ def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) ->
 
     def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
         x = x if old.view == new.view else new.view.apply(old.view.invert(x))
-        moved: jax.Array = jax.lax.with_sharding_constraint(x, new.sharding(layout.mesh))
-        return moved
+        return _constrain(x, new.sharding(layout.mesh))
 
     return jax.tree.map(move, tree, source, target)
 
 
 def hold_stored(layout: Layout, tree: PyTree, placements: PyTree) -> PyTree:
     """Constrain stored arrays to where their placements say."""
-    return jax.tree.map(lambda x, p: jax.lax.with_sharding_constraint(x, p.sharding(layout.mesh)), tree, placements)
+    return jax.tree.map(lambda x, placement: _constrain(x, placement.sharding(layout.mesh)), tree, placements)
 
 
 def use_stored(layout: Layout, placements: PyTree, tree: PyTree) -> PyTree:
     """Turn stored arrays into what computation sees: logical, and spread as `use` says."""
 
     def use(x: jax.Array, placement: Placement) -> jax.Array:
-        sharding = NamedSharding(layout.mesh, placement.use)
-        used: jax.Array = jax.lax.with_sharding_constraint(placement.view.invert(x), sharding)
-        return used
+        return _constrain(placement.view.invert(x), NamedSharding(layout.mesh, placement.use))
 
     return jax.tree.map(use, tree, placements)
+
+
+def _constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
+    return constrained
