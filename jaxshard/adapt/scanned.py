@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxshard.adapt.linen import Linen, linen
-from jaxshard.adapt.scan_split import Path, ScanCarry, SplitLoss, find_scan, split_at_scan
+from jaxshard.adapt.scan_split import Path, ScanCarry, SplitLoss, split_at_scan
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.jaxpr import Program
 from jaxshard.core.keys import typed_key
@@ -80,8 +80,9 @@ class Scanned(Stacked):
         if isinstance(shapes, Model):
             raise_all(paths(shapes.state), ValueError, "js.scanned: a model of blocks has no state, but this one has")
         self._shapes = flatten_dict(shapes)
-        program = self._trace(shapes, abstract(adapter.batch), train=True)
-        scan, self._stacked = find_scan(program)
+        # What can't be cut is refused here, not in the first step.
+        split = split_at_scan(self._trace(shapes, abstract(adapter.batch), train=True))
+        self._stacked: frozenset[Path] = frozenset(one.which for one in split.inputs if one.kind == "weight")
         self._prefix = _common_module(self._stacked)
         rest = unflatten_dict({path: x for path, x in self._shapes.items() if path not in self._stacked})
         if BLOCKS in rest:
@@ -89,8 +90,7 @@ class Scanned(Stacked):
                 f"js.scanned: the module has parameters under {BLOCKS!r} that are not scanned: "
                 f"{', '.join(paths(rest[BLOCKS]))}; give that module another name"
             )
-        super().__init__(self._embed, self._block, self._head, scan.params["length"], adapter.make_params)
-        split_at_scan(program)  # what can't be cut is refused here, not in the first step
+        super().__init__(self._embed, self._block, self._head, split.scan.params["length"], adapter.make_params)
 
     def make_params(self, key: jax.Array) -> PyTree:
         """Draw what `module.init` does: {"blocks": the scanned parameters, and the others}."""

@@ -126,6 +126,10 @@ class Engine:
         """The name of the function that makes the engine, such as "explicit"."""
         return type(self).__name__.lower()
 
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        return {"engine": self.name, "microbatches": self.microbatches}
+
 
 @dataclass(frozen=True)
 class WholeModelEngine(Engine):
@@ -153,6 +157,10 @@ class WholeModelEngine(Engine):
         # The CPU compiler of JAX 0.10 drops the barrier before a unit's second gather and merges it with the first.
         cpu = mesh.devices.flat[0].platform == "cpu"
         return dict(KEEP_REPEATED_GATHERS) if self.units and cpu else None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        return super().describe() | {"remat": self.remat, "reduction": "native"}
 
 
 def _check_units(units: Any) -> Units:

@@ -62,6 +62,10 @@ class Explicit(WholeModelEngine):
             )
         return ORDERED
 
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        return super().describe() | {"reduction": self.reduction}
+
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
         axes, sums = layout.batch_axes, self.sums(layout)

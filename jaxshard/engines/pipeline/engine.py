@@ -111,6 +111,11 @@ class Pipelined(Engine):
         recomputes = self.stash == "stage"
         return BlockPasses(passes * (2 + recomputes + table.splits_backward), passes * (1 + table.splits_backward))
 
+    def describe(self) -> dict[str, Any]:
+        """Return the engine's name and its choices, as commands print them and write them into JSON."""
+        name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
+        return super().describe() | {"schedule": name, "stash": self.stash}
+
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device its stages."""
         if not isinstance(objective, OfBlocks):
