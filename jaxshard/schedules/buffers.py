@@ -51,7 +51,7 @@ _Time = tuple[int, int]
 _BUFFER_OF = {"input": "inbox", "kept": "kept", "cotangent": "outbox", "result": "outbox", "carried": "carried"}
 """The buffer of each kind of value. A last stage's output and the cotangent that takes its place are one value."""
 
-_BUFFER_READ_BY = {
+_BUFFER_OF_COLUMN = {
     "f_inbox": "inbox",
     "f_kept": "kept",
     "f_outbox": "outbox",
@@ -128,7 +128,7 @@ def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> 
     shape = ticks, schedule.stages
     rows: dict[str, np.ndarray] = {f"{kind}_chunk": np.full(shape, 0) for kind in "fbw"}
     rows |= {f"{kind}_microbatch": np.full(shape, -1) for kind in "fbw"}
-    rows |= {column: np.full(shape, sizes[buffer] - 1) for column, buffer in _BUFFER_READ_BY.items()}
+    rows |= {column: np.full(shape, sizes[buffer] - 1) for column, buffer in _BUFFER_OF_COLUMN.items()}
     rows |= {kind: np.full(ticks, 0) for kind in "fbw"}
     rows |= {name: np.full(ticks, -1) for name in runs}
     for op in ops:

@@ -75,7 +75,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
       loss_fn: the loss.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
-    # A move is made of placements alone, so each parameter's carries its path here, where a rule's name usually stands.
+    # `make_move` sees placements alone, so the parameter's path travels in `Placement.rule`, which nothing here reads.
     named = replace(layout, params=map_with_path(lambda path, p: replace(p, rule=path_str(path)), layout.params))
     call = engine.make_call(resolve(loss_fn), named, _make_marking_move(layout))
 

@@ -53,7 +53,8 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
         own = row_count(batch) // parts
         most = MICROBATCHES_PER_DEVICE * devices
         microbatches = own if rows is not None else max(n for n in range(1, most + 1) if own % n == 0)
-        # Pads to one micro-batch per stage; `counts` masks the padding. (A slice beyond the rows is the last slice.)
+        # At least one micro-batch per device; `counts` masks those beyond the batch, whose rows are the last ones again
+        # (a dynamic slice stops at the end).
         plan = plan_forward_buffers(interleaved(devices, max(microbatches, devices), chunks=pipe.chunks))
         engine = Pipelined(microbatches=microbatches)
 

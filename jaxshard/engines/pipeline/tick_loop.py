@@ -176,9 +176,9 @@ class _TickLoop:
     def tick(self, carry: Carry, row: Any) -> tuple[Carry, None]:
         """One tick of training.
 
-        A conditional is handed only what it changes, and closes over what it only reads: a compiler may copy all that
-        goes through one. So the gradients outside the blocks go through the head's conditional without those that only
-        the embedding has, and the other way around.
+        A conditional receives only what it changes and closes over what it only reads, because a compiler may copy
+        every operand. So the head's conditional receives the gradient sums of the weights that the head reads, and the
+        embedding's those of the weights that the embedding reads.
         """
         at, totals = self.read(row), carry.totals
         read_by_embed, read_by_head = self.embed_and_head.readers()

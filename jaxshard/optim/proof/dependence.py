@@ -55,7 +55,7 @@ def propagate(first: Any, second: Any, inputs: Sequence[Fact], context: Context)
 
     def write(variables: Sequence[Any], others: Sequence[Any], facts: Sequence[Fact]) -> None:
         for variable, other, fact in zip(variables, others, facts, strict=True):
-            # An array that nothing changes is one number if it has one element.
+            # An INDEPENDENT value of shape () is one number, so it is UNIFORM.
             is_number = fact.kind is Kind.INDEPENDENT and variable.aval.shape == ()
             known[variable] = fact._replace(kind=Kind.UNIFORM) if is_number else fact
             twins[variable] = other

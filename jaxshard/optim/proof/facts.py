@@ -33,7 +33,11 @@ from jaxshard.core.compat import equation_frames
 
 
 class Kind(IntEnum):
-    """How much is known of a value; a larger number never claims more (see the module's docstring)."""
+    """How much is known of a value, from UNIFORM, the strongest claim, to MIXED, which claims nothing.
+
+    INDEPENDENT, ELEMENTWISE and PARTIAL_SUM cannot be compared (see the diagram at the top of the file): the numbers
+    only sort facts, so that `join` has fewer cases.
+    """
 
     UNIFORM = 0
     INDEPENDENT = 1

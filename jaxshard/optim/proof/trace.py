@@ -95,7 +95,7 @@ def trace(
       totals: See `Context`.
 
     Returns:
-      The trace, or where there is nothing to compare the output that is bad and why.
+      A `Trace`; or, where the programs for the two sets of shapes can't be compared, a `Reason`.
     """
     if len({jax.tree.structure(tree) for tree in shapes}) > 1:
         raise ValueError("check_elementwise: views must have the same tree as params")

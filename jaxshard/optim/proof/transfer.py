@@ -95,7 +95,8 @@ def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact |
         return None
     names = context.some_names(fact.influences)
     if fact.padding != 0:
-        # A part at the end of an array has padding, and the sum over it would count f(0) for every element of that.
+        # The part on the last device is padded with zeros. Unless the padding is still zero here, each padded element
+        # would add f(0) to the sum.
         text = f"sums {names} with padding that may not be zero: sum before changing gradients"
         return mixed(fact.influences, origin_of(eqn, context, text))
     text = f"sums a part of {names}, and uses that before lax.psum over {context.axes}"
