@@ -20,7 +20,7 @@ from jaxtyping import Array, Shaped
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry
-from jaxshard.core.strategy import Tensor, parts_of
+from jaxshard.core.strategy_parts import Tensor, parts_of
 
 _FREE = PartitionSpec.UNCONSTRAINED
 

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxshard.core.loss import Model
 from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import Placement, axes_of, whole
-from jaxshard.core.strategy import Pipeline, Strategy, pipeline_of
+from jaxshard.core.strategy import Strategy
+from jaxshard.core.strategy_parts import Pipeline, pipeline_of
 from jaxshard.core.text_table import align_columns
 from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path
 from jaxshard.core.types import PyTree, Role

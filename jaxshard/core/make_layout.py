@@ -21,20 +21,8 @@ from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.known_model import ModelRun, models_run
 from jaxshard.core.layout import Layout, Shapes, check_transform, select, split_model, split_rows
 from jaxshard.core.placement import Placement, axes_of, whole
-from jaxshard.core.strategy import (
-    MIN_SIZE,
-    Strategy,
-    Tensor,
-    ddp,
-    fsdp,
-    hsdp,
-    parts_of,
-    pipeline,
-    pipeline_of,
-    tensor,
-    zero1,
-    zero2,
-)
+from jaxshard.core.strategy import Strategy, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
+from jaxshard.core.strategy_parts import MIN_SIZE, Tensor, parts_of, pipeline_of
 from jaxshard.core.tree import (
     BLOCKS,
     Leaf,

@@ -29,7 +29,12 @@ LossOf = Callable[[PyTree, PyTree, PyTree, Any], Loss]
 
 
 def accumulate(
-    loss_of: LossOf, sinks: PyTree, state: PyTree, turns: PyTree, first_rows: jax.Array, total: Callable[[Any], Any]
+    loss_of: LossOf,
+    sinks: PyTree,
+    state: PyTree,
+    turns: PyTree,
+    first_rows: jax.Array,
+    sum_over_devices: Callable[[Any], Any],
 ) -> tuple[Outcome, PyTree]:
     """Compute the loss over all turns, and its gradient with respect to the sinks.
 
@@ -39,7 +44,7 @@ def accumulate(
       state: the model's state, which goes from one turn to the next.
       turns: the batch, every array [turns, rows, ...].
       first_rows: [turns], the global number of each turn's first row.
-      total: sums a scalar over the devices that hold other rows; one all-reduce for each weight of the loss.
+      sum_over_devices: sums a scalar over the devices that hold other rows; one all-reduce for each weight of the loss.
 
     Returns:
       The outcome on this device's rows, whose value and metrics the caller adds up over devices, and the gradients,
@@ -53,7 +58,7 @@ def accumulate(
 
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
             loss = loss_of(sinks, state, rows, first_rows[0])
-            return _share_of_mean(loss, jax.tree.map(total, _weights(loss))), loss
+            return _share_of_mean(loss, jax.tree.map(sum_over_devices, _weights(loss))), loss
 
         (value, loss), grads = jax.value_and_grad(objective, has_aux=True)(sinks)
         return Outcome(value, loss.metrics, next_state(state, loss)), grads
@@ -71,7 +76,7 @@ def accumulate(
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example.value.weights)
     weights, _ = jax.lax.scan(weigh, zeros, (turns, first_rows))
-    weights = jax.tree.map(total, weights)
+    weights = jax.tree.map(sum_over_devices, weights)
 
     def add(carry: tuple[PyTree, PyTree], turn: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         grads, state = carry

@@ -52,7 +52,7 @@ class Auto(WholeModelEngine):
                 with row_stride(self.microbatches):
                     return call(params, sinks, state, rows, key, row)
 
-            outcome, grads = accumulate(loss_of, sinks, state, turns, first_rows, total=lambda x: x)
+            outcome, grads = accumulate(loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: x)
             if self.scatter == "end":
 
                 def finish(grad: Placement, x: jax.Array) -> jax.Array:

@@ -106,7 +106,10 @@ class Engine:
         raise NotImplementedError(f"{type(self).__name__} has no manual_axes")
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the mesh axes whose devices compute other rows, or other micro-batches, of what is not in a block."""
+        """Return the axes over which the loss, and the gradients of parameters outside the blocks, must be summed.
+
+        These are the batch axes, and in a pipeline its own axis too, whose devices compute other micro-batches.
+        """
         return layout.batch_axes
 
     def sums(self, layout: Layout) -> Sums:

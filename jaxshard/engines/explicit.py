@@ -23,7 +23,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.engine import Engine, Outcome, Reduction, Scatter, ValueAndGrad, WholeModelEngine
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
-from jaxshard.engines.manual import data_axes, on_each_device, row_specs, stored_specs, with_automatic_axes
+from jaxshard.engines.manual import manual_axes_of, nest_in_shard_map, on_each_device, row_specs, stored_specs
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Explicit(WholeModelEngine):
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
-        return data_axes(layout)
+        return manual_axes_of(layout)
 
     def sums(self, layout: Layout) -> Sums:
         """Return how shares are added over devices.
@@ -79,7 +79,7 @@ class Explicit(WholeModelEngine):
             turns, first_rows = _turns(batch, self.microbatches, axes)
             sinks = _sinks(layout, self.scatter)
             outcome, grads = accumulate(
-                loss_of, sinks, state, turns, first_rows, total=lambda x: sum_scalar(x, axes, sums)
+                loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: sum_scalar(x, axes, sums)
             )
             if self.scatter == "end":
                 reduce = partial(reduce_gradient, layout, self)
@@ -165,7 +165,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
             def gather_shards(x: jax.Array) -> jax.Array:
                 return gather(x, param.store, keep=axes_of(param.use))
 
-            whole = with_automatic_axes(layout, gather_shards, param.store)(cast_floats(stored, engine.compute_dtype))
+            whole = nest_in_shard_map(layout, gather_shards, param.store)(cast_floats(stored, engine.compute_dtype))
             return param.view.invert(whole)
 
         def reduce(cotangent: jax.Array) -> jax.Array:
@@ -206,13 +206,13 @@ def reduce_gradient(
 
     # The view (padding, pipeline order) before the sum: what is scattered has the dimensions that are split.
     share = grad.view.apply(cast_floats(x, engine.reduce_dtype))
-    reduced: jax.Array = with_automatic_axes(layout, scatter, grad.store)(share)
+    reduced: jax.Array = nest_in_shard_map(layout, scatter, grad.store)(share)
     return reduced.astype(x.dtype)
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
     """Make zeros like this device's gradients, with respect to which the loss is differentiated; see `just_in_time`."""
-    manual = data_axes(layout)
+    manual = manual_axes_of(layout)
 
     def sink(x: Any, grad: Placement | None) -> jax.Array | None:
         if grad is None:
@@ -255,7 +255,11 @@ def combine_over(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = N
 
 
 def _average_state(state: PyTree, axes: tuple[str, ...], sums: Sums) -> PyTree:
-    """Average floating state over devices: where rows are independent it is the same on all of them anyway."""
+    """Average floating state over devices.
+
+    State that depends on the rows (batch statistics) becomes the mean of what each device computed from its own rows;
+    other state is the same on all devices.
+    """
     if not axes:
         return state
 

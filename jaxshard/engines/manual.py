@@ -15,10 +15,10 @@ from jaxshard.core.types import PyTree
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def data_axes(layout: Layout) -> frozenset[str]:
+def manual_axes_of(layout: Layout) -> frozenset[str]:
     """Return the mesh axes of the batch and those that split what is stored but not used.
 
-    None under tensor parallelism alone, whose collectives the compiler derives.
+    The set is empty where tensor axes alone split anything: the compiler derives those collectives.
     """
     axes = set(layout.batch_axes)
     for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
@@ -52,15 +52,13 @@ def row_specs(layout: Layout, batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: layout.batch_placement(x).store, batch)
 
 
-def with_automatic_axes(
-    layout: Layout, fn: Callable[[jax.Array], jax.Array], spec: PartitionSpec
-) -> Callable[..., Any]:
+def nest_in_shard_map(layout: Layout, fn: Callable[[jax.Array], jax.Array], spec: PartitionSpec) -> Callable[..., Any]:
     """Return `fn`, a collective, in a nested `shard_map` over the axes that the compiler handles.
 
     A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to
     0.12), and in bf16, split or not, it aborts the CPU compiler. Inside the nested `shard_map` all axes are manual.
     """
-    manual = data_axes(layout)
+    manual = manual_axes_of(layout)
     automatic = set(layout.mesh.axis_names) - manual
     if not automatic or not manual:
         return fn

@@ -80,7 +80,7 @@ class Table:
 
     @property
     def ticks(self) -> int:
-        """How many ticks the table has."""
+        """The number of ticks of the table."""
         return self.ops[-1].tick + 1
 
     @property

@@ -31,7 +31,7 @@ from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import combine_over, explicit
 from jaxshard.engines.explicit import make_move as make_explicit_move
 from jaxshard.engines.just_in_time import MakeMove, make_opaque_run, users_code
-from jaxshard.engines.manual import data_axes, on_each_device, row_specs, stored_specs
+from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.optim.averaging import averaged_params
 from jaxshard.training.state import TrainState, check_run
@@ -220,7 +220,7 @@ def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | No
 
 def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
-    axes, manual = layout.batch_axes, data_axes(layout)
+    axes, manual = layout.batch_axes, manual_axes_of(layout)
     compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
 
     def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:

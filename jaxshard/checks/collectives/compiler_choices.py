@@ -17,7 +17,7 @@ from jaxshard.checks.collectives.parameters import Parameter, rank_of, tensor_ax
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of
-from jaxshard.core.strategy import Tensor, parts_of
+from jaxshard.core.strategy_parts import Tensor, parts_of
 from jaxshard.core.tree import path_str
 
 _SEQUENCE = ("sequence", "length", "positions")

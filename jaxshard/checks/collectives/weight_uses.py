@@ -82,7 +82,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
         return accumulate(
             lambda sinks, state, rows, row: call(stored, sinks, state, rows, key, row),
-            sinks, state, turns, jnp.arange(engine.microbatches), total=lambda x: x,
+            sinks, state, turns, jnp.arange(engine.microbatches), sum_over_devices=lambda x: x,
         )  # fmt: skip
 
     manual = engine.manual_axes(layout)

@@ -31,13 +31,13 @@ from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, View, only_axes
-from jaxshard.core.strategy import Pipeline
+from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import make_move, reduce_gradient
 from jaxshard.engines.just_in_time import Move, without_blocks
-from jaxshard.engines.manual import data_axes
+from jaxshard.engines.manual import manual_axes_of
 from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Totals
 from jaxshard.engines.pipeline.split_backward import SplitBlock, forward_only, split_block
 from jaxshard.engines.pipeline.stages import GradSums, Stages
@@ -103,7 +103,7 @@ class DeviceStep:
 
         Whole with scatter="end", since they are reduced after the sum; else as they rest, since each is reduced first.
         """
-        axes, (chunks, each) = data_axes(self.layout), self._chunks()
+        axes, (chunks, each) = manual_axes_of(self.layout), self._chunks()
 
         def zeros(grad: Placement, dtype: Any) -> jax.Array:
             tail = grad.drop_first()

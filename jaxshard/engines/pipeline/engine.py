@@ -14,13 +14,13 @@ from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.layout import Layout
 from jaxshard.core.make_layout import STACKED_EXAMPLE
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.strategy import Pipeline
+from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import BlockPasses, Engine, Outcome, Scatter, ValueAndGrad
 from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
-from jaxshard.engines.manual import data_axes, on_each_device, row_specs, stored_specs
+from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.device import DeviceStep
 from jaxshard.engines.pipeline.tick_loop import run_ticks
 from jaxshard.schedules import named
@@ -94,7 +94,7 @@ class Pipelined(Engine):
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
-        return data_axes(layout) | {_pipeline(layout).axis}
+        return manual_axes_of(layout) | {_pipeline(layout).axis}
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the batch axes and that of the stages, along which what is not in a block has its micro-batches."""

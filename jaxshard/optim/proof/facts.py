@@ -33,7 +33,7 @@ from jaxshard.core.compat import equation_frames
 
 
 class Kind(IntEnum):
-    """How much is known of a value, from UNIFORM, the strongest claim, to MIXED, which claims nothing.
+    """The strength of what is known of a value, from UNIFORM, the strongest claim, to MIXED, which claims nothing.
 
     INDEPENDENT, ELEMENTWISE and PARTIAL_SUM cannot be compared (see the diagram at the top of the file): the numbers
     only sort facts, so that `join` has fewer cases.
@@ -64,7 +64,7 @@ class Origin(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """What is known of one value of the program.
+    """The facts about one value of the program.
 
     Attributes:
       kind: The claim.
@@ -91,7 +91,7 @@ class Fact(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the analysis of one program knows of its surroundings.
+    """The surroundings of the program that is analysed.
 
     Attributes:
       names: The path of each parameter.

@@ -105,7 +105,7 @@ def _move_or_reduce(eqn: Any, twin: Any, fact: Fact, context: Context) -> Fact |
 
 
 def reduces_all(eqn: Any) -> bool:
-    """Whether an equation reduces an array over all of its dimensions."""
+    """Return whether an equation reduces an array over all of its dimensions."""
     axes = eqn.params.get("axes", ())
     return eqn.primitive.name.startswith("reduce_") and len(axes) == len(eqn.invars[0].aval.shape)
 

@@ -1,0 +1,218 @@
+"""The parts that strategies are made of: a callable value for each way to place an array.
+
+`core/strategy.py` has the functions that make them, which users call. Order matters between parts: placements by name
+(`Tensor`, `Pipeline`) decide first, and `Shard` fills what they left free, which is why `compose` sorts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from jax.sharding import Mesh
+
+from jaxshard.core.mesh import axis_names, axis_size, check_axis
+from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.rules import Rules
+from jaxshard.core.tree import BLOCKS, Leaf
+from jaxshard.core.types import AxisName, Role
+
+Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
+"""A pure function from an array in a role, with its placement so far, to its placement."""
+
+MIN_SIZE = 2**14
+"""Arrays with fewer elements stay whole: splitting them costs a collective and saves next to nothing."""
+
+MIN_PART = 8
+"""Fills prefer dimensions whose parts have at least this many elements. TPUs pad thinner ones to tiles of 8 rows."""
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The strategy that applies others one after the other; see `compose`."""
+
+    parts: tuple[Strategy, ...]
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        for part in self.parts:
+            placement = part(role, leaf, placement, mesh)
+        return placement
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The strategy that splits rows; see `batch`."""
+
+    axes: tuple[str, ...]
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axes, "batch")
+        if role != "batch":
+            return placement
+        if not leaf.shape:
+            return replace(placement, why="scalar")
+        _check_unused(names, leaf, placement, "batch")
+        rows = leaf.shape[0]
+        split = placement.split(0, names)
+        parts = axis_size(mesh, split.store[0])
+        if rows % parts:
+            raise ValueError(
+                f"batch: {leaf.path} has {rows} rows, which the {parts} devices of axis {_quote_axes(split.store[0])} "
+                f"do not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}"
+            )
+        return replace(split, use=split.store)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The strategy that fills a free dimension; see `shard`."""
+
+    axis: AxisName
+    roles: tuple[Role, ...]
+    min_size: int
+    never_split: ClassVar[frozenset[str]] = frozenset({BLOCKS})
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axis, "shard")
+        if role not in self.roles:
+            return placement
+        _check_unused(names, leaf, placement, "shard")
+        if leaf.size < 2:
+            return replace(placement, why="one element" if leaf.size else "no elements")
+        if leaf.size < self.min_size:
+            return replace(placement, why=f"small: {leaf.size} elements, under {self.min_size}")
+        sizes = placement.view.stored
+        names_at = [leaf.names[placement.view.logical_dim(dim)] for dim in range(len(sizes))]
+        free = [d for d, entry in enumerate(placement.store) if entry is None and names_at[d] not in self.never_split]
+        parts = axis_size(mesh, self.axis)
+        dividing = [dim for dim in free if sizes[dim] % parts == 0]
+        # The first dimension rather than the largest: a gather along a leading dimension only puts the parts one after
+        # another, along any other it interleaves them. Dimensions whose parts would be thinner than the rows of a TPU
+        # tile are passed over, such as the leading ones of a convolution [3, 3, 512, 512].
+        if dividing:
+            long = [dim for dim in dividing if sizes[dim] >= MIN_PART * parts]
+            return placement.split(long[0] if long else max(dividing, key=lambda dim: sizes[dim]), names)
+        if not free:
+            return replace(placement, why="no free dimension")
+        # Nothing divides: pad where that adds the smallest fraction. [1600, 4800] of GPT-2 XL over 256 devices becomes
+        # [1600, 4864], 1.3 % more. Left whole it would take 256 times as much as a part.
+        dim = min(free, key=lambda dim: (-sizes[dim] % parts) / sizes[dim])
+        return placement.pad(dim, sizes[dim] + -sizes[dim] % parts).split(dim, names)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The strategy that splits dimensions by name; see `tensor`."""
+
+    rules: Rules
+    axis: AxisName
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axis, "tensor")
+        if role in ("batch", "state"):
+            return placement
+        parts = axis_size(mesh, self.axis)
+        for dim, name in enumerate(leaf.names):
+            fate = self.rules.fate(name)
+            if fate not in ("split", "split or whole"):
+                continue
+            if leaf.shape[dim] % parts == 0:
+                _check_unused(names, leaf, placement, "tensor")
+                split = placement.split(placement.view.stored_dim(dim), names).use_split(dim, names)
+                return replace(split, rule=f"{name}: {leaf.named_by}")
+            if fate == "split":
+                raise ValueError(_describe_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
+            return replace(placement, rule=f"{leaf.shape[dim]} {name} on each of {parts} devices: {leaf.named_by}")
+        return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
+
+    def entry(self, name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
+        """Return the mesh axes that split a dimension of an activation; raises ValueError if they do not divide it."""
+        fate = self.rules.fate(name)
+        if fate is None:
+            raise ValueError(
+                f"constrain: no rule knows the name {name!r}; add ({name!r}, 'split') or ({name!r}, 'whole')"
+            )
+        parts = axis_size(mesh, self.axis)
+        if fate == "whole" or (fate == "split or whole" and size % parts):
+            return ()
+        if size % parts:
+            raise ValueError(_describe_indivisible("constrain", None, str(name), size, parts, self.axis))
+        return axis_names(self.axis)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The strategy that splits stacked blocks into stages; see `pipeline`."""
+
+    axis: str
+    chunks: int
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axis, "pipeline")
+        if role in ("batch", "state") or leaf.names[:1] != (BLOCKS,):
+            return placement
+        _check_unused(names, leaf, placement, "pipeline")
+        sizes = (self.chunks, axis_size(mesh, self.axis), self.per_stage(leaf.shape[0], mesh))
+        return placement.unfold_first(sizes).split(1, names)
+
+    def stages(self, mesh: Mesh) -> int:
+        """Return the number of stages that the model is cut into."""
+        return self.chunks * axis_size(mesh, self.axis)
+
+    def per_stage(self, blocks: int, mesh: Mesh) -> int:
+        """Return the number of blocks in a stage; raises ValueError if there are fewer blocks than stages."""
+        stages = self.stages(mesh)
+        if blocks < stages:
+            most = max(1, blocks // axis_size(mesh, self.axis))
+            raise ValueError(
+                f"pipeline: {blocks} blocks are fewer than the {stages} stages of chunks={self.chunks} on "
+                f"{axis_size(mesh, self.axis)} devices of axis {self.axis!r}; use chunks={most}, or a smaller axis"
+            )
+        return -(-blocks // stages)
+
+    def holders(self, blocks: int, mesh: Mesh) -> list[tuple[int, int, range]]:
+        """List the stages in model order, each as (device on the axis, chunk, range of its blocks).
+
+        7 blocks on 2 devices in 2 chunks: (0, 0, 0-1), (1, 0, 2-3), (0, 1, 4-5), (1, 1, 6).
+        """
+        devices, each = axis_size(mesh, self.axis), self.per_stage(blocks, mesh)
+        return [
+            (stage % devices, stage // devices, range(min(blocks, stage * each), min(blocks, (stage + 1) * each)))
+            for stage in range(self.stages(mesh))
+        ]
+
+
+def pipeline_of(strategy: Strategy) -> Pipeline | None:
+    """Return the pipeline of a strategy; None without one."""
+    return next((part for part in parts_of(strategy) if isinstance(part, Pipeline)), None)
+
+
+def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
+    """Return the strategies that one is composed of; itself if it is not composed."""
+    return strategy.parts if isinstance(strategy, Composed) else (strategy,)
+
+
+def _describe_indivisible(who: str, dim: int | None, name: str, size: int, parts: int, axis: AxisName) -> str:
+    where = who if dim is None else f"tensor: dim {dim} of {who}"
+    near = " or ".join(str(s) for s in (size - size % parts, size + -size % parts) if s)
+    return (
+        f"{where} ({name}) has {size} elements, which the {parts} devices of axis {_quote_axes(axis)} do not divide; "
+        f"sizes that would work: {near}. Or choose an axis whose size divides {size}, or keep it whole with the rule "
+        f"({name!r}, 'whole')"
+    )
+
+
+def _check_unused(names: tuple[str, ...], leaf: Leaf, placement: Placement, who: str) -> None:
+    repeated = [name for name in names if name in axes_of(placement.store)]
+    if repeated:
+        dims = [dim for dim, entry in enumerate(placement.store) if set(repeated) & set(axis_names(entry))]
+        dim = placement.view.logical_dim(dims[0])
+        raise ValueError(
+            f"{who}: axis {', '.join(map(repr, repeated))} already splits dim {dim} of {leaf.path} "
+            f"{list(leaf.shape)}; apply each strategy once per axis"
+        )
+
+
+def _quote_axes(entry: AxisName | None) -> str:
+    return " x ".join(map(repr, axis_names(entry)))
