@@ -46,7 +46,8 @@ ValueAndGrad = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[Outcome, PyTr
 class BlockPasses(NamedTuple):
     """The most that a pipeline's schedule does with the weights of its blocks in a step.
 
-    Slots of a tick are conditional, so these are upper bounds, counted per array of stacked blocks.
+    Per device and step, each stacked parameter is gathered and its gradient reduced at most this often, one block at a
+    time. These are upper bounds, because the slots of a tick are conditional.
 
     Attributes:
       gathers: how often one block's weights are gathered.
@@ -97,7 +98,8 @@ class Engine:
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
         """Make the function that runs the loss as this engine does, with weights moved as `make_move` says.
 
-        Only where `block_passes` is None: otherwise a schedule runs the blocks.
+        The engine uses it itself, and the audit of collectives with moves that only count. Not needed where
+        `block_passes` is not None: there a schedule runs the blocks.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make_call")
 
