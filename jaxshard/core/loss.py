@@ -85,8 +85,14 @@ class Mean:
 
     def __add__(self, other: Mean) -> Mean:
         if not isinstance(other, Mean):
-            return NotImplemented
+            raise TypeError(
+                f"js.Mean adds to another js.Mean alone, got {type(other).__name__}; add a term that is no sum over "
+                "rows, such as a penalty on the parameters, as js.Mean(penalty, 1)"
+            )
         return _mean(self.totals + other.totals, self.weights + other.weights)
+
+    def __radd__(self, other: Any) -> Mean:
+        return self.__add__(other)
 
     def __mul__(self, scale: Any) -> Mean:
         if isinstance(scale, Mean) or jnp.shape(scale) != ():

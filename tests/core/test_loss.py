@@ -119,3 +119,15 @@ def test_what_is_no_loss(output, message):
 def test_what_is_a_loss(output):
     value = as_loss(output).value
     assert float(value.value if isinstance(value, js.Mean) else value) == 2
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_penalty_is_added_as_a_mean_of_weight_one(swap):
+    def loss(w):
+        mean, penalty = js.Mean(w * 6.0, 3.0), w**2
+        return ((penalty + mean) if swap else (mean + penalty)).value
+
+    with pytest.raises(TypeError, match=r"js.Mean adds to another js.Mean alone, got .*as js.Mean\(penalty, 1\)"):
+        jax.grad(loss)(2.0)
+    with pytest.raises(TypeError, match=r"js.Mean\(penalty, 1\)"):
+        np.float32(1) + js.Mean(6.0, 3.0) if swap else js.Mean(6.0, 3.0) + 1
