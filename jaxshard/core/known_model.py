@@ -69,6 +69,9 @@ class InitOf:
 
     model: KnownModel
 
+    def __repr__(self) -> str:
+        return f"{self.model!r}.init"
+
     def __call__(self, key: jax.Array) -> PyTree:
         """Return the model's parameters, with its state where it has one."""
         made = self.model.make_params(key)
@@ -82,6 +85,9 @@ class LossOf:
 
     model: KnownModel
 
+    def __repr__(self) -> str:
+        return f"{self.model!r}.loss"
+
     def __call__(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
         """Return the loss of a batch."""
         _note(self.model, abstract(model))
@@ -94,9 +100,27 @@ class EvaluateOf:
 
     model: KnownModel
 
+    def __repr__(self) -> str:
+        return f"{self.model!r}.evaluate"
+
     def __call__(self, model: PyTree, batch: PyTree) -> dict[str, Mean | Sum | Max]:
         """Return the metrics of a batch."""
         return self.model.compute_metrics(model, batch)
+
+
+def check_function(name: str, fn: Any, call: str) -> None:
+    """Raise TypeError unless this is a function; of a known model the message names the method to pass.
+
+    Args:
+      name: the name of the parameter: "init_fn", "loss_fn" or "eval_fn".
+      fn: what the user passed for it.
+      call: how the function is called, such as "init_fn(key)".
+    """
+    if isinstance(fn, KnownModel):
+        method = {"init_fn": "init", "loss_fn": "loss", "eval_fn": "evaluate"}[name]
+        raise TypeError(f"{name} must be a function {call}, got the model itself; pass model.{method}")
+    if not callable(fn):
+        raise TypeError(f"{name} must be a function {call}, got {type(fn).__name__}")
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:

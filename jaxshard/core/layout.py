@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxshard.core.apply_strategy import place_batch
 from jaxshard.core.loss import Model
-from jaxshard.core.mesh import axis_names
-from jaxshard.core.placement import Placement, axes_of, whole
+from jaxshard.core.mesh import axis_names, mesh_str
+from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.strategy_parts import Pipeline, pipeline_of
 from jaxshard.core.text_table import align_columns
@@ -81,7 +82,7 @@ class Layout:
     def batch_placement(self, array: Any, path: tuple[Any, ...] = ()) -> Placement:
         """Return the placement of a global batch array; raises ValueError if its rows do not divide."""
         leaf = leaf_of(path, array)
-        return self.strategy("batch", leaf, whole(leaf), self.mesh)
+        return place_batch(self.strategy, leaf, self.mesh)
 
     def batch_sharding(self, array: Any) -> NamedSharding:
         """Return the sharding of a global batch array (or its ShapeDtypeStruct): rows over the batch axes."""
@@ -185,8 +186,8 @@ def put_back(mask: PyTree, chosen: PyTree, rest: PyTree) -> PyTree:
 
 def split_rows(strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes over which a strategy splits the rows of a batch, major first."""
-    probe = Leaf("(batch)", (mesh.size,), jnp.float32, (None,))
-    return axes_of(strategy("batch", probe, whole(probe), mesh).store)
+    probe = Leaf("a batch", (mesh.size,), jnp.float32, (None,))
+    return axes_of(place_batch(strategy, probe, mesh).store)
 
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -215,7 +216,6 @@ def _describe_reason(placement: Placement) -> str:
 
 
 def _explain(layout: Layout) -> str:
-    mesh = ", ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
     rows = [("role", "array", "shape", "dtype", "spec", "bytes/device", "why")]
     for role, leaf, placement in layout.placed():
         size = human_bytes(placement.bytes_per_device(layout.mesh, leaf.dtype))
@@ -232,7 +232,7 @@ def _explain(layout: Layout) -> str:
         )
     totals = ", ".join(f"{role} {human_bytes(count)}" for role, count in layout.bytes_per_device().items())
     rows_over = " x ".join(layout.batch_axes) or "nothing"
-    head = [f"mesh: {mesh}; batch rows over {rows_over}", *_describe_stages(layout)]
+    head = [f"mesh: {mesh_str(layout.mesh)}; batch rows over {rows_over}", *_describe_stages(layout)]
     return "\n".join([*head, *align_columns(rows), f"per device: {totals}"])
 
 

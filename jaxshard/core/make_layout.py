@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxshard.core.apply_strategy import Placer
 from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
-from jaxshard.core.known_model import ModelRun, models_run
+from jaxshard.core.known_model import ModelRun, check_function, models_run
 from jaxshard.core.layout import Layout, Shapes, check_transform, select, split_model, split_rows
 from jaxshard.core.placement import Placement, axes_of, whole
-from jaxshard.core.strategy import Strategy, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
-from jaxshard.core.strategy_parts import MIN_SIZE, Tensor, parts_of, pipeline_of
+from jaxshard.core.strategy import check_strategy
+from jaxshard.core.strategy_parts import MIN_SIZE, Strategy, Tensor, parts_of, pipeline_of
 from jaxshard.core.tree import (
     BLOCKS,
     Leaf,
@@ -34,8 +35,6 @@ from jaxshard.core.tree import (
     same_structure,
 )
 from jaxshard.core.types import ROLES, InitFn, PyTree, Role
-
-_STRATEGY_MAKERS: tuple[object, ...] = (ddp, zero1, zero2, fsdp, hsdp, tensor, pipeline)
 
 
 def layout(
@@ -66,7 +65,7 @@ def layout(
       TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,
         a trainable parameter not floating.
       ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
-        twice to one dimension.
+        twice to one dimension, or one that returns a placement that can't be; every array is named.
 
     Example:
         mesh = js.make_mesh(data=4, tensor=2)
@@ -74,15 +73,10 @@ def layout(
     """
     warn_if_untested()
     check_transform(tx)
-    if not callable(strategy):
-        raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
-    if strategy in _STRATEGY_MAKERS:
-        name = getattr(strategy, "__name__", "")
-        raise TypeError(
-            f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"
-        )
-    if not callable(init_fn):
-        raise TypeError(f"init_fn must be a function of a key, got {type(init_fn).__name__}")
+    if isinstance(strategy, (Mesh, AbstractMesh)):
+        raise TypeError("strategy is a mesh; write js.layout(strategy, mesh, init_fn, tx), in this order")
+    check_strategy(strategy)
+    check_function("init_fn", init_fn, "init_fn(key)")
     _check_mesh(mesh)
     avoid_compilation_cache(mesh)
     split_rows(strategy, mesh)  # an error about rows now rather than with the first batch
@@ -98,9 +92,10 @@ def layout(
     _check_trainable(params, mask)
     leaves = _name_dims(strategy, map_with_path(leaf_of, params, _dim_names(runs, params)))
     _check_blocks(strategy, leaves)
+    placer = Placer(strategy, mesh)
 
     def place(role: Role) -> PyTree:
-        return jax.tree.map(lambda leaf: strategy(role, leaf, whole(leaf), mesh), leaves, is_leaf=_is_leaf)
+        return jax.tree.map(lambda leaf: placer.place(role, leaf), leaves, is_leaf=_is_leaf)
 
     placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
     # The update happens where the optimizer state is, so that is where the optimizer sees parameters and gradients.
@@ -108,7 +103,7 @@ def layout(
     opt_state = jax.eval_shape(tx.init, select(mask, params))
 
     def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
-        return lambda path, x: strategy(role, leaf_of(path, x), whole(leaf_of(path, x)), mesh)
+        return lambda path, x: placer.place(role, leaf_of(path, x))
 
     made = Layout(
         mesh=mesh,
@@ -122,6 +117,7 @@ def layout(
         trainable=mask,
         stacked_for_user=any(run.model.stacked_for_user for run in runs),
     )
+    placer.raise_problems()
     if idle := _idle_axes(made):
         warnings.warn(
             f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "

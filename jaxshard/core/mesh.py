@@ -106,13 +106,21 @@ def axis_size(mesh: Mesh, axis: AxisName | None) -> int:
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
+def mesh_str(mesh: Mesh) -> str:
+    """Write the axes of a mesh with their sizes: "data=4, tensor=2"."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
 def check_axis(mesh: Mesh, axis: AxisName, who: str) -> tuple[str, ...]:
     """Return the names of `axis`; raises ValueError unless the mesh has them all and none comes twice."""
     names = axis_names(axis)
     missing = [name for name in names if name not in mesh.shape]
     if missing:
-        shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-        raise ValueError(f"{who}: the mesh ({shape}) has no axis {', '.join(map(repr, missing))}; use one of its axes")
+        sizes = dict.fromkeys(mesh.axis_names[:1], -1) | dict(list(mesh.shape.items())[1:]) | dict.fromkeys(missing, 2)
+        raise ValueError(
+            f"{who}: the mesh ({mesh_str(mesh)}) has no axis {', '.join(map(repr, missing))}; use one of its axes, or "
+            f"add it to the mesh: js.make_mesh({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+        )
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{who}: an axis must name each mesh axis once, got {axis!r}")
     return names

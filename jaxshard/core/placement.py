@@ -31,6 +31,7 @@ from jaxtyping import Array, Shaped
 
 from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.tree import Leaf, bytes_of
+from jaxshard.core.types import AxisName
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,12 @@ class Placement:
     why: str = ""
     rule: str = ""
 
-    def split(self, dim: int, names: tuple[str, ...]) -> Placement:
-        """Split the stored dimension `dim` further, over the mesh axes `names`."""
+    def split(self, dim: int, names: AxisName) -> Placement:
+        """Split the stored dimension `dim` further, over a mesh axis or several."""
         return replace(self, store=_add_axes(self.store, dim, names), why="")
 
-    def use_split(self, dim: int, names: tuple[str, ...]) -> Placement:
-        """Let computation see the logical dimension `dim` split over the mesh axes `names` as well."""
+    def use_split(self, dim: int, names: AxisName) -> Placement:
+        """Let computation see the logical dimension `dim` split over a mesh axis, or several, as well."""
         return replace(self, use=_add_axes(self.use, dim, names))
 
     def pad(self, dim: int, size: int) -> Placement:
@@ -177,10 +178,12 @@ def spec_entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return None if not names else names[0] if len(names) == 1 else names
 
 
-def _add_axes(spec: PartitionSpec, dim: int, names: tuple[str, ...]) -> PartitionSpec:
+def _add_axes(spec: PartitionSpec, dim: int, names: AxisName) -> PartitionSpec:
     """Split a dimension over more axes, minor to those that split it already."""
     entries = list(spec)
-    entries[dim] = spec_entry(axis_names(entries[dim]) + names)
+    if not -len(entries) <= dim < len(entries):
+        raise IndexError(f"dim {dim} of an array with {len(entries)} dimensions can't be split; test leaf.shape first")
+    entries[dim] = spec_entry(axis_names(entries[dim]) + axis_names(names))
     return PartitionSpec(*entries)
 
 

@@ -7,6 +7,7 @@ functions compose: each receives the placement that the one before it returned.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -150,7 +151,7 @@ def compose(*strategies: Strategy) -> Strategy:
     name (`js.tensor`) and `js.batch`, then the fills (`js.shard`), which take what is still free.
 
     Raises:
-      TypeError: something that is not callable.
+      TypeError: something that is not a function of (role, leaf, placement, mesh).
 
     Example:
         js.compose(js.zero2("data"), js.tensor(js.RULES), js.pipeline("pipe"))
@@ -158,6 +159,7 @@ def compose(*strategies: Strategy) -> Strategy:
     for strategy in strategies:
         if not callable(strategy):
             raise TypeError(f"compose: expected strategies, got {type(strategy).__name__} ({strategy!r})")
+        check_strategy(strategy)
     flat = [part for s in strategies for part in (s.parts if isinstance(s, Composed) else (s,))]
     return Composed(tuple(sorted(flat, key=lambda part: (isinstance(part, Shard), not isinstance(part, Pipeline)))))
 
@@ -283,3 +285,28 @@ def hybrid(
     if pipe is not None:
         parts.append(pipeline("pipe", chunks=chunks))
     return mesh, compose(*parts)
+
+
+_MAKERS = (shard, batch, tensor, pipeline, compose, ddp, zero1, zero2, fsdp, hsdp, hybrid)
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raise TypeError unless this is a function that can be called as a strategy is."""
+    if not callable(strategy):
+        raise TypeError(f"strategy must be a strategy such as js.fsdp('data'), got {type(strategy).__name__}")
+    if any(strategy is maker for maker in _MAKERS):
+        name = strategy.__name__
+        raise TypeError(
+            f"strategy must be a strategy, not the function that makes one: write js.{name}(...), not js.{name}"
+        )
+    try:
+        signature = inspect.signature(strategy)
+    except ValueError:  # a builtin; calling it will tell
+        return
+    try:
+        signature.bind("role", "leaf", "placement", "mesh")
+    except TypeError:
+        raise TypeError(
+            "strategy must be a function (role, leaf, placement, mesh) -> placement, got "
+            f"{getattr(strategy, '__name__', type(strategy).__name__)}{signature}"
+        ) from None

@@ -208,9 +208,9 @@ def _check_unused(names: tuple[str, ...], leaf: Leaf, placement: Placement, who:
     if repeated:
         dims = [dim for dim, entry in enumerate(placement.store) if set(repeated) & set(axis_names(entry))]
         dim = placement.view.logical_dim(dims[0])
+        where = f"the rows of {leaf.path}" if who == "batch" else f"dim {dim} of {leaf.path} {list(leaf.shape)}"
         raise ValueError(
-            f"{who}: axis {', '.join(map(repr, repeated))} already splits dim {dim} of {leaf.path} "
-            f"{list(leaf.shape)}; apply each strategy once per axis"
+            f"{who}: axis {', '.join(map(repr, repeated))} already splits {where}; apply each strategy once per axis"
         )
 
 

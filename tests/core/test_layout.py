@@ -322,7 +322,7 @@ def test_integer_parameters_are_all_named():
 def test_parameters_that_are_no_arrays():
     with pytest.raises(TypeError, match=r"type <class 'str'> at output component \['w'\]"):
         layout(js.fsdp(), init_fn=lambda key: {"w": "weights"})
-    with pytest.raises(TypeError, match="init_fn must be a function of a key, got dict"):
+    with pytest.raises(TypeError, match=r"init_fn must be a function init_fn\(key\), got dict"):
         layout(js.fsdp(), init_fn={"w": jnp.zeros(3)})
 
 

@@ -181,7 +181,7 @@ def place(strategy, **mesh):
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (js.fsdp("model"), r"batch: the mesh \(data=8\) has no axis 'model'; use one of its axes"),
+        (js.fsdp("model"), r"batch: the mesh \(data=8\) has no axis 'model'.* add it.*make_mesh\(data=-1, model=2\)"),
         (js.hsdp(), "has no axis 'replica'"),
         (js.fsdp(("data", "data")), "must name each mesh axis once"),
         (js.shard("model", ["param"]), "shard: the mesh .* has no axis 'model'"),
@@ -196,8 +196,8 @@ def test_unknown_and_repeated_axes(strategy, message):
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (js.compose(js.fsdp(), js.fsdp()), r"batch: axis 'data' already splits dim 0 of \(batch\)"),
-        (js.compose(js.ddp(), js.ddp()), r"batch: axis 'data' already splits dim 0 of \(batch\)"),
+        (js.compose(js.fsdp(), js.fsdp()), "batch: axis 'data' already splits the rows of a batch; apply each"),
+        (js.compose(js.ddp(), js.ddp()), "batch: axis 'data' already splits the rows of a batch; apply each"),
         (
             js.compose(js.shard("data", ["opt"], min_size=0), js.zero1(min_size=0)),
             r"shard: axis 'data' already splits dim 1 of layer/kernel \[24, 40\]; apply each strategy once per axis",
@@ -211,7 +211,7 @@ def test_a_strategy_applied_twice(strategy, message):
 
 def test_an_axis_that_splits_rows_cannot_split_them_again():
     leaf = Leaf("x", (16,), jnp.float32, (None,))
-    with pytest.raises(ValueError, match="axis 'data' already splits dim 0 of x"):
+    with pytest.raises(ValueError, match="axis 'data' already splits the rows of x"):
         store(js.compose(js.batch("data"), js.batch("replica", "data")), "batch", leaf)
 
 
@@ -230,3 +230,18 @@ def test_a_threshold_below_zero():
 def test_composing_what_is_no_strategy():
     with pytest.raises(TypeError, match=r"compose: expected strategies, got str \('data'\)"):
         js.compose(js.ddp(), "data")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (js.fsdp, r"write js.fsdp\(...\), not js.fsdp"),
+        (js.shard, r"write js.shard\(...\), not js.shard"),
+        (lambda role, leaf: None, r"function \(role, leaf, placement, mesh\) -> placement, got <lambda>\(role, leaf\)"),
+    ],
+)
+def test_composing_functions_that_are_no_strategies(strategy, message):
+    with pytest.raises(TypeError, match=message):
+        js.compose(strategy, js.tensor())
+    with pytest.raises(TypeError, match=message):
+        place(strategy, data=8)

@@ -1,0 +1,83 @@
+"""Calling a strategy, and checking what it returns.
+
+Strategies are functions that anyone may write, so their placements are checked before anything is made from them: a
+wrong one would otherwise show much later, as an error of JAX about an array without a name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxshard.core.mesh import axis_size, mesh_str
+from jaxshard.core.placement import Placement, axes_of, split_dims, whole
+from jaxshard.core.strategy_parts import Strategy
+from jaxshard.core.tree import Leaf, raise_all
+from jaxshard.core.types import Role
+
+
+class Placer:
+    """Places the arrays of a layout one by one, and collects the wrong placements to report them together.
+
+    Args:
+      strategy: the strategy that is asked.
+      mesh: the mesh that it is asked about.
+    """
+
+    def __init__(self, strategy: Strategy, mesh: Mesh):
+        self._strategy, self._mesh = strategy, mesh
+        self._problems: dict[tuple[str, str], list[Role]] = {}
+
+    def place(self, role: Role, leaf: Leaf) -> Placement:
+        """Return the strategy's placement of an array; the whole array where that is wrong."""
+        placement = self._strategy(role, leaf, whole(leaf), self._mesh)
+        problem = _find_problem(placement, role, leaf, self._mesh)
+        if not problem:
+            return placement
+        self._problems.setdefault((f"{leaf.path} {list(leaf.shape)}", problem), []).append(role)
+        return whole(leaf)
+
+    def raise_problems(self) -> None:
+        """Raise one ValueError that names every array whose placement is wrong, with its roles."""
+        raise_all(
+            (f"{', '.join(roles)} {array}: {problem}" for (array, problem), roles in self._problems.items()),
+            ValueError,
+            "the strategy placed arrays where they can't live",
+        )
+
+
+def place_batch(strategy: Strategy, leaf: Leaf, mesh: Mesh) -> Placement:
+    """Return the strategy's placement of an array of a batch; raises ValueError if it is wrong."""
+    placer = Placer(strategy, mesh)
+    placement = placer.place("batch", leaf)
+    placer.raise_problems()
+    return placement
+
+
+def _find_problem(placement: Any, role: Role, leaf: Leaf, mesh: Mesh) -> str:
+    """Tell what is wrong with a placement, and the fix; "" if nothing is."""
+    if not isinstance(placement, Placement):
+        return f"got {type(placement).__name__}; return the placement that the strategy received, or one made from it"
+    view, use, store = placement.view, placement.use, placement.store
+    if view.logical != leaf.shape:
+        return f"its view is of an array {list(view.logical)}; make it from the placement that the strategy received"
+    for name, spec, sizes in (("store", store, view.stored), ("use", use, view.logical)):
+        if len(spec) != len(sizes):
+            return f"{name} has {len(spec)} entries for {len(sizes)} dimensions; give each one, None where it is whole"
+        axes = axes_of(spec)
+        if missing := [axis for axis in axes if axis not in mesh.shape]:
+            return f"{name} names the axis {missing[0]!r}, which the mesh ({mesh_str(mesh)}) lacks; use one of its axes"
+        if repeated := [axis for axis in axes if axes.count(axis) > 1]:
+            return f"{name} names the axis {repeated[0]!r} {axes.count(repeated[0])} times; use an axis once"
+    for dim, (size, entry) in enumerate(zip(view.stored, store, strict=True)):
+        parts = axis_size(mesh, entry)
+        if size % parts:
+            fit = size + -size % parts
+            fix = f"use {fit} rows" if role == "batch" else f"pad it with placement.pad({dim}, {fit}) before the split"
+            return f"dim {dim} has {size} elements, which the {parts} devices of {entry!r} do not divide; {fix}"
+    at_rest = {(view.logical_dim(dim), axis) for dim, axis in split_dims(store)}
+    for dim, axis in split_dims(use):
+        if (dim, axis) not in at_rest:
+            return f"use splits dim {dim} over {axis!r}, store does not; split it at rest as well, with placement.split"
+    return ""
