@@ -152,6 +152,17 @@ _MODULE_OF = {name: f"jaxshard.{module}" for module, names in _NAMES.items() for
 __all__ = sorted([*_SUBMODULES, *_MODULE_OF])
 
 
+_ELSEWHERE = {"zero3": "fsdp", "dp": "ddp", "tp": "tensor", "pp": "pipeline"}
+"""Names that others use for what has another name here."""
+
+
+def _suggest(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, __all__, 1)
+    return f"; did you mean js.{near[0]}?" if near else ""
+
+
 if not TYPE_CHECKING:  # type checkers have the imports above, and report every other name
 
     def __getattr__(name: str) -> object:
@@ -160,7 +171,7 @@ if not TYPE_CHECKING:  # type checkers have the imports above, and report every 
         elif name in _MODULE_OF:
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         else:
-            raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")
+            raise AttributeError(f"module 'jaxshard' has no attribute {name!r}{_suggest(name)}")
         globals()[name] = value
         return value
 

@@ -100,6 +100,9 @@ class Linen(Adapted):
     loss_fn: Callable[..., Any]
     batch: PyTree
 
+    def __repr__(self) -> str:
+        return f"js.linen({type(self.module).__name__})"
+
     def make_params(self, key: jax.Array) -> PyTree:
         """Draw what `module.init(key, ...)` does, without boxes: params, or js.Model(params, the other collections)."""
         variables = nn.unbox(self._boxed(key))

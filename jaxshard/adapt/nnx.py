@@ -119,6 +119,9 @@ class Nnx(Adapted):
     make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module]
     loss_fn: Callable[..., Any]
 
+    def __repr__(self) -> str:
+        return f"js.nnx({getattr(self.make_module, '__qualname__', type(self.make_module).__name__)})"
+
     def make_params(self, key: jax.Array) -> PyTree:
         """Draw what `make_module(nnx.Rngs(key))` does: params, or js.Model(params, state), of plain nested dicts."""
         _, params, _, state = _split(self._make(key))

@@ -46,7 +46,7 @@ from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import call_in_first_process, failed_processes
-from jaxshard.training.state import TrainState, check_run
+from jaxshard.training.state import TrainState, check_is_run, check_run
 
 _WAIT = 1200.0
 """Seconds that a process waits for the checksums of another one."""
@@ -75,9 +75,12 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
       The folder of the step, complete and on disk.
 
     Raises:
+      TypeError: `run` is no TrainState.
       ValueError: the run is not one of this layout, or the folder holds this step of another run.
       OSError: the step could not be written (a full disk, no permission). Nothing of it is left; other steps stay.
     """
+    if isinstance(dir, TrainState):
+        raise TypeError("dir is a run; write js.save(dir, run, layout), in this order")
     return begin_save(absolute_root(dir), run, layout, data)()
 
 
@@ -99,6 +102,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
     Raises:
       ValueError, OSError: as `save`.
     """
+    check_is_run(run)
     wanted, _ = entries(layout)
     arrays = _check_arrays(run, layout, wanted)
     if json.loads(json.dumps(data, allow_nan=False)) != data:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.constrain import follow_layout
-from jaxshard.core.known_model import known_evaluate
+from jaxshard.core.known_model import check_function, known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value
 from jaxshard.core.mesh import axis_size
@@ -72,6 +72,7 @@ def make_eval_step(
         eval_step = js.make_eval_step(model.evaluate, layout)
         js.evaluate(eval_step, run, held_out)["loss"]
     """
+    check_function("eval_fn", eval_fn, "eval_fn(model, batch)")
     on_devices = _make_device_evaluation(eval_fn, layout, engine)
     compute_stored = make_compute(eval_fn, layout, make_move(layout, auto()))
 

@@ -16,7 +16,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.training.non_finite import BadSteps
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.recovery import Feed, Recovery
-from jaxshard.training.state import TrainState
+from jaxshard.training.state import TrainState, check_is_run, check_not_donated
 
 _TRACED = (3, 5)
 """The steps, counted from the start of `fit`, that a profile shows; the first two compile and warm up."""
@@ -73,14 +73,16 @@ def fit(
       BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
         one that goes on being bad.
       ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
-        `patience` with an evaluation that has no "loss".
-      TypeError: `js.Rollback` with batches that can't go back.
+        `patience` with an evaluation that has no "loss"; a run that was donated to an earlier step.
+      TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
 
     Example:
         history = []     # a list's `append` is a callback that keeps all records
         run = js.fit(run, step, batches, steps=1000, callbacks=[history.append],
                      evaluate=lambda run: js.evaluate(eval_step, run, held_out), eval_every=100, patience=3)
     """
+    check_is_run(run)
+    check_not_donated(run)
     _check_evaluation(evaluate, eval_every, patience)
     callbacks, on_run = tuple(callbacks), tuple(on_run)
     start = done = int(run.step)

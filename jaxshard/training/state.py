@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jaxshard.core.keys import typed_key
+from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, check_transform, join_model, select, split_model
 from jaxshard.core.placement import Placement
 from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
@@ -65,6 +66,7 @@ def init(
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
         run = js.init(init_fn, tx, layout, 0)
     """
+    check_function("init_fn", init_fn, "init_fn(key)")
     check_transform(tx)
     key = typed_key(key)
     peers = peers_of(layout.mesh)
@@ -195,8 +197,26 @@ def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
     check_same_tree(shapes, abstract(opt_state), "tx is not the one that the layout was made for", _REMAKE)
 
 
+def check_is_run(run: Any) -> None:
+    """Raise TypeError unless this is a `TrainState`."""
+    if isinstance(run, TrainState):
+        return
+    if isinstance(run, tuple) and run and isinstance(run[0], TrainState):
+        raise TypeError("run is the pair that a step returned; take it apart: run, metrics = step(run, batch)")
+    raise TypeError(f"run must be a js.TrainState, as js.init and a step return it, got {type(run).__name__}")
+
+
+def check_not_donated(run: TrainState) -> None:
+    """Raise ValueError if a step has taken the arrays of a run: a program that reads them would crash the process."""
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(run)):
+        raise ValueError(
+            "this run was donated to an earlier step, which took its arrays; go on with the run it returned"
+        )
+
+
 def check_run(layout: Layout, run: TrainState) -> None:
-    """Raise ValueError unless a run has the arrays of the layout, where it stores them; names every other leaf."""
+    """Raise unless a run has the arrays of the layout, where it stores them; names every other leaf."""
+    check_is_run(run)
     expected, fix = run_shapes(layout), "make it with js.init and the same layout"
     check_same_tree(abstract(expected), abstract(run), "the run does not fit the layout", fix)
     pairs = zip(jax.tree_util.tree_leaves_with_path(run), jax.tree.leaves(expected), strict=True)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
-from jaxshard.core.known_model import models_run
+from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, check_transform, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import BLOCKS, abstract, check_same_tree, map_with_path, path_str, paths
@@ -28,7 +28,15 @@ from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.stacking import require_same_stacked
 from jaxshard.training.non_finite import find_bad, keep_old_unless, sum_of_squares
-from jaxshard.training.state import TrainState, check_opt_state, check_run, run_shapes, run_shardings
+from jaxshard.training.state import (
+    TrainState,
+    check_is_run,
+    check_not_donated,
+    check_opt_state,
+    check_run,
+    run_shapes,
+    run_shardings,
+)
 from jaxshard.training.update import make_update
 from jaxshard.training.views import store, use_stored
 
@@ -105,10 +113,12 @@ class Step:
         guarded: bool = True,
     ):
         if not isinstance(engine, Engine):
-            got = type(engine).__name__
+            got, name = type(engine).__name__, getattr(engine, "__name__", "")
+            if name in ("auto", "explicit", "pipelined"):
+                arguments = "microbatches=8" if name == "pipelined" else ""
+                got = f"the function that makes one: write js.{name}({arguments})"
             raise TypeError(f"engine must be js.auto(...), js.explicit(...) or js.pipelined(...), got {got}")
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function loss_fn(model, batch, key), got {type(loss_fn).__name__}")
+        check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
         self.loss_fn, self.layout, self.engine, self._guarded = loss_fn, layout, engine, guarded
         check_transform(tx)
         params = select(layout.trainable, layout.shapes.params)
@@ -153,11 +163,10 @@ class Step:
 
     @waits_for_devices
     def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(run)):
-            # The compiled program would crash the process instead of saying so.
-            raise ValueError(
-                "this run was donated to an earlier step, which took its arrays; go on with the run it returned"
-            )
+        if isinstance(batch, TrainState) and not isinstance(run, TrainState):
+            raise TypeError("run and batch are swapped; write step(run, batch)")
+        check_is_run(run)
+        check_not_donated(run)
         program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
         try:
             run, metrics = program(run, jax.device_put(batch, self._rows))

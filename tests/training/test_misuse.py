@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import jaxshard as js
 
@@ -85,3 +86,82 @@ def test_a_loss_that_names_an_axis_it_does_not_run_over():
     for engine in (js.auto(), js.explicit()):
         with pytest.raises(ValueError, match=r"names an axis .*batch.* without axis_name.* of the batch: 'data'"):
             js.make_step(pmapped, TX, layout, engine=engine)(run, BATCH)
+
+
+def test_a_run_that_was_donated_is_refused_by_fit():
+    layout, run = made(js.fsdp(min_size=0))
+    step = js.make_step(loss_fn, TX, layout)
+    step(run, BATCH)
+    with pytest.raises(ValueError, match=r"donated to an earlier step.*go on with the run it returned"):
+        js.fit(run, step, [BATCH], steps=2)
+
+
+def test_what_is_no_run():
+    layout, run = made(js.ddp())
+    step = js.make_step(loss_fn, TX, layout)
+    with pytest.raises(TypeError, match=r"swapped; write step\(run, batch\)"):
+        step(BATCH, run)
+    pair = step(run, BATCH)
+    takers = (lambda x: step(x, BATCH), lambda x: js.logical(x, layout), lambda x: js.fit(x, step, [BATCH], steps=2))
+    for take in takers:
+        with pytest.raises(TypeError, match=r"pair that a step returned; take it apart: run, metrics = step\(run, b"):
+            take(pair)
+        with pytest.raises(TypeError, match=r"run must be a js.TrainState.*, got dict"):
+            take(BATCH)
+
+
+def test_saving_with_swapped_arguments(tmp_path):
+    layout, run = made(js.ddp())
+    with pytest.raises(TypeError, match=r"dir is a run; write js.save\(dir, run, layout\)"):
+        js.save(run, tmp_path, layout)
+    with pytest.raises(TypeError, match=r"run must be a js.TrainState.*, got Layout"):
+        js.save(tmp_path, layout, run)
+    with pytest.raises(TypeError, match="pair that a step returned"):
+        js.save(tmp_path, (run, {}), layout)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("engine", "call"),
+    [(js.auto, r"js.auto\(\)"), (js.explicit, r"js.explicit\(\)"), (js.pipelined, r"js.pipelined\(microbatches=8\)")],
+)
+def test_an_engine_that_was_not_called(engine, call):
+    layout, _ = made(js.ddp())
+    with pytest.raises(TypeError, match=rf"got the function that makes one: write {call}"):
+        js.make_step(loss_fn, TX, layout, engine=engine)
+
+
+def test_a_mesh_and_a_strategy_that_are_swapped():
+    with pytest.raises(TypeError, match=r"strategy is a mesh; write js.layout\(strategy, mesh, init_fn, tx\)"):
+        js.layout(js.make_mesh(data=8), js.fsdp(), init_fn, TX)
+
+
+def test_a_model_in_the_place_of_one_of_its_functions():
+    model = js.linen(nn.Dense(1), lambda model, batch: js.Mean(model(batch["x"]).sum(), 1), {"x": BATCH["x"]})
+    layout, _ = made(js.ddp())
+    with pytest.raises(TypeError, match=r"init_fn must be .*got the model itself; pass model.init"):
+        js.layout(js.fsdp(), js.make_mesh(data=8), model, TX)
+    with pytest.raises(TypeError, match=r"got the model itself; pass model.init"):
+        js.init(model, TX, layout, 0)
+    with pytest.raises(TypeError, match=r"got the model itself; pass model.loss"):
+        js.make_step(model, TX, layout)
+    with pytest.raises(TypeError, match=r"got the model itself; pass model.evaluate"):
+        js.make_eval_step(model, layout)
+
+
+def test_a_model_prints_in_one_line():
+    model = js.linen(nn.Dense(1), lambda model, batch: 0.0, {"x": BATCH["x"]})
+    assert [repr(fn) for fn in (model, model.init, model.loss, model.evaluate)] == [
+        "js.linen(Dense)", "js.linen(Dense).init", "js.linen(Dense).loss", "js.linen(Dense).evaluate",
+    ]  # fmt: skip
+    assert repr(js.nnx(init_fn, lambda model, batch: 0.0).loss) == "js.nnx(init_fn).loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("fsdpp", "; did you mean js.fsdp?"), ("zero3", "; did you mean js.fsdp?"), ("qqq", ""), ("_qqq", "")],
+)
+def test_a_name_that_is_not_there(name, end):
+    with pytest.raises(AttributeError) as caught:
+        getattr(js, name)
+    assert str(caught.value) == f"module 'jaxshard' has no attribute '{name}'{end}"
