@@ -300,7 +300,7 @@ def test_no_engine_no_loss():
         TypeError, match=r"engine must be js.auto\(...\), js.explicit\(...\) or js.pipelined\(...\), got str"
     ):
         js.make_step(loss_fn, TX, layout_of(), engine="explicit")
-    with pytest.raises(TypeError, match=r"engine must be .*got function"):
+    with pytest.raises(TypeError, match=r"engine must be .*got the function that makes one"):
         js.make_step(loss_fn, TX, layout_of(), engine=js.auto)
     with pytest.raises(TypeError, match=r"loss_fn must be a function loss_fn\(model, batch, key\), got NoneType"):
         js.make_step(None, TX, layout_of())
