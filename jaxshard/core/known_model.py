@@ -2,8 +2,8 @@
 
 `model.init`, `model.loss` and `model.evaluate` of a known model are not bound methods but small values, `InitOf`,
 `LossOf` and `EvaluateOf`, that carry their model. So recognition is an `isinstance`, not a look at names, and it
-survives `jax.jit`. A function of the user's that *calls* one of them (a lambda, a loss with a
-penalty) is recognised while it is traced: `models_run` lists the known models whose functions ran.
+survives `jax.jit`. A function of the user's that *calls* one of them (a lambda, a loss with a penalty) is recognised
+while it is traced: `models_run` lists the known models whose functions ran.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class InitOf:
     def __call__(self, key: jax.Array) -> PyTree:
         """Return the model's parameters, with its state where it has one."""
         made = self.model.make_params(key)
-        _note(self.model, abstract(made))
+        _note(self.model, made)
         return made
 
 
@@ -90,7 +90,7 @@ class LossOf:
 
     def __call__(self, model: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
         """Return the loss of a batch."""
-        _note(self.model, abstract(model))
+        _note(self.model, model)
         return self.model.compute_loss(model, batch, key)
 
 
@@ -178,4 +178,4 @@ def models_run() -> Iterator[list[ModelRun]]:
 def _note(model: KnownModel, tree: PyTree) -> None:
     runs: _Runs | None = _runs.value
     if runs is not None:
-        runs.found.append(ModelRun(model, tree))
+        runs.found.append(ModelRun(model, abstract(tree)))

@@ -281,7 +281,6 @@ class Step:
         """
         if self._checked_stacking:
             return
-        self._checked_stacking = True
         if isinstance(self._params, dict) and BLOCKS in self._params:
             require_same_stacked(self._tx, self._params)
         elif not check_elementwise(self._tx, self._params):
@@ -290,6 +289,8 @@ class Step:
                 f'and they are not found: the parameters have no "{BLOCKS}" at their top. Return what model.init '
                 "returns from init_fn, with other parameters beside it"
             )
+        # Last, so that a step that was refused is refused again.
+        self._checked_stacking = True
 
 
 def check_batch(layout: Layout, batch: PyTree, microbatches: int) -> None:

@@ -182,7 +182,10 @@ def test_parts_without_a_block(parts, got):
 def test_a_layout_that_does_not_know_the_model():
     model = model_of(num_blocks=8)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    unknown = lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), shapes)  # noqa: E731
+
+    def unknown(key):
+        return jax.tree.map(lambda x: jax.random.normal(key, x.shape), shapes)
+
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), unknown, TX)
     message = r"(?s)pass the method model.init itself to js.layout.*blocks/.*: dim 0 of \[8, .*\] is split or padded"
     with pytest.raises(ValueError, match=message):
