@@ -18,7 +18,8 @@ def package_folder(name: str) -> Path:
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {name!r}", name=name)
-    return Path(spec.submodule_search_locations[0]).resolve()
+    # Not resolved: through a symbolic link, frames of our code bear the path by which Python imported it.
+    return Path(spec.submodule_search_locations[0])
 
 
 _JAXSHARD = package_folder("jaxshard")

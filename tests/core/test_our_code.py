@@ -1,5 +1,10 @@
 """Files of this package, told apart from the user's and from other libraries'."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -26,3 +31,14 @@ def test_only_files_below_the_package_are_its_own():
     assert not is_jaxshard_file(__file__)
     assert not is_jaxshard_file(jax.__file__)
     assert not is_jaxshard_file("/home/user/jaxshard/train.py")
+
+
+def test_a_package_behind_a_symbolic_link_knows_its_own_files(tmp_path):
+    (tmp_path / "link").symlink_to(Path(__file__).parents[2], target_is_directory=True)
+    program = (
+        "from jaxshard.core import our_code; print(our_code.__file__, our_code.is_jaxshard_file(our_code.__file__))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "link")}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(tmp_path / "link/jaxshard/core/our_code.py"), "True"]
