@@ -17,90 +17,65 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxshard.adapt.objective import OfBlocks, resolve
+from jaxshard.adapt.objective import OfBlocks
+from jaxshard.checks.difference import CLOSE, Difference
 from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, split_model
 from jaxshard.core.loss import Mean, as_loss
 from jaxshard.core.mesh import axis_size
+from jaxshard.core.text_table import first_words
 from jaxshard.core.tree import row_count
-from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.engine import Engine
-
-_CLOSE = 1e-3
-"""Relative: arrays that are as close to a multiple of each other differ by a constant factor."""
-
-
-class Ratio(NamedTuple):
-    """A loss or gradient that differs.
-
-    Attributes:
-      name: such as "gradient dense/kernel".
-      ours: the array of the sharded step.
-      theirs: the array of one device, of the same shape.
-    """
-
-    name: str
-    ours: np.ndarray
-    theirs: np.ndarray
-
-    @property
-    def factor(self) -> float | None:
-        """The constant factor by which `ours` is off; None if it is off by none, or something is not finite."""
-        a, b = self.ours.astype(np.float64).ravel(), self.theirs.astype(np.float64).ravel()
-        if not (np.isfinite(a).all() and np.isfinite(b).all() and b.any()):
-            return None
-        factor = float(a @ b / (b @ b))  # least squares: the factor that brings factor * b closest to a
-        close = np.abs(a - factor * b).max() <= _CLOSE * np.abs(a).max()
-        return factor if close and abs(factor - 1) > _CLOSE else None
+from jaxshard.core.types import PyTree
+from jaxshard.training.step import Step
 
 
 class Suspect(NamedTuple):
     """A loss that gave another result sharded, with all that it was called with.
 
     Attributes:
-      loss_fn: the loss.
+      step: the sharded step.
       model: what `init_fn` returned, on one device.
       batch: the global batch, NumPy arrays.
       key: the random key of the step.
-      layout: where the sharded step keeps its arrays.
-      engine: how it computed the gradient.
       bind: makes a function that names mesh axes runnable on one device.
     """
 
-    loss_fn: LossFn
+    step: Step
     model: PyTree
     batch: PyTree
     key: jax.Array
-    layout: Layout
-    engine: Engine
     bind: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def find_causes(failed: set[str], ratios: list[Ratio], suspect: Suspect) -> tuple[str, ...]:
+def find_causes(failures: Sequence[Difference], suspect: Suspect) -> tuple[str, ...]:
     """Find the likely causes of a difference. Compiles and runs the loss a few times on one device.
 
     Args:
-      failed: the kinds of arrays that differ: "loss", "gradient", "update", "state".
-      ratios: the loss and the gradients that differ.
+      failures: the arrays that differ.
       suspect: the loss.
 
     Returns:
       A sentence or two for each cause, with the way out; () if nothing is found.
     """
+    failed = {one.what for one in failures}
     if failed == {"update"}:
         return (
             "given the same gradients the optimizer alone differs: an update that amplifies rounding (tolerance= "
             "allows for it), or one that depends on how arrays are split",
         )
-    factors = _describe_factors(ratios, suspect.layout)
+    factors = _describe_factors(failures, suspect.step.layout)
     found = _compare_parts(suspect) if failed & {"loss", "gradient"} else ()
-    if "state" in failed and not suspect.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
+    if (
+        "state" in failed
+        and not suspect.step.engine.compiler_chooses
+        and not any(_STATISTICS in text for text in found)
+    ):
         found = (*found, f"the model's new state is computed by each device from its own rows: {_STATISTICS}")
     if not found and factors:
         found = (
@@ -116,17 +91,16 @@ _STATISTICS = (
 )
 
 
-def _describe_factors(ratios: list[Ratio], layout: Layout) -> tuple[str, ...]:
-    """Return a sentence per constant factor, which names the arrays that are off by it."""
+def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[str, ...]:
+    """Return a sentence per constant factor, which names the loss and the gradients that are off by it."""
     by_factor: dict[str, list[str]] = {}
-    for ratio in ratios:
-        text = None if ratio.factor is None else _match_axes(ratio.factor, layout)
-        # A single number is always off by some factor, which says something only if it is the size of an axis.
-        if text is None and ratio.factor is not None and ratio.theirs.size > 1:
-            text = f"{ratio.factor:.4g} times what one device has"
-        if text is not None:
-            by_factor.setdefault(text, []).append(ratio.name)
-    return tuple(f"off by a constant factor: {_shorten(names)}: {text}" for text, names in by_factor.items())
+    for one in failures:
+        if one.what in ("loss", "gradient") and one.factor is not None:
+            # A single number is always off by some factor, which says something only if it is the size of an axis.
+            other = f"{one.factor:.4g} times what one device has" if one.size > 1 else None
+            if text := _match_axes(one.factor, layout) or other:
+                by_factor.setdefault(text, []).append(one.name)
+    return tuple(f"off by a constant factor: {first_words(names, 4)}: {text}" for text, names in by_factor.items())
 
 
 def _match_axes(factor: float, layout: Layout) -> str | None:
@@ -137,7 +111,7 @@ def _match_axes(factor: float, layout: Layout) -> str | None:
         for names in itertools.combinations(axes, count):
             size = math.prod(shape[name] for name in names)
             for way, whole in (("large", factor), ("small", 1 / factor if factor else math.inf)):
-                if abs(whole / size - 1) <= _CLOSE:
+                if abs(whole / size - 1) <= CLOSE:
                     what = f"axis {names[0]!r}" if count == 1 else "axes " + " x ".join(map(repr, names))
                     return f"{size} times too {way}, and {size} is the size of {what}"
     return None
@@ -145,11 +119,12 @@ def _match_axes(factor: float, layout: Layout) -> str | None:
 
 def _compare_parts(suspect: Suspect) -> tuple[str, ...]:
     """Compare the loss of the whole batch with those of its parts; see the table at the top of this file."""
-    loss_fn, _, batch, key, layout, engine, bind = suspect
-    parts = engine.microbatches * (1 if engine.compiler_chooses else axis_size(layout.mesh, layout.batch_axes))
+    step, model, batch, key, bind = suspect
+    devices = 1 if step.engine.compiler_chooses else axis_size(step.layout.mesh, step.layout.batch_axes)
+    parts = step.engine.microbatches * devices
     rows = row_count(batch)
     size = rows // parts
-    evaluate = bind(_terms_of(loss_fn, suspect.model))
+    evaluate = bind(_terms_of(step, model))
     run = jax.jit(evaluate)
     if parts == 1 or run(batch, key, 0) is None:
         return ()
@@ -188,15 +163,15 @@ def _compare_parts(suspect: Suspect) -> tuple[str, ...]:
     )
 
 
-def _terms_of(loss_fn: LossFn, model: PyTree) -> Callable[..., Any]:
+def _terms_of(step: Step, model: PyTree) -> Callable[..., Any]:
     """Make `fn(rows, key, first row) -> (totals, weights)` of a loss that returns a `js.Mean`, None for a scalar."""
-    objective = resolve(loss_fn)
+    objective = step.objective
 
     def fn(batch: PyTree, key: jax.Array, row: Any) -> Any:
         if isinstance(objective, OfBlocks):
             loss = as_loss(objective.model.run(split_model(model)[0], batch, key, row=row))
         else:
-            loss = as_loss(loss_fn(model, batch, advance(key, row)))
+            loss = as_loss(step.loss_fn(model, batch, advance(key, row)))
         return (loss.value.totals, loss.value.weights) if isinstance(loss.value, Mean) else None
 
     return fn
@@ -212,7 +187,3 @@ def _near(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _as_sum(numbers: Iterable[float]) -> str:
     return " + ".join(f"{number:.6g}" for number in numbers)
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -26,6 +26,9 @@ _ROUNDING = 1e-6
 _FLOOR = 1e-3
 """Relative to the largest magnitude in a tree: errors are measured against no smaller number."""
 
+CLOSE = 1e-3
+"""Relative: arrays that are as close to a multiple of each other differ by a constant factor."""
+
 
 class Difference(NamedTuple):
     """The distance of one array of the sharded step from one device's.
@@ -36,13 +39,17 @@ class Difference(NamedTuple):
       error: the relative error; NaN if either side is not finite.
       allowed: the largest error that passes.
       note: what is odd about numbers that are not finite; "" otherwise.
+      factor: the constant factor by which all numbers are off; None if they are off by none, or are not finite.
+      size: the number of elements.
     """
 
     what: str
     leaf: str
     error: float
     allowed: float
-    note: str = ""
+    note: str
+    factor: float | None
+    size: int
 
     @property
     def ok(self) -> bool:
@@ -59,9 +66,8 @@ class Difference(NamedTuple):
 
 
 def compare_losses(loss: float, expected: float, allowed: float) -> Difference:
-    """Compare two losses, relative to the expected one."""
-    error = abs(loss - expected) / abs(expected) if expected else abs(loss)
-    return Difference("loss", "", error, allowed, _describe_non_finite(np.asarray(loss), np.asarray(expected)))
+    """Compare two losses, relative to the expected one unless that is 0."""
+    return _compare("loss", "", np.asarray(loss), np.asarray(expected), allowed, floor=0.0 if expected else 1.0)
 
 
 def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> list[Difference]:
@@ -77,14 +83,28 @@ def compare_trees(what: str, ours: PyTree, theirs: PyTree, allowed: float) -> li
     leaves = list(zip(paths(theirs), *(map(to_numpy, jax.tree.leaves(tree)) for tree in (ours, theirs)), strict=True))
     floats = [b[np.isfinite(b)] for _, _, b in leaves if np.issubdtype(b.dtype, np.floating)]
     largest = max((float(np.abs(b).max(initial=0)) for b in floats), default=0.0)
-    found = []
-    for path, a, b in leaves:
-        exact = not np.issubdtype(b.dtype, np.floating)
-        zero = _ROUNDING * largest if what == "gradient" else 0.0
-        note = _describe_non_finite(a, b)
-        error = float("nan") if note else _error(a.astype(np.float64), b.astype(np.float64), _FLOOR * largest, zero)
-        found.append(Difference(what, path, error, 0.0 if exact else allowed, note))
-    return found
+    zero = _ROUNDING * largest if what == "gradient" else 0.0
+    return [_compare(what, path, a, b, allowed, _FLOOR * largest, zero) for path, a, b in leaves]
+
+
+def _compare(
+    what: str, leaf: str, a: np.ndarray, b: np.ndarray, allowed: float, floor: float, zero: float = 0.0
+) -> Difference:
+    """Compare two arrays; `floor` and `zero` are those of `_error`."""
+    allowed = allowed if np.issubdtype(b.dtype, np.floating) else 0.0
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    note = _describe_non_finite(a, b)
+    error = float("nan") if note else _error(a, b, floor, zero)
+    return Difference(what, leaf, error, allowed, note, None if note else _factor(a.ravel(), b.ravel()), b.size)
+
+
+def _factor(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Return the constant factor by which `a` is off `b`, None if there is none or it is 1."""
+    if not b.any():
+        return None
+    factor = float(a @ b / (b @ b))  # least squares: the factor that brings factor * b closest to a
+    close = np.abs(a - factor * b).max() <= CLOSE * np.abs(a).max()
+    return factor if close and abs(factor - 1) > CLOSE else None
 
 
 def _error(a: np.ndarray, b: np.ndarray, floor: float, zero: float) -> float:

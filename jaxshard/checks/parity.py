@@ -20,22 +20,22 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxshard.checks.causes import Ratio, Suspect, find_causes
+from jaxshard.checks.causes import Suspect, find_causes
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
 from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, check_transform, join_model, put_back, select, split_model
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.make_layout import layout
-from jaxshard.core.placement import Placement
+from jaxshard.core.mesh import mesh_str
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import align_columns
-from jaxshard.core.tree import abstract, paths
+from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
-from jaxshard.training.state import init, run_key
+from jaxshard.training.state import init, put_stored, run_key
 from jaxshard.training.step import Step, check_batch
 
 DIFFERS = "DIFFERS"
@@ -179,58 +179,42 @@ def parity(
     if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
     check_transform(tx)
+    engine, seed, first = engine or auto(), typed_key(key), mesh.devices.flat[0]
+    notes: list[str] = []
+    # What is no engine is refused with the step.
+    if isinstance(engine, Engine) and not (engine.compute_dtype is None and engine.reduce_dtype is None):
+        notes.append("compute_dtype and reduce_dtype of the engine were left out: all is computed in f32")
+        engine = replace(engine, compute_dtype=None, reduce_dtype=None)
     with jax.default_matmul_precision("float32"):
-        return _compare(
-            init_fn, loss_fn, tx, strategy, mesh, batch, engine or auto(), typed_key(key), tolerance, trainable
-        )
-
-
-def _compare(
-    init_fn: InitFn,
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
-    strategy: Strategy,
-    mesh: Mesh,
-    batch: PyTree,
-    engine: Engine,
-    seed: jax.Array,
-    tolerance: float,
-    trainable: PyTree | Callable[[str], bool],
-) -> Parity:
-    """Do what `parity` does, with arguments that are checked and filled in."""
-    first, notes = mesh.devices.flat[0], _Notes()
-    engine = notes.without_low_precision(engine)
-    with jax.default_device(first):
-        batch = notes.to_f32("batch", jax.tree.map(np.asarray, batch))
-        model = jax.jit(init_fn)(jax.device_put(seed, first))
-        start = notes.to_f32("parameters", model)
-        make = init_fn if start is model else _init_in_f32(init_fn)
-        both = _record(tx)
-        plan = layout(strategy, mesh, make, both, trainable=trainable)
-        step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
-        check_batch(plan, abstract(batch), engine.microbatches)
-        step_key = jax.random.fold_in(run_key(seed), 0)
-        alone = _run_on_one_device(loss_fn, tx, plan, start, batch, step_key, notes)
-    run = init(make, both, plan, seed, init_from=start)
-    given = jax.tree.map(partial(_store, mesh), alone.grads, plan.opt_state["given"])
-    run, metrics = step(run._replace(opt_state=run.opt_state | {"given": given}), batch)
-    loss, expected = float(metrics["loss"]), float(alone.loss)
-    grads = _to_model_order(plan.opt_state["grads"], run.opt_state["grads"])
-    pairs = [
-        ("gradient", grads, alone.grads),
-        ("update", _to_model_order(plan.opt_state["updates"], run.opt_state["updates"]), alone.updates),
-        ("state", _to_model_order(plan.state, run.state), alone.state),
-    ]
-    found = [compare_losses(loss, expected, _LOSS_SHARE * tolerance)]
-    found += [one for what, ours, theirs in pairs for one in compare_trees(what, ours, theirs, tolerance)]
-    notes.check_updates(alone.updates)
-    report = Parity(_run_name(mesh, engine), (loss, expected), tuple(found), notes=tuple(notes.lines))
-    if report.ok or not np.isfinite(expected):
-        return report
-    params, state = split_model(start)
-    ratios = _list_ratios(report, loss, expected, grads, alone.grads)
-    suspect = Suspect(loss_fn, join_model(params, state), batch, step_key, plan, engine, alone.bind)
-    return replace(report, why=find_causes({one.what for one in report.failures}, ratios, suspect))
+        with jax.default_device(first):
+            batch = _to_f32("batch", jax.tree.map(np.asarray, batch), notes)
+            model = jax.jit(init_fn)(jax.device_put(seed, first))
+            start = _to_f32("parameters", model, notes)
+            make = init_fn if start is model else lambda key: _to_f32("parameters", init_fn(key), [])
+            both = _record(tx)
+            plan = layout(strategy, mesh, make, both, trainable=trainable)
+            step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
+            check_batch(plan, abstract(batch), engine.microbatches)
+            step_key = jax.random.fold_in(run_key(seed), 0)
+            alone = _run_on_one_device(loss_fn, tx, plan, start, batch, step_key, notes)
+        run = init(make, both, plan, seed, init_from=start)
+        given = jax.tree.map(partial(put_stored, layout=plan), alone.grads, plan.opt_state["given"])
+        run, metrics = step(run._replace(opt_state=run.opt_state | {"given": given}), batch)
+        losses = float(metrics["loss"]), float(alone.loss)
+        found = [compare_losses(*losses, _LOSS_SHARE * tolerance)]
+        for what, placements, ours, theirs in (
+            ("gradient", plan.opt_state["grads"], run.opt_state["grads"], alone.grads),
+            ("update", plan.opt_state["updates"], run.opt_state["updates"], alone.updates),
+            ("state", plan.state, run.state, alone.state),
+        ):
+            found += compare_trees(what, _to_model_order(placements, ours), theirs, tolerance)
+        if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(alone.updates)):
+            notes.append("all updates are zero on one device, so that nothing is said about the optimizer")
+        report = Parity(f"{mesh_str(mesh)} under js.{engine.name}()", losses, tuple(found), notes=tuple(notes))
+        if report.ok or not np.isfinite(alone.loss):
+            return report
+        suspect = Suspect(step, join_model(*split_model(start)), batch, step_key, alone.bind)
+        return replace(report, why=find_causes(report.failures, suspect))
 
 
 class _OneDevice(NamedTuple):
@@ -244,7 +228,7 @@ class _OneDevice(NamedTuple):
 
 
 def _run_on_one_device(
-    loss_fn: LossFn, tx: Any, plan: Layout, model: PyTree, batch: PyTree, key: jax.Array, notes: _Notes
+    loss_fn: LossFn, tx: Any, plan: Layout, model: PyTree, batch: PyTree, key: jax.Array, notes: list[str]
 ) -> _OneDevice:
     """Run the plain step on one device: value_and_grad of the loss, then tx.update twice."""
     params, state = split_model(model)
@@ -255,20 +239,17 @@ def _run_on_one_device(
         value = loss.value.value if isinstance(loss.value, Mean) else loss.value
         return value, next_state(state, loss)
 
-    def step(chosen: PyTree, batch: PyTree) -> tuple[Any, ...]:
-        (loss, state), grads = jax.value_and_grad(objective, has_aux=True)(chosen, batch)
-        return loss, grads, state
-
     def update(grads: PyTree, chosen: PyTree) -> PyTree:
         return _update_twice(tx, grads, tx.init(chosen), chosen)[0]
 
+    step = jax.value_and_grad(objective, has_aux=True)
     chosen = select(mask, params)
     bind = _make_bind(step, plan.mesh, (chosen, batch), notes)
-    loss, grads, state = jax.jit(bind(step))(chosen, batch)
+    (loss, state), grads = jax.jit(bind(step))(chosen, batch)
     return _OneDevice(loss, grads, jax.jit(update)(grads, chosen), state, bind)
 
 
-def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes: _Notes) -> _Bind:
+def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes: list[str]) -> _Bind:
     """Return what makes `fn`, and others that call the loss, runnable on one device.
 
     A loss may name the mesh's axes (`nn.BatchNorm(axis_name="data")`). On one device these have size 1.
@@ -279,7 +260,7 @@ def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes:
     except NameError as error:
         if unbound_axis_name(error) not in mesh.axis_names:
             raise
-    notes.lines.append("the loss names mesh axes, so that on one device they were given size 1")
+    notes.append("the loss names mesh axes, so that on one device they were given size 1")
     shape = (1,) * len(mesh.axis_names)
     one = Mesh(mesh.devices.flat[:1].reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
 
@@ -311,65 +292,22 @@ def _update_twice(tx: Any, grads: PyTree, state: PyTree, params: PyTree) -> tupl
     return updates, state
 
 
-class _Notes:
-    """Makes the changes that a comparison needs, and collects a line for each."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def without_low_precision(self, engine: Engine) -> Engine:
-        if not isinstance(engine, Engine) or (engine.compute_dtype is None and engine.reduce_dtype is None):
-            return engine  # make_step refuses what is none
-        self.lines.append("compute_dtype and reduce_dtype of the engine were left out: all is computed in f32")
-        return replace(engine, compute_dtype=None, reduce_dtype=None)
-
-    def to_f32(self, what: str, tree: PyTree) -> PyTree:
-        """Return the tree with floating arrays of lower precision in f32, the tree itself if there are none."""
-        low = {str(x.dtype): None for x in jax.tree.leaves(tree) if _is_low(x)}
-        if not low:
-            return tree
-        self.lines.append(f"{what} in {', '.join(low)} were cast to float32")
-        return jax.tree.map(lambda x: x.astype(np.float32) if _is_low(x) else x, tree)
-
-    def check_updates(self, updates: PyTree) -> None:
-        if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates)):
-            self.lines.append("all updates are zero on one device, so that nothing is said about the optimizer")
+def _to_f32(what: str, tree: PyTree, notes: list[str]) -> PyTree:
+    """Return the tree with floating arrays of lower precision in f32, and note it; the tree itself if there are none."""
+    low = dict.fromkeys(str(x.dtype) for x in jax.tree.leaves(tree) if _is_low(x))
+    if not low:
+        return tree
+    notes.append(f"{what} in {', '.join(low)} were cast to float32")
+    return jax.tree.map(lambda x: x.astype(np.float32) if _is_low(x) else x, tree)
 
 
 def _is_low(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
-def _init_in_f32(init_fn: InitFn) -> InitFn:
-    """Make a function like `init_fn` whose floating parameters of lower precision are f32."""
-    return lambda key: jax.tree.map(lambda x: x.astype(jnp.float32) if _is_low(x) else x, init_fn(key))
-
-
-def _store(mesh: Mesh, x: jax.Array, placement: Placement) -> jax.Array:
-    """Place an array of one device as the layout stores it."""
-    values: Any = np.asarray(x)
-    placed: jax.Array = jax.device_put(placement.view.apply(values), placement.sharding(mesh))
-    return placed
-
-
 def _to_model_order(placements: PyTree, stored: PyTree) -> PyTree:
     """Return stored arrays as one device has them: without padding, blocks in the order of the model."""
     return jax.tree.map(lambda x, placement: placement.view.invert(to_numpy(x)), stored, placements)
-
-
-def _run_name(mesh: Mesh, engine: Engine) -> str:
-    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    return f"{axes} under js.{engine.name}()"
-
-
-def _list_ratios(report: Parity, loss: float, expected: float, grads: PyTree, others: PyTree) -> list[Ratio]:
-    """List the loss and the gradients that differ, each sharded and on one device."""
-    failed = {one.leaf for one in report.failures if one.what == "gradient"}
-    pairs = [
-        (path, a, to_numpy(b)) for path, a, b in zip(paths(others), jax.tree.leaves(grads), jax.tree.leaves(others))
-    ]
-    found = [Ratio(f"gradient {path}", a, b) for path, a, b in pairs if path in failed]
-    return found if report.differences[0].ok else [Ratio("loss", np.asarray(loss), np.asarray(expected)), *found]
 
 
 def _verdict(found: list[Difference]) -> str:

@@ -1,4 +1,4 @@
-"""Text tables: rows of cells as lines with aligned columns."""
+"""Text tables, rows of cells as lines with aligned columns, and lists of words that are cut short."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def align_columns(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:
     widths = [max(map(len, column)) for column in columns]
     specs = [f"{side}{width}" for side, width in zip(sides or "<" * len(columns), widths, strict=True)]
     return ["  ".join(format(cell, spec) for cell, spec in zip(row, specs, strict=True)).rstrip() for row in rows]
+
+
+def first_words(words: Sequence[str], most: int = 3) -> str:
+    """Join words by commas, with the number of those that are left out: "a, b, c and 2 more"."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

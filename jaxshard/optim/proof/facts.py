@@ -25,11 +25,12 @@ A UNIFORM value is no PARTIAL_SUM: summed over n devices it would count n times 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from jaxshard.core.compat import equation_frames
+from jaxshard.core.text_table import first_words
 
 
 class Kind(IntEnum):
@@ -113,7 +114,7 @@ class Context(NamedTuple):
 
     def some_names(self, params: Iterable[int]) -> str:
         """The paths of some parameters, the first three in full."""
-        return first_three([self.names[param] for param in sorted(params)])
+        return first_words([self.names[param] for param in sorted(params)])
 
 
 def all_influences(facts: Iterable[Fact]) -> frozenset[int]:
@@ -165,11 +166,6 @@ def origin_of(equation: Any, context: Context, text: str) -> Origin:
             file, line, function = frames[0]
             return Origin(primitive, text, function.replace(".<locals>", ""), f"{_short(file)}:{line}")
     return Origin(primitive, text)
-
-
-def first_three(words: Sequence[str]) -> str:
-    """Join words by commas, with the number of those after the third: "a, b, c and 2 more"."""
-    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def _short(file: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxshard.optim.proof.facts import Origin, first_three
+from jaxshard.core.text_table import first_words
+from jaxshard.optim.proof.facts import Origin
 
 
 class Reason(NamedTuple):
@@ -51,7 +52,7 @@ def describe(reasons: Sequence[Reason]) -> str:
         blamed = reason.source._replace(text="") if reason.source.where else reason.source
         outputs.setdefault(blamed, []).append(reason)
     lines = [
-        f"{found[0].source} ({first_three([*dict.fromkeys(reason.output for reason in found)])})"
+        f"{found[0].source} ({first_words([*dict.fromkeys(reason.output for reason in found)])})"
         for found in outputs.values()
     ]
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
