@@ -63,19 +63,15 @@ def find_causes(failures: Sequence[Difference], suspect: Suspect) -> tuple[str, 
     Returns:
       A sentence or two for each cause, with the way out; () if nothing is found.
     """
-    failed = {one.what for one in failures}
+    step, failed = suspect.step, {one.what for one in failures}
     if failed == {"update"}:
         return (
             "given the same gradients the optimizer alone differs: an update that amplifies rounding (tolerance= "
             "allows for it), or one that depends on how arrays are split",
         )
-    factors = _describe_factors(failures, suspect.step.layout)
+    factors = _describe_factors(failures, step.layout)
     found = _compare_parts(suspect) if failed & {"loss", "gradient"} else ()
-    if (
-        "state" in failed
-        and not suspect.step.engine.compiler_chooses
-        and not any(_STATISTICS in text for text in found)
-    ):
+    if "state" in failed and not step.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
         found = (*found, f"the model's new state is computed by each device from its own rows: {_STATISTICS}")
     if not found and factors:
         found = (

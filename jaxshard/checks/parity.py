@@ -293,7 +293,7 @@ def _update_twice(tx: Any, grads: PyTree, state: PyTree, params: PyTree) -> tupl
 
 
 def _to_f32(what: str, tree: PyTree, notes: list[str]) -> PyTree:
-    """Return the tree with floating arrays of lower precision in f32, and note it; the tree itself if there are none."""
+    """Return the tree with floating arrays of lower precision in f32, and note that; itself if there are none."""
     low = dict.fromkeys(str(x.dtype) for x in jax.tree.leaves(tree) if _is_low(x))
     if not low:
         return tree

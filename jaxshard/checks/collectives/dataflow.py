@@ -15,8 +15,9 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
-from jaxshard.checks.collectives.hlo import Computation, Module, Op, Scope
+from jaxshard.checks.collectives.hlo import Computation, Module, Op, Scope, loop_scopes
 
 Path = tuple[int, ...]
 """Indices into nested tuples, the outermost first."""
@@ -95,32 +96,36 @@ def trip_count(module: Module, scope: Scope, loop: Op) -> int | None:
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
         return int(noted[1])
-    condition = module.computations[loop.callee("condition")]
-    body = module.computations[loop.callee("body")]
-    inner, compare, _ = resolve(module, Scope(condition, scope, loop, loop.operands, body), condition.root)
-    if compare.opcode != "compare":
+    body, condition = loop_scopes(module, scope, loop)
+    inner, compare, _ = resolve(module, condition, condition.computation.root)
+    counter = _find_counter(module, inner, compare, condition.computation) if compare.opcode == "compare" else None
+    if counter is None:
         return None
-    direction = compare.attribute("direction") or ""
-    left, right = compare.operands
-    index = _carry_index(module, inner, left, condition)
-    if index is None:
-        left, right, direction = right, left, _MIRRORED.get(direction, direction)
-        index = _carry_index(module, inner, left, condition)
-    if index is None:
-        return None
-    start = integer(module, scope, loop.operands[0], (index,))
-    limit = integer(module, inner, right)
-    step = _counter_step(module, Scope(body, scope, loop, loop.operands, body), index)
+    start = integer(module, scope, loop.operands[0], (counter.element,))
+    limit = integer(module, inner, counter.other)
+    step = _counter_step(module, body, counter.element)
     if start is None or limit is None or not step:
         return None
-    return _count_turns(start, limit, step, direction)
+    direction = compare.attribute("direction") or ""
+    return _count_turns(start, limit, step, _MIRRORED.get(direction, direction) if counter.is_second else direction)
 
 
-def _carry_index(module: Module, scope: Scope, name: str, owner: Computation) -> int | None:
-    """The index of the element of the loop's carry that a value is, if any; `owner` is the loop's body or condition."""
-    at, op, path = resolve(module, scope, name)
-    is_element = op.opcode == "parameter" and at.computation is owner and len(path) == 1
-    return path[0] if is_element else None
+class _Counter(NamedTuple):
+    """An operation of which one operand is the counter of a loop: its element of the carry, and the other operand."""
+
+    element: int
+    other: str
+    is_second: bool
+
+
+def _find_counter(module: Module, scope: Scope, op: Op, owner: Computation) -> _Counter | None:
+    """Find which operand is an element of the loop's carry, if any; `owner` is the loop's body or condition."""
+    left, right = op.operands
+    for name, other, is_second in ((left, right, False), (right, left, True)):
+        at, maker, path = resolve(module, scope, name)
+        if maker.opcode == "parameter" and at.computation is owner and len(path) == 1:
+            return _Counter(path[0], other, is_second)
+    return None
 
 
 def _counter_step(module: Module, scope: Scope, index: int) -> int | None:
@@ -128,12 +133,10 @@ def _counter_step(module: Module, scope: Scope, index: int) -> int | None:
     at, op, path = resolve(module, scope, scope.computation.root, (index,))
     if op.opcode not in ("add", "subtract") or path:
         return None
-    left, right = op.operands
-    if op.opcode == "add" and _carry_index(module, at, left, scope.computation) != index:
-        left, right = right, left
-    if _carry_index(module, at, left, scope.computation) != index:
+    counter = _find_counter(module, at, op, scope.computation)
+    if counter is None or counter.element != index or (op.opcode == "subtract" and counter.is_second):
         return None
-    amount = integer(module, at, right)
+    amount = integer(module, at, counter.other)
     return amount if amount is None or op.opcode == "add" else -amount
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -25,8 +24,10 @@ Groups = tuple[tuple[int, ...], ...]
 UNKNOWN = ("?",)
 """The axes of groups that are no product of mesh axes."""
 
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IOTA_GROUPS = re.compile(rf"\[([\d,]+)\]<={_IOTA.pattern}")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_SIZE = re.compile(r"([^',=\s]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
 
 
@@ -46,74 +47,53 @@ def parse_groups(text: str, devices: int) -> Groups:
       ValueError: a syntax that is none of these.
     """
     if text.startswith("{"):
-        groups = re.findall(r"\{([\d,]+)\}", text)
-        return tuple(_integers(group) for group in groups) or (tuple(range(devices)),)
-    if iota := _IOTA.match(text):
-        return tuple(tuple(group) for group in _expand_iota(iota).tolist())
+        return parse_pairs(text) or (tuple(range(devices)),)
+    if iota := _IOTA_GROUPS.match(text):
+        return _as_groups(_expand_iota(iota[2], iota[3]).reshape(_integers(iota[1])))
     if mesh := _MESH.match(text):
         return _expand_mesh(*mesh.groups())
     raise ValueError(f"replica groups in an unknown syntax: {text[:120]!r}")
 
 
-def _expand_iota(found: re.Match[str]) -> np.ndarray:
-    ids = np.arange(math.prod(_integers(found[2]))).reshape(_integers(found[2]))
-    if found[3]:
-        ids = ids.transpose(_integers(found[3]))
-    return ids.reshape(_integers(found[1]))
-
-
 def _expand_mesh(shape: str, device_ids: str | None, axes: str) -> Groups:
     """Groups over whole axes, or over parts of axes, of a mesh that the compiler describes.
 
-    `mesh[a=2,b=4] {b:(2)2}` splits b into 2 x 2 and groups over the inner part: the devices, reshaped to [2, 2, 2] and
-    the grouped dimension moved to the end, are read off as rows: {0,1}, {2,3}, {4,5}, {6,7}.
+    A part is given as (size before it)size. In `mesh[a=2,b=4] {b:(2)2}` it is the inner one of b = 2 x 2, the last
+    binary digit of a device's place along b; devices that differ in nothing else are a group: {0,1}, {2,3}, {4,5}, ...
     """
-    names, sizes = [], []
-    for axis in shape.split(",") if shape else ():
-        name, _, size = axis.rpartition("=")
-        names.append(name.strip().strip("'"))
-        sizes.append(int(size))
-    # Every named axis, whole or in part, becomes dimensions of its own; the parts named in `axes` are grouped over.
-    split: list[list[int]] = [[size] for size in sizes]
-    wanted: dict[int, list[tuple[int, int]]] = {}
+    sizes = {name: int(size) for name, size in _SIZE.findall(shape)}
+    count = math.prod(sizes.values())
+    places = dict(zip(sizes, np.unravel_index(np.arange(count), tuple(sizes.values())))) if sizes else {}
+    digits = [np.zeros(count, int)]
+    width = 1
     for axis in axes.split(",") if axes else ():
         found = _AXIS.fullmatch(axis.strip())
-        if found is None or found[1] not in names:
+        if found is None or found[1] not in sizes:
             raise ValueError(f"replica groups over {axis!r}, which is no axis of mesh[{shape}]")
-        index = names.index(found[1])
-        part = (int(found[2]), int(found[3])) if found[2] else (1, sizes[index])
-        wanted.setdefault(index, []).append(part)
-    grouped: list[tuple[int, int]] = []
-    for index, parts in wanted.items():
-        split[index], taken = _split_axis(sizes[index], parts)
-        grouped += [(index, position) for position in taken]
-    dims = [(index, position) for index, parts in enumerate(split) for position in range(len(parts))]
-    order = [dims.index(dim) for dim in dims if dim not in grouped] + [dims.index(dim) for dim in grouped]
-    shape_of = [size for parts in split for size in parts]
-    ids = _device_ids(device_ids, math.prod(sizes)).reshape(shape_of).transpose(order)
-    width = math.prod(split[index][position] for index, position in grouped)
-    return tuple(tuple(group) for group in ids.reshape(-1, width).tolist())
-
-
-def _split_axis(size: int, parts: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """The sizes into which an axis falls, major first, and which of these are the parts.
-
-    A part is given as (size before it, its own size): of an axis of 8, the part (2, 2) gives [2, 2, 2] and [1].
-    """
-    bounds = sorted({1, size, *(before for before, _ in parts), *(before * part for before, part in parts)})
-    sizes = [after // before for before, after in itertools.pairwise(bounds)] or [1]
-    taken = [bounds.index(start) for start in bounds[:-1] if any(b <= start < b * n for b, n in parts)]
-    return sizes, taken
+        before, part = (int(found[2]), int(found[3])) if found[2] else (1, sizes[found[1]])
+        after = sizes[found[1]] // (before * part)
+        digits.append(places[found[1]] // after % part)
+        places[found[1]] = places[found[1]] - digits[-1] * after
+        width *= part
+    order = np.lexsort((*reversed(digits), *reversed(places.values())))  # sorted by place, in a group by digits
+    return _as_groups(_device_ids(device_ids, count)[order].reshape(-1, width))
 
 
 def _device_ids(text: str | None, count: int) -> np.ndarray:
     if text is None:
         return np.arange(count)
-    if not text.startswith("["):
-        return np.array(_integers(text))
-    shape, _, order = text[1:].partition("]")
-    ids = np.arange(count).reshape(_integers(shape))
-    return ids.transpose(_integers(order[2:-1])) if order else ids
+    iota = _IOTA.match(text)
+    return np.array(_integers(text)) if iota is None else _expand_iota(*iota.groups()).ravel()
+
+
+def _expand_iota(sizes: str, order: str | None) -> np.ndarray:
+    """Count up in an array of these sizes, and transpose it if an order is given."""
+    ids = np.arange(math.prod(_integers(sizes))).reshape(_integers(sizes))
+    return ids.transpose(_integers(order)) if order else ids
+
+
+def _as_groups(rows: np.ndarray) -> Groups:
+    return tuple(map(tuple, rows.tolist()))
 
 
 def parse_pairs(text: str) -> Groups:
@@ -134,16 +114,15 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
     """
     # Every device gets the lowest position of its group as label. Groups over some axes are the right ones if taking
     # the minimum of the positions along these axes gives the same labels.
-    labels = np.arange(mesh.size)
-    for group in groups:
-        labels[list(group)] = min(group)
     ids = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    labels = ids.copy()
+    for group in groups:
+        labels.flat[list(group)] = min(group)
     names = [name for name, size in mesh.shape.items() if size > 1]
     for count in range(len(names) + 1):
         for axes in itertools.combinations(names, count):
-            dims = tuple(mesh.axis_names.index(name) for name in axes)
-            lowest = ids.min(axis=dims, keepdims=True) if dims else ids
-            if np.array_equal(np.broadcast_to(lowest, ids.shape).ravel(), labels):
+            lowest = ids.min(axis=tuple(mesh.axis_names.index(name) for name in axes), keepdims=True)
+            if (lowest == labels).all():
                 return axes
     return UNKNOWN
 

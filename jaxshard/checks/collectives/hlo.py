@@ -167,6 +167,12 @@ class Scope(NamedTuple):
     body: Computation | None = None
 
 
+def loop_scopes(module: Module, scope: Scope, loop: Op) -> tuple[Scope, Scope]:
+    """Return the scopes of a while loop's body and of its condition."""
+    body, condition = (module.computations[loop.callee(name)] for name in ("body", "condition"))
+    return Scope(body, scope, loop, loop.operands, body), Scope(condition, scope, loop, loop.operands, body)
+
+
 def parse(text: str) -> Module:
     """Parse the text of an optimized program.
 
