@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
-from jaxshard.checks.collectives.found import KINDS, Collective, HasText, arrays_only, collectives, summary
-from jaxshard.checks.collectives.matching import STANDS_FOR, Allowances, MovedArray
+from jaxshard.checks.collectives.found import (
+    KINDS,
+    Collective,
+    HasText,
+    Row,
+    add_counts,
+    arrays_only,
+    collectives,
+    only_arrays,
+    summary,
+)
+from jaxshard.checks.collectives.matching import Allowances
 from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.checks.collectives.source import is_model_file
 from jaxshard.core.layout import Layout, human_bytes
@@ -101,25 +110,22 @@ class Comparison:
           Dictionaries with "kind", "axis" (several joined by "+"), "promised" (bytes at most; None where the loss
           decides, as it does over tensor axes), "bytes" and "count" found. What only may be and is not has no row.
         """
-        rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
-
-        def row(kind: str, axes: tuple[str, ...]) -> dict[str, Any]:
-            empty = {"kind": kind, "axis": "+".join(axes), "promised": 0, "bytes": 0, "count": 0}
-            return rows.setdefault((kind, axes), empty)
-
+        found = {(row.kind, row.axes): row for row in summary(arrays_only(self.found))}
+        promised: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for one in self.promised:
             if one.bytes is not None and one.elements[1] > 1:
-                row(one.kind, one.axes)["promised"] += one.bytes
-        for known in summary(arrays_only(self.found)):
-            row(known.kind, known.axes).update(count=known.count, bytes=known.bytes)
-        # Activations have no number of bytes. Where nothing else is promised the row says so, not that it is nothing.
-        for key, cells in rows.items():
-            if any(one.shape is None and one.kind == key[0] and set(key[1]) <= set(one.axes) for one in self.promised):
-                cells["promised"] = cells["promised"] or None
+                promised[one.kind, one.axes] += one.bytes
         sure = {(one.kind, one.axes) for one in self.promised if one.least}
-        # A reduce-scatter that is not there was an all-reduce: its row says how much of those was promised.
-        rows = {k: cells for k, cells in rows.items() if cells["count"] != 0 or k in sure or k[0] == "reduce-scatter"}
-        return [rows[key] for key in sorted(rows, key=lambda key: (KINDS.index(key[0]), key[1]))]
+        rows = []
+        for kind, axes in sorted(promised.keys() | found.keys(), key=lambda key: (KINDS.index(key[0]), key[1])):
+            row = found.get((kind, axes), Row(kind, axes, 0, 0))
+            # A reduce-scatter that is not there was an all-reduce: its row says how much of those was promised.
+            if row.count != 0 or (kind, axes) in sure or kind == "reduce-scatter":
+                # Activations have no number of bytes. Where nothing else is promised the row says so, not that it is 0.
+                any_size = [one for one in self.promised if one.shape is None and one.kind == kind]
+                as_needed = any(set(axes) <= set(one.axes) for one in any_size)
+                rows.append(row.as_dict() | {"promised": promised[kind, axes] or (None if as_needed else 0)})
+        return rows
 
     def __str__(self) -> str:
         small = f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
@@ -175,54 +181,51 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     """
     found = tuple(found)
     allowances = Allowances(promised.expected)
-    problems: dict[MovedArray, str] = {}
-    arrays = [MovedArray(number, part, one) for number, one in enumerate(found) for part in range(len(one.shapes))]
-    left: list[MovedArray] = []
+    problems: dict[tuple[int, int], str] = {}
+    # Every array, by the number of its collective and its own there, as if it were moved alone.
+    arrays = {
+        (number, part): only_arrays(one, [part]) for number, one in enumerate(found) for part in range(len(one.shapes))
+    }
+    left: list[tuple[tuple[int, int], Collective]] = []
     # What an engine issues is matched first: of equal arrays the user's own collective is to be the one left over. And
     # what happens often before what happens seldom: it needs a promise with room for all of its executions.
-    for array in sorted(arrays, key=lambda array: (_is_users(array.found), -(array.found.count or 0))):
-        if banned := [one for one in promised.never if is_forbidden(one, array.found, array.shape)]:
-            problems[array] = explain_forbidden(banned, array.found)
-        elif not allowances.take(array, array.found.kind):
-            left.append(array)
+    for at, array in sorted(arrays.items(), key=lambda item: (_is_users(item[1]), -(item[1].count or 0))):
+        if banned := [one for one in promised.never if is_forbidden(one, array)]:
+            problems[at] = explain_forbidden(banned, array)
+        elif not allowances.take(array):
+            left.append((at, array))
     # Only after all own kinds are matched may an all-reduce use up what was promised of another kind.
-    left = [one for one in left if not any(allowances.take(one, kind) for kind in STANDS_FOR.get(one.found.kind, ()))]
+    left = [(at, array) for at, array in left if not allowances.take(array, as_other=True)]
     slack = promised.slack
-    for array in sorted(left, key=lambda array: math.inf if array.bytes is None else array.bytes):
+    for at, array in sorted(left, key=lambda item: (item[1].bytes is None, item[1].bytes or 0)):
         if array.bytes is not None and array.bytes <= slack:
             slack -= array.bytes
         else:
-            problems[array] = allowances.explain(array)
+            problems[at] = allowances.explain(array)
     missing = tuple(allowances.missing())
-    return Comparison(promised.expected, found, _merge_surprises(problems), missing, promised.slack - slack)
+    surprises = _merge_surprises(found, problems)
+    return Comparison(promised.expected, found, surprises, missing, promised.slack - slack)
 
 
-def _merge_surprises(problems: dict[MovedArray, str]) -> tuple[Surprise, ...]:
+def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int], str]) -> tuple[Surprise, ...]:
     """One surprise per collective and reason, with the arrays that it is about; equal ones of one place added up."""
+    parts_of: dict[tuple[int, str], list[int]] = {}
+    for number, part in sorted(problems):
+        parts_of.setdefault((number, problems[number, part]), []).append(part)
     merged: dict[tuple[Any, ...], Surprise] = {}
-    in_order = sorted(problems, key=lambda array: (array.number, array.part))
-    for _, arrays_of_one in itertools.groupby(in_order, key=lambda array: array.number):
-        by_reason: dict[str, list[MovedArray]] = {}
-        for array in arrays_of_one:
-            by_reason.setdefault(problems[array], []).append(array)
-        for why, arrays in by_reason.items():
-            one = arrays[0].found
-            shapes = tuple(array.shape for array in arrays)
-            sizes = tuple(one.sizes[array.part] for array in arrays)
-            # Unknown counts are not added to known ones: `one.count is None` is part of the key.
-            key = (one.kind, one.axes, one.dtype, shapes, one.source, one.op_name, one.count is None, why)
-            before = merged[key].found.count if key in merged else 0
-            count = None if one.count is None or before is None else one.count + before
-            merged[key] = Surprise(replace(one, shapes=shapes, sizes=sizes, count=count), why)
+    for (number, why), parts in parts_of.items():
+        one = only_arrays(found[number], parts)
+        # Unknown counts are not added to known ones: `one.count is None` is part of the key.
+        key = (one.kind, one.axes, one.dtype, one.shapes, one.source, one.op_name, one.count is None, why)
+        before = merged[key].found.count if key in merged else 0
+        merged[key] = Surprise(replace(one, count=add_counts(one.count, before)), why)
     return tuple(merged.values())
 
 
 def _is_users(one: Collective) -> bool:
     """True if the source is a line of a model: the user's own, or one of the ready-made ones."""
     file = Path(one.source.removeprefix("near ").rpartition(":")[0])
-    if not one.frames:
-        return False
-    return not is_jaxshard_file(file) or is_model_file(file)
+    return bool(one.frames) and (not is_jaxshard_file(file) or is_model_file(file))
 
 
 def _table(comparison: Comparison) -> str:

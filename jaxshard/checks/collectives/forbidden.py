@@ -85,8 +85,8 @@ def _shard_sizes(mesh: Mesh, one: Parameter) -> frozenset[int]:
     return frozenset(math.prod(shape) // split for shape in shapes if len(shape) > 1)
 
 
-def is_forbidden(never: Never, found: Collective, shape: Shape) -> bool:
-    """Return True if an array of a collective has the form of one that must not travel over its axes.
+def is_forbidden(never: Never, found: Collective) -> bool:
+    """Return True if the array of a collective, its only one, has the form of one that must not travel over its axes.
 
     A sum of a weight's size may be one of activations, so a weight's form is only looked for in what is gathered (the
     whole weight) and in what is exchanged or permuted (shards of it, which must be of a floating type: indices that are
@@ -94,13 +94,13 @@ def is_forbidden(never: Never, found: Collective, shape: Shape) -> bool:
     """
     if not set(found.axes) & set(never.axes):
         return False
-    elements = math.prod(shape)
+    (shape,) = found.shapes
     if never.vocab:
-        return shape[-1:] == (never.vocab,) and elements > never.vocab and len(normal_shape(shape)) > 1
+        return shape[-1:] == (never.vocab,) and found.elements > never.vocab and len(normal_shape(shape)) > 1
     if found.kind == "all-gather":
         return normal_shape(shape) in never.shapes
     moved = found.kind not in ("all-reduce", "reduce-scatter")
-    return moved and elements in never.shards and found.dtype.startswith(("f", "bf"))
+    return moved and found.elements in never.shards and found.dtype.startswith(("f", "bf"))
 
 
 def explain_forbidden(banned: Sequence[Never], found: Collective) -> str:

@@ -15,12 +15,11 @@ Not seen: communication inside custom kernels (remote copies of Pallas) and tran
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
@@ -29,6 +28,7 @@ from jaxshard.checks.collectives.dataflow import trip_count
 from jaxshard.checks.collectives.groups import UNKNOWN, Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
 from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.core.compat import device_order
+from jaxshard.core.mesh import mesh_str
 from jaxshard.core.text_table import align_columns
 
 KINDS = (
@@ -54,7 +54,7 @@ class HasText(Protocol):
         """Return the program's text."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Collective:
     """One collective operation of a compiled program, as one device sees it.
 
@@ -101,7 +101,7 @@ class Collective:
         return max(math.prod(shape) for shape in self.shapes)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Row:
     """All collectives of one kind over the same axes, added up.
 
@@ -150,31 +150,22 @@ def collectives(compiled: HasText | str, mesh: Mesh) -> tuple[Collective, ...]:
     module = hlo.parse(text or "")
     _check_mesh(compiled, module, mesh)
     records: dict[tuple[str, str], Collective] = {}
-    for found in _find(module, hlo.Scope(module.computations[module.entry]), 1, False):
-        record = _make_record(module, mesh, found)
-        key = (found.scope.computation.name, found.op.name)
+    for scope, op, times, conditional in _find(module, hlo.Scope(module.computations[module.entry]), 1, False):
+        record = _make_record(module, mesh, scope, op)
+        key = (scope.computation.name, op.name)
         # A computation that is called from several places is found several times.
         if record is not None:
-            records[key] = _add_executions(records[key], record) if key in records else record
+            known = records.get(key, replace(record, count=0, conditional=True))
+            count = add_counts(known.count, times)
+            records[key] = replace(known, count=count, conditional=known.conditional and conditional)
     return tuple(records.values())
-
-
-class _Found(NamedTuple):
-    """A collective operation, and how often and where the program runs it."""
-
-    op: hlo.Op
-    scope: hlo.Scope
-    kind: str
-    times: int | None
-    conditional: bool
 
 
 def _check_mesh(compiled: HasText | str, module: hlo.Module, mesh: Mesh) -> None:
     if module.devices != mesh.size:
-        sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
-            f"the program was compiled for {module.devices} device(s), the mesh ({sizes}) has {mesh.size}; compile it "
-            "with arguments or in_shardings on this mesh"
+            f"the program was compiled for {module.devices} device(s), the mesh ({mesh_str(mesh)}) has {mesh.size}; "
+            "compile it with arguments or in_shardings on this mesh"
         )
     order = device_order(compiled) or tuple(mesh.devices.flat)
     if order != tuple(mesh.devices.flat):
@@ -185,13 +176,16 @@ def _check_mesh(compiled: HasText | str, module: hlo.Module, mesh: Mesh) -> None
         )
 
 
-def _find(module: hlo.Module, scope: hlo.Scope, times: int | None, conditional: bool) -> Iterator[_Found]:
-    """Every collective that runs when a computation runs `times`, those of the computations it calls included."""
+def _find(
+    module: hlo.Module, scope: hlo.Scope, times: int | None, conditional: bool
+) -> Iterator[tuple[hlo.Scope, hlo.Op, int | None, bool]]:
+    """What may be a collective when a computation runs `times`, in the computations it calls too: where, how often.
+
+    The last element is True in a branch of a conditional.
+    """
     for name, line in scope.computation.lines.items():
         if _COLLECTIVE.search(line):
-            op = scope.computation[name]
-            if kind := _kind_of(scope, op):
-                yield _Found(op, scope, kind, times, conditional)
+            yield scope, scope.computation[name], times, conditional
         elif _CALLING.search(line):
             op = scope.computation[name]
             for inner, turns in _calls(module, scope, op):
@@ -203,10 +197,9 @@ def _calls(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[h
     """The computations that an operation runs, and how often each; the branches of a conditional once."""
     if op.opcode == "while":
         turns = trip_count(module, scope, op)
-        body, condition = (module.computations[op.callee(name)] for name in ("body", "condition"))
-        yield hlo.Scope(body, scope, op, op.operands, body), turns
-        # The condition runs once more than the body: the last time it ends the loop.
-        yield hlo.Scope(condition, scope, op, op.operands, body), None if turns is None else turns + 1
+        body, condition = hlo.loop_scopes(module, scope, op)
+        yield body, turns
+        yield condition, add_counts(turns, 1)  # the last time it ends the loop
     elif op.opcode == "conditional":  # the first operand chooses, each branch has one of the others
         for name, operand in zip(op.callees, op.operands[1:], strict=True):
             yield hlo.Scope(module.computations[name], scope, op, (operand,)), 1
@@ -243,9 +236,11 @@ def _users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
             yield from _users(computation, op.name)
 
 
-def _make_record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | None:
-    """The record of an operation, None where no device communicates with another."""
-    op, kind = found.op, found.kind
+def _make_record(module: hlo.Module, mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
+    """The record of one execution of an operation, None where no device communicates with another."""
+    kind = _kind_of(scope, op)
+    if kind is None:
+        return None
     if kind == "collective-permute":
         groups = parse_pairs(_attribute(op, "source_target_pairs"))
         axes = axes_of_pairs(groups, mesh)
@@ -254,12 +249,12 @@ def _make_record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | 
         axes = axes_of_groups(groups, mesh)
     if not axes:
         return None
-    arrays = _whole_arrays(found.scope, op, kind, len(groups[0]))
-    source = find_source(module, found.scope, op)
+    arrays = _whole_arrays(scope, op, kind, len(groups[0]))
+    source = find_source(module, scope, op)
     return Collective(
         kind=kind,
         axes=axes,
-        count=found.times,
+        count=1,
         dtype="+".join(dict.fromkeys(dtype for dtype, _ in arrays)),
         shapes=tuple(shape for _, shape in arrays),
         sizes=tuple(hlo.nbytes(array) for array in arrays),
@@ -268,8 +263,7 @@ def _make_record(module: hlo.Module, mesh: Mesh, found: _Found) -> Collective | 
         op=op.name,
         op_name=source.op_name,
         groups=groups,
-        conditional=found.conditional,
-        user=find_user(module, found.scope, op),
+        user=find_user(module, scope, op),
     )
 
 
@@ -302,13 +296,8 @@ def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[
     return operands[:1] if in_place else operands
 
 
-def _add_executions(first: Collective, again: Collective) -> Collective:
-    """The record of an operation in a computation that is called from several places."""
-    count = _add(first.count, again.count)
-    return dataclasses.replace(first, count=count, conditional=first.conditional and again.conditional)
-
-
-def _add(left: int | None, right: int | None) -> int | None:
+def add_counts(left: int | None, right: int | None) -> int | None:
+    """Add two numbers of executions, or of bytes; None stands for one that is not known."""
     return None if left is None or right is None else left + right
 
 
@@ -337,18 +326,20 @@ def split_scalars(
     Returns:
       (the collectives of arrays, the collectives of scalars), each in their order.
     """
-    arrays: list[Collective] = []
-    scalars: list[Collective] = []
-    for one in found:
-        large = [math.prod(shape) > above for shape in one.shapes]
-        arrays += [_select(one, large)] if any(large) else []
-        scalars += [_select(one, [not size for size in large])] if not all(large) else []
-    return tuple(arrays), tuple(scalars)
+    found = tuple(found)
+
+    def select(large: bool) -> Iterator[Collective]:
+        for one in found:
+            if parts := [part for part, shape in enumerate(one.shapes) if (math.prod(shape) > above) is large]:
+                yield only_arrays(one, parts)
+
+    return tuple(select(True)), tuple(select(False))
 
 
-def _select(one: Collective, kept: list[bool]) -> Collective:
-    shapes = tuple(itertools.compress(one.shapes, kept))
-    return dataclasses.replace(one, shapes=shapes, sizes=tuple(itertools.compress(one.sizes, kept)))
+def only_arrays(one: Collective, parts: Sequence[int]) -> Collective:
+    """Return a collective with some of its arrays, given by their numbers."""
+    shapes = tuple(one.shapes[part] for part in parts)
+    return replace(one, shapes=shapes, sizes=tuple(one.sizes[part] for part in parts))
 
 
 def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
@@ -356,7 +347,7 @@ def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
     rows: dict[tuple[str, tuple[str, ...]], Row] = {}
     for one in found:
         row = rows.get((one.kind, one.axes), Row(one.kind, one.axes, 0, 0))
-        count, size = _add(row.count, one.count), _add(row.bytes, one.bytes)
+        count, size = add_counts(row.count, one.count), add_counts(row.bytes, one.bytes)
         rows[one.kind, one.axes] = Row(one.kind, one.axes, count, size, row.conditional or one.conditional)
     return tuple(sorted(rows.values(), key=lambda row: (KINDS.index(row.kind), row.axes)))
 

@@ -13,57 +13,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective
+from jaxshard.core.text_table import first_words
 
-STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
+_STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
 """A compiler may reduce everywhere and slice, or add up arrays that are zero elsewhere."""
 
 
-class MovedArray(NamedTuple):
-    """One array of a collective, which may move several.
+@dataclass
+class _Allowance:
+    """The executions promised of arrays that can't be told apart in a program, and how many of them are used up.
 
-    Attributes:
-      number: of the collective, in the order of the program.
-      part: of the array among those of the collective.
-      found: the collective.
+    These are of one kind, over the same axes, with as many elements and blocks; the compiler changes their shapes.
     """
-
-    number: int
-    part: int
-    found: Collective
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the whole array."""
-        return self.found.shapes[self.part]
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of the whole array."""
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int | None:
-        """Bytes of all executions; None where their number is unknown."""
-        return None if self.found.count is None else self.found.count * self.found.sizes[self.part]
-
-
-class _Key(NamedTuple):
-    """Promised arrays with equal keys can't be told apart in a program, whose compiler changes shapes."""
 
     kind: str
     axes: tuple[str, ...]
     elements: tuple[int, int]
     stack: int
-
-
-@dataclass
-class _Allowance:
-    """The executions promised of all arrays with one key, and how many of them are used up."""
-
     least: int = 0
     most: int = 0
     used: int = 0
@@ -78,32 +48,34 @@ class Allowances:
         expected = tuple(expected)
         # Promises without a number: "as needed" covers any number of executions.
         self._open = [one for one in expected if one.shape is None or not one.axes]
-        self._counted: dict[_Key, _Allowance] = {}
+        self._counted: dict[tuple[Any, ...], _Allowance] = {}
         for one in expected:
             if one.shape is not None and one.axes and one.most:
-                known = self._counted.setdefault(_Key(one.kind, one.axes, one.elements, one.stack), _Allowance())
+                key = (one.kind, one.axes, one.elements, one.stack)
+                known = self._counted.setdefault(key, _Allowance(*key))
                 known.least, known.most = known.least + one.least, known.most + one.most
                 known.what.append(one.what)
                 known.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
-    def take(self, array: MovedArray, kind: str) -> bool:
-        """Use up what was promised of an array by a kind of collective, for all its executions.
+    def take(self, array: Collective, *, as_other: bool = False) -> bool:
+        """Use up what was promised of an array, for all its executions.
 
         Args:
-          array: what the program moves.
-          kind: what to look for among the promises: the collective's own kind, or one that it stands for.
+          array: what the program moves, a collective of one array.
+          as_other: look among the promises of the kinds that it may stand for, not of its own.
 
         Returns:
           False, and nothing is used up, if no promise has room for all of them.
         """
-        count = array.found.count
-        for times, known in self._fitting(kind, array):
-            if count is not None and known.used + times * count <= known.most:
-                known.used += times * count
-                return True
-        return kind == array.found.kind and any(_covers(one, array) for one in self._open)
+        count = array.count
+        for kind in _STANDS_FOR.get(array.kind, ()) if as_other else (array.kind,):
+            for times, known in self._fitting(kind, array):
+                if count is not None and known.used + times * count <= known.most:
+                    known.used += times * count
+                    return True
+        return not as_other and any(_covers(one, array) for one in self._open)
 
-    def _fitting(self, kind: str, array: MovedArray) -> list[tuple[int, _Allowance]]:
+    def _fitting(self, kind: str, array: Collective) -> list[tuple[int, _Allowance]]:
         """The allowances that an array may fall under, and how many promised executions one of its own stands for.
 
         That is one, or as many as there are blocks where the compiler joined those of a loop. Several arrays of a model
@@ -111,41 +83,39 @@ class Allowances:
         arrays that were padded.
         """
         fits: list[tuple[bool, int, int, _Allowance]] = []
-        for key, known in self._counted.items():
-            if (key.kind, key.axes) == (kind, array.found.axes):
-                least, most = key.elements
+        for known in self._counted.values():
+            if (known.kind, known.axes) == (kind, array.axes):
+                least, most = known.elements
                 fits += [
-                    ((times, normal_shape(array.shape)) not in known.forms, times * most, times, known)
-                    for times in dict.fromkeys((1, key.stack))
+                    ((times, normal_shape(array.shapes[0])) not in known.forms, times * most, times, known)
+                    for times in dict.fromkeys((1, known.stack))
                     if times * least <= array.elements <= times * most
                 ]
         return [(times, known) for *_, times, known in sorted(fits, key=lambda fit: fit[:2])]
 
-    def explain(self, array: MovedArray) -> str:
+    def explain(self, array: Collective) -> str:
         """Return what was promised of an array of this size over these axes, if anything."""
-        one = array.found
-        kinds = (one.kind, *STANDS_FOR.get(one.kind, ()))
+        kinds = (array.kind, *_STANDS_FOR.get(array.kind, ()))
         fitting = [known for kind in kinds for _, known in self._fitting(kind, array)]
         if not fitting:
             return f"nothing of {array.elements:,} elements is promised there"
         names = [name for known in fitting for name in known.what]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         times = sum(known.most for known in fitting)
-        return f"more often than promised: {times} times for {', '.join(names[:3])}{more}"
+        return f"more often than promised: {times} times for {first_words(names)}"
 
     def missing(self) -> Iterator[str]:
         """Yield what was sure to happen and happened less often; an all-reduce that stood for another kind counts."""
-        for (kind, axes, (_, size), _), known in self._counted.items():
+        for known in self._counted.values():
             if known.used < known.least:
                 yield (
-                    f"{kind} over {'+'.join(axes)} of {size:,} elements, {known.used} times instead of {known.least}: "
-                    f"{', '.join(known.what[:3])}"
+                    f"{known.kind} over {'+'.join(known.axes)} of {known.elements[1]:,} elements, {known.used} times "
+                    f"instead of {known.least}: {', '.join(known.what[:3])}"
                 )
 
 
-def _covers(one: Expected, array: MovedArray) -> bool:
+def _covers(one: Expected, array: Collective) -> bool:
     """Return True if a promise without a number of executions covers the array."""
-    if one.kind != array.found.kind or (one.axes and not set(array.found.axes) <= set(one.axes)):
+    if one.kind != array.kind or (one.axes and not set(array.axes) <= set(one.axes)):
         return False
     most = one.limit if one.shape is None else math.prod(one.shape)
     return most is None or array.elements <= most
