@@ -6,29 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
-from jaxshard.checks.collectives.found import (
-    KINDS,
-    Collective,
-    HasText,
-    Row,
-    add_counts,
-    arrays_only,
-    collectives,
-    only_arrays,
-    summary,
-)
+from jaxshard.checks.collectives.found import KINDS, Collective, add_counts, arrays_only, collectives, pick, summary
 from jaxshard.checks.collectives.matching import Allowances
 from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.checks.collectives.source import is_model_file
-from jaxshard.core.layout import Layout, human_bytes
+from jaxshard.core.layout import human_bytes
 from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.core.text_table import align_columns
-from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.engine import Engine
+from jaxshard.core.types import PyTree
+from jaxshard.training.step import Step
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class Comparison:
           Dictionaries with "kind", "axis" (several joined by "+"), "promised" (bytes at most; None where the loss
           decides, as it does over tensor axes), "bytes" and "count" found. What only may be and is not has no row.
         """
-        found = {(row.kind, row.axes): row for row in summary(arrays_only(self.found))}
+        found = {(row.kind, row.axes): (row.count, row.bytes) for row in summary(arrays_only(self.found))}
         promised: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for one in self.promised:
             if one.bytes is not None and one.elements[1] > 1:
@@ -118,13 +108,15 @@ class Comparison:
         sure = {(one.kind, one.axes) for one in self.promised if one.least}
         rows = []
         for kind, axes in sorted(promised.keys() | found.keys(), key=lambda key: (KINDS.index(key[0]), key[1])):
-            row = found.get((kind, axes), Row(kind, axes, 0, 0))
+            count, size = found.get((kind, axes), (0, 0))
             # A reduce-scatter that is not there was an all-reduce: its row says how much of those was promised.
-            if row.count != 0 or (kind, axes) in sure or kind == "reduce-scatter":
+            if count != 0 or (kind, axes) in sure or kind == "reduce-scatter":
                 # Activations have no number of bytes. Where nothing else is promised the row says so, not that it is 0.
                 any_size = [one for one in self.promised if one.shape is None and one.kind == kind]
                 as_needed = any(set(axes) <= set(one.axes) for one in any_size)
-                rows.append(row.as_dict() | {"promised": promised[kind, axes] or (None if as_needed else 0)})
+                most = promised[kind, axes] or (None if as_needed else 0)
+                row = {"kind": kind, "axis": "+".join(axes), "promised": most, "bytes": size, "count": count}
+                rows.append(row)
         return rows
 
     def __str__(self) -> str:
@@ -134,18 +126,7 @@ class Comparison:
         return "\n\n".join(part for part in parts if part)
 
 
-class HasStep(Protocol):
-    """The part of a `js.Step` that the audit needs."""
-
-    layout: Layout
-    engine: Engine
-    loss_fn: LossFn
-
-    def compile(self, batch: PyTree) -> HasText:
-        """Compile the step for a batch of arrays or shapes."""
-
-
-def audit(step: HasStep, batch: PyTree) -> Comparison:
+def audit(step: Step, batch: PyTree) -> Comparison:
     """Compile a step and compare its collectives with the promise of its layout and engine.
 
     Nothing runs and no array is made; a mesh of a TPU topology (`js.plan.topology_mesh`) will do.
@@ -183,9 +164,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     allowances = Allowances(promised.expected)
     problems: dict[tuple[int, int], str] = {}
     # Every array, by the number of its collective and its own there, as if it were moved alone.
-    arrays = {
-        (number, part): only_arrays(one, [part]) for number, one in enumerate(found) for part in range(len(one.shapes))
-    }
+    arrays = {(number, part): pick(one, [part]) for number, one in enumerate(found) for part in range(len(one.shapes))}
     left: list[tuple[tuple[int, int], Collective]] = []
     # What an engine issues is matched first: of equal arrays the user's own collective is to be the one left over. And
     # what happens often before what happens seldom: it needs a promise with room for all of its executions.
@@ -214,7 +193,7 @@ def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int]
         parts_of.setdefault((number, problems[number, part]), []).append(part)
     merged: dict[tuple[Any, ...], Surprise] = {}
     for (number, why), parts in parts_of.items():
-        one = only_arrays(found[number], parts)
+        one = pick(found[number], parts)
         # Unknown counts are not added to known ones: `one.count is None` is part of the key.
         key = (one.kind, one.axes, one.dtype, one.shapes, one.source, one.op_name, one.count is None, why)
         before = merged[key].found.count if key in merged else 0

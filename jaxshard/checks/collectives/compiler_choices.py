@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import jax
 
-from jaxshard.checks.collectives.expected import Expected, Shape, over_axes
+from jaxshard.checks.collectives.expected import Expected, Shape
 from jaxshard.checks.collectives.parameters import Parameter, rank_of, tensor_axes
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
@@ -30,18 +30,17 @@ def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
     A product with a weight whose contracted dimension is split leaves partial sums, hence all-reduces; a sequence that
     a rule splits is gathered before such a product and its sums are scattered after it.
     """
-    mesh, tensor = layout.mesh, tensor_axes(layout)
-    one = Expected("all-reduce", (), None, None, 0, None, "activations")
-    yield from over_axes(mesh, one, tensor)
+    one = Expected("all-reduce", tensor_axes(layout), None, None, 0, None, "activations")
+    yield one
     if splits_sequence(layout):
         for kind in ("all-gather", "reduce-scatter"):
-            yield from over_axes(mesh, replace(one, kind=kind, what="activations split along the sequence"), tensor)
+            yield replace(one, kind=kind, what="activations split along the sequence")
     if compiler_chooses:
         # Statistics of a batch have a number per feature: no more than the longest dimension of a parameter.
         longest = max(max(x.shape, default=1) for x in jax.tree.leaves(layout.shapes.params))
-        sums = replace(one, limit=longest, what="sums over rows")
-        yield from over_axes(mesh, sums, layout.batch_axes)
-        yield from over_axes(mesh, replace(sums, kind="all-gather"), layout.batch_axes)
+        sums = replace(one, axes=layout.batch_axes, limit=longest, what="sums over rows")
+        yield sums
+        yield replace(sums, kind="all-gather")
 
 
 def splits_sequence(layout: Layout) -> bool:
@@ -61,8 +60,7 @@ def feature_gathers(layout: Layout, parameters: Sequence[Parameter]) -> Iterator
     vectors += [(path_str(path), tuple(x.shape), x.dtype) for path, x in state]
     for path, shape, dtype in vectors:
         if rank_of(path, shape) == 1:
-            one = Expected("all-gather", (), shape[-1:], dtype, 0, 2 * math.prod(shape[:-1]), f"features of {path}")
-            yield from over_axes(layout.mesh, one, tensor)
+            yield Expected("all-gather", tensor, shape[-1:], dtype, 0, 2 * math.prod(shape[:-1]), f"features of {path}")
 
 
 def fewest_features(layout: Layout, size: int) -> int:

@@ -57,11 +57,11 @@ class Expected:
         return self.most * bytes_of(self.shape, self.dtype)
 
 
-def over_axes(mesh: Mesh, one: Expected, axes: Iterable[str]) -> Iterator[Expected]:
-    """Yield `one` over those of the axes that have several devices; nothing where there are none."""
-    axes = set(axes)
-    if several := tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1):
-        yield replace(one, axes=several)
+def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
+    """Yield each over those of its axes that have several devices, in mesh order; without what has no such axis."""
+    for one in expected:
+        if axes := tuple(axis for axis in mesh.axis_names if axis in one.axes and mesh.shape[axis] > 1):
+            yield replace(one, axes=axes)
 
 
 def normal_shape(shape: Shape) -> Shape:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxshard.checks.collectives.expected import Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.parameters import Parameter, rank_of
+from jaxshard.checks.collectives.parameters import Parameter, is_stacked, rank_of
 from jaxshard.core.mesh import axis_names
 from jaxshard.core.placement import axes_of, only_axes, splits_per_dim
 
@@ -72,7 +72,7 @@ def _whole_shapes(mesh: Mesh, one: Parameter, axes: tuple[str, ...]) -> frozense
         others = [axis for axis in axes_of(placement.store) if axis not in axes]
         for spec in (PartitionSpec(*(None,) * len(placement.store)), only_axes(placement.store, others)):
             shape = tuple(size // parts for size, parts in zip(placement.view.stored, splits_per_dim(mesh, spec)))
-            shapes |= {shape, shape[1:]} if one.is_stacked else {shape}
+            shapes |= {shape, shape[1:]} if is_stacked(one.path) else {shape}
     joined = {
         (*s[:i], math.prod(s[i:j]), *s[j:]) for s in shapes for i in range(len(s)) for j in range(i + 1, len(s) + 1)
     }
@@ -81,7 +81,7 @@ def _whole_shapes(mesh: Mesh, one: Parameter, axes: tuple[str, ...]) -> frozense
 
 def _shard_sizes(mesh: Mesh, one: Parameter) -> frozenset[int]:
     split = math.prod(splits_per_dim(mesh, one.param.use))
-    shapes = [one.shape, one.shape[1:]] if one.is_stacked else [one.shape]
+    shapes = [one.shape, one.shape[1:]] if is_stacked(one.path) else [one.shape]
     return frozenset(math.prod(shape) // split for shape in shapes if len(shape) > 1)
 
 

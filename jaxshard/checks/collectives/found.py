@@ -19,9 +19,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.dataflow import trip_count
@@ -45,13 +46,6 @@ KINDS = (
 # Only lines that match one of these are parsed.
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 _CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-call)\(")
-
-
-class HasText(Protocol):
-    """The part of a compiled program, `jax.jit(...).lower(...).compile()`, that is needed here."""
-
-    def as_text(self) -> str | None:
-        """Return the program's text."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ class Row:
         return {"kind": self.kind, "axis": "+".join(self.axes), "count": self.count, "bytes": self.bytes}
 
 
-def collectives(compiled: HasText | str, mesh: Mesh) -> tuple[Collective, ...]:
+def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
     """Read the collectives out of a compiled step.
 
     Bytes are of the whole array on one device: the result of an all-gather, the operand of a reduce-scatter,
@@ -161,7 +155,7 @@ def collectives(compiled: HasText | str, mesh: Mesh) -> tuple[Collective, ...]:
     return tuple(records.values())
 
 
-def _check_mesh(compiled: HasText | str, module: hlo.Module, mesh: Mesh) -> None:
+def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> None:
     if module.devices != mesh.size:
         raise ValueError(
             f"the program was compiled for {module.devices} device(s), the mesh ({mesh_str(mesh)}) has {mesh.size}; "
@@ -331,12 +325,12 @@ def split_scalars(
     def select(large: bool) -> Iterator[Collective]:
         for one in found:
             if parts := [part for part, shape in enumerate(one.shapes) if (math.prod(shape) > above) is large]:
-                yield only_arrays(one, parts)
+                yield pick(one, parts)
 
     return tuple(select(True)), tuple(select(False))
 
 
-def only_arrays(one: Collective, parts: Sequence[int]) -> Collective:
+def pick(one: Collective, parts: Sequence[int]) -> Collective:
     """Return a collective with some of its arrays, given by their numbers."""
     shapes = tuple(one.shapes[part] for part in parts)
     return replace(one, shapes=shapes, sizes=tuple(one.sizes[part] for part in parts))

@@ -31,11 +31,6 @@ class Parameter(NamedTuple):
     grad: Placement | None
     opt: Placement | None
 
-    @property
-    def is_stacked(self) -> bool:
-        """True for the parameters of blocks, whose first dimension counts blocks."""
-        return is_stacked(self.path)
-
 
 def parameters_of(layout: Layout) -> list[Parameter]:
     """List the parameters of a layout, in the order of the tree."""

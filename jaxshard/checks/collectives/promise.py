@@ -21,6 +21,7 @@ The engine's own collectives are in this file; what a compiler adds is in `compi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,9 +38,9 @@ from jaxshard.checks.collectives.compiler_choices import (
     fewest_features,
     splits_sequence,
 )
-from jaxshard.checks.collectives.expected import Expected, over_axes
+from jaxshard.checks.collectives.expected import Expected, over_several
 from jaxshard.checks.collectives.forbidden import Never, forbidden_arrays
-from jaxshard.checks.collectives.parameters import Parameter, parameters_of, rank_of, tensor_axes
+from jaxshard.checks.collectives.parameters import Parameter, is_stacked, parameters_of, rank_of, tensor_axes
 from jaxshard.checks.collectives.weight_uses import Use, Uses, count_scheduled_uses, count_uses
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
@@ -103,7 +104,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         uses = count_uses(layout, engine, loss_fn, batch)
     else:
         uses = count_scheduled_uses(layout, passes, loss_fn, batch)
-    step = _Step(layout, engine, uses, scheduled=passes is not None)
+    step = _Step(layout, engine, uses, passes is not None, engine.sums(layout).in_order)
     parameters = parameters_of(layout)
     expected = [
         *(one for parameter in parameters for one in _weight_gathers(step, parameter)),
@@ -112,11 +113,12 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *_state_collectives(step),
         *_metric_sums(step),
         *_stage_permutes(step),
+        *_norm_gathers(step),
         *feature_gathers(layout, parameters),
         *activations(layout, engine.compiler_chooses),
-        *_scalars(step),
     ]
     total = sum(bytes_of(one.shape, one.dtype) for one in parameters)
+    expected = [*over_several(layout.mesh, expected), *_scalars(step)]
     return Promise(tuple(expected), tuple(forbidden_arrays(layout.mesh, parameters)), int(SLACK * total))
 
 
@@ -128,24 +130,14 @@ class _Step(NamedTuple):
       engine: how it computes the gradient.
       uses: how often it uses weights and reduces gradients.
       scheduled: True if a schedule decides which uses happen, so that `uses` are upper bounds.
+      sums_in_order: True if all sums over devices have one order.
     """
 
     layout: Layout
     engine: Engine
     uses: Uses
     scheduled: bool
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.layout.mesh
-
-    @property
-    def compiler_chooses(self) -> bool:
-        return self.engine.compiler_chooses
-
-    @property
-    def sums_in_order(self) -> bool:
-        return self.engine.sums(self.layout).in_order
+    sums_in_order: bool
 
 
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
@@ -156,18 +148,18 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
     for sliced in (True, False):
         if most := step.uses.counts.get(Use("weight", parameter.path, sliced), 0):
             param = parameter.param.drop_first() if sliced else parameter.param
-            if step.compiler_chooses:
+            if engine.compiler_chooses:
                 least = 0
             elif sliced or engine.microbatches == 1:
                 least = 0 if step.scheduled else most  # the slots of a schedule's ticks are conditional
             else:
                 least = 1  # the same in each turn of the loop over micro-batches: the compiler may gather it once
             one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
-            yield from _gather_stages(step.mesh, param, axes_of(param.use), one, at_once=step.compiler_chooses)
+            yield from _gather_stages(step.layout.mesh, param, axes_of(param.use), one, engine.compiler_chooses)
 
 
 def _gather_stages(
-    mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, *, at_once: bool
+    mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, at_once: bool = True
 ) -> Iterator[Expected]:
     """`one` for every stage of a gather that leaves the axes in `keep`; all axes of a dimension `at_once` or singly.
 
@@ -175,14 +167,12 @@ def _gather_stages(
     [8], then over x to [16]; at once over (x, y) to [16].
     """
     shape = list(old.shard_shape(mesh))
-    gone = [(dim, axis) for dim, axis in split_dims(old.store) if axis not in keep]
-    stages: list[tuple[int, tuple[str, ...]]] = [(dim, (axis,)) for dim, axis in reversed(gone)]
-    if at_once:
-        dims = dict.fromkeys(dim for dim, _ in reversed(gone))
-        stages = [(dim, tuple(axis for d, axis in gone if d == dim)) for dim in dims]
-    for dim, axes in stages:
-        shape[dim] *= axis_size(mesh, axes)
-        yield from over_axes(mesh, replace(one, shape=tuple(shape)), axes)
+    gone = [(dim, axis) for dim, axis in reversed(split_dims(old.store)) if axis not in keep]
+    for dim, group in itertools.groupby(gone, key=lambda one: one[0]):
+        axes = tuple(axis for _, axis in group)
+        for stage in [axes] if at_once else [(axis,) for axis in axes]:
+            shape[dim] *= axis_size(mesh, stage)
+            yield replace(one, axes=stage, shape=tuple(shape))
 
 
 def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected]:
@@ -205,13 +195,13 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     over every batch axis in its `store`, cut where the store has an axis over which nothing is summed, and what is left
     is summed over the remaining batch axes.
     """
-    layout, mesh, compiler_chooses = step.layout, step.mesh, step.compiler_chooses
+    layout, mesh, compiler_chooses = step.layout, step.layout.mesh, step.engine.compiler_chooses
     owned = axes_of(parameter.param.use)
     is_slice = len(grad.view.logical) < len(parameter.shape)
     if compiler_chooses and not is_slice:
         count *= 2  # a tied weight: the compiler sums each use over devices, then both
-    row_axes = layout.batch_axes if parameter.is_stacked else step.engine.row_axes(layout)
-    free = [axis for axis in row_axes if axis not in owned]
+    row_axes = layout.batch_axes if is_stacked(parameter.path) else step.engine.row_axes(layout)
+    free = tuple(axis for axis in row_axes if axis not in owned)
     parts = splits_per_dim(mesh, only_axes(grad.store, owned))
     shape = [size // part for size, part in zip(grad.view.stored, parts)]
     one = Expected(
@@ -227,38 +217,39 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     )
     split = [(dim, axis) for dim, axis in split_dims(grad.store) if axis not in owned]
     for dim, axis in split:
-        if axis in free:
-            yield from over_axes(mesh, replace(one, shape=tuple(shape)), [axis])
+        scattered = replace(one, axes=(axis,), shape=tuple(shape))
         shape[dim] //= mesh.shape[axis]
-        if axis in free and mesh.devices.flat[0].platform == "tpu":
-            yield from over_axes(mesh, border_permutes(one, tuple(shape)), [axis])
-    rest = [axis for axis in free if axis not in [name for _, name in split]]
-    summed = replace(one, kind="all-reduce", shape=tuple(shape))
+        if axis in free:
+            yield scattered
+            if mesh.devices.flat[0].platform == "tpu":
+                yield border_permutes(scattered, tuple(shape))
+    rest = tuple(axis for axis in free if axis not in [name for _, name in split])
+    summed = replace(one, kind="all-reduce", axes=rest, shape=tuple(shape))
     if rank_of(parameter.path, parameter.shape) == 1:
         summed = replace(summed, unpadded=fewest_features(layout, math.prod(shape)))
-    yield from _sum_stages(step, summed, rest)
+    yield from _sum_stages(step, summed)
     # A compiler may also sum everything over everything at once, before it splits.
     if compiler_chooses and split and len(free) > 1:
-        yield from over_axes(mesh, replace(one, kind="all-reduce"), free)
+        yield replace(one, kind="all-reduce", axes=free)
     if compiler_chooses and splits_sequence(layout):
-        yield from over_axes(mesh, replace(one, kind="all-reduce"), [*free, *tensor_axes(layout)])
+        yield replace(one, kind="all-reduce", axes=(*free, *tensor_axes(layout)))
 
 
-def _sum_stages(step: _Step, one: Expected, axes: Sequence[str]) -> Iterator[Expected]:
-    """`one`, an all-reduce, over the axes; where sums have one order what `core.ordered_sums.all_sum` does instead.
+def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:
+    """`one`, an all-reduce; where sums have one order what `core.ordered_sums.all_sum` does instead.
 
     That is an all-to-all and an all-gather of the array, flat and padded so that it divides; an array with fewer
     elements than there are devices is gathered from all of them.
     """
-    count, size = axis_size(step.mesh, tuple(axes)), math.prod(one.shape or ())
+    count, size = axis_size(step.layout.mesh, one.axes), math.prod(one.shape or ())
     if not step.sums_in_order or not jnp.issubdtype(one.dtype, jnp.inexact):
-        yield from over_axes(step.mesh, one, axes)
+        yield one
     elif size < count:
-        yield from over_axes(step.mesh, replace(one, kind="all-gather", shape=(count, size), unpadded=None), axes)
+        yield replace(one, kind="all-gather", shape=(count, size), unpadded=None)
     else:
         flat = replace(one, shape=(size + -size % count,), unpadded=None)
-        yield from over_axes(step.mesh, replace(flat, kind="all-to-all"), axes)
-        yield from over_axes(step.mesh, replace(flat, kind="all-gather"), axes)
+        yield replace(flat, kind="all-to-all")
+        yield replace(flat, kind="all-gather")
 
 
 def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expected]:
@@ -278,7 +269,7 @@ def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expecte
     for old, new, what in moves:
         one = Expected("all-gather", (), (), parameter.dtype, 1, 1, what)
         keep = [axis for dim, axis in split_dims(old.store) if (dim, axis) in split_dims(new.store)]
-        yield from _gather_stages(layout.mesh, old, keep, one, at_once=True)
+        yield from _gather_stages(layout.mesh, old, keep, one)
 
 
 def _state_collectives(step: _Step) -> Iterator[Expected]:
@@ -286,37 +277,41 @@ def _state_collectives(step: _Step) -> Iterator[Expected]:
     arrays = jax.tree_util.tree_leaves_with_path(step.layout.shapes.state)
     for (path, x), placement in zip(arrays, jax.tree.leaves(step.layout.state), strict=True):
         one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
-        yield from _gather_stages(step.mesh, placement, axes_of(placement.use), one, at_once=True)
-        if not step.compiler_chooses and jnp.issubdtype(x.dtype, jnp.floating):
-            summed = replace(one, kind="all-reduce", unpadded=fewest_features(step.layout, x.size))
-            yield from _sum_stages(step, summed, step.layout.batch_axes)
+        yield from _gather_stages(step.layout.mesh, placement, axes_of(placement.use), one)
+        if not step.engine.compiler_chooses and jnp.issubdtype(x.dtype, jnp.floating):
+            fewest = fewest_features(step.layout, x.size)
+            summed = replace(one, kind="all-reduce", axes=step.layout.batch_axes, unpadded=fewest)
+            yield from _sum_stages(step, summed)
 
 
 def _metric_sums(step: _Step) -> Iterator[Expected]:
     """Arrays among the metrics, combined over the devices that have other rows."""
-    least = 0 if step.compiler_chooses else 1
+    axes, least = step.engine.row_axes(step.layout), 0 if step.engine.compiler_chooses else 1
     for name, metric in step.uses.metrics.items():
         for x in jax.tree.leaves(metric):
             if x.size > 1:
-                one = Expected("all-reduce", (), tuple(x.shape), x.dtype, least, 1, f"metric {name}")
-                yield from _sum_stages(step, one, step.engine.row_axes(step.layout))
+                one = Expected("all-reduce", axes, tuple(x.shape), x.dtype, least, 1, f"metric {name}")
+                yield from _sum_stages(step, one)
 
 
 def _stage_permutes(step: _Step) -> Iterator[Expected]:
     """Permutes of activations from stage to stage of a pipeline, and between them and embedding and head."""
-    axes = set(step.engine.row_axes(step.layout)) - set(step.layout.batch_axes)
-    one = Expected("collective-permute", (), None, None, 0, None, "activations and their cotangents between stages")
-    yield from over_axes(step.mesh, one, axes)
+    axes = tuple(set(step.engine.row_axes(step.layout)) - set(step.layout.batch_axes))
+    yield Expected("collective-permute", axes, None, None, 0, None, "activations and their cotangents between stages")
+
+
+def _norm_gathers(step: _Step) -> Iterator[Expected]:
+    """The parts of the gradients' norm where sums have one order: every device gathers them, and adds them itself."""
+    if step.sums_in_order:
+        grads = jax.tree.leaves(step.layout.grads)
+        axes = tuple({axis for placement in grads for axis in axes_of(placement.store)})
+        shape = (axis_size(step.layout.mesh, axes), len(grads))
+        yield Expected("all-gather", axes, shape, jnp.float32, 1, 1, "squares of the gradients, for their norm")
 
 
 def _scalars(step: _Step) -> Iterator[Expected]:
-    """Loss, weights, metrics and norms; in one order every device gathers the numbers of all, and adds them itself."""
+    """Loss, weights, metrics and norms over any axes; in one order every device gathers the numbers of all."""
     yield Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms")
     if step.sums_in_order:
-        grads = jax.tree.leaves(step.layout.grads)
-        axes = {axis for placement in grads for axis in axes_of(placement.store)}
-        shape = (axis_size(step.mesh, tuple(axes)), len(grads))
-        one = Expected("all-gather", (), shape, jnp.float32, 1, 1, "squares of the gradients, for their norm")
-        yield from over_axes(step.mesh, one, axes)
-        each = (step.mesh.size,)
+        each = (step.layout.mesh.size,)
         yield Expected("all-gather", (), each, None, 0, None, "scalars of every device: loss, weights, metrics, sums")
