@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxshard.checks.collectives.hlo import Computation, Module, Op, Scope, loop_scopes
+from jaxshard.checks.collectives.hlo import Computation, Op, Scope
 
 Path = tuple[int, ...]
 """Indices into nested tuples, the outermost first."""
@@ -32,11 +32,10 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
-def resolve(module: Module, scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
+def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
     """Find the operation that makes a value, seen through whatever hands it on as it is.
 
     Args:
-      module: the program.
       scope: where the value is used.
       name: the value.
       path: the element of it that is meant, where it is a tuple.
@@ -55,14 +54,14 @@ def resolve(module: Module, scope: Scope, name: str, path: Path = ()) -> tuple[S
             case "copy" | "copy-start" | "copy-done" | "bitcast" | "convert" | "reshape" | "optimization-barrier":
                 name = op.operands[0]
             case "fusion" | "call":
-                scope = Scope(module.computations[op.callees[0]], scope, op, op.operands)
+                scope = scope.enter(op, op.callees[0])
                 name = scope.computation.root
-            case "while" if path and _is_unchanged(module, module.computations[op.callee("body")], path[0]):
+            case "while" if path and _is_unchanged(scope, op, path[0]):
                 name = op.operands[0]
-            case "parameter" if scope.parent is not None:
-                if scope.body is None:
+            case "parameter" if scope.parent is not None and scope.caller is not None:
+                if scope.caller.opcode != "while":
                     name = scope.arguments[int(op.inside)]
-                elif path and _is_unchanged(module, scope.body, path[0]):
+                elif path and _is_unchanged(scope, scope.caller, path[0]):
                     name = scope.arguments[0]
                 else:  # each turn of the loop makes it anew
                     return scope, op, path
@@ -71,24 +70,25 @@ def resolve(module: Module, scope: Scope, name: str, path: Path = ()) -> tuple[S
                 return scope, op, path
 
 
-def _is_unchanged(module: Module, body: Computation, index: int) -> bool:
+def _is_unchanged(scope: Scope, loop: Op, index: int) -> bool:
     """Return True if a loop's body hands element `index` of its carry on as it got it."""
-    at, op, path = resolve(module, Scope(body), body.root, (index,))
+    body = scope.module.computations[loop.callee("body")]
+    at, op, path = resolve(Scope(scope.module, body), body.root, (index,))
     return at.computation is body and op.opcode == "parameter" and path == (index,)
 
 
-def integer(module: Module, scope: Scope, name: str, path: Path = ()) -> int | None:
+def integer(scope: Scope, name: str, path: Path = ()) -> int | None:
     """Return the value of an integer scalar where it is made of constants alone, else None."""
-    scope, op, path = resolve(module, scope, name, path)
+    scope, op, path = resolve(scope, name, path)
     if op.opcode == "constant":
         return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
     if op.opcode not in _ARITHMETIC or path:
         return None
-    left, right = (integer(module, scope, operand) for operand in op.operands)
+    left, right = (integer(scope, operand) for operand in op.operands)
     return None if left is None or right is None else _ARITHMETIC[op.opcode](left, right)
 
 
-def trip_count(module: Module, scope: Scope, loop: Op) -> int | None:
+def trip_count(scope: Scope, loop: Op) -> int | None:
     """Return how often the body of a while loop runs: what the compiler noted, else from its counter, else None.
 
     TPU programs carry no note. A counter is an element of the carry that starts at a constant, moves by a constant and
@@ -96,14 +96,14 @@ def trip_count(module: Module, scope: Scope, loop: Op) -> int | None:
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.notes):
         return int(noted[1])
-    body, condition = loop_scopes(module, scope, loop)
-    inner, compare, _ = resolve(module, condition, condition.computation.root)
-    counter = _find_counter(module, inner, compare, condition.computation) if compare.opcode == "compare" else None
+    body, condition = (scope.enter(loop, loop.callee(name)) for name in ("body", "condition"))
+    inner, compare, _ = resolve(condition, condition.computation.root)
+    counter = _find_counter(inner, compare, condition.computation) if compare.opcode == "compare" else None
     if counter is None:
         return None
-    start = integer(module, scope, loop.operands[0], (counter.element,))
-    limit = integer(module, inner, counter.other)
-    step = _counter_step(module, body, counter.element)
+    start = integer(scope, loop.operands[0], (counter.element,))
+    limit = integer(inner, counter.other)
+    step = _counter_step(body, counter.element)
     if start is None or limit is None or not step:
         return None
     direction = compare.attribute("direction") or ""
@@ -118,25 +118,25 @@ class _Counter(NamedTuple):
     is_second: bool
 
 
-def _find_counter(module: Module, scope: Scope, op: Op, owner: Computation) -> _Counter | None:
+def _find_counter(scope: Scope, op: Op, owner: Computation) -> _Counter | None:
     """Find which operand is an element of the loop's carry, if any; `owner` is the loop's body or condition."""
     left, right = op.operands
     for name, other, is_second in ((left, right, False), (right, left, True)):
-        at, maker, path = resolve(module, scope, name)
+        at, maker, path = resolve(scope, name)
         if maker.opcode == "parameter" and at.computation is owner and len(path) == 1:
             return _Counter(path[0], other, is_second)
     return None
 
 
-def _counter_step(module: Module, scope: Scope, index: int) -> int | None:
+def _counter_step(scope: Scope, index: int) -> int | None:
     """The constant that a loop's body adds to element `index` of its carry; None where it does something else."""
-    at, op, path = resolve(module, scope, scope.computation.root, (index,))
+    at, op, path = resolve(scope, scope.computation.root, (index,))
     if op.opcode not in ("add", "subtract") or path:
         return None
-    counter = _find_counter(module, at, op, scope.computation)
+    counter = _find_counter(at, op, scope.computation)
     if counter is None or counter.element != index or (op.opcode == "subtract" and counter.is_second):
         return None
-    amount = integer(module, at, counter.other)
+    amount = integer(at, counter.other)
     return amount if amount is None or op.opcode == "add" else -amount
 
 

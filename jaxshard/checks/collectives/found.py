@@ -144,8 +144,8 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
     module = hlo.parse(text or "")
     _check_mesh(compiled, module, mesh)
     records: dict[tuple[str, str], Collective] = {}
-    for scope, op, times, conditional in _find(module, hlo.Scope(module.computations[module.entry]), 1, False):
-        record = _make_record(module, mesh, scope, op)
+    for scope, op, times, conditional in _find(hlo.Scope(module, module.computations[module.entry]), 1, False):
+        record = _make_record(mesh, scope, op)
         key = (scope.computation.name, op.name)
         # A computation that is called from several places is found several times.
         if record is not None:
@@ -171,7 +171,7 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
 
 
 def _find(
-    module: hlo.Module, scope: hlo.Scope, times: int | None, conditional: bool
+    scope: hlo.Scope, times: int | None, conditional: bool
 ) -> Iterator[tuple[hlo.Scope, hlo.Op, int | None, bool]]:
     """What may be a collective when a computation runs `times`, in the computations it calls too: where, how often.
 
@@ -182,24 +182,24 @@ def _find(
             yield scope, scope.computation[name], times, conditional
         elif _CALLING.search(line):
             op = scope.computation[name]
-            for inner, turns in _calls(module, scope, op):
+            for inner, turns in _calls(scope, op):
                 total = None if times is None or turns is None else times * turns
-                yield from _find(module, inner, total, conditional or op.opcode == "conditional")
+                yield from _find(inner, total, conditional or op.opcode == "conditional")
 
 
-def _calls(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
+def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
     """The computations that an operation runs, and how often each; the branches of a conditional once."""
     if op.opcode == "while":
-        turns = trip_count(module, scope, op)
-        body, condition = hlo.loop_scopes(module, scope, op)
+        turns = trip_count(scope, op)
+        body, condition = (scope.enter(op, op.callee(name)) for name in ("body", "condition"))
         yield body, turns
         yield condition, add_counts(turns, 1)  # the last time it ends the loop
     elif op.opcode == "conditional":  # the first operand chooses, each branch has one of the others
         for name, operand in zip(op.callees, op.operands[1:], strict=True):
-            yield hlo.Scope(module.computations[name], scope, op, (operand,)), 1
+            yield scope.enter(op, name, (operand,)), 1
     else:
         for name in op.callees:
-            yield hlo.Scope(module.computations[name], scope, op, op.operands), 1
+            yield scope.enter(op, name), 1
 
 
 def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
@@ -230,7 +230,7 @@ def _users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
             yield from _users(computation, op.name)
 
 
-def _make_record(module: hlo.Module, mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
+def _make_record(mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
     """The record of one execution of an operation, None where no device communicates with another."""
     kind = _kind_of(scope, op)
     if kind is None:
@@ -244,7 +244,7 @@ def _make_record(module: hlo.Module, mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -
     if not axes:
         return None
     arrays = _whole_arrays(scope, op, kind, len(groups[0]))
-    source = find_source(module, scope, op)
+    source = find_source(scope, op)
     return Collective(
         kind=kind,
         axes=axes,
@@ -257,7 +257,7 @@ def _make_record(module: hlo.Module, mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -
         op=op.name,
         op_name=source.op_name,
         groups=groups,
-        user=find_user(module, scope, op),
+        user=find_user(scope, op),
     )
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
@@ -153,24 +154,23 @@ class Scope(NamedTuple):
     """A computation as it is run at one place: the same computation may be called from several.
 
     Attributes:
+      module: the program.
       computation: what runs.
       parent: the scope it is called in; None for the entry.
       caller: the operation there that calls it.
       arguments: the values there that become its parameters; a loop has one, the tuple that it carries.
-      body: the body of the loop, in the scopes of a loop's body and condition.
     """
 
+    module: Module
     computation: Computation
     parent: Scope | None = None
     caller: Op | None = None
     arguments: tuple[str, ...] = ()
-    body: Computation | None = None
 
-
-def loop_scopes(module: Module, scope: Scope, loop: Op) -> tuple[Scope, Scope]:
-    """Return the scopes of a while loop's body and of its condition."""
-    body, condition = (module.computations[loop.callee(name)] for name in ("body", "condition"))
-    return Scope(body, scope, loop, loop.operands, body), Scope(condition, scope, loop, loop.operands, body)
+    def enter(self, caller: Op, name: str, arguments: tuple[str, ...] | None = None) -> Scope:
+        """Return the scope of a computation that an operation here calls, with its operands unless others are given."""
+        arguments = caller.operands if arguments is None else arguments
+        return Scope(self.module, self.module.computations[name], self, caller, arguments)
 
 
 def parse(text: str) -> Module:
@@ -251,14 +251,14 @@ def _parse_stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:
         FileLocations    2 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=4 end_column=9}
         StackFrames      3 {file_location_id=2 parent_frame_id=1}
     """
-    tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
-    table: dict[int, str] = {}
+    tables: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    title = ""
     for line in lines:
         key, _, entry = line.partition(" ")
         if key.isdigit():
-            table[int(key)] = entry
-        elif line.strip():
-            table = tables.setdefault(line.strip(), {})
+            tables[title][int(key)] = entry
+        else:
+            title = line.strip() or title
     files = {number: entry.strip('"') for number, entry in tables["FileNames"].items()}
     places = {
         number: f"{files.get(_number(entry, 'file_name_id'), '?')}:{_number(entry, 'line')}"

@@ -37,21 +37,21 @@ class SourceLine(NamedTuple):
     op_name: str
 
 
-def find_source(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> SourceLine:
+def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     """Find the source line of an operation: its own, its fusion's, near that of what it works on, or only a name."""
     chain = list(_fusions(scope, op))
     for _, one in chain:
-        if frames := _frames(module, one.notes):
+        if frames := _frames(scope.module, one.notes):
             return SourceLine(users_line(frames), frames, _op_name(one.notes))
     name = next((name for _, one in chain if (name := _op_name(one.notes))), "")
     for computation, one in chain:
         for producer in _producers(computation, one):
-            if frames := _frames(module, producer.notes):
+            if frames := _frames(scope.module, producer.notes):
                 return SourceLine(f"near {users_line(frames)}", frames, name or _op_name(producer.notes))
     return SourceLine(name or op.name, (), name)
 
 
-def find_user(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> str:
+def find_user(scope: hlo.Scope, op: hlo.Op) -> str:
     """Find the nearest line of the user's code that uses a value, else of a library; "" where there is none near.
 
     A compiler names what it inserts after what it works on: a weight that is moved bears the line of the engine that
@@ -60,7 +60,7 @@ def find_user(module: hlo.Module, scope: hlo.Scope, op: hlo.Op) -> str:
     computation, outer = list(_fusions(scope, op))[-1]
     library = ""
     for name in _walk(computation.users.get(outer.name, ()), lambda name: computation.users.get(name, ())):
-        frames = _frames(module, computation[name].notes)
+        frames = _frames(scope.module, computation[name].notes)
         if line := _users_frame(frames):
             return line
         if frames and not library and not is_jaxshard_file(frames[0]):
