@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,43 +34,34 @@ from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
-
-class Suspect(NamedTuple):
-    """A loss that gave another result sharded, with all that it was called with.
-
-    Attributes:
-      step: the sharded step.
-      model: what `init_fn` returned, on one device.
-      batch: the global batch, NumPy arrays.
-      key: the random key of the step.
-      bind: makes a function that names mesh axes runnable on one device.
-    """
-
-    step: Step
-    model: PyTree
-    batch: PyTree
-    key: jax.Array
-    bind: Callable[[Callable[..., Any]], Callable[..., Any]]
+Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function that names mesh axes runnable on one device."""
 
 
-def find_causes(failures: Sequence[Difference], suspect: Suspect) -> tuple[str, ...]:
+def find_causes(
+    failures: Sequence[Difference], step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind
+) -> tuple[str, ...]:
     """Find the likely causes of a difference. Compiles and runs the loss a few times on one device.
 
     Args:
       failures: the arrays that differ.
-      suspect: the loss.
+      step: the sharded step.
+      model: what `init_fn` returned, on one device.
+      batch: the global batch, NumPy arrays.
+      key: the random key of the step.
+      bind: makes the loss runnable on one device.
 
     Returns:
       A sentence or two for each cause, with the way out; () if nothing is found.
     """
-    step, failed = suspect.step, {one.what for one in failures}
+    failed = {one.what for one in failures}
     if failed == {"update"}:
         return (
             "given the same gradients the optimizer alone differs: an update that amplifies rounding (tolerance= "
             "allows for it), or one that depends on how arrays are split",
         )
     factors = _describe_factors(failures, step.layout)
-    found = _compare_parts(suspect) if failed & {"loss", "gradient"} else ()
+    found = _compare_parts(step, model, batch, key, bind) if failed & {"loss", "gradient"} else ()
     if "state" in failed and not step.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
         found = (*found, f"the model's new state is computed by each device from its own rows: {_STATISTICS}")
     if not found and factors:
@@ -113,20 +104,20 @@ def _match_axes(factor: float, layout: Layout) -> str | None:
     return None
 
 
-def _compare_parts(suspect: Suspect) -> tuple[str, ...]:
+def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> tuple[str, ...]:
     """Compare the loss of the whole batch with those of its parts; see the table at the top of this file."""
-    step, model, batch, key, bind = suspect
     devices = 1 if step.engine.compiler_chooses else axis_size(step.layout.mesh, step.layout.batch_axes)
     parts = step.engine.microbatches * devices
     rows = row_count(batch)
     size = rows // parts
     evaluate = bind(_terms_of(step, model))
     run = jax.jit(evaluate)
-    if parts == 1 or run(batch, key, 0) is None:
+    whole = None if parts == 1 else run(batch, key, 0)
+    if whole is None:
         return ()
     apart = [run(_slice_rows(batch, first, size), key, first) for first in range(0, rows, size)]
     totals, weights = (np.sum([np.asarray(one[i], np.float64) for one in apart], axis=0) for i in (0, 1))
-    whole_totals, whole_weights = (np.asarray(x, np.float64) for x in run(batch, key, 0))
+    whole_totals, whole_weights = (np.asarray(x, np.float64) for x in whole)
     if not _near(weights, whole_weights):
         return (
             f"the weight of js.Mean is no sum over rows: that of the whole batch is {_as_sum(whole_weights)}, those of "

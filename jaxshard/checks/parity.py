@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxshard.checks.causes import Suspect, find_causes
+from jaxshard.checks.causes import Bind, find_causes
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
 from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
@@ -37,15 +37,13 @@ from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.training.state import init, put_stored, run_key
 from jaxshard.training.step import Step, check_batch
+from jaxshard.training.views import unstore
 
 DIFFERS = "DIFFERS"
 """The verdict at the end of a line of the table."""
 
 _LOSS_SHARE = 0.1
 """The share of the tolerance that the loss may differ by."""
-
-_Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a function that names mesh axes runnable on one device."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +205,14 @@ def parity(
             ("update", plan.opt_state["updates"], run.opt_state["updates"], alone.updates),
             ("state", plan.state, run.state, alone.state),
         ):
-            found += compare_trees(what, _to_model_order(placements, ours), theirs, tolerance)
+            found += compare_trees(what, unstore(placements, jax.tree.map(to_numpy, ours)), theirs, tolerance)
         if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(alone.updates)):
             notes.append("all updates are zero on one device, so that nothing is said about the optimizer")
         report = Parity(f"{mesh_str(mesh)} under js.{engine.name}()", losses, tuple(found), notes=tuple(notes))
         if report.ok or not np.isfinite(alone.loss):
             return report
-        suspect = Suspect(step, join_model(*split_model(start)), batch, step_key, alone.bind)
-        return replace(report, why=find_causes(report.failures, suspect))
+        model = join_model(*split_model(start))
+        return replace(report, why=find_causes(report.failures, step, model, batch, step_key, alone.bind))
 
 
 class _OneDevice(NamedTuple):
@@ -224,7 +222,7 @@ class _OneDevice(NamedTuple):
     grads: PyTree
     updates: PyTree
     state: PyTree
-    bind: _Bind
+    bind: Bind
 
 
 def _run_on_one_device(
@@ -249,7 +247,7 @@ def _run_on_one_device(
     return _OneDevice(loss, grads, jax.jit(update)(grads, chosen), state, bind)
 
 
-def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes: list[str]) -> _Bind:
+def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes: list[str]) -> Bind:
     """Return what makes `fn`, and others that call the loss, runnable on one device.
 
     A loss may name the mesh's axes (`nn.BatchNorm(axis_name="data")`). On one device these have size 1.
@@ -263,7 +261,6 @@ def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes:
     notes.append("the loss names mesh axes, so that on one device they were given size 1")
     shape = (1,) * len(mesh.axis_names)
     one = Mesh(mesh.devices.flat[:1].reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
-
     whole = PartitionSpec()
     return partial(jax.shard_map, mesh=one, in_specs=whole, out_specs=whole, check_vma=False)
 
@@ -303,11 +300,6 @@ def _to_f32(what: str, tree: PyTree, notes: list[str]) -> PyTree:
 
 def _is_low(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
-
-
-def _to_model_order(placements: PyTree, stored: PyTree) -> PyTree:
-    """Return stored arrays as one device has them: without padding, blocks in the order of the model."""
-    return jax.tree.map(lambda x, placement: placement.view.invert(to_numpy(x)), stored, placements)
 
 
 def _verdict(found: list[Difference]) -> str:

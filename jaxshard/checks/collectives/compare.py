@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from jaxshard.checks.collectives.expected import Expected
@@ -13,9 +12,8 @@ from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidde
 from jaxshard.checks.collectives.found import KINDS, Collective, add_counts, arrays_only, collectives, pick, summary
 from jaxshard.checks.collectives.matching import Allowances
 from jaxshard.checks.collectives.promise import Promise, promise
-from jaxshard.checks.collectives.source import is_model_file
+from jaxshard.checks.collectives.source import is_outside_engines
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.core.text_table import align_columns
 from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
@@ -203,8 +201,7 @@ def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int]
 
 def _is_users(one: Collective) -> bool:
     """True if the source is a line of a model: the user's own, or one of the ready-made ones."""
-    file = Path(one.source.removeprefix("near ").rpartition(":")[0])
-    return bool(one.frames) and (not is_jaxshard_file(file) or is_model_file(file))
+    return bool(one.frames) and is_outside_engines(one.source)
 
 
 def _table(comparison: Comparison) -> str:

@@ -2,7 +2,7 @@
 
 What `compiled.as_text()` prints looks like this, a little shortened:
 
-    HloModule jit_step, is_scheduled=true, num_partitions=8        <- Module.header
+    HloModule jit_step, is_scheduled=true, num_partitions=8        <- Module.devices
     FileNames                                                      <- tables of source lines, for Module.frames
     1 "/home/user/model.py"
     ...
@@ -132,22 +132,16 @@ class Module(NamedTuple):
     """A program.
 
     Attributes:
-      header: its first line.
+      devices: the number of devices that it runs on.
       computations: by name.
       entry: the name of the one that runs first.
       frames: for every number of a stack frame, `file:line` from the innermost frame outwards.
     """
 
-    header: str
+    devices: int
     computations: dict[str, Computation]
     entry: str
     frames: Mapping[int, tuple[str, ...]]
-
-    @property
-    def devices(self) -> int:
-        """The number of devices that the program runs on."""
-        sizes = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", self.header)
-        return math.prod(int(size) for size in sizes)
 
 
 class Scope(NamedTuple):
@@ -200,7 +194,8 @@ def parse(text: str) -> Module:
             entry = head[2] if head[1] else entry
         else:
             tables.append(line)
-    return Module(lines[0], computations, entry, _parse_stack_frames(tables))
+    devices = math.prod(map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", lines[0])))
+    return Module(devices, computations, entry, _parse_stack_frames(tables))
 
 
 def _parse_op(name: str, line: str) -> Op:

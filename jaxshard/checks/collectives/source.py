@@ -128,12 +128,13 @@ def _users_frame(frames: Sequence[str]) -> str:
     return ""
 
 
-def is_model_file(file: Path) -> bool:
-    """Return True for a file of the ready-made models, which count as the user's code."""
-    return file.is_relative_to(_MODELS)
+def is_outside_engines(line: str) -> bool:
+    """Return True for a line, maybe "near" it, of a model: the user's own, or a ready-made one, or of a library."""
+    file = Path(line.removeprefix("near ").rpartition(":")[0])
+    return file.is_relative_to(_MODELS) or not is_jaxshard_file(file)
 
 
 def _is_library(file: Path) -> bool:
     if is_jaxshard_file(file):
-        return not is_model_file(file)
+        return not file.is_relative_to(_MODELS)
     return bool({"site-packages", "dist-packages"} & set(file.parts)) or file.is_relative_to(_STDLIB)
