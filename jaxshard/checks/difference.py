@@ -100,9 +100,10 @@ def _compare(
 
 def _factor(a: np.ndarray, b: np.ndarray) -> float | None:
     """Return the constant factor by which `a` is off `b`, None if there is none or it is 1."""
-    if not b.any():
+    square = b @ b
+    if not square:
         return None
-    factor = float(a @ b / (b @ b))  # least squares: the factor that brings factor * b closest to a
+    factor = float(a @ b / square)  # least squares: the factor that brings factor * b closest to a
     close = np.abs(a - factor * b).max() <= CLOSE * np.abs(a).max()
     return factor if close and abs(factor - 1) > CLOSE else None
 

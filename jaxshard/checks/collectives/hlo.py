@@ -201,13 +201,12 @@ def parse(text: str) -> Module:
 def _parse_op(name: str, line: str) -> Op:
     """Parse what stands right of the equals sign: `TYPE opcode(operands), attributes, free text`."""
     end = _find_closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
-    opcode, _, _ = line[end:].lstrip().partition("(")
     opening = line.index("(", end)
     closing = _find_closing(line, opening)
     inside, rest = line[opening + 1 : closing], line[closing + 1 :]
-    cut = _FREE_TEXT.search(rest)
-    split = len(rest) if cut is None else cut.start()
-    return Op(name, line[:end], opcode.strip(), tuple(_NAME.findall(inside)), inside, rest[:split], rest[split:])
+    attributes = _FREE_TEXT.split(rest)[0]
+    notes = rest[len(attributes) :]
+    return Op(name, line[:end], line[end:opening].strip(), tuple(_NAME.findall(inside)), inside, attributes, notes)
 
 
 def _find_closing(text: str, opening: int) -> int:
