@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ import jax
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.core.compat import NEWEST_TESTED, untested_version
+from jaxshard.core.compat import NEWEST_TESTED, installed_version, untested_version
 
 _PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _OPTIONAL = {
@@ -43,11 +42,4 @@ def doctor() -> None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of every package that a result depends on; None for one not installed."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES}

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jaxshard.commands.errors import UsageError, usage_errors
-from jaxshard.commands.flags import check_positive
+from jaxshard.commands.flags import RecipeFlags, check_positive
 from jaxshard.core.layout import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.models.recipe import Size
@@ -36,32 +36,24 @@ class Program(NamedTuple):
     name: str
 
 
-def size_of(
-    model: str,
-    *,
-    rows_multiple: int,
-    seq: int | None = None,
-    batch: int | None = None,
-    steps: int | None = None,
-    lr: float | None = None,
-) -> Size:
+def size_of(model: str, given: RecipeFlags, rows_multiple: int) -> Size:
     """Look up a ready-made size and replace its numbers by those that are given.
 
-    Without `batch` the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
+    Without --batch the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
 
     Raises:
       ValueError: no such size, or a number that is not above zero.
     """
     if model not in SIZES:
         raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}")
-    check_positive(seq=seq, batch=batch, steps=steps, lr=lr)
-    size = SIZES[model]
-    recipe = size.recipe._replace(
-        batch=batch or size.recipe.batch + -size.recipe.batch % rows_multiple,
-        steps=steps or size.recipe.steps,
-        learning_rate=lr or size.recipe.learning_rate,
+    check_positive(seq=given.seq, batch=given.batch, steps=given.steps, lr=given.lr)
+    shape, recipe, make = SIZES[model]
+    recipe = recipe._replace(
+        batch=given.batch or recipe.batch + -recipe.batch % rows_multiple,
+        steps=given.steps or recipe.steps,
+        learning_rate=given.lr or recipe.learning_rate,
     )
-    return size._replace(shape=size.shape | {"seq": seq or size.shape["seq"]}, recipe=recipe)
+    return Size(shape | {"seq": given.seq or shape["seq"]}, recipe, make)
 
 
 def depth_of(target: str) -> int | None:
@@ -93,7 +85,7 @@ def program_of(
         a function.
     """
     if ":" not in target:
-        return _ready_made(target, rows, seq, seed, rows_multiple)
+        return _ready_made(target, RecipeFlags(batch=rows, seq=seq, seed=seed), rows_multiple)
     if rows is not None or seq is not None:
         raise UsageError(
             f"--batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own batch: change "
@@ -104,18 +96,16 @@ def program_of(
     return _check_program(make(), target)
 
 
-def _ready_made(name: str, rows: int | None, seq: int | None, seed: int, rows_multiple: int) -> Program:
+def _ready_made(name: str, given: RecipeFlags, rows_multiple: int) -> Program:
     if name not in SIZES:
         raise UsageError(
             f"{name}: there is no such size; give one of {', '.join(SIZES)}, or path/to/file.py:function or "
             f"package.module:function, {_RETURNS}"
         )
     with usage_errors():
-        size = size_of(name, seq=seq, batch=rows, rows_multiple=rows_multiple)
-    model = size.model()
-    rng = np.random.default_rng(seed)
-    shape = (size.recipe.batch, size.shape["seq"] + 1)
-    tokens = rng.integers(0, size.shape["vocab"], shape, dtype=np.int32)
+        size = size_of(name, given, rows_multiple)
+    model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
+    tokens = np.random.default_rng(given.seed).integers(0, size.shape["vocab"], shape, dtype=np.int32)
     return Program(model.init, model.loss, size.recipe.optimizer(), {"tokens": tokens}, name)
 
 

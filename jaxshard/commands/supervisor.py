@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES, RESTARTS
 
@@ -95,14 +95,15 @@ def run_together(command: Sequence[str], *, count: int, restarts: int, grace: fl
     events: _Events = SimpleQueue()
     with _signals_to(events), _reserved_port() as port:
         shared = _environment() | {COORDINATOR: f"localhost:{port}", PROCESSES: str(count), RESTARTS: str(restarts)}
-        group = _Group()
+        processes: list[_Process] = []
         try:
             for index in range(count):
-                group.add(_Process(index, command, shared | {INDEX: str(index)}, events))
-            outcome = _watch(group, events, grace)
+                processes.append(_Process(index, command, shared | {INDEX: str(index)}, events))
+            outcome = _watch(processes, events, grace)
         finally:
-            group.send(signal.SIGKILL)
-            group.join()
+            _send_all(processes, signal.SIGKILL)
+            for process in processes:
+                process.join()
     while not events.empty():  # a signal that came while the last lines were copied
         if isinstance(events.get(), _Signal):
             outcome = outcome._replace(interrupted=True)
@@ -118,35 +119,33 @@ def _environment() -> dict[str, str]:
     return ours
 
 
-def _watch(group: _Group, events: _Events, grace: float) -> Outcome:
+def _watch(processes: Sequence[_Process], events: _Events, grace: float) -> Outcome:
     """Wait for all processes to end, and end them as `run_together` says."""
-    status = 0
+    running, status = set(range(len(processes))), 0
     signaled: float | None = None  # when the first signal was passed on
     deadline: float | None = None  # when those that are left are killed
-    while group.running:
+    while running:
         try:
             event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         except Empty:
-            group.send(signal.SIGKILL)
+            _send_all(processes, signal.SIGKILL)
             deadline = None
             continue
         if isinstance(event, _Signal):
             now = time.monotonic()
             if signaled is None:
                 signaled, deadline = now, deadline or now + grace
-                group.send(event.number)
+                _send_all(processes, event.number)
             elif now - signaled >= _SAME_SIGNAL:
-                group.send(signal.SIGKILL)
+                _send_all(processes, signal.SIGKILL)
         else:
-            group.running.discard(event.process)
+            running.discard(event.process)
             if event.status and not status:
                 status = event.status
                 if signaled is None:
-                    say(
-                        f"process {event.process} {_how_it_ended(event.status)}"
-                        + "; ending the others" * bool(group.running)
-                    )
-                    group.send(signal.SIGTERM)
+                    ending = "; ending the others" if running else ""
+                    say(f"process {event.process} {_how_it_ended(event.status)}{ending}")
+                    _send_all(processes, signal.SIGTERM)
                     deadline = time.monotonic() + SECONDS_TO_END
     return Outcome(status, interrupted=signaled is not None)
 
@@ -156,32 +155,16 @@ def _how_it_ended(status: int) -> str:
     return f"was ended by {names[status]}" if status in names else f"ended with status {status}"
 
 
-class _Group:
-    """All processes of one attempt."""
-
-    def __init__(self) -> None:
-        self._processes: list[_Process] = []
-        self.running: set[int] = set()
-
-    def add(self, process: _Process) -> None:
-        self._processes.append(process)
-        self.running.add(process.index)
-
-    def send(self, number: int) -> None:
-        for process in self._processes:
-            process.send(number)
-
-    def join(self) -> None:
-        for process in self._processes:
-            process.join()
+def _send_all(processes: Sequence[_Process], number: int) -> None:
+    for process in processes:
+        process.send(number)
 
 
 class _Process:
     """One process, the threads that copy its output, and the one that reports its end."""
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: _Events) -> None:
-        self.index = index
-        self._events = events
+        self._index, self._events = index, events
         self._lock = threading.Lock()  # between sending a signal and the moment that the number belongs to another
         self._reaped = False
         self._popen = subprocess.Popen(
@@ -195,8 +178,8 @@ class _Process:
         out, err = self._popen.stdout, self._popen.stderr
         assert out is not None and err is not None
         self._copiers = [
-            _start_thread(lambda: _copy_lines(out, sys.stdout.fileno(), index)),
-            _start_thread(lambda: _copy_lines(err, sys.stderr.fileno(), index)),
+            _start_thread(_copy_lines, out, sys.stdout.fileno(), index),
+            _start_thread(_copy_lines, err, sys.stderr.fileno(), index),
         ]
         self._waiter = _start_thread(self._wait)
 
@@ -223,7 +206,7 @@ class _Process:
             _signal_group(self._popen.pid, signal.SIGKILL)
             code = self._popen.wait()
             self._reaped = True
-        self._events.put(_Ended(self.index, code if code >= 0 else 128 - code))
+        self._events.put(_Ended(self._index, code if code >= 0 else 128 - code))
 
 
 def _signal_group(leader: int, number: int) -> None:
@@ -238,8 +221,8 @@ def _argv(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
 
 
-def _start_thread(target: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=target, daemon=True)
+def _start_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True)
     thread.start()
     return thread
 

@@ -85,9 +85,7 @@ def train(
         if recipe.bad_steps == "rollback" and saving.checkpoint is None:
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
         how = make_parallel(sharding, remat=remat, ordered=ordered, depth=depth_of(model), batch=recipe.batch)
-        size = size_of(
-            model, seq=recipe.seq, batch=recipe.batch, steps=recipe.steps, lr=recipe.lr, rows_multiple=how.rows_multiple
-        )
+        size = size_of(model, recipe, how.rows_multiple)
         facts(console, {"devices": describe(list(how.mesh.devices.flat))} | how.shown)
         job = make_job(model, how, size, load_corpus(console, data), recipe.seed)
         for change in saves.check_facts(job.sequence):

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -24,6 +25,14 @@ NEWEST_TESTED = (0, 12)
 
 
 # Versions.
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def untested_version() -> str | None:

@@ -9,7 +9,7 @@ numbers <p> and counters <n>:
 
     jaxshard/host/<p>             the host name of a process                     agree.py
     jaxshard/agree/<peers>/<n>/   what is compared at one point of the program   agree.py
-    jaxshard/failed/<p>           a process that ends by an error, and why       failures.py
+    jaxshard/failed/<p>           a process that ends by an error, and why       hard_exit.py
     jaxshard/stop/<n>/            after which step a run stops                   preemption.py
     jaxshard/watch/<n>/           signs of life and alarms                       watchdog.py
 """

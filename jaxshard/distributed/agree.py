@@ -24,7 +24,7 @@ where <peers> names the set of processes and <n> counts its calls, so that no tw
 - Cost: every process writes two small values and reads two, the first one reads an answer of each.
 - Late: a wait has no end, since compiling or loading may take minutes on one host. Every 5 seconds it looks up; after
   10, 20, 40, ... seconds one process, the first that is there, says on standard error for whom all wait.
-- Failed: a process that ends by an error leaves a note first (`failures.report_failure`). Those that wait find it
+- Failed: a process that ends by an error leaves a note first (`hard_exit.report_failure`). Those that wait find it
   within 5 seconds and raise. One that is killed leaves none: JAX's heartbeat then ends the others.
 - The call before may be deleted, because whoever answers this one has read all it needed of that.
 - The first process waits for `seen` before it raises, because the store lives in process 0 and may end with the error.
@@ -48,7 +48,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxshard.core.compat import coordinator_client, delete_keys, get_key, list_keys, put_key, wait_for_key
-from jaxshard.distributed.failures import list_failures
+from jaxshard.distributed.hard_exit import list_failures
 from jaxshard.distributed.mismatch import Mismatch, describe_mismatches, find_mismatches, list_names, shorten_facts
 
 _LOOK_UP = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -63,7 +63,7 @@ def initialize(
         leave_on_error()
         return
     # JAX is not called for one process: on Slurm it would then use the first GPU alone.
-    if (place.processes if place else cluster_processes()) == 1:
+    if (place.num_processes if place else cluster_processes()) == 1:
         return
     if backend_is_initialized():
         raise RuntimeError(
@@ -71,7 +71,7 @@ def initialize(
             "at the top of the program, before anything creates an array or asks for jax.devices()"
         )
     jax.distributed.initialize(
-        **(place.arguments() if place else {}),
+        **(place._asdict() if place else {}),
         initialization_timeout=initialization_timeout,
         heartbeat_timeout_seconds=heartbeat_timeout,
     )
@@ -79,62 +79,49 @@ def initialize(
 
 
 class _Place(NamedTuple):
-    """The place of this process: the coordinator's "host:port", the number of processes, the number of this one."""
+    """The place of this process, as arguments of `jax.distributed.initialize`."""
 
-    coordinator: str
-    processes: int
-    process: int
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `jax.distributed.initialize`."""
-        is_local = self.coordinator.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
-        return {
-            "coordinator_address": self.coordinator,
-            "num_processes": self.processes,
-            "process_id": self.process,
-            # On this machine alone, the coordinator need not listen to others.
-            "coordinator_bind_address": self.coordinator if is_local else None,
-            # All is said. JAX would ask the cluster for the rest, and take one device per process on Slurm.
-            "cluster_detection_method": "deactivate",
-        }
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    # On this machine alone, the coordinator need not listen to others.
+    coordinator_bind_address: str | None
+    # All is said. JAX would ask the cluster for the rest, and take one device per process on Slurm.
+    cluster_detection_method: str = "deactivate"
 
 
 def _read_place(coordinator: str | None, processes: int | None, index: int | None) -> _Place | None:
     """Read the arguments, or else the environment; return None if neither says anything."""
-    given = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
-    if all(value is None for value in given.values()):
-        given = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
-        if all(value is None for value in given.values()):
-            return None
-    if missing := [name for name, value in given.items() if value is None]:
+    arguments = {"coordinator_address": coordinator, "num_processes": processes, "process_id": index}
+    environment = {name: os.environ.get(name) for name in (COORDINATOR, PROCESSES, INDEX)}
+    given = arguments if any(value is not None for value in arguments.values()) else environment
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
         there = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(f"distributed.initialize: got {there} without {' and '.join(missing)}; give all three or none")
-    names, values = list(given), list(given.values())
-    address = str(values[0])
+    names, (address, *numbers) = list(given), map(str, given.values())
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"distributed.initialize: {names[0]}={address} is not host:port, such as node0:8476")
-    count, this = (_parse_number(name, value) for name, value in zip(names[1:], values[1:], strict=True))
-    if not 0 <= this < count:
+    for name, number in zip(names[1:], numbers, strict=True):
+        if not number.isdecimal():
+            raise ValueError(f"distributed.initialize: {name}={number} is not a whole number from 0 on")
+    count, this = map(int, numbers)
+    if this >= count:
         raise ValueError(
             f"distributed.initialize: {names[2]}={this} is none of {names[1]}={count} processes, which are numbered "
             f"from 0 to {count - 1}"
         )
-    return _Place(address, count, this)
-
-
-def _parse_number(name: str, value: object) -> int:
-    text = str(value)
-    if not text.isdecimal():
-        raise ValueError(f"distributed.initialize: {name}={text} is not a whole number from 0 on")
-    return int(text)
+    return _Place(address, count, this, address if host in ("localhost", "127.0.0.1", "[::1]") else None)
 
 
 def _check_same(place: _Place | None) -> None:
     """Raise RuntimeError if this process has joined others than those that are asked for now."""
     here = process_count_and_id()
-    if place is not None and here != (place.processes, place.process):
+    if place is not None and here != (place.num_processes, place.process_id):
         raise RuntimeError(
-            f"distributed.initialize: process {place.process} of {place.processes} was asked for, but this is process "
-            f"{here[1]} of {here[0]} already; a process joins the others once"
+            f"distributed.initialize: process {place.process_id} of {place.num_processes} was asked for, but this is "
+            f"process {here[1]} of {here[0]} already; a process joins the others once"
         )

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.core.compat import installed_version
 from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import mesh_str
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.mismatch import digest_arrays
@@ -41,13 +42,13 @@ _PER_HOST = ("dump", "host_platform_device_count", "_dir", "_path", "_file")
 def run_facts(layout: Layout) -> dict[str, str]:
     """Versions, flags, mesh and layout: equal in all processes before a run is made or restored."""
     mesh = layout.mesh
-    shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     devices = " ".join(str(device.id) for device in mesh.devices.flat)
     return {
-        **{f"version of {name}": version for name, version in _versions().items()},
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        **{f"version of {name}": installed_version(name) or "(not installed)" for name in _PACKAGES},
         **{f"setting {name}": str(getattr(jax.config, name, None)) for name in _SETTINGS},
         **{name: shared_flags(os.environ.get(name, "")) for name in _VARIABLES},
-        "mesh": shape,
+        "mesh": mesh_str(mesh),
         "devices of the mesh": devices,
         "layout": layout_text(layout),
     }
@@ -105,13 +106,3 @@ def program_text(lowered: Any) -> str:
     Without source locations, which differ with the folder in which each host has its code.
     """
     return str(lowered.as_text())
-
-
-def _versions() -> dict[str, str]:
-    def version(name: str) -> str:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return "(not installed)"
-
-    return {"Python": ".".join(platform.python_version_tuple()[:2])} | {name: version(name) for name in _PACKAGES}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ def find_mismatches(
       first: the facts of the first process as `shorten_facts` returns them.
       text_of: opens a long text of the first process by name; None for one that is too long to be sent.
     """
-    short, texts = shorten_facts(facts)
+    short, _ = shorten_facts(facts)
     differing = [item for item in {**first, **short} if short.get(item) != first.get(item)]
     if "call" in differing:
         differing = ["call"]
@@ -67,12 +68,8 @@ def find_mismatches(
     if plain:
         return [Mismatch(item, short.get(item, "(none)"), first.get(item, "(none)")) for item in plain]
     # Only long texts differ: now they are opened. One of the two may still be short, or missing.
-    found = []
-    for item in differing:
-        here = texts.get(item, facts.get(item, ""))
-        there = text_of(item) if isinstance(first.get(item), list) else first.get(item, "")
-        found.append(Mismatch(item, *first_differing_line(here, there)))
-    return found
+    theirs = {item: text_of(item) if isinstance(first.get(item), list) else first.get(item, "") for item in differing}
+    return [Mismatch(item, *first_differing_line(facts.get(item, ""), theirs[item])) for item in differing]
 
 
 def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
@@ -87,8 +84,7 @@ def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
     for ignored in (_VALUE_NAMES, _NOTHING):
         for number, (mine, theirs) in enumerate(pairs, 1):
             if ignored.sub("%", mine) != ignored.sub("%", theirs):
-                differ = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
-                start = next(differ, min(len(mine), len(theirs)))
+                start = len(os.path.commonprefix([mine, theirs]))
                 return f"line {number}: {_cut(mine, start)}", f"line {number}: {_cut(theirs, start)}"
     return "another", "the same lines with other ends"
 

@@ -51,6 +51,9 @@ class Preemption:
 
     In one process it works in the same way, on any platform and without `js.distributed.initialize`.
 
+    Attributes:
+      stopped: True once the training was ended because of a signal.
+
     Raises:
       ValueError: when it is entered in another thread than the main one; only that may catch signals.
     """
@@ -58,7 +61,7 @@ class Preemption:
     def __init__(self) -> None:
         self._stop: CommonStop | None = None
         self._signalled: float | None = None
-        self._stopped = False
+        self.stopped = False
         self._closed = threading.Event()
 
     @property
@@ -68,15 +71,10 @@ class Preemption:
             return self._stop.told
         return None if self._signalled is None else "this process"
 
-    @property
-    def stopped(self) -> bool:
-        """True once the training was ended because of a signal."""
-        return self._stopped
-
     def __call__(self, step: int, run: Any) -> bool:
         """Return True if the training is to end after this step, in all processes after the same one."""
         ends = self._signalled is not None if self._stop is None else self._stop.is_last(step)
-        self._stopped |= ends
+        self.stopped |= ends
         return ends
 
     def __enter__(self) -> Self:

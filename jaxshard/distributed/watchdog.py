@@ -128,7 +128,7 @@ class Watchdog:
         # Of the thread: the number of its beat and the beats of all processes when the step under way became too long.
         self._first_look: tuple[int, dict[int, Beat]] | None = None
         self._excused = False
-        self._closed, self._alarmed = threading.Event(), threading.Event()
+        self._closed = threading.Event()
 
     def __call__(self, step: int, run: Any) -> None:
         """Take note of a finished step."""
@@ -170,8 +170,7 @@ class Watchdog:
         self._closed.set()
         # An error on the way out may be caused by the end of another process, which raised an alarm. The thread looks
         # for one a last time, and then this process ends by the report and not by the error.
-        if self._alarmed.is_set() or self._peers is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _elapsed(self) -> float:
         return self._spent + (0.0 if self._started is None else time.monotonic() - self._started)
@@ -188,7 +187,6 @@ class Watchdog:
             elif alarm is None and not closed:
                 alarm = self._find_hang(beat)
             if alarm is not None:
-                self._alarmed.set()
                 self._end(alarm)
             if closed or alarm is not None:
                 return

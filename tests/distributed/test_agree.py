@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import jaxshard as js
 from jaxshard.commands import main
-from jaxshard.distributed import agree, failures
+from jaxshard.distributed import agree
+from jaxshard.distributed import hard_exit as failures
 from jaxshard.distributed.agree import Peers, all_peers, peers_of
 from tests.distributed.store import Store, members, together
 

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from jaxshard.distributed import failures
+from jaxshard.distributed import hard_exit as failures
 from tests.distributed.store import Store
 
 
