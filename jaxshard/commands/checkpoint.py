@@ -19,8 +19,8 @@ from jaxshard.core.layout import human_bytes
 
 
 def checkpoint(
-    action: tyro.conf.Positional[Annotated[Literal["list", "show", "verify"], tyro.conf.arg(metavar="ACTION")]],
-    dir: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DIR")]],
+    action: Annotated[Literal["list", "show", "verify"], tyro.conf.arg(metavar="ACTION")],
+    dir: Annotated[Path, tyro.conf.arg(metavar="DIR")],
     /,
     *,
     step: Count = None,
@@ -41,13 +41,17 @@ def checkpoint(
         check_files(json=json)
         folders = _folders(absolute_root(dir), step)
     if action == "show":
-        return _show(console, folders, json)
+        newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
+        folders = {newest: folders[newest]}
     steps = [_describe_step(folder, deep=action == "verify") for folder in folders.values()]
     for row in steps:
         console.print(_step_line(row, deep=action == "verify"))
         for problem in row["problems"]:
             console.print(f"  {problem}")
-    write_json(json, {"folder": str(dir), "steps": steps})
+    result = {"folder": str(dir), "steps": steps}
+    if action == "show":
+        result = steps[0] | _show(console, folders[newest])
+    write_json(json, result)
     return int(any(row["problems"] for row in steps))
 
 
@@ -85,22 +89,16 @@ def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.items()) if isinstance(mesh, dict) else "unknown"
 
 
-def _show(console: Console, folders: dict[int, Path], json: Path | None) -> int:
-    newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
-    manifest, problems = try_manifest(folders[newest])
+def _show(console: Console, folder: Path) -> dict[str, Any]:
+    """Print what a step holds, and return it for the result; nothing without a manifest that can be read."""
+    manifest, _ = try_manifest(folder)
     if manifest is None:
-        console.print(f"step {newest}: damaged\n  {problems[0]}")
-        write_json(json, {"step": newest, "problems": problems})
-        return 1
-    about = _manifest_facts(manifest)
-    console.print(_step_line({"step": newest, "problems": []} | about, deep=False))
-    made = f"jaxshard {about['jaxshard']}, JAX {about['jax']}, {about['processes']} process(es)"
-    facts(console, {"made by": made} | ({} if manifest.data is None else {"data": str(manifest.data)}))
+        return {}
+    made = manifest.made
+    by = f"jaxshard {made.get('jaxshard')}, JAX {made.get('jax')}, {made.get('processes')} process(es)"
+    facts(console, {"made by": by} | ({} if manifest.data is None else {"data": str(manifest.data)}))
     console.print()
     for array in manifest.arrays:
         console.print(f"  {array.path}  {array.dtype}{list(array.shape)}")
-    console.print(f"\nthe layout that saved it:\n{manifest.made.get('layout')}")
-    tree = [array._asdict() for array in manifest.arrays]
-    rest = {"data": manifest.data, "tree": tree, "made": manifest.made}
-    write_json(json, {"step": newest, "problems": []} | about | rest)
-    return 0
+    console.print(f"\nthe layout that saved it:\n{made.get('layout')}")
+    return {"data": manifest.data, "tree": [array._asdict() for array in manifest.arrays], "made": made}

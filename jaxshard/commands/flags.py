@@ -24,15 +24,13 @@ Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="
 File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 Number = Annotated[int, tyro.conf.arg(metavar="N")]
 
-Target = tyro.conf.Positional[
-    Annotated[
-        str,
-        tyro.conf.arg(
-            metavar="TARGET",
-            help="a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function "
-            "without arguments that returns (init_fn, loss_fn, tx, batch).",
-        ),
-    ]
+Target = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar="TARGET",
+        help="a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function "
+        "without arguments that returns (init_fn, loss_fn, tx, batch).",
+    ),
 ]
 Remat = Annotated[
     RematName | None,

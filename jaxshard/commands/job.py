@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-import optax
 from rich.console import Console
 
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.flags import DataFlags
 from jaxshard.commands.parallel import Parallel
 from jaxshard.commands.result import corpus_facts, predicted_bytes
-from jaxshard.core.layout import Layout, human_bytes
+from jaxshard.core.layout import human_bytes
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.types import PyTree
 from jaxshard.cost.flops import train_flops
 from jaxshard.data import corpus as corpora
 from jaxshard.data import windows
 from jaxshard.data.corpus import Corpus
-from jaxshard.data.source import Source
 from jaxshard.data.windows import eval_batches
-from jaxshard.models.decoder import Decoder
 from jaxshard.models.recipe import Size
 from jaxshard.training.step import check_batch
 
@@ -31,7 +28,7 @@ EVAL_TOKENS = 2**16
 """The number of held-out tokens in an evaluation, evenly spaced over all of them."""
 
 
-class Job(NamedTuple):
+class Job:
     """A model, its data, and how it is trained.
 
     Attributes:
@@ -40,35 +37,29 @@ class Job(NamedTuple):
       size: the size's numbers and recipe, with those that were given by flags.
       corpus: the tokens.
       seed: of the parameters and the order of the data.
+      seq: tokens in a row.
+      tokens: tokens in a global batch.
       network: the model.
       tx: the recipe's optimizer.
       layout: where every array lives.
       source: the batches to train on.
       rows: the shapes and dtypes of a global batch.
       held_out: the batches to evaluate on.
+
+    Raises:
+      ValueError: a batch that devices and micro-batches do not divide, or a corpus that is too short.
     """
 
-    name: str
-    how: Parallel
-    size: Size
-    corpus: Corpus
-    seed: int
-    network: Decoder
-    tx: optax.GradientTransformation
-    layout: Layout
-    source: Source
-    rows: PyTree
-    held_out: list[dict[str, np.ndarray]]
-
-    @property
-    def seq(self) -> int:
-        """Tokens in a row."""
-        return self.size.shape["seq"]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in a global batch."""
-        return self.size.recipe.batch * self.seq
+    def __init__(self, name: str, how: Parallel, size: Size, corpus: Corpus, seed: int):
+        self.name, self.how, self.size, self.corpus, self.seed = name, how, size, corpus, seed
+        batch, self.seq = size.recipe.batch, size.shape["seq"]
+        self.tokens = batch * self.seq
+        self.network, self.tx = size.model(vocab=corpus.vocab), size.recipe.optimizer()
+        self.layout = make_layout(how.strategy, how.mesh, self.network.init, self.tx)
+        self.source = windows(corpus.train, batch=batch, seq=self.seq, seed=seed, vocab=corpus.vocab)
+        self.held_out = _held_out(corpus, 4 * batch // how.engine.microbatches, self.seq)
+        self.rows: PyTree = jax.eval_shape(lambda: self.source.rows(0, np.arange(batch)))
+        check_batch(self.layout, self.rows, how.engine.microbatches)
 
     @property
     def flops(self) -> float | None:
@@ -121,22 +112,6 @@ class Job(NamedTuple):
             "steps": f"{self.size.recipe.steps:,} of {self.size.recipe.batch} x {self.seq} {unit}",
             "per device": f"{per_device} (predicted)",
         }
-
-
-def make_job(name: str, how: Parallel, size: Size, corpus: Corpus, seed: int) -> Job:
-    """Make the job of training a size on a corpus.
-
-    Raises:
-      ValueError: a batch that devices and micro-batches do not divide, or a corpus that is too short.
-    """
-    recipe, seq = size.recipe, size.shape["seq"]
-    network, tx = size.model(vocab=corpus.vocab), recipe.optimizer()
-    layout = make_layout(how.strategy, how.mesh, network.init, tx)
-    source = windows(corpus.train, batch=recipe.batch, seq=seq, seed=seed, vocab=corpus.vocab)
-    held_out = _held_out(corpus, 4 * recipe.batch // how.engine.microbatches, seq)
-    rows = jax.eval_shape(lambda: source.rows(0, np.arange(recipe.batch)))
-    check_batch(layout, rows, how.engine.microbatches)
-    return Job(name, how, size, corpus, seed, network, tx, layout, source, rows, held_out)
 
 
 def load_corpus(console: Console, flags: DataFlags) -> Corpus:

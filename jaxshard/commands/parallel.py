@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxshard.commands.devices import choose_devices
 from jaxshard.commands.flags import EngineName, RematName, ShardingFlags, check_positive
-from jaxshard.core.mesh import axis_size, make_mesh
+from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
@@ -50,8 +50,7 @@ class Parallel(NamedTuple):
     @property
     def shown(self) -> dict[str, str]:
         """The facts that a command prints, by name."""
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        shown = {"mesh": axes, "strategy": self.strategy_name, "engine": self.about["engine"]}
+        shown = {"mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": self.about["engine"]}
         if self.about.get("reduction") == "ordered":
             shown["engine"] += ", sums in one order"
         if "schedule" in self.about:
@@ -173,12 +172,14 @@ def _read_table(flags: ShardingFlags, stages: int) -> Schedule | None:
     if flags.schedule is None or not flags.schedule.endswith(".csv"):
         return None
     table = Schedule.from_csv(Path(flags.schedule))
-    own = {"pipe": table.stages, "microbatches": table.microbatches, "chunks": table.chunks}
-    given = {"pipe": stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
-    for name, value in given.items():
-        if value is not None and value != own[name]:
+    for name, own, asked in (
+        ("pipe", table.stages, stages),
+        ("microbatches", table.microbatches, flags.microbatches),
+        ("chunks", table.chunks, flags.chunks),
+    ):
+        if asked not in (None, own):
             raise ValueError(
-                f"--schedule {flags.schedule} is a table for {name}={own[name]}, but {name}={value} was asked for"
+                f"--schedule {flags.schedule} is a table for {name}={own}, but {name}={asked} was asked for"
             )
     return table
 
@@ -193,9 +194,7 @@ def _default_chunks(schedule: str | None, stages: int, depth: int | None) -> int
 def _default_microbatches(stages: int, shards: int, batch: int | None) -> int:
     """Several micro-batches per stage if they divide the batch."""
     wanted = [times * stages for times in (_MICROBATCHES_PER_STAGE, 3, 2, 1)]
-    if batch is None:
-        return wanted[0]
-    return next((count for count in wanted if batch % (shards * count) == 0), stages)
+    return next((count for count in wanted if batch is None or batch % (shards * count) == 0), stages)
 
 
 def parse_axes(text: str) -> dict[str, int]:

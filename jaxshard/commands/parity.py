@@ -62,7 +62,8 @@ def parity(
             key=seed,
         )
     seconds = time.perf_counter() - started
-    for line in ("", *map(_style, report.table()), "", *report.remarks, _verdict(report)):
+    last = report.headline if report.ok else f"{report.headline}: {', '.join(one.name for one in report.failures)}"
+    for line in ("", *map(_style, report.table()), "", *report.remarks, Text(last, "" if report.ok else "bold red")):
         console.print(line)
     about = {"model": program.name, "mesh": dict(how.mesh.shape), "devices": how.mesh.size, "seed": seed}
     write_json(json, about | how.about | _numbers(report) | {"seconds": seconds, "versions": versions()})
@@ -80,14 +81,6 @@ def _small_program(target: str, batch: int | None, seed: int, rows_multiple: int
 def _style(line: str) -> Text:
     """A line of the table; one about an array that differs stands out."""
     return Text(line, "bold red" if line.endswith(DIFFERS) else "")
-
-
-def _verdict(report: Parity) -> Text:
-    """The last line: what was compared, and which arrays differ."""
-    if report.ok:
-        return Text(report.headline)
-    names = ", ".join(one.name for one in report.failures)
-    return Text(f"{report.headline}: {names}", "bold red")
 
 
 def _numbers(report: Parity) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.core.layout import Layout
 from jaxshard.data.corpus import Corpus
 from jaxshard.models.decoder import Decoder, sample
@@ -38,23 +39,24 @@ def predicted_bytes(layout: Layout, batch: Any) -> dict[str, int]:
     return roles | {"step_and_key": total - sum(roles.values()) + roles["grad"], "arguments": total}
 
 
-def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Ask the compiler for a step's bytes per device: its arguments, and its temporaries with the gradients."""
+def describe_step(compiled: jax.stages.Compiled, layout: Layout, batch: Any) -> dict[str, Any]:
+    """Describe a compiled step: its bytes per device, predicted and as the compiler says them, and its collectives.
+
+    The compiler knows of arguments, and of temporaries, which hold the gradients.
+    """
     memory: Any = compiled.memory_analysis()
-    return {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
+    sizes = {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
+    return {
+        "bytes_per_device": {"predicted": predicted_bytes(layout, batch), "compiled": sizes},
+        "collectives": [row.as_dict() for row in summary(collectives(compiled, layout.mesh))],
+    }
 
 
-def summarize(records: Sequence[Record]) -> dict[str, Any]:
+def summarize(records: Collection[Record]) -> dict[str, Any]:
     """Summarize the records of a run since it was started: losses, evaluations and mean speeds.
 
     A number that is not finite or not known is None, since JSON has no other word for it.
     """
-    seconds = sum(record.seconds for record in records)
-
-    def mean(name: str) -> float | None:
-        known = [record.speed[name] * record.seconds / seconds for record in records if name in record.speed]
-        return sum(known) if known else None
-
     latest = {record.step: record for record in records}.values()  # a step taken again after a rollback counts once
     evaluations = [{"step": record.step, **record.evaluation} for record in latest if record.evaluation is not None]
     return {
@@ -62,11 +64,16 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
         "bad_steps": [record.step for record in latest if record.metrics["bad"]],
         "loss_eval": finite(evaluations[-1]["loss"]) if evaluations else None,
         "evaluations": [{name: finite(value) for name, value in one.items()} for one in evaluations],
-        "tokens_per_second": mean("tokens_per_second"),
-        "flops_per_second": mean("flops_per_second"),
-        "mfu": mean("mfu"),
-        "train_seconds": seconds,
+        **{name: mean_speed(records, name) for name in ("tokens_per_second", "flops_per_second", "mfu")},
+        "train_seconds": sum(record.seconds for record in records),
     }
+
+
+def mean_speed(records: Collection[Record], name: str) -> float | None:
+    """Return the mean over the time of the records; None if none of them knows this speed."""
+    seconds = sum(record.seconds for record in records)
+    known = [record.speed[name] * record.seconds / seconds for record in records if name in record.speed]
+    return sum(known) if known else None
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -66,17 +66,14 @@ class Saving(NamedTuple):
         except Damaged as error:
             raise Damaged(f"{error}; --fall-back goes on from the newest step that is intact") from error
 
-    @contextlib.contextmanager
-    def checkpointers(self, layout: Layout, facts: dict[str, Any]) -> Iterator[list[Checkpointer]]:
-        """Yield the one `Checkpointer` of the run, or none without a folder; wait for its last save at the end.
+    def checkpointer(self, layout: Layout, facts: dict[str, Any]) -> AbstractContextManager[Checkpointer | None]:
+        """Make the context of the run's `Checkpointer`, which waits for its last save; of None without a folder.
 
         `facts` are saved beside the run, for `check_facts` when it goes on.
         """
         if self.folder is None:
-            yield []
-            return
-        with Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts) as checkpointer:
-            yield [checkpointer]
+            return nullcontext()
+        return Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts)
 
     def check_facts(self, facts: dict[str, Any]) -> list[str]:
         """Compare the facts of this run with those of the saved one, and note what changes.

@@ -21,7 +21,7 @@ from jaxshard.schedules.stats import Costs, Stats
 
 
 def schedule(
-    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="NAME")]],
+    name: Annotated[str, tyro.conf.arg(metavar="NAME")],
     /,
     *,
     stages: Count = None,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from jaxshard.commands.result import mean_speed
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import align_columns
 from jaxshard.training.records import Record
@@ -147,9 +148,7 @@ def _print_table(console: Console, rows: Iterable[Sequence[str]], sides: str) ->
 def _speed(records: deque[Record]) -> str:
     """The mean speed over the latest records, in the unit of the first speed they hold."""
     name = next(iter(records[-1].speed))
-    seconds = sum(record.seconds for record in records)
-    rate = sum(record.speed[name] * record.seconds for record in records) / seconds
-    return f"{rate:,.0f} {name.removesuffix('_per_second')}/s"
+    return f"{mean_speed(records, name):,.0f} {name.removesuffix('_per_second')}/s"
 
 
 def _flops(rate: float) -> str:

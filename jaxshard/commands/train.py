@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Literal
 
 import jax
 import tyro
 from tyro.conf import OmitArgPrefixes
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
-from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import (
@@ -26,10 +23,10 @@ from jaxshard.commands.flags import (
     check_files,
     check_positive,
 )
-from jaxshard.commands.job import Job, load_corpus, make_job
+from jaxshard.commands.job import Job, load_corpus
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import depth_of, size_of
-from jaxshard.commands.result import compiled_bytes, draw_sample, predicted_bytes, summarize, write_json
+from jaxshard.commands.result import describe_step, draw_sample, summarize, write_json
 from jaxshard.commands.saving import make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables
 from jaxshard.core.compat import process_count_and_id
@@ -76,7 +73,7 @@ def train(
     is_first = process_count_and_id()[1] == 0
     console = make_console(stderr=str(output.json) == "-", quiet=not is_first)
     if not is_first:  # of several processes one speaks and writes, and all compute
-        output = dataclasses.replace(output, json=None, log=None, tensorboard=None, profile=None)
+        output = OutputFlags(sample=output.sample)
 
     with usage_errors():
         check_positive(eval_every=recipe.eval_every, patience=recipe.patience, sample=output.sample or None)
@@ -87,7 +84,7 @@ def train(
         how = make_parallel(sharding, remat=remat, ordered=ordered, depth=depth_of(model), batch=recipe.batch)
         size = size_of(model, recipe, how.rows_multiple)
         facts(console, {"devices": describe(list(how.mesh.devices.flat))} | how.shown)
-        job = make_job(model, how, size, load_corpus(console, data), recipe.seed)
+        job = Job(model, how, size, load_corpus(console, data), recipe.seed)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
         run = saves.restore_run(job.layout)
@@ -104,9 +101,9 @@ def train(
     steps = size.recipe.steps
     records: list[Record] = []
     with Preemption() as preemption:
-        with progress(console, steps) as show, saves.checkpointers(job.layout, job.sequence) as checkpointers:
-            policy = _bad_step_policy(recipe.bad_steps, checkpointers, run)
-            with _watchdogs() as watchdogs:
+        with progress(console, steps) as show, saves.checkpointer(job.layout, job.sequence) as checkpointer:
+            policy = _bad_step_policy(recipe.bad_steps, checkpointer, run)
+            with _watchdog() as watchdog:
                 run = fit(
                     run,
                     step,
@@ -116,56 +113,42 @@ def train(
                     eval_every=recipe.eval_every or max(1, steps // 4),
                     patience=recipe.patience,
                     callbacks=[records.append, *writers, show],
-                    on_run=[*checkpointers, preemption, *watchdogs],
+                    on_run=[one for one in (checkpointer, preemption, watchdog) if one is not None],
                     tokens=job.tokens,
                     flops=job.flops,
                     profile=output.profile,
                     bad_steps=policy,
                 )
-            for checkpointer in checkpointers:
+            if checkpointer is not None:
                 checkpointer.save(run)
         stopped = preemption.stopped and int(run.step) < steps
         result = job.about | {"start": saves.resumed or 0, "stopped": stopped} | summarize(records)
-        result |= {"compile_seconds": compile_seconds} | _describe_step(job, compiled)
+        result |= {"compile_seconds": compile_seconds} | describe_step(compiled, job.layout, job.rows)
         # Where it was stopped, something else waits for this process to end.
         length = 0 if stopped else output.sample
         result["sample"] = draw_sample(job.network, run, job.layout, job.corpus, length=length, seed=job.seed)
         tables(console, result)
         write_json(output.json, result)
     if stopped:
-        goes_on = "--resume goes on" if checkpointers else "nothing was saved, for want of --checkpoint"
+        goes_on = "--resume goes on" if checkpointer else "nothing was saved, for want of --checkpoint"
         console.print(f"stopped by SIGTERM after step {int(run.step)} of {steps}; {goes_on}")
 
 
-def _describe_step(job: Job, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """The bytes and collectives of the compiled step, for the result."""
-    predicted = predicted_bytes(job.layout, job.rows)
-    return {
-        "bytes_per_device": {"predicted": predicted, "compiled": compiled_bytes(compiled)},
-        "collectives": [row.as_dict() for row in summary(collectives(compiled, job.how.mesh))],
-    }
-
-
 def _bad_step_policy(
-    policy: Literal["raise", "skip", "rollback"], checkpointers: list[Checkpointer], run: TrainState
+    policy: Literal["raise", "skip", "rollback"], checkpointer: Checkpointer | None, run: TrainState
 ) -> BadSteps:
     """What `fit` does about a bad step; for a rollback there is a saved run to go back to from the first step on."""
     if policy != "rollback":
         return policy
-    (checkpointer,) = checkpointers
+    assert checkpointer is not None, "train refuses --bad-steps rollback without --checkpoint"
     if int(run.step) == 0:
         checkpointer.save(run)
     return Rollback(checkpointer.restore)
 
 
-@contextlib.contextmanager
-def _watchdogs() -> Iterator[list[Watchdog]]:
-    """Yield a watchdog where there are several processes, which may wait for each other in vain."""
-    if jax.process_count() == 1:
-        yield []
-        return
-    with Watchdog() as watchdog:
-        yield [watchdog]
+def _watchdog() -> AbstractContextManager[Watchdog | None]:
+    """A watchdog where there are several processes, which may wait for each other in vain."""
+    return Watchdog() if jax.process_count() > 1 else nullcontext()
 
 
 def _writers(output: OutputFlags) -> list[metrics.Writer]:

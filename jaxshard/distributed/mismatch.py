@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -84,7 +83,8 @@ def first_differing_line(here: str, first: str | None) -> tuple[str, str]:
     for ignored in (_VALUE_NAMES, _NOTHING):
         for number, (mine, theirs) in enumerate(pairs, 1):
             if ignored.sub("%", mine) != ignored.sub("%", theirs):
-                start = len(os.path.commonprefix([mine, theirs]))
+                differ = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
+                start = next(differ, min(len(mine), len(theirs)))
                 return f"line {number}: {_cut(mine, start)}", f"line {number}: {_cut(theirs, start)}"
     return "another", "the same lines with other ends"
 
