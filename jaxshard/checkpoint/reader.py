@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import Damaged, compare_files
@@ -19,7 +18,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import run_facts
-from jaxshard.distributed.mismatch import digest_arrays
+from jaxshard.distributed.mismatch import digest
 from jaxshard.distributed.together import raise_together
 from jaxshard.training.state import TrainState
 
@@ -116,7 +115,7 @@ def _find_step(dir: str | os.PathLike[str], layout: Layout, step: int | None) ->
             peers.agree("js.restore", run_facts(layout) | {"checkpoint": f"none: {type(error).__name__}: {error}"})
         raise
     if peers is not None:
-        name = digest_arrays(np.frombuffer(encode_manifest(manifest), np.uint8))
+        name = digest(encode_manifest(manifest))
         peers.agree("js.restore", run_facts(layout) | {"checkpoint": f"step {manifest.step} ({name})"})
     return folder, manifest
 

@@ -56,8 +56,8 @@ def audit(
         comparison = audit_step(step, rows)
     seconds = time.perf_counter() - started
     console.print(f"\n{comparison}\n\n{_verdict(comparison)}")
-    about = {"model": program.name, "mesh": dict(how.mesh.shape), "devices": how.mesh.size, "topology": topology}
-    write_json(json, about | how.about | _numbers(comparison) | {"compile_seconds": seconds})
+    about = {"model": program.name, "topology": topology} | how.about
+    write_json(json, about | _numbers(comparison) | {"compile_seconds": seconds})
     return 0 if comparison.ok else 1
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxshard.checkpoint.checksums import compare_file_names, compare_files, try_manifest
 from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
-from jaxshard.checkpoint.manifest import MANIFEST, Manifest
+from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, JsonFile, check_files
 from jaxshard.commands.result import write_json
@@ -69,12 +69,9 @@ def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
     if manifest is None:
         return {"step": int(folder.name), "problems": problems}
     problems = compare_files(folder, manifest) if deep else compare_file_names(folder, manifest)
-    return {"step": manifest.step, "problems": problems} | _manifest_facts(manifest)
-
-
-def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     counts = {"arrays": len(manifest.arrays), "files": len(manifest.files) + 1, "bytes": manifest.size}
-    return counts | {name: manifest.made.get(name) for name in ("time", "mesh", "processes", "jaxshard", "jax")}
+    made = {name: manifest.made.get(name) for name in ("time", "mesh", "processes", "jaxshard", "jax")}
+    return {"step": manifest.step, "problems": problems} | counts | made
 
 
 def _step_line(row: dict[str, Any], *, deep: bool) -> str:

@@ -84,13 +84,10 @@ class Job:
     @property
     def about(self) -> dict[str, Any]:
         """The facts that the command writes into its JSON object."""
-        mesh = self.how.mesh
         return {
             "model": self.name,
             "params": sum(x.size for x in jax.tree.leaves(self.layout.shapes.params)),
-            "devices": mesh.size,
-            "device_kind": mesh.devices.flat[0].device_kind,
-            "mesh": dict(mesh.shape),
+            "device_kind": self.how.mesh.devices.flat[0].device_kind,
             **self.how.about,
             "seed": self.seed,
             "size": self.size.shape | {"vocab": self.corpus.vocab},

@@ -62,16 +62,10 @@ def main(args: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """The help of the command line as a whole."""
     width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            "usage: jaxshard COMMAND [-h] ...",
-            "",
-            "Train on any mesh, with the same result as on one device.",
-            "",
-            *(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()),
-            "",
-            "jaxshard COMMAND --help lists the flags of a command.",
-        ]
+    commands = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    return (
+        "usage: jaxshard COMMAND [-h] ...\n\nTrain on any mesh, with the same result as on one device.\n\n"
+        f"{commands}\n\njaxshard COMMAND --help lists the flags of a command."
     )
 
 
@@ -97,16 +91,11 @@ def _run(name: str, args: Sequence[str]) -> int:
         from jaxshard.distributed.agree import Disagreement
         from jaxshard.training.non_finite import BadStep
 
-        match error:
-            case Disagreement():
-                status, line = 2, str(error)
-            case BadStep():
-                status, line = 1, f"{error.what}; see --bad-steps"
-            case _:
-                raise
+        if isinstance(error, BadStep):
+            status, line = 1, f"{error.what}; see --bad-steps"
+        elif isinstance(error, Disagreement):
+            status, line = 2, str(error)
+        else:
+            raise
     print(f"jaxshard: {line}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -60,7 +60,8 @@ class Parallel(NamedTuple):
     @property
     def about(self) -> dict[str, Any]:
         """The facts that a command writes into its JSON object."""
-        return {"strategy": self.strategy_name} | self.engine.describe()
+        mesh = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size}
+        return mesh | {"strategy": self.strategy_name} | self.engine.describe()
 
 
 def make_parallel(
@@ -157,11 +158,9 @@ def _make_pipelined(
             "the axis"
         )
     table = _read_table(flags, stages)
-    if table is None:
-        chunks = flags.chunks or _default_chunks(flags.schedule, stages, depth)
-        microbatches = flags.microbatches or _default_microbatches(stages, shards, batch)
-    else:
-        chunks, microbatches = table.chunks, table.microbatches
+    given = table or flags
+    chunks = given.chunks or _default_chunks(flags.schedule, stages, depth)
+    microbatches = given.microbatches or _default_microbatches(stages, shards, batch)
     stash = "layer" if remat in (None, "nothing") else remat  # a block's input, from which it is recomputed
     schedule = table or flags.schedule or "interleaved"
     return pipelined(microbatches=microbatches, schedule=schedule, stash=stash), chunks

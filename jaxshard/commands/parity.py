@@ -65,8 +65,8 @@ def parity(
     last = report.headline if report.ok else f"{report.headline}: {', '.join(one.name for one in report.failures)}"
     for line in ("", *map(_style, report.table()), "", *report.remarks, Text(last, "" if report.ok else "bold red")):
         console.print(line)
-    about = {"model": program.name, "mesh": dict(how.mesh.shape), "devices": how.mesh.size, "seed": seed}
-    write_json(json, about | how.about | _numbers(report) | {"seconds": seconds, "versions": versions()})
+    about = {"model": program.name, "seed": seed} | how.about
+    write_json(json, about | _numbers(report) | {"seconds": seconds, "versions": versions()})
     return 0 if report.ok else 1
 
 

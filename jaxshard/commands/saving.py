@@ -134,7 +134,12 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
             f"--checkpoint {folder}: a run is there, saved at step {newest}; add --resume to go on with it, or "
             "give another folder"
         )
-    begin = _newest_intact(folder, newest) if flags.fall_back and newest is not None else newest
+    begin = latest_step(folder, intact=True) if flags.fall_back else newest
+    if begin is None and newest is not None:
+        raise ValueError(
+            f"--fall-back: no step in {folder} is intact, the newest is {newest}; jaxshard checkpoint verify {folder} "
+            "says what is damaged"
+        )
     root, after = absolute_root(folder), -1 if begin is None else begin
     saved = complete_steps(root)
     ignored = {step: "damaged" if step in saved else "incomplete" for step in step_folders(root) if step > after}
@@ -153,16 +158,6 @@ def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:
         )
     with tempfile.TemporaryFile(dir=folder, prefix="."):
         pass  # now, and not when there is something to lose
-
-
-def _newest_intact(folder: Path, newest: int) -> int:
-    intact = latest_step(folder, intact=True)
-    if intact is None:
-        raise ValueError(
-            f"--fall-back: no step in {folder} is intact, the newest is {newest}; jaxshard checkpoint verify {folder} "
-            "says what is damaged"
-        )
-    return intact
 
 
 def _refuse(name: str, value: bool | int | None, why: str) -> None:

@@ -21,7 +21,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
-from jaxshard.distributed.mismatch import digest_arrays
+from jaxshard.distributed.mismatch import digest
 
 _PACKAGES = ("jax", "jaxlib", "jaxshard", "flax", "optax")
 _SETTINGS = (
@@ -95,7 +95,7 @@ def row_facts(row: PyTree) -> dict[str, str]:
 
     def shown(x: np.ndarray) -> str:
         values = ", ".join(str(value) for value in x.ravel()[:6])
-        return f"{digest_arrays(x)} ({values}{', ...' if x.size > 6 else ''})"
+        return f"{digest(x.tobytes())} ({values}{', ...' if x.size > 6 else ''})"
 
     return {f"first row of the data, {path}": shown(x) for path, x in leaves}
 

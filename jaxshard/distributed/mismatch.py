@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 _LONG = 1000
 """Characters from which on a text is compared by its digest; texts of several lines always are."""
 _WIDTH = 160
@@ -114,12 +112,9 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def digest_arrays(*arrays: np.ndarray) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 over the bytes of arrays."""
-    sha = hashlib.sha256()
-    for x in arrays:
-        sha.update(np.ascontiguousarray(x).tobytes())
-    return sha.hexdigest()[:16]
+def digest(data: bytes) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 over bytes."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _cut(line: str, start: int) -> str:
