@@ -163,6 +163,14 @@ def check_positive(**numbers: float | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a number above 0")
 
 
+def refuse(why: str, **flags: int | str | Path | None) -> None:
+    """Raise ValueError for the first of some flags that is given: its name and value, and why it can't be."""
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            shown = "" if value is True else f" {value}"
+            raise ValueError(f"--{name.replace('_', '-')}{shown} {why}")
+
+
 def check_files(**files: Path | None) -> None:
     """Raise ValueError for a file that could not be written later, so that no work is lost."""
     for name, file in files.items():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxshard.commands.devices import choose_devices
-from jaxshard.commands.flags import EngineName, RematName, ShardingFlags, check_positive
+from jaxshard.commands.flags import EngineName, RematName, ShardingFlags, check_positive, refuse
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.engines.auto import auto
@@ -138,14 +138,13 @@ def _check_ordered(engine: EngineName | None, axes: dict[str, int]) -> None:
 
 
 def _check_no_pipeline(flags: ShardingFlags) -> None:
-    engine = flags.engine if flags.engine == "pipelined" else None
-    given = {"engine": engine, "schedule": flags.schedule, "chunks": flags.chunks}
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"--{name} {value} is for a pipeline, but --mesh {flags.mesh or 'data=-1'} has no axis pipe; write "
-                f"--mesh data=-1,pipe=2, or leave --{name} out"
-            )
+    mesh = flags.mesh or "data=-1"
+    refuse(
+        f"is for a pipeline, but --mesh {mesh} has no axis pipe; write --mesh data=-1,pipe=2, or leave the flag out",
+        engine="pipelined" if flags.engine == "pipelined" else None,
+        schedule=flags.schedule,
+        chunks=flags.chunks,
+    )
 
 
 def _make_pipelined(

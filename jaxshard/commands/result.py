@@ -32,11 +32,9 @@ def predicted_bytes(layout: Layout, batch: Any) -> dict[str, int]:
       Bytes by role; "step_and_key", which have no role; and "arguments", what a step is given: all but the gradients.
     """
     roles: dict[str, int] = {str(role): count for role, count in layout.bytes_per_device().items()}
-    roles["batch"] = sum(
-        layout.batch_placement(x).bytes_per_device(layout.mesh, x.dtype) for x in jax.tree.leaves(batch)
-    )
-    total = layout.argument_bytes(batch)
-    return roles | {"step_and_key": total - sum(roles.values()) + roles["grad"], "arguments": total}
+    resting = sum(roles.values()) - roles["grad"]
+    total, without_batch = layout.argument_bytes(batch), layout.argument_bytes(())
+    return roles | {"batch": total - without_batch, "step_and_key": without_batch - resting, "arguments": total}
 
 
 def describe_step(compiled: jax.stages.Compiled, layout: Layout, batch: Any) -> dict[str, Any]:

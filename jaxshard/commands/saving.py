@@ -13,7 +13,7 @@ from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.checkpoint.checksums import Damaged
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, latest_step, step_folders
 from jaxshard.checkpoint.reader import describe, restore
-from jaxshard.commands.flags import SavingFlags, check_positive
+from jaxshard.commands.flags import SavingFlags, check_positive, refuse
 from jaxshard.core.layout import Layout
 from jaxshard.training.state import TrainState
 
@@ -121,11 +121,10 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
     """
     folder = flags.checkpoint
     if folder is None:
-        for name, value in vars(flags).items():
-            _refuse(name, value, "needs a folder: add --checkpoint DIR")
+        refuse("needs a folder: add --checkpoint DIR", **vars(flags))
         return Saving()
     if not flags.resume:
-        _refuse("fall_back", flags.fall_back, "chooses the step to go on from: add --resume")
+        refuse("chooses the step to go on from: add --resume", fall_back=flags.fall_back)
     check_positive(checkpoint_every=flags.checkpoint_every, keep=flags.keep)
     newest = latest_step(folder)
     _check_folder(folder, others)
@@ -158,10 +157,3 @@ def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:
         )
     with tempfile.TemporaryFile(dir=folder, prefix="."):
         pass  # now, and not when there is something to lose
-
-
-def _refuse(name: str, value: bool | int | None, why: str) -> None:
-    """Raise ValueError if a flag is given."""
-    if value is not None and value is not False:
-        shown = "" if value is True else f" {value}"
-        raise ValueError(f"--{name.replace('_', '-')}{shown} {why}")

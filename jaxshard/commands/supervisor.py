@@ -254,15 +254,11 @@ def _signals_to(events: _Events) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         events.put(_Signal(number))
 
-    before = {number: signal.getsignal(number) for number in _FORWARDED}
-    mine = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in mine:
-        signal.signal(number, handle)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in _FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                stack.callback(signal.signal, number, signal.signal(number, handle))
         yield
-    finally:
-        for number in mine:
-            signal.signal(number, before[number])
 
 
 @contextlib.contextmanager
