@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
-from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import Count, JsonFile, Remat, Sharding, Target, Words, check_files
 from jaxshard.commands.parallel import make_parallel
@@ -49,8 +48,7 @@ def audit(
         layout = make_layout(how.strategy, how.mesh, program.init_fn, program.tx)
         check_batch(layout, rows, how.engine.microbatches)
         step = make_step(program.loss_fn, program.tx, layout, engine=how.engine)
-    devices = topology or describe(list(how.mesh.devices.flat))
-    facts(console, {"devices": devices, "model": program.name} | how.shown)
+    facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
     with console.status("compiling"):
         comparison = audit_step(step, rows)

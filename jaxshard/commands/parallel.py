@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxshard.commands.devices import choose_devices
+from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.flags import EngineName, RematName, ShardingFlags, check_positive, refuse
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
@@ -39,6 +39,7 @@ class Parallel(NamedTuple):
       engine: how the gradient is computed.
       rows_multiple: the number that the rows of a batch must be a multiple of: micro-batches times data shards.
       strategy_name: the name of the data strategy.
+      devices: the devices in words.
     """
 
     mesh: Mesh
@@ -46,15 +47,16 @@ class Parallel(NamedTuple):
     engine: Engine
     rows_multiple: int
     strategy_name: str
+    devices: str
 
     @property
     def shown(self) -> dict[str, str]:
         """The facts that a command prints, by name."""
-        shown = {"mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": self.about["engine"]}
-        if self.about.get("reduction") == "ordered":
-            shown["engine"] += ", sums in one order"
-        if "schedule" in self.about:
-            shown["schedule"] = f"{self.about['schedule']}, {self.engine.microbatches} micro-batches"
+        about = self.about
+        engine = about["engine"] + (", sums in one order" if about.get("reduction") == "ordered" else "")
+        shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
+        if "schedule" in about:
+            shown["schedule"] = f"{about['schedule']}, {self.engine.microbatches} micro-batches"
         return shown
 
     @property
@@ -107,7 +109,7 @@ def make_parallel(
         engine = _ENGINES[flags.engine or "explicit"](
             microbatches=flags.microbatches or 1, remat=remat or "everything", **options
         )
-    return Parallel(mesh, strategy, engine, shards * engine.microbatches, flags.strategy)
+    return Parallel(mesh, strategy, engine, shards * engine.microbatches, flags.strategy, topology or describe(devices))
 
 
 def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str, int]:

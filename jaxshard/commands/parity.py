@@ -10,7 +10,6 @@ from rich.text import Text
 from jaxshard.checks.difference import Difference
 from jaxshard.checks.parity import DIFFERS, Parity
 from jaxshard.checks.parity import parity as compare
-from jaxshard.commands.devices import describe
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import Count, JsonFile, Number, Sharding, Target, check_files, check_positive
@@ -48,7 +47,7 @@ def parity(
         check_files(json=json)
         how = make_parallel(sharding, depth=depth_of(target), batch=batch)
     program = _small_program(target, batch, seed, how.rows_multiple)
-    facts(console, {"devices": describe(list(how.mesh.devices.flat)), "model": program.name} | how.shown)
+    facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
     with console.status("running both"), refusals():
         report = compare(

@@ -166,7 +166,6 @@ class _Process:
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], events: _Events) -> None:
         self._index, self._events = index, events
         self._lock = threading.Lock()  # between sending a signal and the moment that the number belongs to another
-        self._reaped = False
         self._popen = subprocess.Popen(
             _argv(command),
             env=environment,
@@ -186,7 +185,7 @@ class _Process:
     def send(self, number: int) -> None:
         """Send a signal to the process and what it started, unless it has ended."""
         with self._lock:
-            if not self._reaped:
+            if self._popen.returncode is None:
                 _signal_group(self._popen.pid, number)
 
     def join(self) -> None:
@@ -205,7 +204,6 @@ class _Process:
         with self._lock:
             _signal_group(self._popen.pid, signal.SIGKILL)
             code = self._popen.wait()
-            self._reaped = True
         self._events.put(_Ended(self._index, code if code >= 0 else 128 - code))
 
 

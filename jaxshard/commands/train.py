@@ -11,7 +11,6 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
-from jaxshard.commands.devices import describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import (
     DataFlags,
@@ -83,7 +82,7 @@ def train(
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
         how = make_parallel(sharding, remat=remat, ordered=ordered, depth=depth_of(model), batch=recipe.batch)
         size = size_of(model, recipe, how.rows_multiple)
-        facts(console, {"devices": describe(list(how.mesh.devices.flat))} | how.shown)
+        facts(console, how.shown)
         job = Job(model, how, size, load_corpus(console, data), recipe.seed)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
