@@ -31,8 +31,9 @@ def step_folders(root: Path) -> dict[int, Path]:
     """Return the folders of all steps, complete or not, by ascending number; nothing if `root` is no folder."""
     if not root.is_dir():
         return {}
-    found = {path for path in root.iterdir() if path.name.isdecimal() and path.name == str(int(path.name))}
-    return {int(path.name): path for path in sorted(found, key=lambda path: int(path.name))}
+    names = (path.name for path in root.iterdir())
+    steps = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+    return {step: root / str(step) for step in steps}
 
 
 def complete_steps(root: Path) -> dict[int, Path]:
@@ -82,14 +83,12 @@ def step_folder(root: Path, step: int | None) -> Path:
     steps, folders = complete_steps(root), step_folders(root)
     if not folders:
         raise ValueError(f"{root} is not a folder of checkpoints: it holds no folder that is named by a step")
-    there = f"complete steps: {', '.join(map(str, steps)) or 'none'}"
-    if step is None and steps:
-        return steps[max(steps)]
+    step = max(steps or folders) if step is None else step
     if step in steps:
         return steps[step]
-    if step is None or step in folders:
-        path = folders[max(folders) if step is None else step]
-        raise ValueError(f"{path / MANIFEST} is missing, so this step was not completely saved; {there}")
+    there = f"complete steps: {', '.join(map(str, steps)) or 'none'}"
+    if step in folders:
+        raise ValueError(f"{folders[step] / MANIFEST} is missing, so this step was not completely saved; {there}")
     raise FileNotFoundError(f"{root}: there is no step {step}; {there}")
 
 

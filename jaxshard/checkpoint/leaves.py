@@ -6,7 +6,7 @@ padded, in pipeline order, split over the mesh. Random keys are saved as their w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,11 +18,12 @@ from jax.lax import bitcast_convert_type, with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.checkpoint.manifest import SavedArray
-from jaxshard.core.keys import key_impl_of
+from jaxshard.core.keys import is_key, keys_of, words_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import Placement, axes_of, spec_entry, whole
 from jaxshard.core.tree import leaf_of
+from jaxshard.core.types import PyTree
 from jaxshard.training.state import TrainState
 
 
@@ -44,17 +45,12 @@ class Entry(NamedTuple):
     @property
     def is_key(self) -> bool:
         """True for random keys."""
-        return jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
+        return is_key(self.dtype)
 
     @property
-    def is_empty(self) -> bool:
-        """True without elements: there is nothing to save."""
-        return 0 in self.shape
-
-    @property
-    def is_supported(self) -> bool:
-        """False for a dtype that can't be saved: TensorStore has no unsigned integers of less than a byte."""
-        return self.is_key or jnp.dtype(self.dtype).name not in ("uint2", "uint4")
+    def words(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype in a file, where random keys are their words."""
+        return words_of(jax.ShapeDtypeStruct(self.shape, self.dtype))
 
     @property
     def saved(self) -> SavedArray:
@@ -63,11 +59,9 @@ class Entry(NamedTuple):
 
     def shape_saved(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype in a checkpoint, with the sharding of `logical_spec`."""
-        shape, dtype, spec = self.shape, self.dtype, logical_spec(self.placement, mesh)[0]
-        if self.is_key:
-            words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-            shape, dtype, spec = words.shape, words.dtype, PartitionSpec(*spec, None)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        words, spec = self.words, logical_spec(self.placement, mesh)[0]
+        spec = PartitionSpec(*spec, *(None,) * (len(words.shape) - len(spec)))
+        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=NamedSharding(mesh, spec))
 
     def to_saved(self, x: jax.Array, mesh: Mesh) -> jax.Array:
         """Convert from stored to saved, still on the devices; return the array itself where both are the same."""
@@ -96,10 +90,14 @@ def entries(layout: Layout) -> tuple[list[Entry], Any]:
     alone = [whole(leaf_of((), x)) for x in (step, shapes.key)]
     make: Any = TrainState
     run = make(step, shapes.params, shapes.opt_state, shapes.state, shapes.key)
-    placements = make(alone[0], layout.params, layout.opt_state, layout.state, alone[1])
-    leaves, structure = jax.tree_util.tree_flatten_with_path(run)
+    return pair_up(run, make(alone[0], layout.params, layout.opt_state, layout.state, alone[1]), _encode_path)
+
+
+def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> tuple[list[Entry], Any]:
+    """Return (the entries of a tree's leaves, its structure); `name` makes the name of an array of its key path."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     pairs = zip(leaves, jax.tree.leaves(placements), strict=True)
-    return [Entry(_encode_path(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
+    return [Entry(name(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs], structure
 
 
 def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec]:
@@ -134,12 +132,12 @@ def logical_spec(placement: Placement, mesh: Mesh) -> tuple[PartitionSpec, Parti
 
 def jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
     """Return the jitted function from a stored array to a saved one; arrays that are stored alike share it."""
-    return _jit_to_saved(_without_names(entry), mesh)
+    return _jit_both(_without_names(entry), mesh)[0]
 
 
 def jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
     """Return the jitted function from a saved array to a stored one; arrays that are stored alike share it."""
-    return _jit_to_stored(_without_names(entry), mesh)
+    return _jit_both(_without_names(entry), mesh)[1]
 
 
 def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where: str = "") -> list[str]:
@@ -174,34 +172,21 @@ def _without_names(entry: Entry) -> Entry:
 
 
 @lru_cache(maxsize=512)
-def _jit_to_saved(entry: Entry, mesh: Mesh) -> Any:
-    stored, moved = entry.placement.sharding(mesh), NamedSharding(mesh, logical_spec(entry.placement, mesh)[1])
-    sharding = entry.shape_saved(mesh).sharding
+def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
+    """Return the jitted functions (from stored to saved, from saved to stored)."""
+    stored, saved, view = entry.placement.sharding(mesh), entry.shape_saved(mesh).sharding, entry.placement.view
+    logical, moved = (NamedSharding(mesh, spec) for spec in logical_spec(entry.placement, mesh))
 
-    def convert(x: jax.Array) -> jax.Array:
-        # A constraint on both sides of the cast keeps the compiler from moving the cast behind what it is there for.
+    # A constraint on both sides of a cast keeps the compiler from moving the cast behind what it is there for.
+    def to_saved(x: jax.Array) -> jax.Array:
         bits = with_sharding_constraint(with_sharding_constraint(_float_to_bits(x), stored), moved)
-        bits = entry.placement.view.invert(bits)
-        if entry.is_key:
-            return jax.random.key_data(bits)
-        return _bits_to(x.dtype, with_sharding_constraint(bits, sharding))
+        return words_of(_bits_to(entry.dtype, with_sharding_constraint(view.invert(bits), logical)))
 
-    return jax.jit(convert, out_shardings=sharding)
+    def to_stored(x: jax.Array) -> jax.Array:
+        bits = view.apply(with_sharding_constraint(_float_to_bits(keys_of(x, entry.dtype)), logical))
+        return _bits_to(entry.dtype, with_sharding_constraint(with_sharding_constraint(bits, moved), stored))
 
-
-@lru_cache(maxsize=512)
-def _jit_to_stored(entry: Entry, mesh: Mesh) -> Any:
-    stored = entry.placement.sharding(mesh)
-    logical, before = (NamedSharding(mesh, spec) for spec in logical_spec(entry.placement, mesh))
-    impl = key_impl_of(entry.dtype) if entry.is_key else None
-
-    def convert(x: jax.Array) -> jax.Array:
-        bits = jax.random.wrap_key_data(x, impl=impl) if entry.is_key else _float_to_bits(x)
-        bits = entry.placement.view.apply(with_sharding_constraint(bits, logical))
-        bits = with_sharding_constraint(with_sharding_constraint(bits, before), stored)
-        return bits if entry.is_key else _bits_to(x.dtype, bits)
-
-    return jax.jit(convert, out_shardings=stored)
+    return jax.jit(to_saved, out_shardings=saved), jax.jit(to_stored, out_shardings=stored)
 
 
 def _float_to_bits(x: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -119,9 +118,9 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit a step: it exists as soon as its folder holds a manifest."""
-    write_atomically(folder / MANIFEST, encode_manifest(manifest))
+def write_manifest(file: Path, manifest: Manifest) -> None:
+    """Write a manifest; as `MANIFEST` of its folder it commits the step, which exists as soon as that is there."""
+    write_atomically(file, encode_manifest(manifest))
 
 
 def write_atomically(file: Path, content: bytes) -> None:
@@ -152,43 +151,36 @@ def _checksum_line(line: bytes) -> bytes:
 def _parse(fields: dict[str, Any]) -> Manifest:
     _check(set(fields) == {"format", *Manifest._fields}, "fields", sorted(fields))
     _check(_is_count(fields["step"]), "step", fields["step"])
-    _check(isinstance(fields["made"], dict), "made", fields["made"])
-    _check(isinstance(fields["files"], dict), "files", fields["files"])
-    arrays = _parse_tuple(fields["arrays"], _parse_array, "arrays")
+    for name, kind in (("arrays", list), ("files", dict), ("made", dict)):
+        _check(isinstance(fields[name], kind), name, fields[name])
+    arrays = tuple(_parse_array(value) for value in fields["arrays"])
     _check(len({array.path for array in arrays}) == len(arrays), "arrays", "one path twice")
-
-    def parse_segment(value: Any) -> Segment:
-        _check(isinstance(value, list) and len(value) == 3, "segment", value)
-        size, crc, array = value
-        known = array is None or (_is_count(array) and array < len(arrays))
-        _check(_is_count(size) and _is_count(crc) and crc < 2**32 and known, "segment", value)
-        return Segment(size, crc, array)
-
-    files = {name: _parse_tuple(segments, parse_segment, "segments") for name, segments in fields["files"].items()}
-    for name in files:
+    files = {}
+    for name, segments in fields["files"].items():
         _check(_is_inside(name), "file name", name)
+        _check(isinstance(segments, list), "segments", segments)
+        files[name] = tuple(_parse_segment(value, len(arrays)) for value in segments)
     return Manifest(fields["step"], arrays, files, fields["data"], fields["made"])
 
 
 def _parse_array(value: Any) -> SavedArray:
     _check(isinstance(value, dict) and set(value) == set(SavedArray._fields), "array", value)
-    path, dtype = value["path"], value["dtype"]
+    path, shape, dtype = value["path"], value["shape"], value["dtype"]
     _check(isinstance(path, str) and path != "" and isinstance(dtype, str) and dtype != "", "array", value)
-    return SavedArray(path, _parse_tuple(value["shape"], _parse_size, "shape"), dtype)
+    _check(isinstance(shape, list) and all(map(_is_count, shape)), "shape", shape)
+    return SavedArray(path, tuple(shape), dtype)
 
 
-def _parse_size(value: Any) -> int:
-    _check(_is_count(value), "size", value)
-    return int(value)
-
-
-def _parse_tuple(values: Any, parse: Callable[[Any], Any], what: str) -> tuple[Any, ...]:
-    _check(isinstance(values, list), what, values)
-    return tuple(parse(value) for value in values)
+def _parse_segment(value: Any, arrays: int) -> Segment:
+    _check(isinstance(value, list) and len(value) == 3, "segment", value)
+    size, crc, array = value
+    known = array is None or (_is_count(array) and array < arrays)
+    _check(_is_count(size) and _is_count(crc) and crc < 2**32 and known, "segment", value)
+    return Segment(size, crc, array)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
 def _is_inside(name: str) -> bool:

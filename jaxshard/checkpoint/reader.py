@@ -54,7 +54,7 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
         check_intact(folder, manifest)
     shapes = {entry.path: entry.shape_saved(layout.mesh) for entry in wanted}
     try:
-        found = store.load_arrays(folder, {entry.path: shapes[entry.path] for entry in wanted if not entry.is_empty})
+        found = store.load_arrays(folder, {entry.path: shapes[entry.path] for entry in wanted if 0 not in entry.shape})
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{folder}: its arrays can't be read: {' '.join(str(error).split())}") from error
     if (peers := peers_of(layout.mesh)) is not None:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxshard.checkpoint.leaves import Entry
+from jaxshard.core.keys import words_of
 from jaxshard.core.placement import View
 
 Block = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
@@ -74,16 +75,12 @@ def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]
     Returns:
       The blocks of all arrays that are not empty, by name. A CPU's blocks may share memory with its arrays.
     """
-    chosen = [(entry, _words_of(entry, x), number) for number, (entry, x) in enumerate(arrays) if not entry.is_empty]
+    chosen = [(entry, words_of(x), number) for number, (entry, x) in enumerate(arrays) if 0 not in entry.shape]
     shards = {entry.path: _shards_to_write(x, number) for entry, x, number in chosen}
     for found in shards.values():
         for shard in found:
             shard.data.copy_to_host_async()
     return {entry.path: _host_blocks(entry, x, shards[entry.path]) for entry, x, _ in chosen}
-
-
-def _words_of(entry: Entry, x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if entry.is_key else x
 
 
 def _shards_to_write(x: jax.Array, number: int) -> list[Any]:

@@ -26,23 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files
 from jaxshard.checkpoint.folder import absolute_root, delete_step
 from jaxshard.checkpoint.leaves import Entry, entries
-from jaxshard.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    decode_manifest,
-    encode_manifest,
-    write_atomically,
-    write_manifest,
-)
+from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, write_manifest
 from jaxshard.checkpoint.reader import restore
 from jaxshard.checkpoint.snapshot import snapshot
+from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import call_in_first_process, failed_processes
@@ -135,7 +128,8 @@ def _check_arrays(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> l
     check_run(layout, run)
     arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(run), strict=True))
     raise_all(
-        (f"{entry.path}: {entry.dtype}" for entry in wanted if not entry.is_supported),
+        # TensorStore has no unsigned integers of less than a byte.
+        (f"{entry.path}: {entry.dtype}" for entry in wanted if entry.words.dtype.name in ("uint2", "uint4")),
         ValueError,
         "arrays of these dtypes can't be saved; keep them in another, such as uint8",
     )
@@ -205,8 +199,7 @@ def _holds_same_run(root: Path, run: TrainState, layout: Layout) -> bool:
 
 
 def _shard_bytes(x: jax.Array) -> list[bytes]:
-    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
+    return [np.asarray(shard.data).tobytes() for shard in words_of(x).addressable_shards]
 
 
 def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
@@ -221,14 +214,14 @@ def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> N
     written = [name for name in list_files(folder) if name not in shares and not name.endswith(".draft")]
     files = {name: checksum_file(folder / name, places.get(name, ())) for name in written[process::processes]}
     if process:
-        write_atomically(folder / f"{MANIFEST}.{process}", encode_manifest(manifest._replace(files=files)))
+        write_manifest(folder / f"{MANIFEST}.{process}", manifest._replace(files=files))
         _wait_for(folder / MANIFEST, folder)
         return
     for other in sorted(shares):
         _wait_for(folder / other, folder)
         files |= decode_manifest((folder / other).read_bytes()).files
         (folder / other).unlink()
-    write_manifest(folder, manifest._replace(files={name: files[name] for name in sorted(files)}))
+    write_manifest(folder / MANIFEST, manifest._replace(files=dict(sorted(files.items()))))
 
 
 def _wait_for(file: Path, folder: Path) -> None:

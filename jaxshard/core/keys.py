@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, UInt32
+
+Shaped = TypeVar("Shaped", jax.Array, jax.ShapeDtypeStruct)
 
 # How far apart the rows at hand lie in the global batch: micro-batches may take every n-th row.
 _stride = jax.make_user_context(default_value=1)
@@ -57,11 +59,8 @@ def row_keys(
 
 def advance(key: jax.Array, rows: jax.Array | int) -> jax.Array:
     """Advance a key by some rows: add them to its last word, modulo 2**32."""
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    data = jax.random.key_data(key) if typed else key
-    data = data.at[..., -1].add(jnp.asarray(rows).astype(data.dtype))
-    advanced: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)) if typed else data
-    return advanced
+    data = words_of(key)
+    return keys_of(data.at[..., -1].add(jnp.asarray(rows).astype(data.dtype)), key.dtype)
 
 
 def typed_key(key: Any) -> jax.Array:
@@ -69,7 +68,7 @@ def typed_key(key: Any) -> jax.Array:
     if isinstance(key, Integral):
         return jax.random.key(int(key))
     dtype = getattr(key, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is not None and is_key(dtype):
         typed: jax.Array = key
         return typed
     if dtype != jnp.uint32:
@@ -77,6 +76,27 @@ def typed_key(key: Any) -> jax.Array:
         raise TypeError(f"key must be a seed or a jax.random key, got {got}")
     wrapped: jax.Array = jax.random.wrap_key_data(key)
     return wrapped
+
+
+def is_key(dtype: Any) -> bool:
+    """Return True for the dtype of typed random keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def words_of(x: Shaped) -> Shaped:
+    """Return random keys as the words that they are made of, all else as it is; a shape and dtype as such."""
+    if not is_key(x.dtype):
+        return x
+    key_data: Any = jax.random.key_data
+    words: Shaped = jax.eval_shape(key_data, x) if isinstance(x, jax.ShapeDtypeStruct) else key_data(x)
+    return words
+
+
+def keys_of(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return words as the random keys of this dtype that they were: the inverse of `words_of`."""
+    was_key = is_key(dtype) and x.dtype != dtype
+    keys: jax.Array = jax.random.wrap_key_data(x, impl=key_impl_of(dtype)) if was_key else x
+    return keys
 
 
 def key_impl_of(dtype: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.core.keys import words_of
 from jaxshard.core.types import PyTree
 
 BLOCKS = "blocks"
@@ -134,10 +135,8 @@ def _describe(array: Any) -> str:
 
 def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
     """Return the bytes of an array without padding; a typed random key counts its words."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        return bytes_of(data.shape, data.dtype)
-    return math.prod(shape) * int(jnp.dtype(dtype).itemsize)
+    words = words_of(jax.ShapeDtypeStruct(shape, dtype))
+    return int(math.prod(words.shape) * jnp.dtype(words.dtype).itemsize)
 
 
 def abstract(tree: PyTree) -> PyTree:

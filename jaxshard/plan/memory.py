@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.types import PyTree
 
@@ -47,9 +48,8 @@ def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
       >>> tiled_bytes((7,), jnp.float32), tiled_bytes((1024, 1024), jnp.float32), tiled_bytes((3, 64, 8), jnp.float32)
       (512, 4194304, 12288)
     """
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        return tiled_bytes(words.shape, words.dtype)
+    words = words_of(jax.ShapeDtypeStruct(shape, dtype))
+    shape, dtype = words.shape, words.dtype
     if 0 in shape:
         return 0
     bits = jax.dtypes.itemsize_bits(dtype)

@@ -43,7 +43,7 @@ DTYPES = {
 }
 """The dtypes in a header, and JAX's names for them."""
 METADATA = "__metadata__"
-_CODES = {ours: name for name, ours in DTYPES.items()}
+CODES = {ours: name for name, ours in DTYPES.items()}
 _LIMIT = 100_000_000
 """Bytes of the longest header, as in the reader of the `safetensors` library."""
 _SUM = "crc32:"
@@ -74,11 +74,6 @@ class Header(NamedTuple):
     length: int
 
 
-def has_code(dtype: str) -> bool:
-    """Return True if the format has a code for a dtype."""
-    return dtype in _CODES
-
-
 def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int]) -> bytes:
     """Encode a header with its length before it.
 
@@ -93,7 +88,7 @@ def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int]) -
     fields: dict[str, Any] = {METADATA: metadata}
     for name, tensor in tensors.items():
         place = [tensor.start, tensor.start + tensor.size]
-        fields[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        fields[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

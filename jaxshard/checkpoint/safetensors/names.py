@@ -6,13 +6,15 @@ from typing import Any
 
 import jax
 
-from jaxshard.checkpoint.leaves import Entry
-from jaxshard.checkpoint.safetensors.header import METADATA, Tensor, has_code
+from jaxshard.checkpoint.leaves import Entry, pair_up
+from jaxshard.checkpoint.safetensors.header import CODES, METADATA, Tensor
 from jaxshard.core.layout import Layout, join_model, split_model
-from jaxshard.core.placement import Placement
-from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
+from jaxshard.core.tree import abstract, check_same_tree, path_str, paths, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.training.state import TrainState, run_shapes
+
+ModelArray = tuple[Entry, jax.Array]
+"""One array of a model: what it is in model order, and the array as it is stored."""
 
 
 def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
@@ -30,32 +32,27 @@ def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
       ValueError: two paths have one name, a name or a dtype can't stand in a file; every such array is named.
     """
     shapes, placements = join_model(layout.shapes.params, layout.shapes.state), join_model(layout.params, layout.state)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    pairs = zip(leaves, jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, Placement)), strict=True)
-    made = [Entry(_dotted_name(path), tuple(x.shape), x.dtype, placement) for (path, x), placement in pairs]
+    made, structure = pair_up(shapes, placements, _dotted_name)
     names = [entry.path for entry in made]
     problems = []
-    for entry, (path, _) in zip(made, leaves):
-        if names.count(entry.path) > 1:
-            problems.append(f"{path_str(path)}: the name {entry.path!r} is that of another one too; rename one of them")
-        if entry.path == METADATA or entry.path.encode(errors="replace").decode() != entry.path:
-            problems.append(f"{path_str(path)}: {entry.path!r} can't be the name of a tensor; rename it")
-        if not entry.is_key and not has_code(str(entry.dtype)):
-            problems.append(f"{path_str(path)}: safetensors has no {entry.dtype}; keep it in another dtype")
+    for name, path, dtype in zip(names, paths(shapes), (tensor_of(entry).dtype for entry in made), strict=True):
+        if names.count(name) > 1:
+            problems.append(f"{path}: the name {name!r} is that of another one too; rename one of them")
+        if name == METADATA or name.encode(errors="replace").decode() != name:
+            problems.append(f"{path}: {name!r} can't be the name of a tensor; rename it")
+        if dtype not in CODES:
+            problems.append(f"{path}: safetensors has no {dtype}; keep it in another dtype")
     raise_all(problems, ValueError, "the model can't be a safetensors file")
     return made, structure
 
 
 def tensor_of(entry: Entry) -> Tensor:
-    """Return the dtype and shape of an array in a file, as a tensor at its beginning. Random keys are their words."""
-    if not entry.is_key:
-        return Tensor(str(entry.dtype), entry.shape, 0)
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
-    return Tensor(str(words.dtype), words.shape, 0)
+    """Return the dtype and shape of an array in a file, as a tensor at its beginning."""
+    return Tensor(str(entry.words.dtype), entry.words.shape, 0)
 
 
-def model_arrays(run: Any, layout: Layout) -> list[jax.Array]:
-    """Return the arrays of a model as they are stored, in the order of `model_entries`.
+def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
+    """Return the arrays of a model with their entries, in the order of its leaves.
 
     Args:
       run: a run, or a stored model alone.
@@ -64,13 +61,12 @@ def model_arrays(run: Any, layout: Layout) -> list[jax.Array]:
     Raises:
       ValueError: the arrays are not those of the layout, or do not lie where it stores them; each one is named.
     """
+    made, _ = model_entries(layout)
     model: PyTree = join_model(run.params, run.state) if isinstance(run, TrainState) else run
-    expected = run_shapes(layout)
-    wanted, fix = join_model(expected.params, expected.state), "give a run of this layout"
-    check_same_tree(
-        abstract(wanted), abstract(join_model(*split_model(model))), "the model does not fit the layout", fix
-    )
-    pairs = list(zip(jax.tree_util.tree_leaves_with_path(model), jax.tree.leaves(wanted), strict=True))
+    given, shapes, fix = join_model(*split_model(model)), run_shapes(layout), "give a run of this layout"
+    wanted = join_model(shapes.params, shapes.state)
+    check_same_tree(abstract(wanted), abstract(given), "the model does not fit the layout", fix)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(model), jax.tree.leaves(wanted), strict=True)
     raise_all(
         (
             f"{path_str(path)}: {getattr(x, 'sharding', type(x).__name__)}, expected {want.sharding}"
@@ -80,7 +76,7 @@ def model_arrays(run: Any, layout: Layout) -> list[jax.Array]:
         ValueError,
         f"arrays of the model do not lie where the layout stores them; {fix}",
     )
-    return [x for (_, x), _ in pairs]
+    return list(zip(made, jax.tree.leaves(model), strict=True))
 
 
 def _dotted_name(path: tuple[Any, ...]) -> str:

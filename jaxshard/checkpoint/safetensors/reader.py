@@ -16,7 +16,7 @@ from jaxshard.checkpoint.leaves import Entry, list_differences
 from jaxshard.checkpoint.safetensors.header import Tensor, decode_header, header_size
 from jaxshard.checkpoint.safetensors.names import model_entries, tensor_of
 from jaxshard.checkpoint.safetensors.writer import INDEX
-from jaxshard.core.keys import key_impl_of
+from jaxshard.core.keys import keys_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.together import raise_together
@@ -114,7 +114,7 @@ def _place(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
     """Put a tensor onto the devices in model order, split as far as the layout stores it split."""
     sharding = entry.shape_saved(layout.mesh).sharding
     x = jax.make_array_from_callback(array.shape, sharding, lambda index: copy_part(array, index))
-    return jax.random.wrap_key_data(x, impl=key_impl_of(entry.dtype)) if entry.is_key else x
+    return keys_of(x, entry.dtype)
 
 
 def copy_part(array: npt.NDArray[Any], index: Any) -> npt.NDArray[Any]:
@@ -134,29 +134,23 @@ def _open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         return _map_file(path, problems), problems
     try:
         weights = _parse_index(index.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(_describe_error(index, error))
         return {}, problems
     found: dict[str, StoredTensor] = {}
     for name in sorted(set(weights.values())):
-        file = index.with_name(name)
+        file, expected = index.with_name(name), [tensor for tensor, at in weights.items() if at == name]
         there = _map_file(file, problems)
-        problems += [
-            f"{file}: tensor {tensor!r} is not of it by the index" for tensor in there if weights.get(tensor) != name
-        ]
-        if there:
-            missing = [tensor for tensor, at in weights.items() if at == name and tensor not in there]
-            problems += [f"{file}: tensor {tensor!r} is missing, by the index it lies there" for tensor in missing]
+        problems += [f"{file}: tensor {one!r} is not of it by the index" for one in there if one not in expected]
+        missing = [one for one in expected if there and one not in there]
+        problems += [f"{file}: tensor {one!r} is missing, by the index it lies there" for one in missing]
         found |= there
     return found, problems
 
 
 def _parse_index(raw: bytes) -> dict[str, str]:
     """Return the name of the file in which each tensor lies."""
-    try:
-        fields = json.loads(raw.decode())
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    fields = json.loads(raw.decode())
     weights = fields.get("weight_map") if isinstance(fields, dict) else None
     if not isinstance(weights, dict) or not all(map(_is_file_name, weights.values())):
         raise ValueError("it has no weight_map of tensors to files beside it")
@@ -180,17 +174,16 @@ def _map_file(file: Path, problems: list[str]) -> dict[str, StoredTensor]:
 def _open_buffer(file: str, raw: npt.NDArray[np.uint8], problems: list[str]) -> dict[str, StoredTensor]:
     """Return the tensors in the bytes of a file, without reading them; notes what is wrong with its header."""
     try:
-        start = header_size(raw[:8].tobytes(), raw.size)
-        header = decode_header(raw[:start].tobytes(), raw.size)
+        header = decode_header(raw[: header_size(raw[:8].tobytes(), raw.size)].tobytes(), raw.size)
     except ValueError as error:
         problems.append(f"{file}: {error}")
         return {}
-    data = raw[start:]
+    data = raw[header.length :]
     return {
         name: StoredTensor(file, tensor, data[tensor.start : tensor.start + tensor.size], header.checksums.get(name))
         for name, tensor in header.tensors.items()
     }
 
 
-def _describe_error(file: Path, error: OSError | ValueError) -> str:
+def _describe_error(file: Path, error: Exception) -> str:
     return f"{file}: {error.strerror if isinstance(error, OSError) else error}"

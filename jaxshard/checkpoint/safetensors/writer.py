@@ -11,18 +11,16 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import jax
-import numpy as np
 
-from jaxshard.checkpoint.leaves import Entry
 from jaxshard.checkpoint.manifest import sync_folder, write_atomically
 from jaxshard.checkpoint.safetensors.header import Tensor, encode_header
-from jaxshard.checkpoint.safetensors.names import model_arrays, model_entries, tensor_of
+from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays, tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch_bytes, stream_pieces
 from jaxshard.core.layout import Layout
 from jaxshard.distributed.together import failed_processes
@@ -32,13 +30,8 @@ MAX_BYTES = 5_000_000_000
 LEAST = 1 << 20
 """Bytes of a piece where many processes write: each has one on every device."""
 INDEX = ".index.json"
-
-
-class ModelArray(NamedTuple):
-    """One array to be written: what it is in model order, and the array as it is stored."""
-
-    entry: Entry
-    stored: jax.Array
+NamedPiece = tuple[str, Piece]
+"""The name of a tensor, and some of its bytes."""
 
 
 def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, max_bytes: int = MAX_BYTES) -> Path:
@@ -70,7 +63,7 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
     path = Path(path).absolute()
     if path.suffix != ".safetensors" or max_bytes < 1:
         raise ValueError(f"{path}, max_bytes={max_bytes}: name a file that ends with .safetensors, of at least 1 byte")
-    files = _name_files(path, _divide_into_files(_arrays_of(run, layout), max_bytes))
+    files = _name_files(path, _divide_into_files(model_arrays(run, layout), max_bytes))
     drafts = {name: path.with_name(f"{name}.draft") for name in files}
     _raise_in_all(path, _make_folder(path) if jax.process_index() == 0 else None)
     try:
@@ -97,68 +90,49 @@ def to_bytes(run: Any, layout: Layout) -> bytes:
       ValueError: as `js.save_safetensors`.
     """
     opened = io.BytesIO()
-    arrays = _sort_widest_first(_arrays_of(run, layout))
-    writer = _Writer(opened, arrays)
-    for name, piece in _stream_arrays(arrays, layout, LIMIT):
-        writer.write(name, fetch_bytes(piece))
-    writer.finish()
+    arrays = _sort_widest_first(model_arrays(run, layout))
+    _write_file(opened, arrays, _stream_arrays(arrays, layout, LIMIT))
     return opened.getvalue()
 
 
-class _Writer:
-    """Writes one safetensors file: the bytes of its tensors in their order, then the header with the checksums."""
-
-    def __init__(self, opened: BinaryIO, arrays: Sequence[ModelArray]):
-        self._opened = opened
-        self._tensors = _place_tensors(arrays)
-        self._checksums = dict.fromkeys(self._tensors, 0)
-        self._write_header()
-
-    def write(self, name: str, raw: bytes) -> None:
-        """Write the next bytes of a tensor."""
-        self._opened.write(raw)
-        self._checksums[name] = zlib.crc32(raw, self._checksums[name])
-
-    def finish(self) -> None:
-        """Write the header anew, which is as long as before."""
-        self._opened.seek(0)
-        self._write_header()
-        self._opened.flush()
-
-    def _write_header(self) -> None:
-        self._opened.write(encode_header(self._tensors, self._checksums))
-
-
-def _arrays_of(run: Any, layout: Layout) -> list[ModelArray]:
-    wanted, _ = model_entries(layout)
-    return [ModelArray(entry, x) for entry, x in zip(wanted, model_arrays(run, layout), strict=True)]
+def _write_file(opened: BinaryIO, arrays: Iterable[ModelArray], pieces: Iterable[NamedPiece | None]) -> None:
+    """Write one safetensors file: the bytes of its tensors in their order, then the header with the checksums."""
+    tensors = _place_tensors(arrays)
+    checksums = dict.fromkeys(tensors, 0)
+    opened.write(encode_header(tensors, checksums))
+    for name, piece in filter(None, pieces):  # None: this file is complete, another one is not
+        raw = fetch_bytes(piece)
+        opened.write(raw)
+        checksums[name] = zlib.crc32(raw, checksums[name])
+    opened.seek(0)
+    opened.write(encode_header(tensors, checksums))  # as long as before
+    opened.flush()
 
 
 def _place_tensors(arrays: Iterable[ModelArray]) -> dict[str, Tensor]:
     """Place the tensors of a file one behind the other."""
     placed, at = {}, 0
-    for array in arrays:
-        tensor = tensor_of(array.entry)._replace(start=at)
-        placed[array.entry.path] = tensor
-        at += tensor.size
+    for entry, _ in arrays:
+        placed[entry.path] = tensor_of(entry)._replace(start=at)
+        at += placed[entry.path].size
     return placed
 
 
 def _sort_widest_first(arrays: Iterable[ModelArray]) -> list[ModelArray]:
     """Sort by falling item size, so that every tensor is aligned."""
-    return sorted(arrays, key=lambda array: -np.dtype(tensor_of(array.entry).dtype).itemsize)
+    return sorted(arrays, key=lambda array: -array[0].words.dtype.itemsize)
 
 
 def _divide_into_files(arrays: Iterable[ModelArray], max_bytes: int) -> list[list[ModelArray]]:
     """Fill files of at most `max_bytes` in model order; a larger tensor has a file of its own."""
     files: list[list[ModelArray]] = [[]]
     room = max_bytes
-    for array in arrays:
-        size = tensor_of(array.entry).size
+    for entry, stored in arrays:
+        size = tensor_of(entry).size
         if size > room and files[-1]:
             files.append([])
             room = max_bytes
-        files[-1].append(array)
+        files[-1].append((entry, stored))
         room -= size
     return [_sort_widest_first(file) for file in files]
 
@@ -169,7 +143,7 @@ def _name_files(path: Path, files: list[list[ModelArray]]) -> dict[str, list[Mod
     return {f"{path.stem}-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def _stream_arrays(arrays: Sequence[ModelArray], layout: Layout, limit: int) -> Iterator[tuple[str, Piece]]:
+def _stream_arrays(arrays: Iterable[ModelArray], layout: Layout, limit: int) -> Iterator[NamedPiece]:
     """Yield (name, piece) of a file's tensors, in the order of its bytes. Collective."""
     for entry, stored in arrays:
         spec = entry.shape_saved(layout.mesh).sharding.spec
@@ -202,14 +176,9 @@ def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], l
     return failure
 
 
-def _write_draft(draft: Path, arrays: Sequence[ModelArray], pieces: Iterable[tuple[str, Piece] | None]) -> None:
+def _write_draft(draft: Path, arrays: Iterable[ModelArray], pieces: Iterable[NamedPiece | None]) -> None:
     with draft.open("wb") as opened:
-        writer = _Writer(opened, arrays)
-        for item in pieces:
-            if item is not None:  # this file is complete, another one is not
-                name, piece = item
-                writer.write(name, fetch_bytes(piece))
-        writer.finish()
+        _write_file(opened, arrays, pieces)
         os.fsync(opened.fileno())
 
 
@@ -236,7 +205,7 @@ def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[ModelArra
             done.append(draft.rename(path.with_name(name)))
         if len(files) > 1:
             total = sum(tensor.size for file in files.values() for tensor in _place_tensors(file).values())
-            weights = {array.entry.path: name for name, file in files.items() for array in file}
+            weights = {entry.path: name for name, file in files.items() for entry, _ in file}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             write_atomically(path.with_name(path.name + INDEX), json.dumps(index, indent=2).encode() + b"\n")
         sync_folder(path.parent)

@@ -27,12 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxshard.adapt.stacked import check_block
 from jaxshard.core.jaxpr import Program, assign, dependent_variables, needed_equations, open_jaxpr
-from jaxshard.core.keys import key_impl_of
+from jaxshard.core.keys import keys_of, words_of
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 from jaxshard.engines.pipeline.floats import fill, floats_of
@@ -97,7 +96,7 @@ def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Seq
 
     def forward(weights: PyTree, x: PyTree, key: Any) -> tuple[PyTree, Arrays]:
         y, kept = program.run((y_vars, kept_vars), assign(program.args, (weights, x, key)))
-        return y, [_without_keys(value) for value in kept]
+        return y, [words_of(value) for value in kept]
 
     def backward(weights: PyTree, key: Any, kept: Arrays, dy: PyTree) -> tuple[Arrays, PyTree]:
         known = assign((weight_vars, key_vars), (weights, key)) | _with_keys(kept_vars, kept)
@@ -105,7 +104,7 @@ def split_block(block: Block, weights: PyTree, x: PyTree, key: Any, trained: Seq
         grads, dx = pullback(floats_of(dy))
         return jax.tree.leaves(grads), fill(dx, dy)
 
-    kept = [jax.eval_shape(_without_keys, jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for v in kept_vars]
+    kept = [words_of(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for v in kept_vars]
     return SplitBlock(forward, backward, *_cut_backward(backward, weights, key, kept, x))
 
 
@@ -139,7 +138,7 @@ def _cut_backward(
         values = assign(program.args, (weights, key, kept, dy))
         grads, dx, carried = program.run((early, dx_vars, carried_vars), values)
         ready = iter(grads)
-        return [next(ready) if e else None for e in is_early], fill(dx, dy), [_without_keys(x) for x in carried]
+        return [next(ready) if e else None for e in is_early], fill(dx, dy), [words_of(x) for x in carried]
 
     def weight_backward(weights: PyTree, key: Any, carried: Arrays) -> list[Any]:
         values = assign((weight_vars, key_vars), (weights, key)) | _with_keys(carried_vars, carried)
@@ -166,16 +165,7 @@ def forward_only(block: Block) -> SplitBlock:
 # Buffers hold plain arrays: random keys go through them as their words.
 
 
-def _without_keys(x: jax.Array) -> jax.Array:
-    words: jax.Array = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return words
-
-
 def _with_keys(names: Sequence[Any], values: Arrays) -> dict[Any, jax.Array]:
     """The values by variable, words as the keys that they were."""
 
-    def restore(x: jax.Array, dtype: Any) -> jax.Array:
-        was_key = jnp.issubdtype(dtype, jax.dtypes.prng_key) and x.dtype != dtype
-        return jax.random.wrap_key_data(x, impl=key_impl_of(dtype)) if was_key else x
-
-    return {var: restore(x, var.aval.dtype) for var, x in zip(names, values, strict=True)}
+    return {var: keys_of(x, var.aval.dtype) for var, x in zip(names, values, strict=True)}
