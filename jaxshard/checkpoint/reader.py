@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import Damaged, compare_files
@@ -52,21 +51,16 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
     _check_same_arrays(folder, manifest.arrays, wanted)
     if verify:
         check_intact(folder, manifest)
-    shapes = {entry.path: entry.shape_saved(layout.mesh) for entry in wanted}
     try:
-        found = store.load_arrays(folder, {entry.path: shapes[entry.path] for entry in wanted if 0 not in entry.shape})
+        found = store.load_arrays(folder, {entry.path: entry.shape_saved(layout.mesh) for entry in wanted})
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{folder}: its arrays can't be read: {' '.join(str(error).split())}") from error
     if (peers := peers_of(layout.mesh)) is not None:
         peers.meet("js.restore, arrays")  # one disk may be slow, and collectives don't wait long
 
-    def to_stored(entry: Entry) -> jax.Array:
-        shape = shapes[entry.path]
-        x = found.pop(entry.path, None)  # each array is freed once it is converted
-        x = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) if x is None else x
-        return entry.to_stored(x, layout.mesh)
-
-    run: TrainState = jax.tree.unflatten(structure, [to_stored(entry) for entry in wanted])
+    # Each array is freed once it is converted.
+    stored = [entry.to_stored(found.pop(entry.path), layout.mesh) for entry in wanted]
+    run: TrainState = jax.tree.unflatten(structure, stored)
     if int(run.step) != manifest.step:
         raise ValueError(f"{folder}: the run in it has taken {int(run.step)} steps, not {manifest.step}")
     return run
@@ -106,17 +100,17 @@ def check_intact(folder: Path, manifest: Manifest) -> None:
 
 def _find_step(dir: str | os.PathLike[str], layout: Layout, step: int | None) -> tuple[Path, Manifest]:
     """Find the step to restore; raise in all processes unless it is the same in each."""
-    peers = peers_of(layout.mesh)
+    failure = None
     try:
         folder = step_folder(absolute_root(dir), step)
         manifest = read_manifest(folder)
+        found = f"step {manifest.step} ({digest(encode_manifest(manifest))})"
     except (ValueError, OSError) as error:
-        if peers is not None:
-            peers.agree("js.restore", run_facts(layout) | {"checkpoint": f"none: {type(error).__name__}: {error}"})
-        raise
-    if peers is not None:
-        name = digest(encode_manifest(manifest))
-        peers.agree("js.restore", run_facts(layout) | {"checkpoint": f"step {manifest.step} ({name})"})
+        failure, found = error, f"none: {type(error).__name__}: {error}"
+    if (peers := peers_of(layout.mesh)) is not None:
+        peers.agree("js.restore", run_facts(layout) | {"checkpoint": found})
+    if failure is not None:
+        raise failure
     return folder, manifest
 
 

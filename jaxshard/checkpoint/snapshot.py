@@ -44,23 +44,19 @@ class HostBlocks:
 
     def blocks(self) -> Iterator[Block]:
         """Yield all blocks, each a chunk of the grid without padding. They are views of the shards."""
-        for index, shard in self.shards:
-            yield from self._blocks_of(index, shard)
-
-    def _blocks_of(self, index: tuple[slice, ...], shard: np.ndarray[Any, Any]) -> Iterator[Block]:
-        """Yield the blocks of one shard: one for each index into its leading dimensions, where the first is split."""
         cut, stored = self.view.extra_dims, self.view.stored
-        starts = [where.start or 0 for where in index]
-        for lead in np.ndindex(shard.shape[:cut]):
-            # The logical row of stored index (i, j, k): as in row-major order of the dimensions it is split into.
-            first = 0
-            for start, i, size in zip(starts, (*lead, 0), stored[: cut + 1]):
-                first = first * size + start + i
-            begins = (first, *starts[cut + 1 :]) if shard.ndim else ()
-            sizes = [min(size, end - begin) for size, end, begin in zip(shard.shape[cut:], self.shape, begins)]
-            if all(size > 0 for size in sizes):
-                where = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes))
-                yield where, shard[(*lead, *map(slice, sizes), ...)]
+        for index, shard in self.shards:
+            starts = [where.start or 0 for where in index]
+            for lead in np.ndindex(shard.shape[:cut]):  # of the dimensions that the first one is split into
+                # The logical row of stored index (i, j, k): as in row-major order of those dimensions.
+                first = 0
+                for start, i, size in zip(starts, (*lead, 0), stored[: cut + 1]):
+                    first = first * size + start + i
+                begins = (first, *starts[cut + 1 :]) if shard.ndim else ()
+                sizes = [min(size, end - begin) for size, end, begin in zip(shard.shape[cut:], self.shape, begins)]
+                if all(size > 0 for size in sizes):
+                    where = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes))
+                    yield where, shard[(*lead, *map(slice, sizes), ...)]
 
 
 def snapshot(arrays: Sequence[tuple[Entry, jax.Array]]) -> dict[str, HostBlocks]:

@@ -45,9 +45,8 @@ _WAIT = 1200.0
 """Seconds that a process waits for the checksums of another one."""
 _POLL = 0.05
 """Seconds between two looks whether they are there."""
-_writing: set[Path] = set()
-"""The folders of the steps that this process is writing; guarded by `_changed`, which tells when one is done."""
-_changed = threading.Condition()
+_locks: dict[Path, threading.Lock] = {}
+"""A lock for the folder of every step that this process has saved, held while the step is being written."""
 _save_numbers = itertools.count()  # every process begins the same saves in the same order
 
 
@@ -103,7 +102,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
     step = int(run.step)
     folder = root / str(step)
     with ExitStack() as stack:
-        stack.enter_context(_wait_for_other_save(folder))
+        stack.enter_context(_locks.setdefault(folder, threading.Lock()))
         if call_in_first_process(lambda: _is_saved_or_prepare(folder), "js.save"):
             if not _holds_same_run(root, run, layout):
                 problem = f"step {step} of another run is there; save into another folder, or delete it"
@@ -144,20 +143,6 @@ def _check_arrays(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> l
         "these arrays are gone, for a step was given their memory; save the run that the step returned",
     )
     return arrays
-
-
-@contextmanager
-def _wait_for_other_save(folder: Path) -> Iterator[None]:
-    """Enter once no other thread of this process is saving this step, and make others wait."""
-    with _changed:
-        _changed.wait_for(lambda: folder not in _writing)
-        _writing.add(folder)
-    try:
-        yield
-    finally:
-        with _changed:
-            _writing.discard(folder)
-            _changed.notify_all()
 
 
 @contextmanager

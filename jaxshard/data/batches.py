@@ -116,13 +116,8 @@ def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch:
     """Make `Batches` whose position is the step."""
 
     def open(start: Any) -> tuple[Read, int]:
-        steps = itertools.count(to_step(start))
-
-        def read() -> tuple[PyTree, int]:
-            step = next(steps)
-            return read_step(step), step + 1
-
-        return read, to_step(start)
+        first = to_step(start)
+        return zip(map(read_step, itertools.count(first)), itertools.count(first + 1)), first
 
     return Batches(open, start, prefetch)
 

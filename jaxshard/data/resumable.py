@@ -56,15 +56,13 @@ def batches_in_turn(
 
         if isinstance(iterable, Iterator) and state is not None and opened_at is None:
             opened_at = position(given)
-        numbers = itertools.count(given + 1)
 
-        def read() -> tuple[PyTree, Any]:
-            batch = next(iterator)
+        def read(batch: PyTree, number: int) -> tuple[PyTree, Any]:
             # Before `place`, which takes a while: some iterators go on in threads of their own.
-            after = position(next(numbers))
+            after = position(number)
             return place(batch), after
 
-        return read, position(given)
+        return map(read, iterator, itertools.count(given + 1)), position(given)
 
     return Batches(open, start, prefetch, once=once)
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxshard.core.types import PyTree
 
-Read = Callable[[], tuple[PyTree, Any]]
-"""Makes the next batch and returns it with the position after it; raises StopIteration at the end."""
+Read = Iterator[tuple[PyTree, Any]]
+"""Makes the next batch and returns it with the position after it."""
 
 
 class Batches(Iterator[PyTree]):
@@ -34,8 +34,8 @@ class Batches(Iterator[PyTree]):
         """Open the batches at a position; users call `js.batches` or `js.local_batches`.
 
         Args:
-          open: `open(position)` returns (read, position): `read()` makes the next batch and returns it with the
-            position after it, or raises StopIteration.
+          open: `open(position)` returns (read, position): `next(read)` makes the next batch and returns it with the
+            position after it.
           position: where to begin.
           prefetch: the number of batches to make ahead.
           once: the source can't be opened a second time.
@@ -46,6 +46,7 @@ class Batches(Iterator[PyTree]):
         if prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more batches, got {prefetch}")
         self._open, self.once, self._prefetch = open, once, prefetch
+        self._read: Read | None
         # Threads don't inherit JAX's settings, and this one decides dtypes.
         self._x64 = jnp.result_type(float) == jnp.float64
         # Batches under way, oldest first. A single worker makes them, so they come in order.
@@ -53,9 +54,7 @@ class Batches(Iterator[PyTree]):
         self._open_at(position)
 
     def _open_at(self, position: Any) -> None:
-        opened = self._open(position)
-        self._read: Read | None = opened[0]
-        self._position = opened[1]
+        self._read, self._position = self._open(position)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="batches") if self._prefetch else None
 
     @property
@@ -93,7 +92,7 @@ class Batches(Iterator[PyTree]):
     def __next__(self) -> PyTree:
         if self._read is None:
             raise StopIteration
-        batch, self._position = self._read() if self._worker is None else self._take(self._worker, self._read)
+        batch, self._position = next(self._read) if self._worker is None else self._take(self._worker, self._read)
         return batch
 
     def __enter__(self) -> Self:
@@ -117,4 +116,4 @@ class Batches(Iterator[PyTree]):
 
 def _read_with_x64(x64: bool, read: Read) -> tuple[PyTree, Any]:
     with jax.enable_x64(x64):
-        return read()
+        return next(read)

@@ -46,7 +46,7 @@ class Window(NamedTuple):
 class Piece(NamedTuple):
     """The elements of a window as unsigned integers, the same on every device.
 
-    The first `skip` of them were in the piece before.
+    The first `skip` bytes of them were in the piece before.
     """
 
     array: jax.Array
@@ -109,16 +109,12 @@ def stream_pieces(x: jax.Array, mesh: Mesh, spec: PartitionSpec, limit: int = LI
     program = _jit_fetch(mesh, spec, window)
     for start, skip in window_starts(x.shape, splits, window):
         # Simulated CPU devices starve with more than one program in flight.
-        yield Piece(jax.block_until_ready(program(x, np.array(start, np.int32))), skip * _words_per_element(x.dtype))
+        yield Piece(jax.block_until_ready(program(x, np.array(start, np.int32))), skip * x.dtype.itemsize)
 
 
 def fetch_bytes(piece: Piece) -> bytes:
     """Copy a piece to the host, without the elements that were in the one before."""
-    return np.asarray(piece.array.addressable_data(0)).reshape(-1)[piece.skip :].tobytes()
-
-
-def _words_per_element(dtype: Any) -> int:
-    return 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
+    return np.asarray(piece.array.addressable_data(0)).reshape(-1).view(np.uint8)[piece.skip :].tobytes()
 
 
 @lru_cache(maxsize=512)

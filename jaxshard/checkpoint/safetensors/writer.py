@@ -162,16 +162,15 @@ def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], l
     names = list(files)
     for first in range(0, len(names), count):
         group = names[first : first + count]
-        mine = group[index] if index < len(group) else None
         limit = max(LEAST, LIMIT // len(group))
         rounds = zip_longest(*(_stream_arrays(files[name], layout, limit) for name in group))
-        own = (pieces[index] for pieces in rounds) if mine else (None for _ in rounds)
-        if mine is not None:
+        if index < len(group):
+            mine = group[index]
             try:
-                _write_draft(drafts[mine], files[mine], own)
+                _write_draft(drafts[mine], files[mine], (pieces[index] for pieces in rounds))
             except OSError as error:
                 failure = failure or error
-        for _ in own:
+        for _ in rounds:
             pass  # what is left of the pieces
     return failure
 
