@@ -31,6 +31,7 @@ from jaxshard.adapt.units import (
     gather_pending,
     is_pending,
 )
+from jaxshard.core.keys import is_key
 from jaxshard.core.layout import join_model, split_model
 from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
@@ -246,8 +247,8 @@ class Nnx(Adapted):
             _, after, drawn, new = _split(module)
             _check_params(before, _arrays_by_path(after))
             # A stream counts its draws; the count is another array if there was one.
-            counts = [x for x in jax.tree.leaves(drawn) if not _is_key(x)]
-            if key is None and any(a is not b for a, b in zip(counts, [x for x in streams if not _is_key(x)])):
+            counts = [x for x in jax.tree.leaves(drawn) if not is_key(x.dtype)]
+            if key is None and any(a is not b for a, b in zip(counts, [x for x in streams if not is_key(x.dtype)])):
                 raise ValueError(
                     "js.nnx: evaluation has no random key, but the module draws numbers in it; let it draw only "
                     "while training, as nnx.Dropout does (deterministic=True, which module.eval() sets)"
@@ -280,16 +281,12 @@ def _check_arrays(module: flax_nnx.Module) -> None:
     )
 
 
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
 def _seed_streams(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
     """Make the values of the random streams: the key of stream i is `key` folded with i, counts are zero."""
     # Without a key any will do: `check` refuses a module that used it.
     root, values, streams = jax.random.key(0) if key is None else key, [], 0
     for x in shapes:
-        if _is_key(x):
+        if is_key(x.dtype):
             mine = jax.random.fold_in(root, streams)
             values.append(jax.random.split(mine, x.shape) if x.shape else mine)
             streams += 1

@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.extend import core
 
@@ -49,7 +48,7 @@ from jaxshard.core.jaxpr import (
     subprogram,
     variables,
 )
-from jaxshard.core.keys import typed_key
+from jaxshard.core.keys import is_key, typed_key
 from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 
@@ -187,7 +186,7 @@ def split_at_scan(program: Program) -> SplitLoss:
     if not used.isdisjoint(scan.outvars[carries:]):
         problems.append("what the blocks return beside the carry (or sow) is used after the scan")
     made = [var for eqn in before for var in eqn.outvars]
-    moving.drawn.extend(var for var in made if var in used and var in random and not _is_key(var))
+    moving.drawn.extend(var for var in made if var in used and var in random and not is_key(var.aval.dtype))
     used_outside = variables(var for eqn in (*before, *after) for var in eqn.invars)
     problems += [f"{'/'.join(path)}: used outside of the scan" for var, path in weights.items() if var in used_outside]
     raise_all(problems, ValueError, "js.scanned: the blocks can't be taken out of this model")
@@ -219,7 +218,7 @@ def _sort_inputs(
             inputs.append(travels("carry", var))
         elif is_variable and var in weights:
             inputs.append(BodyInput("weight", weights[var]))
-        elif is_variable and var in random and _is_key(var):
+        elif is_variable and var in random and is_key(var.aval.dtype):
             if is_const:
                 problems.append("blocks share one random key: pass split_rngs={'params': True, 'dropout': True}")
             inputs.append(BodyInput("key", keys))
@@ -260,7 +259,3 @@ def find_scan(program: Program) -> tuple[Any, frozenset[Path]]:
             f"{'; '.join(backwards or runs) or 'none'}; blocks in a Python loop are for js.stack"
         )
     return found[0]
-
-
-def _is_key(var: Any) -> bool:
-    return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxshard.checkpoint.snapshot import HostBlocks
 
@@ -50,7 +51,7 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
 
 
 def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read arrays from folder/arrays. Every process calls this; they don't wait for each other.
+    """Read arrays from folder/arrays; those without elements are not there. Every process calls this, none waits.
 
     Args:
       folder: the folder of the step.
@@ -59,15 +60,14 @@ def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     Returns:
       The arrays, sharded as asked. A process reads those chunks that the shards of its devices lie in.
     """
-    from orbax.checkpoint import ArrayRestoreArgs, args
+    from orbax.checkpoint import args, checkpoint_utils
 
-    wanted = {
-        path: ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype) for path, x in arrays.items()
-    }
+    empty = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in arrays.items() if not x.size}
+    saved = {path: x for path, x in arrays.items() if x.size}
     with _checkpointer("load", {jax.process_index()}) as checkpointer:
-        restore = args.PyTreeRestore(dict(arrays), restore_args=wanted)
-        loaded: Mapping[str, Any] = checkpointer.restore(folder / ARRAYS, args.Composite(**{_STATE: restore}))
-    return dict(loaded[_STATE])
+        restore = args.PyTreeRestore(saved, restore_args=checkpoint_utils.construct_restore_args(saved))
+        loaded = checkpointer.restore(folder / ARRAYS, args.Composite(**{_STATE: restore}))
+    return empty | dict(loaded[_STATE])
 
 
 def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Extent]]:
