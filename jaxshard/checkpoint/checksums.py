@@ -101,11 +101,10 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     except OSError as error:
         return [f"{file}: can't be read: {error.strerror}; {_describe_arrays(manifest, name, segments)}"]
     expected = sum(segment.size for segment in segments)
-    if size != expected:
-        return [f"{file}: {size} bytes, {expected} were saved; {_describe_arrays(manifest, name, changed)}"]
-    if changed:
-        return [f"{file}: its bytes are not those that were saved; {_describe_arrays(manifest, name, changed)}"]
-    return []
+    if size == expected and not changed:
+        return []
+    wrong = "its bytes are not those that were saved" if size == expected else f"{size} bytes, {expected} were saved"
+    return [f"{file}: {wrong}; {_describe_arrays(manifest, name, changed)}"]
 
 
 def _describe_arrays(manifest: Manifest, name: str, segments: Sequence[Segment]) -> str:

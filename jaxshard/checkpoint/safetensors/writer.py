@@ -11,7 +11,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,14 +65,13 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
         raise ValueError(f"{path}, max_bytes={max_bytes}: name a file that ends with .safetensors, of at least 1 byte")
     files = _name_files(path, _divide_into_files(model_arrays(run, layout), max_bytes))
     drafts = {name: path.with_name(f"{name}.draft") for name in files}
-    _raise_in_all(path, _make_folder(path) if jax.process_index() == 0 else None)
+    first = jax.process_index() == 0
+    _raise_in_all(path, _failure_of(_make_folder, path) if first else None)
     try:
         _raise_in_all(path, _write_drafts(drafts, files, layout))
-        _raise_in_all(path, _commit(path, drafts, files) if jax.process_index() == 0 else None)
+        _raise_in_all(path, _failure_of(_commit, path, drafts, files) if first else None)
     finally:
-        for draft in drafts.values():  # those that were renamed are gone
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
+        _delete(drafts.values())  # those that were renamed are gone
     return path
 
 
@@ -165,11 +164,8 @@ def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], l
         limit = max(LEAST, LIMIT // len(group))
         rounds = zip_longest(*(_stream_arrays(files[name], layout, limit) for name in group))
         if index < len(group):
-            mine = group[index]
-            try:
-                _write_draft(drafts[mine], files[mine], (pieces[index] for pieces in rounds))
-            except OSError as error:
-                failure = failure or error
+            mine, own = group[index], (pieces[index] for pieces in rounds)
+            failure = _failure_of(_write_draft, drafts[mine], files[mine], own) or failure
         for _ in rounds:
             pass  # what is left of the pieces
     return failure
@@ -181,20 +177,16 @@ def _write_draft(draft: Path, arrays: Iterable[ModelArray], pieces: Iterable[Nam
         os.fsync(opened.fileno())
 
 
-def _make_folder(path: Path) -> OSError | None:
-    """Make the folder of a file; return what is in the way."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for there in (path, path.with_name(path.name + INDEX)):
-            if there.exists():
-                return FileExistsError(f"{there} is there already; delete it, or choose another name")
-    except OSError as error:
-        return error
-    return None
+def _make_folder(path: Path) -> None:
+    """Make the folder of a file, unless the file is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for there in (path, path.with_name(path.name + INDEX)):
+        if there.exists():
+            raise FileExistsError(f"{there} is there already; delete it, or choose another name")
 
 
-def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[ModelArray]]) -> OSError | None:
-    """Give complete files their names, then write the index if there are several; return what went wrong.
+def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[ModelArray]]) -> None:
+    """Give complete files their names, then write the index if there are several.
 
     Without the index the files of a set count as absent, so nothing is there until all of it is.
     """
@@ -203,15 +195,27 @@ def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[ModelArra
         for name, draft in drafts.items():
             done.append(draft.rename(path.with_name(name)))
         if len(files) > 1:
-            total = sum(tensor.size for file in files.values() for tensor in _place_tensors(file).values())
+            total = sum(tensor_of(entry).size for file in files.values() for entry, _ in file)
             weights = {entry.path: name for name, file in files.items() for entry, _ in file}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             write_atomically(path.with_name(path.name + INDEX), json.dumps(index, indent=2).encode() + b"\n")
         sync_folder(path.parent)
+    except OSError:
+        _delete([*done, path.with_name(f"{path.name}{INDEX}.draft")])
+        raise
+
+
+def _delete(files: Iterable[Path]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _failure_of(work: Callable[..., None], *args: Any) -> OSError | None:
+    """Do something, and return what went wrong."""
+    try:
+        work(*args)
     except OSError as error:
-        for file in (*done, path.with_name(f"{path.name}{INDEX}.draft")):
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
         return error
     return None
 
