@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, UInt32
 
-Shaped = TypeVar("Shaped", jax.Array, jax.ShapeDtypeStruct)
+ArrayOrShape = TypeVar("ArrayOrShape", jax.Array, jax.ShapeDtypeStruct)
 
 # How far apart the rows at hand lie in the global batch: micro-batches may take every n-th row.
 _stride = jax.make_user_context(default_value=1)
@@ -83,12 +83,12 @@ def is_key(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def words_of(x: Shaped) -> Shaped:
+def words_of(x: ArrayOrShape) -> ArrayOrShape:
     """Return random keys as the words that they are made of, all else as it is; a shape and dtype as such."""
     if not is_key(x.dtype):
         return x
     key_data: Any = jax.random.key_data
-    words: Shaped = jax.eval_shape(key_data, x) if isinstance(x, jax.ShapeDtypeStruct) else key_data(x)
+    words: ArrayOrShape = jax.eval_shape(key_data, x) if isinstance(x, jax.ShapeDtypeStruct) else key_data(x)
     return words
 
 
