@@ -1,8 +1,8 @@
 """Every example is short, well typed, and trains: the loss that it prints falls."""
 
 import importlib.util
+import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,9 +82,9 @@ CHECKERS = {
 
 
 def check_types(checker: str, path: Path) -> subprocess.CompletedProcess[str]:
-    if shutil.which(checker) is None:
-        pytest.skip(f"{checker} is not installed")
-    command = [*CHECKERS[checker], str(path)]
+    if importlib.util.find_spec(checker) is None and "CI" not in os.environ:
+        pytest.skip(f'{checker} is not installed: pip install -e ".[types]"')
+    command = [sys.executable, "-m", *CHECKERS[checker], str(path)]
     return subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
 
 
