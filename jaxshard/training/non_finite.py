@@ -134,14 +134,17 @@ def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None
 
     Raises:
       BadStep: the loss or a gradient was not finite; every parameter concerned is named.
-      ValueError: the metrics are not those of `js.make_step`, or of one with `guarded=False`.
+      ValueError: the metrics are not those of `js.make_step`, or of one that is not guarded (`Step.guarded`).
 
     Example:
         run, metrics = step(run, batch)
         js.check_finite(metrics)
     """
     if not isinstance(metrics.get("bad"), Bad):
-        raise ValueError(f'check_finite: expected the metrics of a js.make_step, with "bad", got {sorted(metrics)}')
+        raise ValueError(
+            f'check_finite: expected the metrics of a js.make_step, with "bad", got {sorted(metrics)}; a step with '
+            "guarded=False, or whose optimizer has a rule of its own for what is not finite, has none"
+        )
     if metrics["bad"]:
         raise BadStep(describe_bad(metrics["bad"], float(metrics["loss"]), step), GO_ON, step)
 

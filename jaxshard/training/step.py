@@ -26,6 +26,7 @@ from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
+from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.proof.stacking import require_same_stacked
 from jaxshard.training.non_finite import find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import (
@@ -64,8 +65,9 @@ def make_step(
       layout: says where everything lives.
       engine: `js.auto(...)` (the default), `js.explicit(...)` or `js.pipelined(...)`: how the gradient is computed.
       guarded: a step whose loss or gradient is not finite returns the run that it received, bit for bit, with only its
-        step counted on. False leaves that to `tx`, such as `optax.zero_nans` and `optax.apply_if_finite`, and there is
-        no "bad" among the metrics.
+        step counted on. False leaves that to `tx`, and there is no "bad" among the metrics. An optimizer that itself
+        tests whether its gradients are finite, such as `optax.apply_if_finite` and `optax.zero_nans`, is always left
+        to its own rule, which then does what it does on one device (`Step.guarded` is False).
 
     Returns:
       The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide. `metrics`
@@ -101,6 +103,7 @@ class Step:
       elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None where it was not
         needed, because every array is stored as the model knows it.
       update_view: the arrays on which the optimizer runs, stored or logical, with the reason and the cost.
+      guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
     """
 
     def __init__(
@@ -119,11 +122,12 @@ class Step:
                 got = f"the function that makes one: write js.{name}({arguments})"
             raise TypeError(f"engine must be js.auto(...), js.explicit(...) or js.pipelined(...), got {got}")
         check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
-        self.loss_fn, self.layout, self.engine, self._guarded = loss_fn, layout, engine, guarded
+        self.loss_fn, self.layout, self.engine = loss_fn, layout, engine
         check_transform(tx)
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))
         self.objective = resolve(loss_fn)
+        self.guarded = guarded and not handles_non_finite(tx, params)
         self._tx, self._params, self._checked_stacking = tx, params, False
         if layout.stacked_for_user or self.objective.stacked_for_user:
             self._check_stacking()
@@ -256,13 +260,13 @@ class Step:
             self._check_stacking()
         squares = self._sum_squares(grads)
         bad = find_bad(outcome.value, squares, self._trained)
-        ok = ~bad.flags.any() if self._guarded else jnp.ones((), bool)
+        ok = ~bad.flags.any() if self.guarded else jnp.ones((), bool)
         # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
         # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
         # needed whole at once, and the gather could not write into the donated array.
         params, opt_state = self._update(run.params, grads, run.opt_state, ok)
         metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum())}
-        metrics |= {"bad": bad} if self._guarded else {}
+        metrics |= {"bad": bad} if self.guarded else {}
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
         state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
         # The step counts on in any case, so that the next one has the batch and the key that it would have had.

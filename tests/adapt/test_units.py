@@ -311,8 +311,9 @@ def loop_models(width: int, depth: int, vocab: int):
 def test_a_loop_with_units_needs_at_most_15_percent_more_than_stacked(engine):
     """Three layers of 2,048 on 8 chips: peak minus arguments; without units it is far more.
 
-    Smaller weights fit into a chip's VMEM (128 MiB) all at once; then the compiler has no reason to free them early, and
-    the peak says nothing: of layers of 512 the loop needed 15 % less or 17 % more, by what else was in the program.
+    Smaller weights fit into a chip's VMEM (128 MiB) all at once; then the compiler has no reason to free them early,
+    and the peak says nothing: with layers of 512 the loop needed 15 % less or 17 % more, by what else was in the
+    program.
     """
     batch, stacked, loops = loop_models(width=2048, depth=3, vocab=256)
     mesh = topology_mesh("v5e:2x4", x=2, y=4)

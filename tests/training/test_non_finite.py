@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -292,3 +292,69 @@ def test_the_guard_communicates_nothing_and_needs_no_memory():
     assert scalar_traffic(Program(layout, compiled)) == {("all-reduce", "data"): 28}
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 4 * (16 * 3 + 8 + 8 + 16) // 8  # everything is updated in place
+
+
+# Optimizers with a rule of their own.
+
+OWN_RULES = {
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
+    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(1e-2)),
+    "skip_not_finite": lambda: optax.MultiSteps(
+        optax.adam(1e-2), 1, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation(),
+}
+
+
+def quiet_init(key):
+    return {"a": jax.random.normal(key, (13, 3)), "b": jnp.ones((3,))}
+
+
+def quiet_loss(params, batch, key):
+    rows = jnp.square(batch["x"] @ params["a"] + params["b"]).sum(-1)
+    return js.Mean(rows.sum(), len(rows))
+
+
+def one_device_states(tx, batches):
+    """Parameters and optimizer state after every step, in plain optax."""
+    params = quiet_init(jax.random.key(0))
+    state = tx.init(params)
+
+    @jax.jit
+    def update(params, state, batch):
+        grads = jax.grad(lambda params: quiet_loss(params, batch, None).value)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches:
+        params, state = update(params, state, batch)
+        yield jax.device_get((params, state))
+
+
+@pytest.mark.parametrize("engine", [js.auto, js.explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", OWN_RULES)
+def test_an_optimizer_with_a_rule_of_its_own_counts_skips_and_lets_through_as_on_one_device(name, engine):
+    """Four bad steps in a row among eight: apply_if_finite(2) skips two of them, and lets the others through."""
+    tx = OWN_RULES[name]()
+    batches = [numbered(step) for step in range(8)]
+    for step in range(2, 6):
+        batches[step]["x"][3, 4] = np.nan
+    layout = js.layout(js.fsdp(min_size=0), mesh(data=8), quiet_init, tx)
+    with quick_compile():
+        step = js.make_step(quiet_loss, tx, layout, engine=engine())
+        assert not step.guarded
+        run, weights = js.init(quiet_init, tx, layout, 0), js.make_apply(lambda params: params, layout)
+        for batch, (params, state) in zip(batches, one_device_states(tx, batches), strict=True):
+            run, metrics = step(run, batch)
+            assert "bad" not in metrics
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), weights(run), params)
+            ours = [x.item() for x in jax.tree.leaves(run.opt_state) if not x.ndim]
+            assert ours == [x.item() for x in jax.tree.leaves(state) if not x.ndim]
+    assert np.isnan(params["a"]).any() == (name == "apply_if_finite")
+    with pytest.raises(ValueError, match="a rule of its own"):
+        js.check_finite(metrics)
+
+
+def test_other_optimizers_are_guarded():
+    layout = js.layout(js.fsdp(), mesh(data=2), init_fn, TX)
+    assert js.make_step(loss_fn, TX, layout).guarded
+    assert not js.make_step(loss_fn, TX, layout, guarded=False).guarded

@@ -186,4 +186,6 @@ def _open_buffer(file: str, raw: npt.NDArray[np.uint8], problems: list[str]) -> 
 
 
 def _describe_error(file: Path, error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"{file}: it is nested too deeply"
     return f"{file}: {error.strerror if isinstance(error, OSError) else error}"
