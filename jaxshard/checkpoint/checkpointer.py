@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any, Self
 
 import jax
 
-from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_step
+from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_step, step_folders
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.writer import begin_save
 from jaxshard.core.compat import call_before_exit
 from jaxshard.core.layout import Layout
+from jaxshard.core.text_table import first_words
 from jaxshard.distributed.agree import all_peers
 from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState
@@ -38,7 +40,8 @@ class Checkpointer:
       dir: the folder of checkpoints, on a disk that all processes see.
       layout: how the runs are stored.
       every: save after each step that this divides.
-      keep: keep this many of the newest steps and delete older ones; None keeps all.
+      keep: keep this many of the newest steps and delete older ones; None keeps all. Steps whose folders are symbolic
+        links are not counted and never deleted; a warning names those that are there.
       data: called at each save for the position of the data, as `js.save` takes it.
 
     Raises:
@@ -58,6 +61,13 @@ class Checkpointer:
             if value is not None and value < 1:
                 raise ValueError(f"Checkpointer: {name} must be at least 1, got {value}")
         self._root, self._layout, self._every, self._keep, self._data = absolute_root(dir), layout, every, keep, data
+        links = [path.name for path in step_folders(self._root).values() if path.is_symlink()]
+        if links and keep is not None and jax.process_index() == 0:
+            warnings.warn(
+                f"{self._root}: these steps are symbolic links, which keep={keep} neither counts nor deletes: "
+                f"{first_words(links)}",
+                stacklevel=2,
+            )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._saved: int | None = None
@@ -101,8 +111,9 @@ class Checkpointer:
             if is_finite(run.params):
                 self._saved = step
                 return run, describe(self._root, step=step).data
-            if jax.process_index() == 0:
-                delete_step(self._root / str(step))
+            folder = self._root / str(step)
+            if jax.process_index() == 0 and not folder.is_symlink():
+                delete_step(folder)
         raise ValueError(f"{self._root}: no run with finite parameters was saved; save one before the first step")
 
     def wait_until_finished(self) -> None:
@@ -136,6 +147,6 @@ class Checkpointer:
         finish()
         self._saved = step
         if self._keep is not None and jax.process_index() == 0:
-            steps = complete_steps(self._root)
+            steps = {number: path for number, path in complete_steps(self._root).items() if not path.is_symlink()}
             for old in [other for other in steps if other != step][: max(0, len(steps) - self._keep)]:
                 delete_step(steps[old])

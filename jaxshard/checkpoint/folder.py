@@ -7,11 +7,15 @@ run/2000/    incomplete: an interrupted save left it; it counts as absent, and t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import MANIFEST
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The beginning of gs://bucket, of which a Path has made gs:/bucket."""
 
 
 def absolute_root(dir: str | os.PathLike[str]) -> Path:
@@ -20,7 +24,7 @@ def absolute_root(dir: str | os.PathLike[str]) -> Path:
     Raises:
       ValueError: it is an address such as gs://..., which as a path would be a local folder of that name.
     """
-    if "://" in os.fspath(dir):
+    if _ADDRESS.match(os.fspath(dir)):
         raise ValueError(
             f"{os.fspath(dir)}: checkpoints lie in a folder of a file system; mount the bucket and name that"
         )
@@ -93,7 +97,13 @@ def step_folder(root: Path, step: int | None) -> Path:
 
 
 def delete_step(folder: Path) -> None:
-    """Delete the folder of a step, its manifest first: a step that is half deleted is no longer complete."""
+    """Delete the folder of a step, its manifest first: a step that is half deleted is no longer complete.
+
+    Raises:
+      OSError: it is a symbolic link. What lies elsewhere is not ours to delete.
+    """
+    if folder.is_symlink():
+        raise OSError(f"{folder} is a symbolic link to {folder.readlink()}, where nothing is deleted; remove the link")
     if not (folder / MANIFEST).is_dir():
         (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)

@@ -19,6 +19,8 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 """The manifest's file name in the folder of a step."""
@@ -84,10 +86,10 @@ def decode_manifest(raw: bytes) -> Manifest:
     if not line or checksum != _checksum_line(line):
         raise ValueError("its checksum does not fit its bytes: the file was damaged or cut off")
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("it holds no JSON object") from error
-    if not isinstance(fields, dict) or not _is_count(fields.get("format")):
+        fields = decode_object(line)
+    except ValueError as error:
+        raise ValueError(f"it holds no JSON object: {error}") from error
+    if not _is_count(fields.get("format")):
         raise ValueError("it is not the manifest of a checkpoint")
     if fields["format"] != FORMAT:
         raise ValueError(
@@ -106,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST
     try:
-        manifest = decode_manifest(file.read_bytes())
+        manifest = decode_manifest(read_plain_file(file))
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -180,7 +182,7 @@ def _parse_segment(value: Any, arrays: int) -> Segment:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_inside(name: str) -> bool:

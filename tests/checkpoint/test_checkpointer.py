@@ -140,6 +140,31 @@ def test_keeping_never_deletes_what_was_just_saved(tmp_path):
     assert steps_of(tmp_path) == [5] and describe(tmp_path).data == {"epoch": 3}
 
 
+def test_keeping_leaves_steps_that_lie_elsewhere(tmp_path):
+    """Their folders are symbolic links: what they point to is neither deleted nor emptied, and it is said."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    js.save(elsewhere, at(1), layout())
+    here.mkdir()
+    (here / "1").symlink_to(elsewhere / "1")
+    with pytest.warns(UserWarning, match="these steps are symbolic links, which keep=1 neither counts nor deletes: 1"):
+        checkpointer = js.Checkpointer(here, layout(), every=1, keep=1)
+    with checkpointer:
+        checkpointer(2, at(2))
+        checkpointer(3, at(3))
+    assert steps_of(here) == [1, 3] and find_damage(elsewhere / "1") == find_damage(here / "1") == []
+
+
+def test_a_damaged_step_that_lies_elsewhere_is_not_replaced(tmp_path):
+    js.save(tmp_path / "elsewhere", at(1), layout())
+    (tmp_path / "elsewhere" / "1" / MANIFEST).unlink()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "1").symlink_to(tmp_path / "elsewhere" / "1")
+    there = sorted((tmp_path / "elsewhere").rglob("*"))
+    with pytest.raises(OSError, match=r"here/1 is a symbolic link to .*elsewhere/1, where nothing is deleted"):
+        js.save(tmp_path / "here", at(1), layout())
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == there
+
+
 def test_a_step_without_its_manifest_is_not_counted_and_is_replaced(tmp_path):
     (js.save(tmp_path, at(5), layout()) / MANIFEST).unlink()
     with js.Checkpointer(tmp_path, layout(), every=5, keep=1) as checkpointer:

@@ -1,11 +1,13 @@
 """Readers of manifests: what was written comes back, all else is a ValueError."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import (
     FORMAT,
     Manifest,
@@ -35,6 +37,13 @@ JSON = st.recursive(
 def sealed(value):
     line = json.dumps(value).encode() + b"\n"
     return line + _checksum_line(line)
+
+
+def resealed(old, new):
+    """The good manifest with a piece of its line replaced, and a checksum that fits."""
+    line = encode_manifest(GOOD).splitlines(keepends=True)[0]
+    assert line.count(old) == 1
+    return line.replace(old, new) + _checksum_line(line.replace(old, new))
 
 
 def test_what_was_written_comes_back():
@@ -103,7 +112,13 @@ def test_files_lie_in_the_folder_of_the_step(name, tmp_path_factory):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (sealed([1]), "not the manifest"),
+        (sealed([1]), "no JSON object"),
+        (sealed({}), "not the manifest"),
+        (resealed(b'"step": 3', b'"step": 3, "step": 4'), "one key twice"),
+        (resealed(b"2.5", b"NaN"), "NaN is no number"),
+        (resealed(b"2.5", b"1e999"), "1e999 is no number"),
+        (resealed(b"[2, 3]", b"[2, 1%s]" % (b"0" * 400)), "wrong shape"),
+        (resealed(b"[10, 4", b"[1%s, 4" % (b"0" * 400)), "wrong segment"),
         (sealed({"format": FORMAT + 1, "anything": 1}), f"format {FORMAT + 1}, .*reads format {FORMAT}"),
         (sealed({"format": FORMAT}), "wrong fields"),
         (b"[" * 100_000 + b"\n" + _checksum_line(b"[" * 100_000 + b"\n"), "no JSON"),
@@ -125,3 +140,13 @@ def test_the_command_shows_whatever_was_noted(made, tmp_path_factory):
     assert _step_line(_describe_step(folder, deep=False), deep=False).startswith(
         "step 3: damaged, 10 B in 3 files, 2 arrays"
     )
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_not_opened(kind, tmp_path):
+    """Opening a named pipe would wait for a writer."""
+    file = tmp_path / "manifest.json"
+    os.mkfifo(file) if kind == "pipe" else file.mkdir()
+    with pytest.raises(ValueError, match=r"manifest.json: can't be read: (not a plain file|Is a directory)"):
+        read_manifest(tmp_path)
+    assert len(find_damage(tmp_path)) == 1

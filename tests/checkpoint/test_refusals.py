@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -210,4 +211,6 @@ def test_folders_may_be_relative_but_not_on_the_net(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=r"gs://bucket/run: checkpoints lie in a folder of a file system"):
             refuse("gs://bucket/run")
+        with pytest.raises(ValueError, match=r"gs:/bucket/run: checkpoints lie in a folder of a file system"):
+            refuse(Path("gs://bucket/run"))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

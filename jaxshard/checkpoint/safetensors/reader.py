@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxshard.checkpoint.leaves import Entry, list_differences
 from jaxshard.checkpoint.safetensors.header import Tensor, decode_header, header_size
 from jaxshard.checkpoint.safetensors.names import model_entries, tensor_of
 from jaxshard.checkpoint.safetensors.writer import INDEX
+from jaxshard.checkpoint.strict_json import check_plain_file, decode_object, read_plain_file
 from jaxshard.core.keys import keys_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.types import PyTree
@@ -133,8 +133,8 @@ def _open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     if index != path and (path.exists() or not index.exists()):
         return _map_file(path, problems), problems
     try:
-        weights = _parse_index(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        weights = _parse_index(read_plain_file(index))
+    except (OSError, ValueError) as error:
         problems.append(_describe_error(index, error))
         return {}, problems
     found: dict[str, StoredTensor] = {}
@@ -150,8 +150,7 @@ def _open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
 
 def _parse_index(raw: bytes) -> dict[str, str]:
     """Return the name of the file in which each tensor lies."""
-    fields = json.loads(raw.decode())
-    weights = fields.get("weight_map") if isinstance(fields, dict) else None
+    weights = decode_object(raw).get("weight_map")
     if not isinstance(weights, dict) or not all(map(_is_file_name, weights.values())):
         raise ValueError("it has no weight_map of tensors to files beside it")
     return weights
@@ -163,6 +162,7 @@ def _is_file_name(name: Any) -> bool:
 
 def _map_file(file: Path, problems: list[str]) -> dict[str, StoredTensor]:
     try:
+        check_plain_file(file)
         size = file.stat().st_size
         raw: npt.NDArray[np.uint8] = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
     except (OSError, ValueError) as error:
@@ -186,6 +186,4 @@ def _open_buffer(file: str, raw: npt.NDArray[np.uint8], problems: list[str]) -> 
 
 
 def _describe_error(file: Path, error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return f"{file}: it is nested too deeply"
     return f"{file}: {error.strerror if isinstance(error, OSError) else error}"

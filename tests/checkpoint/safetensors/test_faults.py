@@ -105,3 +105,11 @@ def test_an_interrupted_export_is_not_there(made, tmp_path, monkeypatch):
     (tmp_path / "m.safetensors.draft").write_bytes(b"x" * 100_000)
     path = js.save_safetensors(tmp_path / "m.safetensors", run, layout)
     assert list(tmp_path.iterdir()) == [path] and path.stat().st_size < 80_000
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_named_pipe_is_not_opened(name, made, tmp_path):
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: not a plain file"):
+        js.load_safetensors(tmp_path / "model.safetensors", made[1])

@@ -1,0 +1,73 @@
+"""Strict readers of files and JSON that somebody else may have written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def read_plain_file(file: Path) -> bytes:
+    """Read a file, if it is one; see `check_plain_file`."""
+    check_plain_file(file)
+    return file.read_bytes()
+
+
+def check_plain_file(file: Path) -> None:
+    """Raise unless this is a file, or a link to one: whoever opens a named pipe waits, maybe for ever.
+
+    Raises:
+      OSError: it is something else, or can't be found; `strerror` says what.
+    """
+    mode = file.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a plain file", str(file))
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError(f"{word[:20]} is no number that can be saved")
+    return number
+
+
+def decode_object(
+    text: bytes, *, parse_int: Callable[[str], Any] = int, parse_float: Callable[[str], Any] = _finite
+) -> dict[str, Any]:
+    """Decode a JSON object whose keys are unique and whose numbers are finite.
+
+    Args:
+      text: the object as UTF-8, without anything before it.
+      parse_int: makes an integer of its digits.
+      parse_float: makes a number with a point or an exponent, NaN or Infinity of its text; by default a finite float.
+
+    Raises:
+      ValueError: it is something else; the message says what.
+    """
+    if not text.startswith(b"{"):
+        raise ValueError("it does not begin with a brace")
+    try:
+        fields: dict[str, Any] = json.loads(
+            text.decode(),
+            object_pairs_hook=_unique,
+            parse_int=parse_int,
+            parse_float=parse_float,
+            parse_constant=parse_float,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("one key twice")
+    return made
