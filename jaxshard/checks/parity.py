@@ -24,12 +24,13 @@ from jaxshard.checks.causes import Bind, find_causes
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
 from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
-from jaxshard.core.layout import Layout, check_transform, join_model, put_back, select, split_model
+from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.make_layout import layout
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import align_columns
+from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.engines.accumulate import next_state

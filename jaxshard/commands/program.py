@@ -17,7 +17,7 @@ import optax
 
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import RecipeFlags, check_positive
-from jaxshard.core.layout import check_transform
+from jaxshard.core.transform import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.models.recipe import Size
 from jaxshard.models.sizes import SIZES

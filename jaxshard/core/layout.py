@@ -158,12 +158,6 @@ class Shapes(NamedTuple):
     key: Any
 
 
-def check_transform(tx: Any) -> None:
-    """Raise TypeError unless `tx` has the two functions of an optax transform."""
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(f"tx must be an optax GradientTransformation such as optax.adam(1e-3), got {type(tx).__name__}")
-
-
 def split_model(model: PyTree) -> tuple[PyTree, PyTree]:
     """Return (params, state) of what an `init_fn` returned; the state is () if there is none."""
     return (model.params, model.state) if isinstance(model, Model) else (model, ())

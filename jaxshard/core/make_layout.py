@@ -20,10 +20,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxshard.core.apply_strategy import Placer
 from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.known_model import ModelRun, check_function, models_run
-from jaxshard.core.layout import Layout, Shapes, check_transform, select, split_model, split_rows
+from jaxshard.core.layout import Layout, Shapes, select, split_model, split_rows
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import check_strategy
 from jaxshard.core.strategy_parts import MIN_SIZE, Strategy, Tensor, parts_of, pipeline_of
+from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import (
     BLOCKS,
     Leaf,

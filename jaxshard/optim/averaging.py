@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxshard.core.transform import as_transform
 from jaxshard.core.types import PyTree
 
 
@@ -55,7 +56,7 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
     """
     if not isinstance(decay, jax.Array) and not 0 <= decay <= 1:
         raise ValueError(f"averaged: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1000 steps")
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
 
     def init_fn(params: PyTree) -> AveragedState:
         return AveragedState(jax.tree.map(lambda p: jnp.array(p, _average_dtype(p)), params), tx.init(params))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxshard.core.transform import as_transform
 from jaxshard.core.types import PyTree
 
 
@@ -55,7 +56,7 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
         tx = js.optim.master(optax.adamw(3e-4))
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
 
     def init_fn(params: PyTree) -> MasterState:
         originals = jax.tree.map(lambda p: _mask_others(p, p.astype(jnp.float32)), params)

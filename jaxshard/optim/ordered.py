@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.core.jaxpr import inline_calls, open_jaxpr, replay
 from jaxshard.core.layout import Layout
 from jaxshard.core.ordered_sums import stack_totals
+from jaxshard.core.transform import as_transform
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import check_elementwise, check_state, is_elementwise_except_totals, stored_shapes
 
@@ -37,7 +38,7 @@ def with_ordered_sums(tx: Any, params: PyTree, layout: Layout) -> optax.Gradient
       ValueError: `tx` mixes elements in another way, which the compiler would order as it likes; from `update`, it sums
         inside a branch or a loop.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
     views = stored_shapes(params, layout.opt_params)
     proven = is_elementwise_except_totals(tx, params, views)
     report = check_state(tx, views, layout.opt_state) if proven else check_elementwise(tx, params, views=views)

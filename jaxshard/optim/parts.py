@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.core.collectives import gather
 from jaxshard.core.compat import varying_axes
 from jaxshard.core.mesh import axis_names
+from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract, map_with_path, path_str, raise_all
 from jaxshard.core.types import AxisName, PyTree
 from jaxshard.optim.proof.trace import param_at_end
@@ -150,6 +151,7 @@ def state_specs(tx: Any, params: PyTree, axis_name: AxisName, axis_size: int) ->
         states = js.optim.state_specs(tx, params, "data", mesh.shape["data"])
         init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=states)
     """
+    check_transform(tx)
     axes = axis_names(axis_name)
     # Any sizes with the right product do: only the number of parts matters.
     sizes = dict(zip(axes, (axis_size, *[1] * (len(axes) - 1)), strict=True))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import coupled_leaves
@@ -59,7 +60,7 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
         # params: {"embed": [V, D], "blocks": {"w": [24, D, F]}}. The trust ratio of LAMB is one number per block.
         tx = optax.chain(optax.clip_by_global_norm(1.0), js.optim.per_block(optax.lamb(1e-3)))
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
 
     def keep(tree: PyTree, *, blocks: bool) -> PyTree:
         """The tree with its blocks, or all but its blocks, and `optax.MaskedNode` for the rest."""

@@ -20,6 +20,7 @@ from jaxshard.core.collectives import all_sum
 from jaxshard.core.compat import varying_axes
 from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import axes_of, spec_entry
+from jaxshard.core.transform import as_transform, check_transform
 from jaxshard.core.tree import abstract, map_with_path, path_str, paths, raise_all, same_structure
 from jaxshard.core.types import AxisName, PyTree
 from jaxshard.optim.parts import Parts, specs_of_state, split_of, types_are_checked
@@ -73,7 +74,7 @@ def tensor(
         states = js.optim.tensor_state_specs(tx, params, specs, mesh, zero_axis="data")
     """
     axes = axis_names(axis_name)
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
     known = {path_str(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)}
     split = {path: tuple(axis for axis in axes if axis in axes_of(spec)) for path, spec in known.items()}
 
@@ -127,6 +128,7 @@ def tensor_state_specs(
         # [512, 1024] on each device.
         states = js.optim.tensor_state_specs(tx, params, specs, mesh, zero_axis="data")
     """
+    check_transform(tx)
     zero = axis_names(zero_axis)
     count = axis_size(mesh, zero)
     sizes = dict(mesh.shape)

@@ -19,6 +19,7 @@ import optax
 
 from jaxshard.core.collectives import all_sum, scatter_sum
 from jaxshard.core.compat import varying_axes
+from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import map_with_path, path_str, raise_all
 from jaxshard.core.types import AxisName, PyTree
 from jaxshard.optim.parts import Parts, shard_shape, types_are_checked
@@ -160,7 +161,7 @@ def fsdp(
         step = jax.shard_map(step, mesh=mesh, in_specs=(specs, states, P("data")), out_specs=(specs, states))
     """
     scale = _make_scale("fsdp", reduce)
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
 
     def init_fn(params: PyTree) -> Any:
         parts = Parts.bound(axis_name, "fsdp")
@@ -207,7 +208,7 @@ def _on_parts(
 ) -> optax.GradientTransformationExtraArgs:
     """The transform that runs `tx` on this device's parts of gradients and parameters, and gathers the updates."""
     scale = _make_scale(who, reduce)
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
 
     def init_fn(params: PyTree) -> Any:
         parts = Parts.bound(axis_name, who)

@@ -11,8 +11,9 @@ import optax
 
 from jaxshard.core.keys import typed_key
 from jaxshard.core.known_model import check_function
-from jaxshard.core.layout import Layout, check_transform, join_model, select, split_model
+from jaxshard.core.layout import Layout, join_model, select, split_model
 from jaxshard.core.placement import Placement
+from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
 from jaxshard.core.types import InitFn, PyTree
 from jaxshard.distributed.agree import peers_of

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
 from jaxshard.core.known_model import check_function, models_run
-from jaxshard.core.layout import Layout, check_transform, select
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
+from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import BLOCKS, abstract, check_same_tree, map_with_path, path_str, paths
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jaxshard.core.layout import Layout, put_back, select
+from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.training.non_finite import keep_old_unless
@@ -33,7 +34,7 @@ def make_update(
       The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. They are chosen where the
       optimizer's state is, before they are gathered, so that a gather still writes into the donated array.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
 
     def view(placements: PyTree, tree: PyTree) -> PyTree:

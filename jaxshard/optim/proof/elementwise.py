@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import optax
 
 from jaxshard.core.mesh import axis_names
+from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract, path_str
 from jaxshard.core.types import AxisName, PyTree
 from jaxshard.optim.proof.facts import Context, Fact, Kind, Origin
@@ -64,7 +64,7 @@ def check_elementwise(
       >>> bool(check_elementwise(optax.lamb(1e-3), params))
       False
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
     params = abstract(params)
     report = Report()
     for other in (_grow(params),) if views is None else (_grow(params), abstract(views)):
@@ -146,7 +146,7 @@ def is_elementwise_except_totals(tx: Any, params: PyTree, views: PyTree) -> bool
     The global norm is such a sum: it is the same for arrays that are padded with zeros, reshaped or stacked, though not
     for parts of arrays. The program has to be the same for the shapes of `params` and of `views`.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
     params = abstract(params)
     return all(_judge(trace(tx, (params, other), (), {}, __file__, totals=True)) for other in (_grow(params), views))
 
@@ -157,7 +157,7 @@ def coupled_leaves(tx: Any, params: PyTree) -> tuple[Reason, ...]:
     The own parameter of an array of the state is the one in its path. Arrays that have none, such as counts, are shared
     by all parameters and must depend on none.
     """
-    traced = trace(optax.with_extra_args_support(tx), (abstract(params),) * 2, (), {}, __file__)
+    traced = trace(as_transform(tx), (abstract(params),) * 2, (), {}, __file__)
     if isinstance(traced, Reason):
         return (traced,)
     arrays = (*traced.updates, *traced.state)

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend.core import jaxprs_in_params
 
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import is_elementwise_except_totals
@@ -64,7 +64,7 @@ def stacking_changes(tx: Any, params: PyTree, stacked: str = BLOCKS) -> tuple[Re
         js.optim.stacking_changes(optax.lamb(1e-3), params)     # (Reason("update blocks/w", ...scale_by_trust_ratio at
                                                                 #  ... gives other updates to blocks that are stacked),)
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = as_transform(tx)
     shapes = _Shapes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params), stacked)
     if not shapes.any:
         return ()
