@@ -19,7 +19,7 @@ TAKERS = {
     "master": js.optim.master,
     "averaged": lambda tx: js.optim.averaged(tx, 0.9),
     "per_block": js.optim.per_block,
-    "tensor": lambda tx: js.optim.tensor(tx, specs=SPECS),
+    "tensor": lambda tx: js.optim.tensor(tx, "tensor", SPECS),
     "require_elementwise": lambda tx: js.optim.require_elementwise(tx, PARAMS),
     "state_specs": lambda tx: state_specs(tx, PARAMS, "data", 2),
     "tensor_state_specs": lambda tx: tensor_state_specs(tx, PARAMS, SPECS, js.make_mesh(jax.devices()[:2], tensor=2)),
