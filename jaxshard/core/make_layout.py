@@ -8,6 +8,7 @@ belongs to (`_place_opt_state`).
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.core.apply_strategy import Placer
@@ -83,7 +85,7 @@ def layout(
     split_rows(strategy, mesh)  # an error about rows now rather than with the first batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     with models_run() as runs:
-        model = jax.eval_shape(init_fn, key)
+        model = _shapes_of_model(init_fn, key)
     params, state = split_model(model)
     if not jax.tree.leaves(params):
         raise ValueError(
@@ -176,6 +178,30 @@ def _check_trainable(params: PyTree, mask: PyTree) -> None:
         "trainable parameters must be real floating-point arrays; move these to the state of js.Model(params, state), "
         "or freeze them with trainable=",
     )
+
+
+def _shapes_of_model(init_fn: InitFn, key: Any) -> PyTree:
+    """Return the shapes and dtypes of what `init_fn` returns; raise TypeError for leaves that are no arrays."""
+    others: dict[str, str] = {}
+
+    def note_others(key: Any) -> tuple[()]:
+        for path, x in jax.tree_util.tree_leaves_with_path(init_fn(key)):
+            if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+                others[path_str(path)] = f"{type(x).__name__} {getattr(x, '__name__', repr(x)[:40])}"
+        return ()
+
+    try:
+        return jax.eval_shape(init_fn, key)
+    except TypeError:
+        with contextlib.suppress(TypeError):
+            jax.eval_shape(note_others, key)
+        raise_all(
+            (f"{path}: {what}" for path, what in others.items()),
+            TypeError,
+            "init_fn must return a tree of arrays. Return the arrays alone and let loss_fn put the rest back; of an "
+            "Equinox module, eqx.partition and eqx.combine do that (docs/models.md). These leaves are none:",
+        )
+        raise
 
 
 def _dim_names(runs: Sequence[ModelRun], params: PyTree) -> PyTree:

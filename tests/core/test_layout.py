@@ -287,6 +287,29 @@ def test_no_optimizer(tx):
         js.layout(js.ddp(), js.make_mesh(data=8), init_fn, tx)
 
 
+@pytest.mark.parametrize(
+    ("leaf", "what"),
+    [
+        (jax.nn.relu, "custom_jvp relu"),
+        (jnp.tanh, "PjitFunction tanh"),
+        (len, "builtin_function_or_method len"),
+        ("relu", "str 'relu'"),
+    ],
+)
+def test_a_model_with_leaves_that_are_no_arrays(leaf, what):
+    """As an Equinox module has them."""
+    with pytest.raises(TypeError, match=rf"(?s)eqx.partition and eqx.combine.*\n  - mlp/act: {what}$"):
+        js.layout(js.ddp(), js.make_mesh(data=8), lambda key: {"mlp": {"act": leaf, "w": jnp.ones(3)}}, optax.sgd(0.1))
+
+
+def test_an_init_fn_that_fails_raises_its_own_error():
+    def wrong(key):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine"):
+        js.layout(js.ddp(), js.make_mesh(data=8), wrong, optax.sgd(0.1))
+
+
 def test_no_strategy_and_no_mesh():
     with pytest.raises(TypeError, match=r"strategy must be a strategy such as js.fsdp\('data'\), got str"):
         layout("fsdp")
@@ -320,7 +343,7 @@ def test_integer_parameters_are_all_named():
 
 
 def test_parameters_that_are_no_arrays():
-    with pytest.raises(TypeError, match=r"type <class 'str'> at output component \['w'\]"):
+    with pytest.raises(TypeError, match=r"(?s)init_fn must return a tree of arrays.*\n  - w: str 'weights'$"):
         layout(js.fsdp(), init_fn=lambda key: {"w": "weights"})
     with pytest.raises(TypeError, match=r"init_fn must be a function init_fn\(key\), got dict"):
         layout(js.fsdp(), init_fn={"w": jnp.zeros(3)})
