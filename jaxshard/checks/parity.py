@@ -36,6 +36,7 @@ from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
+from jaxshard.engines.just_in_time import users_code
 from jaxshard.training.state import init, put_stored, run_key
 from jaxshard.training.step import Step, check_batch
 from jaxshard.training.views import unstore
@@ -243,22 +244,24 @@ def _run_on_one_device(
 
     step = jax.value_and_grad(objective, has_aux=True)
     chosen = select(mask, params)
-    bind = _make_bind(step, plan.mesh, (chosen, batch), notes)
+    bind = _make_bind(step, plan, (chosen, batch), notes)
     (loss, state), grads = jax.jit(bind(step))(chosen, batch)
     return _OneDevice(loss, grads, jax.jit(update)(grads, chosen), state, bind)
 
 
-def _make_bind(fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], notes: list[str]) -> Bind:
+def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], notes: list[str]) -> Bind:
     """Return what makes `fn`, and others that call the loss, runnable on one device.
 
     A loss may name the mesh's axes (`nn.BatchNorm(axis_name="data")`). On one device these have size 1.
     """
+    mesh = plan.mesh
     try:
         jax.eval_shape(fn, *args)
         return lambda fn: fn
     except NameError as error:
         if unbound_axis_name(error) not in mesh.axis_names:
-            raise
+            with users_code(plan):  # says what to do about it
+                raise
     notes.append("the loss names mesh axes, so that on one device they were given size 1")
     shape = (1,) * len(mesh.axis_names)
     one = Mesh(mesh.devices.flat[:1].reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))

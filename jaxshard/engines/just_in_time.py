@@ -256,7 +256,7 @@ def why_not_by_block(layout: Layout) -> str:
 
 
 @contextmanager
-def users_code(layout: Layout) -> Iterator[None]:
+def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
     """Enter a context for the user's functions: constraints follow the layout, unknown axis names are explained."""
     with follow_layout(layout):
         try:
@@ -266,7 +266,7 @@ def users_code(layout: Layout) -> Iterator[None]:
                 raise
             axes = ", ".join(map(repr, layout.batch_axes)) or "of which there are none"
             raise ValueError(
-                f"the loss names an axis that it does not run over ({error}). Under js.auto() it sees the whole batch: "
+                f"{what} names an axis that it does not run over ({error}). Under js.auto() it sees the whole batch: "
                 "make the module without axis_name, and BatchNorm takes the statistics of all rows. Under js.explicit()"
                 f" name the axes of the batch: {axes}"
             ) from error

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.collectives import NATIVE, Sums
-from jaxshard.core.constrain import follow_layout
 from jaxshard.core.known_model import check_function, known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value
@@ -134,7 +133,7 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def jitted(run: TrainState, *args: Any) -> Any:
         params = use_stored(layout, layout.params, run.params)
         model = join_model(params, use_stored(layout, layout.state, run.state))
-        with follow_layout(layout):
+        with users_code(layout, "the function"):
             return fn(model, *args)
 
     def apply(run: TrainState, *args: Any) -> Any:

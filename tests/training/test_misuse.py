@@ -83,9 +83,14 @@ def test_a_loss_that_names_an_axis_it_does_not_run_over():
     def pmapped(params, batch, key):
         return js.Mean(jax.lax.pmean((batch["x"] @ params["w"]).sum(), "batch"), batch["x"].shape[0])
 
+    explained = r"the (loss|function) names an axis .*batch.* without axis_name.* of the batch: 'data'"
     for engine in (js.auto(), js.explicit()):
-        with pytest.raises(ValueError, match=r"names an axis .*batch.* without axis_name.* of the batch: 'data'"):
+        with pytest.raises(ValueError, match=explained):
             js.make_step(pmapped, TX, layout, engine=engine)(run, BATCH)
+        with pytest.raises(ValueError, match=explained):
+            js.parity(init_fn, pmapped, TX, js.fsdp(), layout.mesh, BATCH, engine=engine)
+    with pytest.raises(ValueError, match=explained):
+        js.make_apply(lambda params, batch: pmapped(params, batch, None), layout)(run, BATCH)
 
 
 def test_a_run_that_was_donated_is_refused_by_fit():
