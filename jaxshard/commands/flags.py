@@ -88,7 +88,7 @@ class DataFlags:
       vocab: how many token ids there are, for .npy and .bin.
     """
 
-    data: File = None
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     dtype: Words = None
     vocab: Count = None
 
@@ -157,10 +157,25 @@ class OutputFlags:
 
 
 def check_positive(**numbers: float | None) -> None:
-    """Raise ValueError for a flag whose number is given and not above zero."""
+    """Raise ValueError for a flag whose number is given and not above zero, not finite, or too large for 64 bits."""
     for name, value in numbers.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+        if value is not None and not 0 < value < 2**63:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: give a number above 0{' and below 2**63' if value > 0 else ''}"
+            )
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError for a seed that no random key can be made of."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed {seed}: give a number from 0 to 2**63 - 1")
+
+
+def check_not_empty(**texts: str | None) -> None:
+    """Raise ValueError for a flag whose text is given and empty, as of a variable of the shell that is not set."""
+    for name, text in texts.items():
+        if text is not None and not text.strip():
+            raise ValueError(f"--{name} {text!r} is empty: give a value, or leave the flag out")
 
 
 def refuse(why: str, **flags: int | str | Path | None) -> None:

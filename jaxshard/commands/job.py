@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxshard.commands.doctor import versions
-from jaxshard.commands.flags import DataFlags
+from jaxshard.commands.flags import DataFlags, check_not_empty
 from jaxshard.commands.parallel import Parallel
 from jaxshard.commands.result import corpus_facts, predicted_bytes
 from jaxshard.core.layout import human_bytes
@@ -118,14 +118,17 @@ def load_corpus(console: Console, flags: DataFlags) -> Corpus:
       ValueError: a flag for files of token ids without such a file, or a dtype that does not exist.
       OSError: a file that can't be read.
     """
+    check_not_empty(data=flags.data)
     if flags.data is None:
         if flags.dtype is not None or flags.vocab is not None:
             raise ValueError("--dtype and --vocab describe a file of token ids; name it with --data")
         return corpora.stdlib()
     try:
         dtype = None if flags.dtype is None else np.dtype(flags.dtype)
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:
         raise ValueError(f"--dtype {flags.dtype}: there is no such dtype; use one such as uint16 or int32") from error
+    if dtype is not None and dtype.kind not in "iu":
+        raise ValueError(f"--dtype {flags.dtype}: token ids are integers; use one such as uint16 or int32")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         loaded = corpora.load(flags.data, dtype=dtype, vocab=flags.vocab)

@@ -9,6 +9,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 COMMANDS = {
     "train": "train a language model, sharded over a mesh",
@@ -41,6 +42,9 @@ def main(args: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if args is None else list(args)) or [""]
     if name in ("--help", "-h"):
         print(usage())
+        return 0
+    if name == "--version":
+        print(f"jaxshard {metadata.version('jaxshard')}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -12,7 +12,7 @@ from jaxshard.checks.parity import DIFFERS, Parity
 from jaxshard.checks.parity import parity as compare
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import Count, JsonFile, Number, Sharding, Target, check_files, check_positive
+from jaxshard.commands.flags import Count, JsonFile, Number, Sharding, Target, check_files, check_positive, check_seed
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import Program, depth_of, program_of
 from jaxshard.commands.result import write_json
@@ -44,6 +44,7 @@ def parity(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_positive(batch=batch)
+        check_seed(seed)
         check_files(json=json)
         how = make_parallel(sharding, depth=depth_of(target), batch=batch)
     program = _small_program(target, batch, seed, how.rows_multiple)

@@ -21,6 +21,7 @@ from jaxshard.commands.flags import (
     Sharding,
     check_files,
     check_positive,
+    check_seed,
 )
 from jaxshard.commands.job import Job, load_corpus
 from jaxshard.commands.parallel import make_parallel
@@ -76,6 +77,7 @@ def train(
 
     with usage_errors():
         check_positive(eval_every=recipe.eval_every, patience=recipe.patience, sample=output.sample or None)
+        check_seed(recipe.seed)
         check_files(json=output.json, log=output.log)
         saves = make_saving(saving, others=files)
         if recipe.bad_steps == "rollback" and saving.checkpoint is None:

@@ -43,6 +43,8 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
         )
     # libtpu takes a lock file for its chip; without this a second process that only compiles would abort on it.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
+        raise ValueError(f"no TPU topology {name!r}: write version:shape, such as v5e:2x4, v5p:2x2x4 or v6e:16x16")
     slices = {"num_slices": num_slices} if num_slices > 1 else {}
     try:
         return list(topologies.get_topology_desc(name, "tpu", **slices).devices)

@@ -163,6 +163,9 @@ _NAMED: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
 }
+_MOST_FORWARDS = 2**16
+"""Of the largest table that is made: the program of a step holds the table."""
+
 NAMES = tuple(_NAMED)
 """The names that `named` knows; it also takes 1f1b for one_f_one_b, and - for _."""
 
@@ -195,6 +198,12 @@ def named(name: str, stages: int, microbatches: int, *, chunks: int | None = Non
       ValueError: there is no such schedule, or it has one chunk per device and `chunks` is another number.
     """
     known = full_name(name)
+    forwards = stages * microbatches * (chunks or 1)
+    if forwards > _MOST_FORWARDS:
+        raise ValueError(
+            f"{name}: {stages} stages, {microbatches} micro-batches and {chunks or 1} chunks make a table of "
+            f"{forwards} forwards, more than {_MOST_FORWARDS}; take fewer micro-batches"
+        )
     if chunks is None:
         return _NAMED[known](stages, microbatches)
     if known in ONE_CHUNK:
