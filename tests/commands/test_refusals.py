@@ -9,7 +9,7 @@ from jaxshard.commands import devices
 from jaxshard.commands.main import main
 
 REFUSED = {
-    "schedule one_f_one_b --stages 4 --microbatches 99999999999999999999": "--microbatches 9+: give a number above 0 and",
+    "schedule one_f_one_b --stages 4 --microbatches 99999999999999999999": "--microbatches 9+: give a number above 0",
     "schedule one_f_one_b --stages 4 --microbatches 9999999999": "39999999996 forwards.*take fewer micro-batches",
     "train --lr nan": "--lr nan: give a number above 0$",
     "train --lr inf": "--lr inf: give a number above 0 and below",
