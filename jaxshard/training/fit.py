@@ -64,14 +64,14 @@ def fit(
         "raise" stops; "skip" goes on, and the records count; `js.Rollback(checkpointer.restore)` goes back to a saved
         run and takes its steps again without that batch: their records come again, and `batches` must be those of
         `js.batches` or `js.local_batches`, or have their `seek`. All three need the "bad" of `js.make_step`; without
-        it every step counts as good.
+        it every step counts as good. A training whose steps were all bad raises at its end.
 
     Returns:
       The run after the last step.
 
     Raises:
       BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
-        one that goes on being bad.
+        one that goes on being bad; at the end, if all steps were bad.
       ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
         `patience` with an evaluation that has no "loss"; a run that was donated to an earlier step.
       TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
@@ -91,7 +91,7 @@ def fit(
     feed = Feed(batches, start, steps)
     recovery = Recovery(bad_steps, feed, reader)
     losses: dict[int, float] = {}
-    traced = False
+    traced = ends = False
 
     with contextlib.ExitStack() as trace:
         for done, batch in feed:
@@ -132,6 +132,8 @@ def fit(
             recovery.recover(run, records, callbacks, ends=True)
             call_with_records(callbacks, records)
             _check_end(start, done, steps)
+    if not ends:  # one that was stopped from outside may have had no time for a good step
+        recovery.check_worked(run, done - start)
     return run
 
 

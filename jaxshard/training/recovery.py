@@ -66,7 +66,7 @@ class Recovery:
         if policy not in ("raise", "skip") and not isinstance(policy, Rollback):
             raise ValueError(f"fit: bad_steps must be 'raise', 'skip' or js.Rollback(restore), got {policy!r}")
         self._policy, self._feed, self._reader = policy, feed, reader
-        self._bad_in_a_row = 0
+        self._bad_in_a_row, self._worked = 0, False
         self._returns: Counter[int] = Counter()
         if isinstance(policy, Rollback):
             feed.check_can_go_back()
@@ -95,6 +95,7 @@ class Recovery:
         for number, record in enumerate(records):
             bad = self._reader.bad.pop(record.step, None)
             self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+            self._worked |= not record.metrics.get("bad")
             skips = self._policy == "skip" and self._bad_in_a_row < IN_A_ROW
             if bad is None or skips or (ends and isinstance(self._policy, Rollback)):
                 continue
@@ -107,6 +108,14 @@ class Recovery:
                 raise BadStep(why, step=record.step, run=run)
             return self._go_back(run, record.step, why)
         return None
+
+    def check_worked(self, run: TrainState, steps: int) -> None:
+        """Raise `BadStep` if each of the steps that were taken was bad: a training that changed nothing has failed."""
+        if steps > 0 and not self._worked:
+            last = int(run.step)
+            raise BadStep(
+                f"all {steps} steps were bad, the last of them step {last}; nothing was trained", "", last, run
+            )
 
     def _go_back(self, run: TrainState, step: int, why: str) -> TrainState:
         assert isinstance(self._policy, Rollback)

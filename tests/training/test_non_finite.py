@@ -186,6 +186,14 @@ def test_skip_counts_and_equals_a_run_without_the_batch():
     assert_same(run, never_given(2, 5))
 
 
+def test_a_training_whose_steps_were_all_bad_has_failed():
+    with pytest.raises(
+        js.BadStep, match=r"all 3 steps were bad, the last of them step 3; nothing was trained"
+    ) as error:
+        fit([numbered(step, x=np.nan) for step in range(3)], steps=3, bad_steps="skip")
+    assert int(error.value.run.step) == error.value.step == 3
+
+
 def test_skipping_forever_ends():
     always = itertools.repeat(numbered(0, y=np.nan))
     with pytest.raises(js.BadStep, match=r"step 50 is bad: .*all of the 50 last steps"):
