@@ -7,6 +7,7 @@ stands alone in several commands is an annotated type. Errors name the flag and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -159,10 +160,9 @@ class OutputFlags:
 def check_positive(**numbers: float | None) -> None:
     """Raise ValueError for a flag whose number is given and not above zero, not finite, or too large for 64 bits."""
     for name, value in numbers.items():
-        if value is not None and not 0 < value < 2**63:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value}: give a number above 0{' and below 2**63' if value > 0 else ''}"
-            )
+        limit = 2**63 if isinstance(value, int) else math.inf
+        if value is not None and not 0 < value < limit:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a number above 0 and below {limit}")
 
 
 def check_seed(seed: int) -> None:

@@ -11,9 +11,9 @@ from jaxshard.commands.main import main
 REFUSED = {
     "schedule one_f_one_b --stages 4 --microbatches 99999999999999999999": "--microbatches 9+: give a number above 0",
     "schedule one_f_one_b --stages 4 --microbatches 9999999999": "39999999996 forwards.*take fewer micro-batches",
-    "train --lr nan": "--lr nan: give a number above 0$",
+    "train --lr nan": "--lr nan: give a number above 0",
     "train --lr inf": "--lr inf: give a number above 0 and below",
-    "train --patience 0": "--patience 0: give a number above 0$",
+    "train --patience 0": "--patience 0: give a number above 0",
     "train --seed -1": r"--seed -1: give a number from 0 to 2\*\*63 - 1",
     "train --seed 9223372036854775808": r"--seed 9223372036854775808: give a number from 0 to 2\*\*63 - 1",
     "parity gpt-1m --seed -3": "--seed -3: give a number from 0",
