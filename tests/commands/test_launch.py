@@ -160,7 +160,7 @@ def test_sigterm_and_interrupts_are_passed_on(number, status, word, start, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(("pause", "status"), [(0.1, 0), (2.5, 137)])
 def test_a_second_sigterm_is_meant_unless_it_comes_with_the_first(pause, status, start, tmp_path):
-    script = f"trap 'touch {tmp_path}/told' TERM; touch {tmp_path}/there; for i in $(seq 60); do sleep 0.1; done"
+    script = f"trap 'touch {tmp_path}/told' TERM; touch {tmp_path}/there; for i in {{1..60}}; do sleep 0.1; done"
     program = start("-n", "1", "--", "bash", "-c", script)
     wait_until(lambda: (tmp_path / "there").exists())
     program.terminate()
