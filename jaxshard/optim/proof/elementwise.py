@@ -58,6 +58,7 @@ def check_elementwise(
       ValueError: `views` is another tree than `params`, or the transform uses an axis that `axis_name` does not name.
 
     Example:
+      >>> import optax
       >>> params = {"w": jax.ShapeDtypeStruct((4, 6), "float32")}
       >>> bool(check_elementwise(optax.adam(1e-3), params))
       True
