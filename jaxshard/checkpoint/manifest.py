@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(file: Path, manifest: Manifest) -> None:
-    """Write a manifest; as `MANIFEST` of its folder it commits the step, which exists as soon as that is there."""
+    """Write a manifest into a file. Written as `MANIFEST` into the folder of a step, it makes the step complete."""
     write_atomically(file, encode_manifest(manifest))
 
 

@@ -51,7 +51,9 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
 
 
 def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read arrays from folder/arrays; those without elements are not there. Every process calls this, none waits.
+    """Read arrays from folder/arrays. Every process calls this; they don't wait for each other.
+
+    Arrays without elements are in no file: they are made here.
 
     Args:
       folder: the folder of the step.

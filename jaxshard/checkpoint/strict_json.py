@@ -34,7 +34,7 @@ def check_plain_file(file: Path) -> None:
 def _finite(word: str) -> float:
     number = float(word)
     if not math.isfinite(number):
-        raise ValueError(f"{word[:20]} is no number that can be saved")
+        raise ValueError(f"{word[:20]} is no finite number")
     return number
 
 
@@ -45,8 +45,9 @@ def decode_object(
 
     Args:
       text: the object as UTF-8, without anything before it.
-      parse_int: makes an integer of its digits.
-      parse_float: makes a number with a point or an exponent, NaN or Infinity of its text; by default a finite float.
+      parse_int: turns the digits of an integer into a value.
+      parse_float: turns the text of a number with a point or an exponent, NaN or Infinity into a value; by default
+        into a float, which must be finite.
 
     Raises:
       ValueError: it is something else; the message says what.

@@ -11,7 +11,7 @@ from jaxshard.core.compat import backend_is_initialized, default_devices, proces
 SIMULATED = 8
 """The number of simulated CPU devices where none is asked for."""
 MOST_SIMULATED = 4096
-"""More are refused: the runtime of the CPU makes threads and memory for each."""
+"""More in one process are refused: the runtime of the CPU makes threads and memory for each."""
 
 
 def choose_devices(count: int | None) -> list[jax.Device]:
@@ -30,8 +30,8 @@ def choose_devices(count: int | None) -> list[jax.Device]:
     processes = process_count_and_id()[0]
     if count is not None and count < 1:
         raise ValueError(f"--devices must be at least 1, got {count}")
-    if count is not None and count > MOST_SIMULATED and not backend_is_initialized():
-        raise ValueError(f"--devices {count}: at most {MOST_SIMULATED} devices can be simulated")
+    if count is not None and count // processes > MOST_SIMULATED and not backend_is_initialized():
+        raise ValueError(f"--devices {count}: at most {MOST_SIMULATED} devices can be simulated in a process")
     if count is not None and count % processes:
         raise ValueError(_indivisible(f"--devices {count}", processes))
     eight = count is None and not backend_is_initialized() and not _is_simulated()

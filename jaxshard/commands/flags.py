@@ -89,6 +89,7 @@ class DataFlags:
       vocab: how many token ids there are, for .npy and .bin.
     """
 
+    # Text, not a Path: that of an empty text is the current folder.
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     dtype: Words = None
     vocab: Count = None

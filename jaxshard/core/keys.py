@@ -84,7 +84,11 @@ def is_key(dtype: Any) -> bool:
 
 
 def words_of(x: ArrayOrShape) -> ArrayOrShape:
-    """Return random keys as the words that they are made of, all else as it is; a shape and dtype as such."""
+    """Return the words that random keys are made of; any other array is returned as it is.
+
+    Args:
+      x: an array, or a `ShapeDtypeStruct`, for which a `ShapeDtypeStruct` is returned.
+    """
     if not is_key(x.dtype):
         return x
     key_data: Any = jax.random.key_data
@@ -93,7 +97,12 @@ def words_of(x: ArrayOrShape) -> ArrayOrShape:
 
 
 def keys_of(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return words as the random keys of this dtype that they were: the inverse of `words_of`."""
+    """Make random keys of their words: the inverse of `words_of`. Other arrays, and keys, are returned as they are.
+
+    Args:
+      x: what `words_of` returned.
+      dtype: the dtype of the array before `words_of`.
+    """
     was_key = is_key(dtype) and x.dtype != dtype
     keys: jax.Array = jax.random.wrap_key_data(x, impl=key_impl_of(dtype)) if was_key else x
     return keys

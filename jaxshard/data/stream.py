@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxshard.core.types import PyTree
 
 Read = Iterator[tuple[PyTree, Any]]
-"""Makes the next batch and returns it with the position after it."""
+"""An iterator that makes (the next batch, the position after it)."""
 
 
 class Batches(Iterator[PyTree]):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxshard as js
 from jaxshard.commands import devices
 from jaxshard.commands.main import main
 
@@ -22,6 +23,7 @@ REFUSED = {
     "train --data x.bin --vocab 3 --dtype i4,,": "--dtype i4,,: there is no such dtype; use one such as uint16",
     "train --data x.bin --vocab 3 --dtype float32": "--dtype float32: token ids are integers",
     "train --checkpoint gs://bucket/run": "gs:/bucket/run: checkpoints lie in a folder of a file system",
+    "audit gpt-1m --topology=": "topology ''",
     "launch -n 2 --grace nan -- true": "--grace nan: give a number above 0",
 }
 
@@ -43,4 +45,4 @@ def test_more_devices_than_can_be_simulated(monkeypatch):
 
 def test_the_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "jaxshard 0.1.0\n"
+    assert capsys.readouterr().out == f"jaxshard {js.__version__}\n"

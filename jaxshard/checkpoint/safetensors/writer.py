@@ -212,7 +212,7 @@ def _delete(files: Iterable[Path]) -> None:
 
 
 def _failure_of(work: Callable[..., None], *args: Any) -> OSError | None:
-    """Do something, and return what went wrong."""
+    """Call a function, and return the OSError that it raised, or None."""
     try:
         work(*args)
     except OSError as error:

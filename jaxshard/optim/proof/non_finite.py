@@ -34,7 +34,7 @@ def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool
     try:
         state = jax.eval_shape(tx.init, params)
         program = jax.make_jaxpr(tx.update)(params, state, params)
-    except (TypeError, ValueError):  # the step, which traces it with everything that it has, tells what is wrong
+    except (NameError, TypeError, ValueError):  # the step, which traces it with all that it has, tells what is wrong
         return False
     rest = len(program.in_avals) - len(jax.tree.leaves(params))
     return _contains_test(program, [True] * len(jax.tree.leaves(params)) + [False] * rest)

@@ -51,3 +51,12 @@ def test_an_optimizer_that_needs_more_than_gradients_is_not_judged():
         return jax.tree.map(lambda g: jnp.where(jnp.isnan(g), value, g), grads), state
 
     assert not handles_non_finite(optax.GradientTransformationExtraArgs(lambda params: (), update), PARAMS)
+
+
+def test_an_optimizer_that_names_a_mesh_axis_is_not_judged():
+    """What runs inside `shard_map` alone is refused later, with a text of its own."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: jax.lax.psum(g, "data"), grads), state
+
+    assert not handles_non_finite(optax.GradientTransformation(lambda params: (), update), PARAMS)
