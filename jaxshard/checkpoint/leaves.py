@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
-from jax.lax import bitcast_convert_type, with_sharding_constraint
+from jax.lax import bitcast_convert_type, optimization_barrier, with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.checkpoint.manifest import SavedArray
@@ -199,5 +199,9 @@ def _float_to_bits(x: jax.Array) -> jax.Array:
 
 
 def _bits_to(dtype: Any, bits: jax.Array) -> jax.Array:
-    """Cast back what `_float_to_bits` made of an array with this dtype."""
-    return bits if bits.dtype == dtype else bitcast_convert_type(bits, dtype)
+    """Cast back what `_float_to_bits` made of an array with this dtype.
+
+    The barrier keeps the cast out of the loop that pads: there JAX 0.12, compiling without optimizations, handles the
+    padded floats as f32 after all.
+    """
+    return bits if bits.dtype == dtype else bitcast_convert_type(optimization_barrier(bits), dtype)
