@@ -23,6 +23,7 @@ from jaxshard.core.apply_strategy import Placer
 from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.known_model import ModelRun, check_function, models_run
 from jaxshard.core.layout import Layout, Shapes, select, split_model, split_rows
+from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import check_strategy
 from jaxshard.core.strategy_parts import MIN_SIZE, Strategy, Tensor, parts_of, pipeline_of
@@ -184,6 +185,11 @@ def _shapes_of_model(init_fn: InitFn, key: Any) -> PyTree:
     """Return the shapes and dtypes of what `init_fn` returns; raise TypeError for leaves that are no arrays."""
     others: dict[str, str] = {}
 
+    def checked(key: Any) -> PyTree:
+        model = init_fn(key)
+        check_narrowing(model, "the model")
+        return model
+
     def note_others(key: Any) -> tuple[()]:
         for path, x in jax.tree_util.tree_leaves_with_path(init_fn(key)):
             if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
@@ -191,7 +197,7 @@ def _shapes_of_model(init_fn: InitFn, key: Any) -> PyTree:
         return ()
 
     try:
-        return jax.eval_shape(init_fn, key)
+        return jax.eval_shape(checked, key)
     except TypeError:
         with contextlib.suppress(TypeError):
             jax.eval_shape(note_others, key)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.tree import map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.data.examples import Indexed
@@ -140,7 +141,12 @@ def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyT
 
         return jax.make_array_from_callback(shape.shape, sharding, shard)
 
-    return lambda step: jax.tree.map(place, source.rows(step, rows), shapes, shardings)
+    def read(step: int) -> PyTree:
+        batch = source.rows(step, rows)
+        check_narrowing(batch, "the batch")
+        return jax.tree.map(place, batch, shapes, shardings)
+
+    return read
 
 
 def _whole_reader(indexed: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
@@ -170,6 +176,7 @@ def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
         array = np.array(leaf)
         return jax.make_array_from_callback(array.shape, layout.batch_sharding(array), lambda index: array[index])
 
+    check_narrowing(batch, "the batch")
     return jax.tree.map(place, batch)
 
 
@@ -190,4 +197,5 @@ def _place_local(batch: PyTree, layout: Layout) -> PyTree:
         placed: jax.Array = jax.make_array_from_process_local_data(sharding, array, shape)
         return placed
 
+    check_narrowing(batch, "the batch")
     return map_with_path(place, batch)

@@ -23,6 +23,7 @@ from jaxshard.core.known_model import check_function, known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value
 from jaxshard.core.mesh import axis_size
+from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.tree import abstract, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.auto import auto, make_move
@@ -102,6 +103,7 @@ def make_eval_step(
             )
         padded = jax.tree.map(lambda x: _pad_rows(x, size), batch) if rows < size else batch
         check_batch(layout, abstract(padded), 1)
+        check_narrowing(batch, "the batch")
         placed = jax.tree.map(_place, padded, layout.batch_shardings(abstract(padded)))
         result: Results = evaluate_full(run, placed) if rows == size else evaluate_short(run, placed, rows)
         jax.block_until_ready(result)
@@ -138,6 +140,7 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
     def apply(run: TrainState, *args: Any) -> Any:
         check_run(layout, run)
+        check_narrowing(args, "the arguments")
         return jax.block_until_ready(jitted(run, *args))
 
     return apply

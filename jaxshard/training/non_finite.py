@@ -1,8 +1,9 @@
-"""Bad steps: those whose loss or gradient is not finite.
+"""Bad steps: those whose loss, gradient or new parameters are not finite.
 
-A step finds them on the device and leaves the run as it was (`find_bad`, `keep_old_unless`). The flags travel with the
-other metrics as a `Bad`, so that nothing waits for them. The host reads them later and decides: `check_finite` in a
-user's own loop, a policy in `js.fit` (see `recovery.py`).
+A step finds a loss or gradient on the device and leaves the run as it was (`find_bad`, `keep_old_unless`). It also
+counts parameters that the update made infinite or NaN; that is known only once they are written, so such a run is
+spoiled. The flags travel with the other metrics as a `Bad`, so that nothing waits for them. The host reads them later
+and decides: `check_finite` in a user's own loop, a policy in `js.fit` (see `recovery.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Bad:
     `bool(bad)` is True and `float(bad)` is 1.0 for a bad step. Both wait for the device.
 
     Attributes:
-      flags: bool[1 + trained parameters], True for what is not finite: the loss, then the gradient of each parameter.
+      flags: bool[1 + 2 * trained parameters], True for what is not finite: the loss, the gradient of each parameter,
+        and each parameter that was finite before the update.
       paths: the paths of the trained parameters, in the order of the flags.
 
     Example:
@@ -50,17 +52,26 @@ class Bad:
     @property
     def grads(self) -> tuple[str, ...]:
         """The parameters whose gradient was not finite."""
-        flags = np.asarray(self.flags)[1:]
+        return self._paths_from(1)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters that the update made infinite or NaN, though loss and gradients were finite."""
+        return self._paths_from(1 + len(self.paths))
+
+    def _paths_from(self, start: int) -> tuple[str, ...]:
+        flags = np.asarray(self.flags)[start : start + len(self.paths)]
         return tuple(path for path, flag in zip(self.paths, flags, strict=True) if flag)
 
 
 class BadStep(FloatingPointError):
-    """A loss or gradient that is not finite.
+    """A loss, gradient or new parameter that is not finite.
 
     Attributes:
       what: the step and what was not finite, without the advice that the message ends with.
       step: the number of the step, or None where it is not known.
-      run: from `js.fit`, the run as the steps left it, to go on with: the bad one changed nothing but its step.
+      run: from `js.fit`, the run as the steps left it. It is one to go on with, because the bad step changed nothing
+        but its number; unless the message says that the run is spoiled.
     """
 
     def __init__(self, what: str, advice: str = "", step: int | None = None, run: TrainState | None = None):
@@ -72,8 +83,7 @@ class BadStep(FloatingPointError):
 class Rollback:
     """The policy of `js.fit` that goes back to a saved run and takes its steps again without the batch that was bad.
 
-    If the run itself is no longer finite, the step before the bad one spoiled it, and the batch of that one is left out
-    instead. Batches that were left out are remembered as long as the call of `js.fit` lasts.
+    Batches that were left out are remembered as long as the call of `js.fit` lasts.
 
     Attributes:
       restore: `restore() -> (run, position)`, the method of a `js.Checkpointer`. The position is what the batches saved
@@ -97,15 +107,14 @@ IN_A_ROW = 50
 """The number of bad steps in a row after which skipping has not helped."""
 
 
-def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"], paths: tuple[str, ...]) -> Bad:
-    """Find the loss and gradients that are not finite.
+def find_bad(loss: Float[Array, ""], squares: Float32[Array, " params"]) -> Bool[Array, " 1+params"]:
+    """Tell of the loss and of each gradient whether it is not finite.
 
     Args:
       loss: the loss of the global batch.
       squares: `sum_of_squares` of each gradient.
-      paths: the paths of the parameters in the same order.
     """
-    return Bad(jnp.concatenate([~jnp.isfinite(loss).reshape(1), jnp.isnan(squares)]), paths)
+    return jnp.concatenate([~jnp.isfinite(loss).reshape(1), jnp.isnan(squares)])
 
 
 def sum_of_squares(x: Float[Array, "*dims"]) -> Float32[Array, ""]:
@@ -126,14 +135,15 @@ def keep_old_unless(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
 def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None:
     """Raise `BadStep` if the step that returned these metrics was bad; blocks on the device.
 
-    For loops without `js.fit`. The run after a bad step is the one before it, but for its step.
+    For loops without `js.fit`. The run after a bad step is the one before it, but for its step, unless the message says
+    that it is spoiled.
 
     Args:
       metrics: what a `js.make_step` returned beside the run.
       step: the number of the step, for the message.
 
     Raises:
-      BadStep: the loss or a gradient was not finite; every parameter concerned is named.
+      BadStep: the loss, a gradient or a new parameter was not finite; every parameter concerned is named.
       ValueError: the metrics are not those of `js.make_step`, or of one that is not guarded (`Step.guarded`).
 
     Example:
@@ -145,25 +155,39 @@ def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None
             f'check_finite: expected the metrics of a js.make_step, with "bad", got {sorted(metrics)}; a step with '
             "guarded=False, or whose optimizer has a rule of its own for what is not finite, has none"
         )
-    if metrics["bad"]:
-        raise BadStep(describe_bad(metrics["bad"], float(metrics["loss"]), step), GO_ON, step)
+    bad = metrics["bad"]
+    if bad:
+        raise BadStep(describe_bad(bad, float(metrics["loss"]), step), advise(bad), step)
 
 
-GO_ON = (
+_GO_ON = (
     'Parameters, optimizer and model state are as before the step. Look at its batch; js.fit(..., bad_steps="skip") '
     "leaves such batches out, bad_steps=js.Rollback(checkpointer.restore) goes back to a saved run first"
 )
 
+_GO_BACK = (
+    "The run is spoiled. Go back to a saved one, by js.restore or with bad_steps=js.Rollback(checkpointer.restore); "
+    "a lower learning rate or smaller updates may keep it from happening"
+)
+
+
+def advise(bad: Bad) -> str:
+    """Say what can be done about a bad step."""
+    return _GO_BACK if bad.params else _GO_ON
+
 
 def describe_bad(bad: Bad, loss: float, step: int | None) -> str:
     """Say in one line what was not finite."""
-    grads = bad.grads
-    if not grads:
+    if not bad.grads:
         found = "all gradients are finite"
-    elif len(grads) == len(bad.paths) > 1:
-        found = f"the gradients of all {len(grads)} parameters are not finite"
+    elif len(bad.grads) == len(bad.paths) > 1:
+        found = f"the gradients of all {len(bad.grads)} parameters are not finite"
     else:
-        found = f"the gradient is not finite of {', '.join(grads)}"
+        found = f"the gradient is not finite of {', '.join(bad.grads)}"
+    if bad.params:
+        every = len(bad.params) == len(bad.paths) > 1
+        which = f"all {len(bad.params)} parameters" if every else ", ".join(bad.params)
+        found += f", but the update made infinite or NaN {which}"
     return f"{'this step' if step is None else f'step {step}'} is bad: loss {loss}, {found}"
 
 

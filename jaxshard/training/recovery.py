@@ -1,8 +1,9 @@
 """Recovery from bad steps in `fit`: raise, go on without the batch, or go back and take steps again without it.
 
-Steps are read late (`records.py`), so a bad one is known when the next ones may have run. That does no harm: a bad step
-changed nothing but the step count, so the run is sound whenever it is looked at. Going back, from bad step 7 to a run
-saved after step 4:
+Steps are read late (`records.py`), so a bad one is known when the next ones may have run. That does no harm: a step
+whose loss or gradient was bad changed nothing but the step count, so the run is sound whenever it is looked at. Where
+the update spoiled parameters, the steps after it are bad and change nothing either, and there is no going on from that
+run. Going back, from bad step 7 to a run saved after step 4:
 
     step      1  2  3  4  5  6  7 | back to 4 |  5  6  7       8  9
     batch     1  2  3  4  5  6  7             |  5  6  (none)  8  9
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxshard.core.types import PyTree
-from jaxshard.training.non_finite import GO_ON, IN_A_ROW, BadStep, BadSteps, Rollback, describe_bad, is_finite
+from jaxshard.training.non_finite import IN_A_ROW, Bad, BadStep, BadSteps, Rollback, advise, describe_bad
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.state import TrainState
 
@@ -96,18 +97,22 @@ class Recovery:
             bad = self._reader.bad.pop(record.step, None)
             self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
             self._worked |= not record.metrics.get("bad")
-            skips = self._policy == "skip" and self._bad_in_a_row < IN_A_ROW
-            if bad is None or skips or (ends and isinstance(self._policy, Rollback)):
+            if bad is None or self._tolerates(bad, ends=ends):
                 continue
             call_with_records(callbacks, records[: number + 1])
             why = describe_bad(bad, record.metrics["loss"], record.step)
-            if self._policy == "raise":
-                raise BadStep(why, GO_ON, record.step, run)
-            if self._policy == "skip":
+            if isinstance(self._policy, Rollback) and not ends:
+                return self._go_back(run, record.step, why)
+            if self._policy == "skip" and not bad.params:
                 why += f", and so were all of the {IN_A_ROW} last steps: skipping does not help"
                 raise BadStep(why, step=record.step, run=run)
-            return self._go_back(run, record.step, why)
+            raise BadStep(why, advise(bad), record.step, run)
         return None
+
+    def _tolerates(self, bad: Bad, *, ends: bool) -> bool:
+        if bad.params:
+            return False  # nothing is left that could go on
+        return self._bad_in_a_row < IN_A_ROW if self._policy == "skip" else ends and isinstance(self._policy, Rollback)
 
     def check_worked(self, run: TrainState, steps: int) -> None:
         """Raise `BadStep` if each of the steps that were taken was bad: a training that changed nothing has failed."""
@@ -119,10 +124,10 @@ class Recovery:
 
     def _go_back(self, run: TrainState, step: int, why: str) -> TrainState:
         assert isinstance(self._policy, Rollback)
-        # A good step can spoil the run: its gradient was finite, but its update overflowed. Then every step after it is
-        # bad, whatever its batch, and the batch before the first bad one has to go.
-        spoiled = not is_finite(run.params)
-        saved, position = self._policy.restore()
+        try:
+            saved, position = self._policy.restore()
+        except (OSError, ValueError) as error:
+            raise BadStep(f"{why}, and there is no run to go back to: {error}", step=step, run=run) from error
         back = int(saved.step)
         self._returns[back] += 1
         if self._returns[back] > self._policy.limit:
@@ -132,7 +137,7 @@ class Recovery:
                 step=step,
                 run=run,
             )
-        self._feed.left_out.add(step - 1 if spoiled and step - 1 > back else step)
+        self._feed.left_out.add(step)
         self._feed.go_back(back, position)
         # On accelerators a later step may have run already and wait to be read: it is taken again, so its record goes.
         self._reader.forget()

@@ -17,6 +17,7 @@ from jaxshard.adapt.objective import resolve
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
+from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import BLOCKS, abstract, check_same_tree, map_with_path, path_str, paths
 from jaxshard.core.types import LossFn, PyTree
@@ -29,7 +30,7 @@ from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.proof.stacking import require_same_stacked
-from jaxshard.training.non_finite import find_bad, keep_old_unless, sum_of_squares
+from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import (
     TrainState,
     check_is_run,
@@ -66,7 +67,9 @@ def make_step(
       layout: says where everything lives.
       engine: `js.auto(...)` (the default), `js.explicit(...)` or `js.pipelined(...)`: how the gradient is computed.
       guarded: a step whose loss or gradient is not finite returns the run that it received, bit for bit, with only its
-        step counted on. False leaves that to `tx`, and there is no "bad" among the metrics. An optimizer that itself
+        step counted on. Of a step that makes a parameter infinite or NaN from a finite gradient "bad" tells, but its
+        run is spoiled: keeping the old one as well would need another pass over all parameters in every step. False
+        leaves all that to `tx`, and there is no "bad" among the metrics. An optimizer that itself
         tests whether its gradients are finite, such as `optax.apply_if_finite` and `optax.zero_nans`, is always left
         to its own rule, which then does what it does on one device (`Step.guarded` is False).
 
@@ -141,7 +144,7 @@ class Step:
         self._totals_in_order = self._sums.in_order and not check_elementwise(tx, params)
         if self._totals_in_order:
             tx, stored = with_ordered_sums(tx, params, layout), True
-        self._update = make_update(tx, layout, stored=stored)
+        self._update = make_update(tx, layout, self._sums, stored=stored)
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(self.objective, layout)
         self._batch: PyTree = None
@@ -172,6 +175,7 @@ class Step:
             raise TypeError("run and batch are swapped; write step(run, batch)")
         check_is_run(run)
         check_not_donated(run)
+        check_narrowing(batch, "the batch")
         program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
         try:
             run, metrics = program(run, jax.device_put(batch, self._rows))
@@ -248,7 +252,7 @@ class Step:
 
         1. The engine computes loss and gradients. Gradients come as the layout's `grads` store them.
         2. Their sums of squares give the norm, and say which of them are not finite.
-        3. The optimizer updates parameters and state where its state lives.
+        3. The optimizer updates parameters and state where its state lives, and parameters that it spoils are counted.
         4. Of parameters, optimizer state and model state the new ones are kept if the step was good, else the old ones.
         """
         layout = self.layout
@@ -260,14 +264,15 @@ class Step:
         if any(one.model.stacked_for_user for one in runs):
             self._check_stacking()
         squares = self._sum_squares(grads)
-        bad = find_bad(outcome.value, squares, self._trained)
-        ok = ~bad.flags.any() if self.guarded else jnp.ones((), bool)
+        found = find_bad(outcome.value, squares)
+        ok = ~found.any() if self.guarded else jnp.ones((), bool)
         # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
         # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
         # needed whole at once, and the gather could not write into the donated array.
-        params, opt_state = self._update(run.params, grads, run.opt_state, ok)
+        params, opt_state, spoiled = self._update(run.params, grads, run.opt_state, ok)
         metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum())}
-        metrics |= {"bad": bad} if self.guarded else {}
+        if self.guarded:
+            metrics["bad"] = Bad(jnp.concatenate([found, spoiled > 0]), self._trained)
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
         state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
         # The step counts on in any case, so that the next one has the batch and the key that it would have had.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from jaxshard.core.collectives import Sums
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract, check_same_tree
@@ -14,13 +17,11 @@ from jaxshard.core.types import PyTree
 from jaxshard.training.non_finite import keep_old_unless
 from jaxshard.training.views import hold_stored, move_stored, store, unstore
 
-Update = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
+Update = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[PyTree, PyTree, jax.Array]]
 
 
-def make_update(
-    tx: optax.GradientTransformation, layout: Layout, *, stored: bool
-) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Make `update(params, grads, opt_state, ok) -> (params, opt_state)` of stored arrays.
+def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *, stored: bool) -> Update:
+    """Make `update(params, grads, opt_state, ok) -> (params, opt_state, spoiled)` of stored arrays.
 
     A gradient comes in as the layout's `grads` say, is moved to where its optimizer state is, and meets `tx.update`
     there; the new parameter goes back to its own `store`.
@@ -28,14 +29,17 @@ def make_update(
     Args:
       tx: an optax transform.
       layout: says where everything lives.
+      sums: how numbers are added over devices.
       stored: whether `tx` runs on the stored arrays; otherwise on logical ones, unpadded and in model order.
 
     Returns:
       The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. They are chosen where the
-      optimizer's state is, before they are gathered, so that a gather still writes into the donated array.
+      optimizer's state is, before they are gathered, so that a gather still writes into the donated array. `spoiled`,
+      f32[trained parameters], counts the elements of each that were finite and are no longer.
     """
     tx = as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
+    specs = [placement.store for placement in jax.tree.leaves(seen)]
 
     def view(placements: PyTree, tree: PyTree) -> PyTree:
         return tree if stored else unstore(placements, tree)
@@ -45,7 +49,7 @@ def make_update(
             return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
         return store(placements, tree)
 
-    def update(params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array) -> tuple[PyTree, PyTree]:
+    def update(params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array) -> tuple[PyTree, PyTree, jax.Array]:
         # Gradients and parameters go to where the optimizer state is: a slice where that is split more (ZeRO-1 and 2).
         chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
         grads = view(seen, move_stored(layout, grads, layout.grads, seen))
@@ -56,11 +60,14 @@ def make_update(
             "a compiled step needs the same arrays before and after; initialise them all in tx.init",
         )  # fmt: skip
         # Chosen before anything is gathered (see above); `hold_stored` keeps the compiler from gathering both first.
-        fresh = restore_view(seen, keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen))
-        fresh = hold_stored(layout, fresh, seen)
+        new = keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)
+        # Counted from the numbers that are written anyway, so that parameters are read once.
+        newly = [jnp.isfinite(a) & ~jnp.isfinite(b) for a, b in zip(*map(jax.tree.leaves, (chosen, new)), strict=True)]
+        spoiled = sums.stack_totals(partial(jnp.sum, dtype=jnp.float32), newly, specs, layout.mesh)
+        fresh = hold_stored(layout, restore_view(seen, new), seen)
         # Here parameters are gathered that rest split less than their optimizer state.
         fresh = move_stored(layout, fresh, seen, old_params)
         opt_state = keep_old_unless(ok, restore_view(layout.opt_state, new_state), opt_state)
-        return put_back(layout.trainable, fresh, params), opt_state
+        return put_back(layout.trainable, fresh, params), opt_state, spoiled
 
     return update

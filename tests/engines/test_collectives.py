@@ -51,13 +51,14 @@ EXPECTED = {
         ("all-gather", "data"): FSDP_GATHERS,
     },
 }
-# Loss and weight, 8 bytes, and one sum of squares for each of 16 split gradients.
+# Loss and weight, 8 bytes; one sum of squares for each of 16 split gradients, 64 bytes; and for each of 16 parameters
+# that are updated in parts the number of elements that the update spoiled, 64 bytes.
 SCALARS = {
     "ddp": {("all-reduce", "data"): 8},
-    "zero1": {("all-reduce", "data"): 8},
-    "zero2": {("all-reduce", "data"): 72},
-    "fsdp": {("all-reduce", "data"): 72},
-    "hsdp": {("all-reduce", "replica+data"): 8, ("all-reduce", "data"): 64},
+    "zero1": {("all-reduce", "data"): 72},
+    "zero2": {("all-reduce", "data"): 136},
+    "fsdp": {("all-reduce", "data"): 136},
+    "hsdp": {("all-reduce", "replica+data"): 8, ("all-reduce", "data"): 128},
 }
 
 
@@ -144,9 +145,9 @@ def test_recomputing_a_block_gathers_its_added_biases_again(remat):
 @pytest.mark.parametrize(
     ("tx", "scalars"),
     [
-        (optax.sgd(0.1), 72),
+        (optax.sgd(0.1), 136),
         # Clipping adds the sums of squares that it takes itself, one per gradient.
-        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 136, marks=pytest.mark.slow),
+        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 200, marks=pytest.mark.slow),
     ],
     ids=["sgd", "clipped adam"],
 )

@@ -226,7 +226,7 @@ def spoiling():
 
 
 def test_rollback_heals_a_run_that_was_spoiled(tmp_path):
-    """Batch 2 makes d infinite with a gradient of 6e36; that is seen in the step after, when both were saved."""
+    """Batch 2 makes d infinite with a gradient of 6e36; the spoiled run was saved, and is passed over."""
     layout, step, start = spoiling()
     batches, history = js.batches(Rows(n2={"y": 1e38}), layout), []
     with js.Checkpointer(tmp_path, layout, every=1) as checkpointer:
@@ -234,8 +234,8 @@ def test_rollback_heals_a_run_that_was_spoiled(tmp_path):
             start(), step, batches, steps=6, callbacks=[history.append], on_run=[checkpointer],
             bad_steps=js.Rollback(checkpointer.restore),
         )  # fmt: skip
-    assert [record.step for record in history] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert [record.metrics["bad"] for record in history] == [0, 0, 0, 1, 1, 0, 0, 0]
+    assert [record.step for record in history] == [1, 2, 3, 3, 4, 5, 6]
+    assert [record.metrics["bad"] for record in history] == [0, 0, 1, 1, 0, 0, 0]
     expected = start()
     for number in (0, 1, 3, 4, 5):
         expected, _ = step(
@@ -243,6 +243,50 @@ def test_rollback_heals_a_run_that_was_spoiled(tmp_path):
         )
     assert_same(run, expected)
     assert js.latest_step(tmp_path) == 6
+
+
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit()], ids=["auto", "explicit"])
+def test_an_update_that_is_not_finite_is_blamed_on_its_own_step(engine):
+    """From finite gradients: the step, its cause and the parameter are named, under every policy."""
+    tx = optax.chain(optax.masked(optax.scale(np.inf), {"a": False, "b": False, "c": False, "d": True}), optax.sgd(1.0))
+    layout = js.layout(js.fsdp(min_size=0), mesh(data=8), init_fn, tx)
+    step = js.make_step(loss_fn, tx, layout, engine=engine)
+    _, metrics = step(js.init(init_fn, tx, layout, 0), numbered(0))
+    assert metrics["bad"] and metrics["bad"].grads == () and metrics["bad"].params == ("d",)
+    what = "all gradients are finite, but the update made infinite or NaN d. The run is spoiled. Go back to a saved one"
+    with pytest.raises(js.BadStep, match=f"this step is bad: .*{what}"):
+        js.check_finite(metrics)
+    for policy in ("raise", "skip"):
+        with pytest.raises(js.BadStep, match=f"step 1 is bad: .*{what}") as error:
+            js.fit(js.init(init_fn, tx, layout, 0), step, [numbered(0)] * 3, steps=3, bad_steps=policy)
+        assert error.value.step == 1
+    unguarded = js.make_step(loss_fn, tx, layout, guarded=False)
+    assert "bad" not in unguarded(js.init(init_fn, tx, layout, 0), numbered(0))[1]
+
+
+def test_the_last_update_of_a_training_is_looked_at():
+    """Skipping ends with an error, too: nothing can go on from this run."""
+    _, step, start = spoiling()
+    batches = [numbered(number, **({"y": 1e38} if number == 2 else {})) for number in range(3)]
+    with pytest.raises(js.BadStep, match=r"step 3 is bad: .*the update made infinite or NaN d. The run is spoiled"):
+        js.fit(start(), step, batches, steps=3, bad_steps="skip")
+
+
+def test_parameters_that_were_infinite_before_are_nobodys_fault():
+    """A mask of -inf among the trained parameters, whose gradient is zero, as one device trains it."""
+
+    def init(key):
+        return {"mask": jnp.where(jnp.arange(8) % 2 == 0, 0.0, -jnp.inf), "w": jnp.ones(8)}
+
+    def loss(params, batch, key):
+        hidden = jax.nn.softmax(params["mask"] + batch["x"], where=jnp.arange(8) % 2 == 0)
+        return js.Mean((hidden * params["w"]).sum(), 8.0)
+
+    layout = js.layout(js.fsdp(min_size=0), mesh(data=8), init, optax.sgd(0.1))
+    run, metrics = js.make_step(loss, optax.sgd(0.1), layout)(
+        js.init(init, optax.sgd(0.1), layout, 0), {"x": np.ones((8, 8), np.float32)}
+    )
+    assert not metrics["bad"] and np.isinf(run.params["mask"]).sum() == 4
 
 
 def test_rollback_gives_up_when_it_does_not_help(tmp_path):
@@ -258,7 +302,11 @@ def test_rollback_without_a_saved_run_or_batches_that_go_back(tmp_path):
     layout, _ = made()
     with js.Checkpointer(tmp_path, layout, every=100) as checkpointer:
         back = js.Rollback(checkpointer.restore)
-        with pytest.raises(ValueError, match="no run with finite parameters was saved; save one before the first"):
+        with pytest.raises(
+            js.BadStep,
+            match=r"step 1 is bad: loss nan.*, and there is no run to go back to: .*no run with finite parameters was "
+            "saved; save one before the first",
+        ):
             fit(js.batches(Rows(n0={"y": np.nan}), layout), bad_steps=back)
         for batches, kind in [
             ([numbered(0)] * 6, "list"),
@@ -291,13 +339,15 @@ def test_metrics_of_other_steps_are_refused_by_name():
 
 
 def test_the_guard_communicates_nothing_and_needs_no_memory():
-    """One scalar per gradient, which the norm needs, and loss, weight and the state's counter: 4 x 4 + 3 x 4 bytes.
+    """A scalar per gradient, which the norm needs, one per new parameter, and loss, weight and the state's counter.
+
+    4 x 4 + 4 x 4 + 3 x 4 bytes.
 
     Parameters of 13 x 3 (padded to 16), 3 and 3 (padded to 8) and 16 in f32, with two moments of Adam each.
     """
     layout, step = made()
     compiled = step.compile(numbered(0))
-    assert scalar_traffic(Program(layout, compiled)) == {("all-reduce", "data"): 28}
+    assert scalar_traffic(Program(layout, compiled)) == {("all-reduce", "data"): 44}
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 4 * (16 * 3 + 8 + 8 + 16) // 8  # everything is updated in place
 
