@@ -1,6 +1,6 @@
 """`js.parity`: runs a sharded step and the same step on one device, and compares every array.
 
-The step on one device is plain JAX and optax, ten lines in `_run_on_one_device`. The sharded one is the step that
+The step on one device is plain JAX and optax, ten lines in `_OneDevice`. The sharded one is the step that
 `js.make_step` makes, of which only the parameters' and optimizer's new values come back. So the optimizer is wrapped
 (`_record`): its state receives a copy of the gradients and updates, and it is fed with given gradients instead of those
 of the step. Gradients and updates are then compared separately, for an optimizer such as Adam makes of a rounding
@@ -22,12 +22,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxshard.checks.causes import Bind, find_causes
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
+from jaxshard.checks.separating import make_separating
 from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.make_layout import layout
-from jaxshard.core.mesh import mesh_str
+from jaxshard.core.mesh import axis_size, mesh_str
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import align_columns
 from jaxshard.core.transform import check_transform
@@ -40,6 +41,8 @@ from jaxshard.engines.just_in_time import users_code
 from jaxshard.training.state import init, put_stored, run_key
 from jaxshard.training.step import Step, check_batch
 from jaxshard.training.views import unstore
+
+GIVEN = "the given one"
 
 DIFFERS = "DIFFERS"
 """The verdict at the end of a line of the table."""
@@ -58,6 +61,8 @@ class Parity:
       differences: the loss first, then one for every gradient, update and array of the model's state.
       why: the causes that the numbers point to, with the way out; () if all agree or nothing is found.
       notes: what was changed for the comparison, such as casts to f32.
+      batches: the batches that were compared, up to the first that differs: the given one and, under engines that give
+        each device its own rows, others made of it that tell devices apart. All other attributes are of the last one.
     """
 
     where: str
@@ -65,6 +70,7 @@ class Parity:
     differences: tuple[Difference, ...]
     why: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    batches: tuple[str, ...] = (GIVEN,)
 
     @property
     def ok(self) -> bool:
@@ -99,7 +105,23 @@ class Parity:
         for one in self.failures:
             odd.setdefault(one.note, []).append(one.name)
         lines = [f"not finite: {', '.join(names)}: {note}" for note, names in odd.items() if note]
-        return (*lines, *(f"why: {text}" for text in self.why), *(f"note: {text}" for text in self.notes))
+        return (
+            *lines,
+            *(f"why: {text}" for text in self.why),
+            *(f"note: {text}" for text in self.notes),
+            *self._tell_batches(),
+        )
+
+    def _tell_batches(self) -> tuple[str, ...]:
+        *before, last = self.batches
+        if not before:
+            return ()
+        if not self.ok:
+            return (f"batch: {last}; no difference with {', '.join(before)}",)
+        return (
+            f"shown for {len(self.batches)} batches: {', '.join(self.batches)}",
+            "not shown: that no other batch differs; js.auto() with one micro-batch is right for any loss",
+        )
 
     def table(self) -> list[str]:
         """Return the lines between headline and remarks: the loss, then a line per leaf, each with its verdict."""
@@ -149,6 +171,11 @@ def parity(
     `tx` updates twice, given the same gradients on both sides (those of one device), and the second updates are
     compared. So neither Adam's amplification of rounding nor a rate that warms up from zero blurs the comparison.
 
+    Under engines that give each device its own rows one batch may happen to hide that a loss looks at all of them, as
+    one does that branches on their mean. So more batches are made of the given one, in which devices differ: with its
+    rows sorted, with one row for each device, and with its floats moved apart (`Parity.batches`). Even so a difference
+    can be found, and its absence not be proven.
+
     One program is compiled for one device and one for the mesh, whose devices may be simulated. Keep the batch small
     (512 tokens): long sums lose digits.
 
@@ -196,57 +223,83 @@ def parity(
             step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
             check_batch(plan, abstract(batch), engine.microbatches)
             step_key = jax.random.fold_in(run_key(seed), 0)
-            alone = _run_on_one_device(loss_fn, tx, plan, start, batch, step_key, notes)
+            alone = _OneDevice(loss_fn, plan, start, batch, step_key, notes)
+            expected = alone.step(batch)
+            updates = jax.jit(partial(_update_alone, tx))(expected.grads, alone.chosen)
         run = init(make, both, plan, seed, init_from=start)
-        given = jax.tree.map(partial(put_stored, layout=plan), alone.grads, plan.opt_state["given"])
-        run, metrics = step(run._replace(opt_state=run.opt_state | {"given": given}), batch)
-        losses = float(metrics["loss"]), float(alone.loss)
-        found = [compare_losses(*losses, _LOSS_SHARE * tolerance)]
-        for what, placements, ours, theirs in (
-            ("gradient", plan.opt_state["grads"], run.opt_state["grads"], alone.grads),
-            ("update", plan.opt_state["updates"], run.opt_state["updates"], alone.updates),
-            ("state", plan.state, run.state, alone.state),
-        ):
-            found += compare_trees(what, unstore(placements, jax.tree.map(to_numpy, ours)), theirs, tolerance)
-        if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(alone.updates)):
+        given = jax.tree.map(partial(put_stored, layout=plan), expected.grads, plan.opt_state["given"])
+        run = run._replace(opt_state=run.opt_state | {"given": given})
+
+        def compare(batch: PyTree, expected: _Results) -> Parity:
+            new, metrics = step(jax.tree.map(jnp.copy, run), batch)
+            losses = float(metrics["loss"]), float(expected.loss)
+            found = [compare_losses(*losses, _LOSS_SHARE * tolerance)]
+            for what, placements, ours, theirs in (
+                ("gradient", plan.opt_state["grads"], new.opt_state["grads"], expected.grads),
+                ("update", plan.opt_state["updates"], new.opt_state["updates"], updates),
+                ("state", plan.state, new.state, expected.state),
+            ):
+                found += compare_trees(what, unstore(placements, jax.tree.map(to_numpy, ours)), theirs, tolerance)
+            return Parity(f"{mesh_str(mesh)} under js.{engine.name}()", losses, tuple(found), notes=tuple(notes))
+
+        if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates)):
             notes.append("all updates are zero on one device, so that nothing is said about the optimizer")
-        report = Parity(f"{mesh_str(mesh)} under js.{engine.name}()", losses, tuple(found), notes=tuple(notes))
-        if report.ok or not np.isfinite(alone.loss):
+        report, tried = compare(batch, expected), [GIVEN]
+        parts = 1 if engine.compiler_chooses else engine.microbatches * axis_size(mesh, plan.batch_axes)
+        for name, other in make_separating(batch, parts) if report.ok else ():
+            with jax.default_device(first):
+                expected = alone.step(other)
+            if not all(np.isfinite(to_numpy(x)).all() for x in jax.tree.leaves((expected.loss, expected.grads))):
+                notes.append(f"{name}: not finite on one device, so that this batch says nothing")
+                continue
+            batch, report = other, compare(other, expected)
+            tried.append(name)
+            if not report.ok:
+                break
+        report = replace(report, batches=tuple(tried), notes=tuple(notes))
+        if report.ok or not np.isfinite(report.losses[1]):
             return report
         model = join_model(*split_model(start))
         return replace(report, why=find_causes(report.failures, step, model, batch, step_key, alone.bind))
 
 
-class _OneDevice(NamedTuple):
-    """The results of one device; `bind` makes a function that names mesh axes runnable there."""
+class _Results(NamedTuple):
+    """The results of a step on one device."""
 
     loss: jax.Array
     grads: PyTree
-    updates: PyTree
     state: PyTree
-    bind: Bind
 
 
-def _run_on_one_device(
-    loss_fn: LossFn, tx: Any, plan: Layout, model: PyTree, batch: PyTree, key: jax.Array, notes: list[str]
-) -> _OneDevice:
-    """Run the plain step on one device: value_and_grad of the loss, then tx.update twice."""
-    params, state = split_model(model)
-    mask = plan.trainable
+class _OneDevice:
+    """The plain step on one device: value_and_grad of the loss.
 
-    def objective(chosen: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        loss: Loss = as_loss(loss_fn(join_model(put_back(mask, chosen, params), state), batch, key))
-        value = loss.value.value if isinstance(loss.value, Mean) else loss.value
-        return value, next_state(state, loss)
+    Attributes:
+      chosen: the trained parameters.
+      bind: makes a function that names mesh axes runnable there.
+      step: batch -> results.
+    """
 
-    def update(grads: PyTree, chosen: PyTree) -> PyTree:
-        return _update_twice(tx, grads, tx.init(chosen), chosen)[0]
+    def __init__(self, loss_fn: LossFn, plan: Layout, model: PyTree, batch: PyTree, key: jax.Array, notes: list[str]):
+        params, state = split_model(model)
+        mask = plan.trainable
 
-    step = jax.value_and_grad(objective, has_aux=True)
-    chosen = select(mask, params)
-    bind = _make_bind(step, plan, (chosen, batch), notes)
-    (loss, state), grads = jax.jit(bind(step))(chosen, batch)
-    return _OneDevice(loss, grads, jax.jit(update)(grads, chosen), state, bind)
+        def objective(chosen: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+            loss: Loss = as_loss(loss_fn(join_model(put_back(mask, chosen, params), state), batch, key))
+            value = loss.value.value if isinstance(loss.value, Mean) else loss.value
+            return value, next_state(state, loss)
+
+        def step(chosen: PyTree, batch: PyTree) -> _Results:
+            (loss, state), grads = jax.value_and_grad(objective, has_aux=True)(chosen, batch)
+            return _Results(loss, grads, state)
+
+        self.chosen = select(mask, params)
+        self.bind = _make_bind(step, plan, (self.chosen, batch), notes)
+        self.step: Callable[[PyTree], _Results] = partial(jax.jit(self.bind(step)), self.chosen)
+
+
+def _update_alone(tx: Any, grads: PyTree, chosen: PyTree) -> PyTree:
+    return _update_twice(tx, grads, tx.init(chosen), chosen)[0]
 
 
 def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], notes: list[str]) -> Bind:

@@ -92,6 +92,7 @@ def _numbers(report: Parity) -> dict[str, Any]:
         "failures": [one.name for one in report.failures],
         "why": list(report.why),
         "notes": list(report.notes),
+        "batches": list(report.batches),
     }
 
 

@@ -101,11 +101,16 @@ def test_a_right_step_passes(strategy, axes, engine):
     assert allowed == pytest.approx({"loss": 1e-6, "gradient": 1e-5, "update": 1e-5})
     assert report.losses[0] == pytest.approx(report.losses[1], rel=1e-6) and report.losses[1] > 1
     assert max(one.error for one in report.differences) > 0, "another order of summation leaves its trace"
+    apart = "rows sorted by x, rows sorted by y, one row for each device, numbers moved apart between devices"
+    told = (
+        () if engine.compiler_chooses else (f"shown for 5 batches: the given one, {apart}", "not shown: that no other")
+    )
     lines = str(report).splitlines()
-    assert lines[0].endswith("against one device, in f32: all 9 arrays agree") and len(lines) == 8
+    assert lines[0].endswith("against one device, in f32: all 9 arrays agree") and len(lines[8:]) == len(told)
+    assert all(line.startswith(text) for line, text in zip(lines[8:], told, strict=True))
     assert re.match(r"  loss \d\.\d+, on one device \d\.\d+: \S+ apart, allowed 1e-06  ok$", lines[1])
     assert [line.split() for line in lines[2:4]] == [["gradient", "update"], ["allowed", "1e-05", "1e-05"]]
-    assert {line.split()[0] for line in lines[4:]} == LEAVES and all(line.endswith("ok") for line in lines[4:])
+    assert {line.split()[0] for line in lines[4:8]} == LEAVES and all(line.endswith("ok") for line in lines[4:8])
 
 
 @pytest.mark.slow
@@ -119,6 +124,61 @@ def test_a_model_of_blocks_with_row_keys_passes():
 
 
 # What is wrong is found and explained.
+
+
+def branch_on_the_mean(params, batch, key):
+    """Every device has a positive mean on the batch of the test, as all rows together have."""
+    loss = plain(params, batch, key)
+    return js.Mean(jnp.where(batch["x"].mean() > 0, 1, 2) * loss.totals[0], loss.weights[0])
+
+
+def branch_on_labels(params, batch, key):
+    """The mean label is near 3 on every device of the test's batch."""
+    loss = plain(params, batch, key)
+    return js.Mean(jnp.where(batch["y"].mean() < 4.5, 1, 2) * loss.totals[0], loss.weights[0])
+
+
+def weigh_gradient(params, batch, key):
+    """A factor that is one but for its gradient, which depends on the mean."""
+    loss, mean = plain(params, batch, key), batch["x"].mean()
+    size = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
+    return js.Mean(loss.totals[0] * jnp.where(mean > 0, 1.0, 1.0 + size - lax.stop_gradient(size)), loss.weights[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "kinds", "last"),
+    [
+        (branch_on_the_mean, ("gradient", "loss"), "numbers moved apart between devices"),
+        (branch_on_labels, ("gradient", "loss"), "rows sorted by"),
+        (weigh_gradient, ("gradient",), "numbers moved apart between devices"),
+    ],
+)
+def test_a_branch_that_all_devices_take_alike_is_found_on_other_batches(loss, kinds, last):
+    batch = make_batch()
+    batch["x"] += 1 - batch["x"].mean(1, keepdims=True)  # the mean of each row is 1
+    batch["y"] = np.array([0, 6] * (ROWS // 2))
+    assert run(loss, batch=batch, engine=js.auto()).ok
+    report = run(loss, batch=batch)
+    assert tuple(sorted({one.what for one in report.failures})) == kinds
+    assert report.batches[0] == "the given one" and report.batches[-1].startswith(last)
+    assert f"\nbatch: {report.batches[-1]}; no difference with the given one" in str(report)
+    if "loss" in kinds:
+        assert any("the rows are not independent" in line for line in report.why)
+
+
+def test_a_batch_that_is_not_finite_on_one_device_says_nothing():
+    """The square root of 1 - t, which moving t apart takes below zero."""
+
+    def loss(params, batch, key):
+        one = plain(params, batch, key)
+        return js.Mean(one.totals[0] + jnp.sqrt(1 - batch["t"]).sum() * jnp.square(params["Dense_0"]["kernel"]).sum(),
+                       one.weights[0])  # fmt: skip
+
+    report = run(loss, batch=make_batch() | {"t": np.linspace(0, 0.9, ROWS, dtype=np.float32)})
+    assert report.ok and "numbers moved apart between devices" not in report.batches
+    assert report.notes == (
+        "numbers moved apart between devices: not finite on one device, so that this batch says nothing",
+    )
 
 
 def init_norm(key):

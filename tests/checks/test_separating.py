@@ -1,0 +1,44 @@
+"""Batches that tell devices apart."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxshard.checks.separating import make_separating
+
+
+def test_each_batch_separates_in_its_own_way():
+    batch = {
+        "x": np.array([[3.0], [1], [4], [-1], [5], [9], [2], [6]]),
+        "y": np.arange(8) % 2,
+        "mask": np.ones(8),
+        "s": 2,
+    }
+    batch["s"] = np.float64(2)
+    found = dict(make_separating(batch, 4))
+    assert list(found) == [
+        "rows sorted by x", "rows sorted by y", "one row for each device", "numbers moved apart between devices",
+    ]  # fmt: skip
+    assert found["rows sorted by x"]["x"][:, 0].tolist() == [-1, 1, 2, 3, 4, 5, 6, 9]
+    assert found["rows sorted by y"]["y"].tolist() == [0] * 4 + [1] * 4
+    assert found["one row for each device"]["x"][:, 0].tolist() == [3, 3, 4, 4, 5, 5, 2, 2]
+    moved = found["numbers moved apart between devices"]
+    step = 2 * batch["x"].std()
+    assert np.allclose(moved["x"][:, 0] - batch["x"][:, 0], np.array([1, 1, -1, -1, 1, 1, -1, -1]) * step)
+    assert (moved["mask"] == 1).all() and moved["s"] == 2
+    positive = dict(make_separating({"x": np.arange(1.0, 5)}, 4))["numbers moved apart between devices"]["x"]
+    assert positive.tolist() == [2, 1, 6, 2]
+
+
+def test_nothing_is_made_for_one_part_or_where_nothing_differs():
+    assert not list(make_separating({"x": np.arange(4.0)}, 1))
+    assert not list(make_separating({"mask": np.ones(4), "tokens": np.zeros((4, 3), np.int32)}, 4))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(["f4", "i4", "u1", "?"]), st.integers(0, 2))
+def test_shapes_and_dtypes_stay_and_rows_are_those_of_the_batch(parts, size, dtype, dims):
+    x = np.random.default_rng(size).integers(0, 3, (parts * size, *[2] * dims)).astype(dtype)
+    for name, batch in make_separating({"x": x}, parts):
+        assert (batch["x"].shape, batch["x"].dtype) == (x.shape, x.dtype)
+        if "moved" not in name:
+            assert {row.tobytes() for row in batch["x"]} <= {row.tobytes() for row in x}
