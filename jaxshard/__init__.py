@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from jaxshard.engines.explicit import explicit as explicit
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
     from jaxshard.training import metrics as metrics
+    from jaxshard.training.early_stopping import EarlyStopping as EarlyStopping
     from jaxshard.training.evaluate import averaged as averaged
     from jaxshard.training.evaluate import evaluate as evaluate
     from jaxshard.training.evaluate import make_apply as make_apply
@@ -140,6 +141,7 @@ _NAMES = {
     "engines.auto": ("auto",),
     "engines.explicit": ("explicit",),
     "engines.pipeline.engine": ("pipelined",),
+    "training.early_stopping": ("EarlyStopping",),
     "training.evaluate": ("averaged", "evaluate", "make_apply", "make_eval_step"),
     "training.fit": ("fit",),
     "training.non_finite": ("Bad", "BadStep", "Rollback", "check_finite"),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
+from jaxshard.training.early_stopping import EarlyStopping
 from jaxshard.training.non_finite import BadSteps
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.recovery import Feed, Recovery
@@ -31,6 +31,7 @@ def fit(
     evaluate: Callable[[TrainState], dict[str, float]] | None = None,
     eval_every: int | None = None,
     patience: int | None = None,
+    stop: Callable[[Mapping[str, float]], bool] | None = None,
     callbacks: Iterable[Callable[[Record], Any]] = (),
     on_run: Iterable[Callable[[int, TrainState], Any]] = (),
     tokens: int | None = None,
@@ -49,13 +50,18 @@ def fit(
       batches: an iterable of global batches for `step`, the first of them for the run's next step.
       steps: the total, counted by `run.step`: a run that has taken them already comes back as it is.
       evaluate: `evaluate(run) -> {name: number}`, called every `eval_every` steps and after the last one.
-      patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them.
+      patience: stop after so many evaluations in a row whose "loss" was not below the lowest before them: short for
+        `stop=js.EarlyStopping(patience)`.
+      stop: `stop(metrics) -> bool`, called with the result of every evaluation and the step's "update_norm"; without
+        `evaluate` with the metrics of every step that was not bad. True ends the training. A `js.EarlyStopping` tells
+        afterwards why it ended, and with which metrics.
       callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host.
       on_run: each is called with the number of the step and the run after it, right after the step was started, so that
         it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away. One that
         returns True ends the training after this step (`js.distributed.Preemption`); in several processes all must
         return it after the same step. The method `paused()` of one that has it (`js.distributed.Watchdog`), a context,
-        is entered for what is no step: evaluation and these callbacks.
+        is entered for what is no step: evaluation and these callbacks. The method `evaluated(step, run, evaluation)` of
+        one that has it (`js.Checkpointer`) is called with the result of every evaluation.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`jaxshard.cost.flops.train_flops`), for "flops_per_second", "mfu".
       profile: a folder for a `jax.profiler` trace of the third to the fifth step.
@@ -73,7 +79,7 @@ def fit(
       BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
         one that goes on being bad; at the end, if all steps were bad.
       ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
-        `patience` with an evaluation that has no "loss"; a run that was donated to an earlier step.
+        `patience` beside `stop`, or with an evaluation that has no "loss"; a run that was donated to an earlier step.
       TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
 
     Example:
@@ -83,14 +89,13 @@ def fit(
     """
     check_is_run(run)
     check_not_donated(run)
-    _check_evaluation(evaluate, eval_every, patience)
+    stop = _check_evaluation(evaluate, eval_every, patience, stop)
     callbacks, on_run = tuple(callbacks), tuple(on_run)
     start = done = int(run.step)
     devices = run.step.sharding.device_set
     reader = Reader(devices, tokens=tokens, flops=flops)
     feed = Feed(batches, start, steps)
     recovery = Recovery(bad_steps, feed, reader)
-    losses: dict[int, float] = {}
     traced = ends = False
 
     with contextlib.ExitStack() as trace:
@@ -121,17 +126,19 @@ def fit(
             if evaluate is not None and evaluates:
                 with _pause_watchers(on_run):
                     evaluation = evaluate(run)
-                losses[done] = _loss_of(evaluation, patience)
+                    for function in on_run:
+                        if hasattr(function, "evaluated"):
+                            function.evaluated(done, run, evaluation)
                 records[-1] = records[-1]._replace(evaluation=evaluation)
                 reader.restart()
             call_with_records(callbacks, records)
-            if ends or (patience is not None and evaluates and _is_stuck([*losses.values()], patience)):
+            if ends or (stop is not None and any(map(stop, _list_judged(records, evaluate is not None)))):
                 break
         else:
-            records = reader.read(all=True)
-            recovery.recover(run, records, callbacks, ends=True)
-            call_with_records(callbacks, records)
             _check_end(start, done, steps)
+        records = reader.read(all=True)  # of a step that was started before the end was known
+        recovery.recover(run, records, callbacks, ends=True)
+        call_with_records(callbacks, records)
     if not ends:  # one that was stopped from outside may have had no time for a good step
         recovery.check_worked(run, done - start)
     return run
@@ -146,27 +153,30 @@ def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> conte
         return stack.pop_all()
 
 
-def _is_stuck(losses: Sequence[float], patience: int) -> bool:
-    """Tell whether none of the last `patience` losses was below the lowest before them; NaN is below nothing."""
-    before, last = losses[:-patience], losses[-patience:]
-    lowest = min((loss for loss in before if not math.isnan(loss)), default=math.inf)
-    return bool(before) and not any(loss < lowest for loss in last)
+def _list_judged(records: Sequence[Record], evaluates: bool) -> list[dict[str, float]]:
+    """List what decides about the end: evaluations with the norm of their step's update, or the metrics of steps."""
+    if not evaluates:
+        return [record.metrics for record in records if not record.metrics.get("bad")]
+    norms = [{name: x for name, x in record.metrics.items() if name == "update_norm"} for record in records]
+    return [norm | one.evaluation for norm, one in zip(norms, records, strict=True) if one.evaluation is not None]
 
 
-def _loss_of(evaluation: dict[str, float], patience: int | None) -> float:
-    if patience is not None and "loss" not in evaluation:
-        raise ValueError(f'fit: patience needs an evaluation with a "loss", got {sorted(evaluation)}')
-    return evaluation.get("loss", math.nan)
-
-
-def _check_evaluation(evaluate: Any, eval_every: int | None, patience: int | None) -> None:
+def _check_evaluation(
+    evaluate: Any, eval_every: int | None, patience: int | None, stop: Callable[[Mapping[str, float]], bool] | None
+) -> Callable[[Mapping[str, float]], bool] | None:
+    """Return the rule for the end, if there is one."""
     for name, value in (("eval_every", eval_every), ("patience", patience)):
         if value is not None and value < 1:
             raise ValueError(f"fit: {name} must be at least 1, got {value}")
         if value is not None and evaluate is None:
             raise ValueError(f"fit: {name}={value} needs evaluate=, a function run -> {{name: number}}")
-    if patience is not None and eval_every is None:
+    if patience is None:
+        return stop
+    if stop is not None:
+        raise ValueError(f"fit: patience={patience} beside stop=; write stop=js.EarlyStopping({patience}, ...) alone")
+    if eval_every is None:
         raise ValueError(f"fit: patience={patience} counts evaluations, so it needs eval_every=")
+    return EarlyStopping(patience)
 
 
 def _check_end(start: int, done: int, steps: int) -> None:

@@ -30,6 +30,7 @@ from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.proof.stacking import require_same_stacked
+from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import (
     TrainState,
@@ -75,8 +76,9 @@ def make_step(
 
     Returns:
       The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide. `metrics`
-      has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the whole gradient; the metrics of a
-      `js.Loss` by their names; and "bad", a `js.Bad`.
+      has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the whole gradient; "update_norm", that of
+      what the parameters changed by; the hyperparameters of an `optax.inject_hyperparams`, such as "learning_rate";
+      the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
 
       Collectives: those of the engine, and an all-gather of every parameter that rests whole while its optimizer state
       is split.
@@ -252,7 +254,8 @@ class Step:
 
         1. The engine computes loss and gradients. Gradients come as the layout's `grads` store them.
         2. Their sums of squares give the norm, and say which of them are not finite.
-        3. The optimizer updates parameters and state where its state lives, and parameters that it spoils are counted.
+        3. The optimizer updates parameters and state where its state lives. The sums of squares of what changed give
+           the norm of the update, and say which parameters it spoiled.
         4. Of parameters, optimizer state and model state the new ones are kept if the step was good, else the old ones.
         """
         layout = self.layout
@@ -269,10 +272,11 @@ class Step:
         # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
         # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
         # needed whole at once, and the gather could not write into the donated array.
-        params, opt_state, spoiled = self._update(run.params, grads, run.opt_state, ok)
-        metrics: Metrics = {"loss": outcome.value, "grad_norm": jnp.sqrt(squares.sum())}
+        params, opt_state, changes = self._update(run.params, grads, run.opt_state, ok)
+        norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
+        metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
         if self.guarded:
-            metrics["bad"] = Bad(jnp.concatenate([found, spoiled > 0]), self._trained)
+            metrics["bad"] = Bad(jnp.concatenate([found, jnp.isnan(changes)]), self._trained)
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
         state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
         # The step counts on in any case, so that the next one has the batch and the key that it would have had.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,14 @@ from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
-from jaxshard.training.non_finite import keep_old_unless
+from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
 from jaxshard.training.views import hold_stored, move_stored, store, unstore
 
 Update = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[PyTree, PyTree, jax.Array]]
 
 
 def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *, stored: bool) -> Update:
-    """Make `update(params, grads, opt_state, ok) -> (params, opt_state, spoiled)` of stored arrays.
+    """Make `update(params, grads, opt_state, ok) -> (params, opt_state, changes)` of stored arrays.
 
     A gradient comes in as the layout's `grads` say, is moved to where its optimizer state is, and meets `tx.update`
     there; the new parameter goes back to its own `store`.
@@ -34,8 +33,9 @@ def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *,
 
     Returns:
       The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. They are chosen where the
-      optimizer's state is, before they are gathered, so that a gather still writes into the donated array. `spoiled`,
-      f32[trained parameters], counts the elements of each that were finite and are no longer.
+      optimizer's state is, before they are gathered, so that a gather still writes into the donated array. `changes`,
+      f32[trained parameters], is the sum of squares of what each changed by, or NaN if an element of it is no longer
+      finite that was.
     """
     tx = as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
@@ -61,13 +61,18 @@ def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *,
         )  # fmt: skip
         # Chosen before anything is gathered (see above); `hold_stored` keeps the compiler from gathering both first.
         new = keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)
-        # Counted from the numbers that are written anyway, so that parameters are read once.
-        newly = [jnp.isfinite(a) & ~jnp.isfinite(b) for a, b in zip(*map(jax.tree.leaves, (chosen, new)), strict=True)]
-        spoiled = sums.stack_totals(partial(jnp.sum, dtype=jnp.float32), newly, specs, layout.mesh)
+        # Of the numbers that are written anyway, so that parameters are read once.
+        steps = [_subtract(*pair) for pair in zip(jax.tree.leaves(new), jax.tree.leaves(chosen), strict=True)]
+        changes = sums.stack_totals(sum_of_squares, steps, specs, layout.mesh)
         fresh = hold_stored(layout, restore_view(seen, new), seen)
         # Here parameters are gathered that rest split less than their optimizer state.
         fresh = move_stored(layout, fresh, seen, old_params)
         opt_state = keep_old_unless(ok, restore_view(layout.opt_state, new_state), opt_state)
-        return put_back(layout.trainable, fresh, params), opt_state, spoiled
+        return put_back(layout.trainable, fresh, params), opt_state, changes
 
     return update
+
+
+def _subtract(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Subtract elementwise; zero where the old element was not finite."""
+    return jnp.where(jnp.isfinite(old), new - old, jnp.zeros((), old.dtype))

@@ -157,9 +157,16 @@ def test_batches_that_end_too_soon():
         ({"eval_every": 3}, "eval_every=3 needs evaluate="),
         ({"patience": 3}, "patience=3 needs evaluate="),
         ({"patience": 3, "evaluate": evaluations([1.0])}, "needs eval_every="),
+        (
+            {"patience": 3, "eval_every": 1, "evaluate": evaluations([1.0]), "stop": js.EarlyStopping(3)},
+            r"patience=3 beside stop=; write stop=js.EarlyStopping\(3, ...\) alone",
+        ),
         ({"eval_every": 0, "evaluate": evaluations([1.0])}, "eval_every must be at least 1, got 0"),
         ({"patience": 0, "eval_every": 1, "evaluate": evaluations([1.0])}, "patience must be at least 1, got 0"),
-        ({"patience": 1, "eval_every": 1, "evaluate": lambda run: {"accuracy": 1.0}}, r"\"loss\", got \['accuracy'\]"),
+        (
+            {"patience": 1, "eval_every": 1, "evaluate": lambda run: {"accuracy": 1.0}},
+            r"'loss' among the metrics, got \['accuracy'\]",
+        ),
     ],
 )
 def test_evaluation_options_that_do_not_fit(options, message):

@@ -1,0 +1,107 @@
+"""`EarlyStopping`: whether to go on training, asked after every evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class EarlyStopping:
+    """A rule for the end of training, for `js.fit(stop=...)` or a loop of your own.
+
+    Called with the metrics of an evaluation, it remembers them and returns True if training should stop: because of
+    `patience`, `max_worse` or `min_update`, whichever are given.
+
+    Args:
+      patience: stop after so many evaluations in a row without an improvement on the best one before them.
+      min_delta: only a difference of more than this counts as an improvement, in the metric's own unit.
+      metric: the name of the number to look at.
+      mode: "min" if a lower number is better, "max" if a higher one is.
+      max_worse: stop as soon as the number is worse than the best one by more than this: training gets worse.
+      min_update: stop as soon as "update_norm", the 2-norm of what the last step changed in all parameters, is below
+        this: training hardly moves any more.
+
+    Attributes:
+      reason: why training should stop, as a sentence; "" as long as it should go on.
+      best: the metrics of the best evaluation so far; {} before the first.
+      last: the metrics of the last evaluation.
+      waited: the number of evaluations since the last improvement.
+
+    Raises:
+      ValueError: no rule, or one with a number that makes no sense; by a call, metrics without one that a rule needs.
+
+    Example:
+        stop = js.EarlyStopping(patience=3, min_delta=1e-3)
+        run = js.fit(run, step, batches, steps=10_000, evaluate=evaluate, eval_every=100, stop=stop)
+        print(stop.reason, stop.best["loss"])
+    """
+
+    patience: int | None = None
+    min_delta: float = 0.0
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    max_worse: float | None = None
+    min_update: float | None = None
+    reason: str = field(default="", init=False)
+    best: dict[str, float] = field(default_factory=dict, init=False)
+    last: dict[str, float] = field(default_factory=dict, init=False)
+    waited: int = field(default=0, init=False)
+    _mark: float = field(default=math.nan, init=False)  # the number at the last improvement, best or not
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'EarlyStopping: mode must be "min" or "max", got {self.mode!r}')
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(f"EarlyStopping: patience must be at least 1, got {self.patience}")
+        if self.patience is None and self.max_worse is None and self.min_update is None:
+            raise ValueError("EarlyStopping: give it a rule: patience=, max_worse= or min_update=")
+        for name in ("min_delta", "max_worse", "min_update"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"EarlyStopping: {name} must be a finite number of at least 0, got {value}")
+
+    def __call__(self, metrics: Mapping[str, float]) -> bool:
+        """Take in the metrics of an evaluation; return True if training should stop."""
+        needed = [self.metric] if self.patience is not None or self.max_worse is not None else []
+        needed += ["update_norm"] if self.min_update is not None else []
+        if missing := [name for name in needed if name not in metrics]:
+            raise ValueError(
+                f"EarlyStopping needs {' and '.join(map(repr, missing))} among the metrics, got {sorted(metrics)}"
+            )
+        first, self.last = not self.last, {name: float(value) for name, value in metrics.items()}
+        value = self.last.get(self.metric, math.nan)
+        if self._gain(value, self.best.get(self.metric, math.nan)) > 0:
+            self.best = self.last
+        # Measured from the last improvement, so that many small ones add up to one that counts.
+        if improved := self._gain(value, self._mark) > self.min_delta:
+            self._mark = value
+        self.waited = 0 if first or improved else self.waited + 1
+        self.reason = self._reason()
+        return bool(self.reason)
+
+    def _gain(self, value: float, other: float) -> float:
+        """Return by how much `value` is better; any number is better than NaN, which is better than nothing."""
+        if math.isnan(value) or math.isnan(other):
+            return -math.inf if math.isnan(value) else math.inf
+        return other - value if self.mode == "min" else value - other
+
+    def _reason(self) -> str:
+        if self.best and self.max_worse is not None:
+            loss = -self._gain(self.last[self.metric], self.best[self.metric])
+            if loss > self.max_worse:
+                return f"{self._compare()} is worse by {loss:.4g}, more than {self.max_worse:g}"
+        if self.patience is not None and self.waited >= self.patience:
+            more = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            return f"{self._compare()}: not better{more} for {self.waited} evaluations"
+        if self.min_update is not None and self.last["update_norm"] < self.min_update:
+            return (
+                f"the last step changed the parameters by {self.last['update_norm']:.4g}, less than {self.min_update:g}"
+            )
+        return ""
+
+    def _compare(self) -> str:
+        best = f"{self.best[self.metric]:.6g}" if self.best else "no number"
+        return f"{self.metric} {self.last[self.metric]:.6g} after a best of {best}"
