@@ -10,14 +10,15 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
 import jax
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
 NEWEST_TESTED = (0, 12)
@@ -188,13 +189,16 @@ def equation_frames(equation: Any) -> list[tuple[str, int, str]]:
     return [] if traceback is None else [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
 
 
-def equation_context(equation: Any) -> AbstractContextManager[None]:
-    """Return the context in which an equation has to be evaluated again: the mesh, `check_vma`, the precision.
+@contextmanager
+def equation_context(equation: Any) -> Iterator[None]:
+    """Enter the context in which an equation has to be evaluated again: mesh, `check_vma`, precision, source line.
 
-    Private: `eqn.ctx.manager`, which `jax.core.eval_jaxpr` uses itself. Loud: an AttributeError.
+    Private: `eqn.ctx.manager` and `eqn.source_info`, which `jax.core.eval_jaxpr` uses itself. Loud: an AttributeError.
     """
-    manager: AbstractContextManager[None] = equation.ctx.manager
-    return manager
+    source = equation.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
+        yield
 
 
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:

@@ -25,6 +25,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.engine import Engine, Outcome, Scatter, ValueAndGrad, WholeModelEngine
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
+from jaxshard.engines.wide_sums import sum_in, widen_sums
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Auto(WholeModelEngine):
                 grads = jax.tree.map(finish, layout.grads, grads)
             return outcome, grads
 
-        return loss_and_grads
+        return widen_sums(loss_and_grads)
 
 
 def auto(
@@ -113,9 +114,10 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
-            if engine.scatter == "end":
-                return cotangent
-            return constrain(layout, grad.view.apply(cast_floats(cotangent, engine.reduce_dtype)), grad.store)
+            dtype = engine.reduce_dtype or cotangent.dtype
+            if engine.scatter == "end":  # turns are added in the parameter's dtype
+                return sum_in(cotangent, jnp.promote_types(dtype, cotangent.dtype))
+            return constrain(layout, grad.view.apply(sum_in(cotangent, dtype)), grad.store)
 
         return Move(gather, reduce)
 

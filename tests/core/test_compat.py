@@ -24,6 +24,7 @@ from jaxshard.checks.collectives import weight_uses
 from jaxshard.core import compat
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.keys import key_impl_of
+from jaxshard.engines import wide_sums
 from jaxshard.optim.proof import dependence, primitives
 
 MESH = js.make_mesh(jax.devices()[:1], data=1)
@@ -111,6 +112,7 @@ TABLES = {
     "CONTROL_FLOW": set(dependence.CONTROL_FLOW),
     "dependence": {"cond", "while", "scan", "psum", "psum_invariant", "rng_uniform", "infeed", "reduce_sum"}
     | {"add", "sub", "add_any", "mul", "div", "neg", "real", "convert_element_type", "select_n"},
+    "wide_sums": wide_sums._LINEAR | wide_sums._SUMS | {"scan", "cond"},
 }
 
 

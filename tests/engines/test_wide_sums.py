@@ -1,0 +1,154 @@
+"""Gradients of bf16 weights under `js.auto`, summed over devices in f32: a count of 263 rows, which bf16 can't hold."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxshard as js
+from jaxshard.engines.wide_sums import sum_in, widen_sums
+from jaxshard.plan.topology import topology_mesh
+from tests.engines.programs import elements, gpt_program, setups, tpu
+
+ROWS = 264  # 33 on each of 8 devices; one of them weighs nothing
+EXACT, ROUNDED = 263, 264
+
+
+def total(x):
+    return jnp.sum(x.astype(jnp.float32))
+
+
+def product(params, batch):
+    return total(batch["x"] @ params["w"])
+
+
+def bias(params, batch):
+    return total((jnp.zeros((len(batch["x"]), 8), jnp.bfloat16) + params["w"][0]) * batch["x"][:, :1])
+
+
+def embedding(params, batch):
+    return total(params["w"][batch["zero"]] * batch["x"][:, :1])
+
+
+def convolution(params, batch):
+    return total(lax.conv_general_dilated(batch["x"][:, None], params["w"][:, None, :4], (1,), "VALID"))
+
+
+def reshaped(params, batch):
+    @jax.jit
+    def join(w):
+        return w.reshape(2, 2, 8).transpose(1, 0, 2).reshape(4, 8).T
+
+    return total(batch["x"] @ join(params["w"])[:4])
+
+
+def recomputed(params, batch):
+    return jax.checkpoint(product)(params, batch)
+
+
+def stacked(params, batch):
+    """A scan over layers of the user's own: each one's gradient comes out of the loop stacked."""
+    sums = lax.scan(lambda sum, w: (sum + total(batch["x"][:, :1] * w), None), 0.0, params["w"])
+    return sums[0]
+
+
+def over_time(params, batch):
+    """One weight in every turn of a scan: its gradient is added up in the loop, of turns of 132 and 131 rows."""
+    turns = batch["x"].reshape(ROWS // 2, 2, 4).swapaxes(0, 1)
+    return lax.scan(lambda sum, x: (sum + total(x @ params["w"]), None), 0.0, turns)[0]
+
+
+def branch(params, batch):
+    return lax.cond(batch["x"].sum() > 0, product, lambda params, batch: 0.0, params, batch)
+
+
+def tied(params, batch):
+    """Two uses, of 132 and 131 rows."""
+    even = jnp.arange(ROWS)[:, None] % 2 == 0
+    zero = jnp.zeros_like(batch["x"])
+    return total(jnp.where(even, batch["x"], zero) @ params["w"]) + total(
+        jnp.where(even, zero, batch["x"]) @ params["w"]
+    )
+
+
+LOSSES = [product, bias, embedding, convolution, reshaped, recomputed, stacked, over_time, branch, tied]
+
+
+def gradient(loss, engine, dtype=None, axes=None, strategy=None, rows=ROWS):
+    """The gradient of the weight [4, 8], by a step of gradient descent from zero."""
+
+    def loss_fn(params, batch, key):
+        params = params if dtype is None else jax.tree.map(lambda w: w.astype(dtype), params)
+        return js.Mean(loss(params, jax.tree.map(jnp.asarray, batch)), jnp.float32(1))
+
+    mesh = js.make_mesh(**(axes or {"data": 8}))
+    tx = optax.sgd(1.0)
+    layout = js.layout(strategy or js.fsdp(min_size=0), mesh, lambda key: {"w": jnp.zeros((4, 8))}, tx)
+    x = np.ones((rows, 4), jnp.bfloat16)
+    x[-1] = 0
+    run = js.init(lambda key: {"w": jnp.zeros((4, 8))}, tx, layout, jax.random.key(0))
+    batch = {"x": x, "zero": np.zeros(rows, np.int32)}
+    run, _ = js.make_step(loss_fn, tx, layout, engine=engine)(run, batch)
+    return -np.asarray(js.logical(run, layout).params["w"])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_largest_gradient_is_exact(loss):
+    """Equal to the count of rows, digit for digit; in bf16 it is rounded to an even number."""
+    assert gradient(loss, js.auto(compute_dtype=jnp.bfloat16)).max() == EXACT
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "hsdp"])
+def test_in_every_strategy(name):
+    axes, strategy = setups(0)[name]
+    assert gradient(product, js.auto(compute_dtype=jnp.bfloat16), None, axes, strategy).max() == EXACT
+
+
+@pytest.mark.parametrize("scatter", ["each", "end"])
+def test_with_micro_batches(scatter):
+    """The mean of two turns, of 264 and of 263 rows."""
+    engine = js.auto(compute_dtype=jnp.bfloat16, microbatches=2, scatter=scatter)
+    assert gradient(product, engine, rows=2 * ROWS).max() == 263.5
+
+
+def test_weights_that_the_loss_casts_itself():
+    assert gradient(product, js.auto(), jnp.bfloat16).max() == EXACT
+
+
+def test_a_sum_in_bf16_is_a_choice():
+    assert gradient(product, js.auto(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16)).max() == ROUNDED
+
+
+def test_what_others_use_too_keeps_its_dtype():
+    """The product is asked for in bf16 as well: nothing is computed twice, and the gradient is cast behind it."""
+
+    def fn(x, y):
+        shared = x @ y
+        return sum_in(shared, jnp.float32), shared
+
+    x = jnp.ones((4, 4), jnp.bfloat16)
+    text = str(jax.make_jaxpr(widen_sums(fn))(x, x))
+    assert text.count("dot_general") == 1
+    assert "preferred_element_type=bfloat16" in text
+
+
+def test_a_mark_that_nothing_widens_is_a_cast():
+    assert jax.jit(lambda x: sum_in(x, jnp.float32))(jnp.ones(3, jnp.bfloat16)).dtype == jnp.float32
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
+def test_tpu_programs_reduce_gradients_in_f32(name):
+    """Gathers are in bf16, of which some of small weights are written as all-reduces; nothing is scattered in bf16."""
+    axes, strategy = setups(2**14)[name]
+    sizes = {"vocab": 512, "width": 256, "depth": 2, "heads": 4, "seq": 128}
+    mesh = topology_mesh("v5e:2x4", **axes)
+    compiled = gpt_program(mesh, strategy, js.auto(compute_dtype=jnp.bfloat16), rows=32, **sizes)
+    assert {kind for kind, _ in elements(compiled, "bf16")} <= {"all-gather"}
+    reduced = sum(n for (kind, _), n in elements(compiled, "f32").items() if kind in ("all-reduce", "reduce-scatter"))
+    assert reduced >= 1_743_360  # every parameter once
