@@ -8,6 +8,8 @@ tests/adapt/test_compat.py has a test for each entry. A new version of Flax that
 - `names_in_boxes` silently: if Flax's boxes are no `nn.Partitioned` any more, parameters have no names, and a strategy
   by names (`js.tensor`) leaves them whole.
 - `names_of_variable` silently, in the same way: the key of the metadata has been renamed once (Flax 0.12).
+- `without_box_placement` loudly: if a box places its array in another method than `unbox`, modules whose initializers
+  unbox what they made (DenseGeneral under `nn.with_partitioning`) raise under `js.explicit`.
 - `without_eager_placement` loudly: the names of dimensions would be looked up among the axes of a mesh.
 - `intercept_calls` loudly: either the class of an instance can't be changed any more, or the changed call does not
   run, and then a unit "never ran".
@@ -18,8 +20,8 @@ The rest of what this package uses of Flax is in Flax's API reference.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import flax.core
@@ -67,6 +69,24 @@ def names_in_boxes(boxed: PyTree) -> dict[Path, Names]:
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
     boxes = ((path, box) for path, box in leaves if isinstance(box, nn.Partitioned))
     return {tuple(part.key for part in path): tuple(box.names) for path, box in boxes}
+
+
+@contextmanager
+def without_box_placement() -> Iterator[None]:
+    """Unbox Linen variables without placing them by the names in their boxes.
+
+    Where a mesh is in use, as inside of `shard_map`, `unbox` takes the names for axes of that mesh. DenseGeneral
+    unboxes in its initializer, which Flax runs in every call to compare shapes: three names on a matrix, which raises.
+    """
+    kinds: tuple[Any, ...] = (nn.Partitioned, nn.LogicallyPartitioned)
+    before = [kind.unbox for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.unbox = lambda self, apply_constraint=False: self.value
+        yield
+    finally:
+        for kind, unbox in zip(kinds, before, strict=True):
+            kind.unbox = unbox
 
 
 def names_of_variable(variable: Any) -> Names:

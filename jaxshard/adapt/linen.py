@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import errors
 from flax import linen as nn
 
-from jaxshard.adapt.compat import initialize_through, names_in_boxes
+from jaxshard.adapt.compat import Names, Path, initialize_through, names_in_boxes, without_box_placement
+from jaxshard.adapt.contracted import contracted_in_calls
 from jaxshard.adapt.units import (
     Adapted,
     Save,
@@ -105,7 +106,8 @@ class Linen(Adapted):
 
     def make_params(self, key: jax.Array) -> PyTree:
         """Draw what `module.init(key, ...)` does, without boxes: params, or js.Model(params, the other collections)."""
-        variables = nn.unbox(self._boxed(key))
+        with without_box_placement():
+            variables = nn.unbox(self._boxed(key))
         params = variables.pop("params", None)
         if not params:
             raise ValueError(
@@ -119,9 +121,10 @@ class Linen(Adapted):
         return LinenModel(self.module, model, None)(*args, **kwargs)
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tuple of names for every parameter, from its metadata."""
-        boxed = jax.eval_shape(self._boxed, jax.random.key(0))["params"]
-        return dim_names_of("js.linen", params, names_in_boxes(boxed))
+        """Return a tuple of names for every parameter, from its metadata or its layer."""
+        contracted: dict[Path, Names] = {}
+        boxed = jax.eval_shape(lambda key: self._boxed(key, contracted), jax.random.key(0))["params"]
+        return dim_names_of("js.linen", params, names_in_boxes(boxed), contracted)
 
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
@@ -169,10 +172,12 @@ class Linen(Adapted):
             lambda path, _: any(tuple(part.key for part in path)[: len(unit)] == unit for unit in found), params
         )
 
-    def _boxed(self, key: jax.Array) -> dict[str, Any]:
-        """Make all variables, with their metadata."""
+    def _boxed(self, key: jax.Array, contracted: dict[Path, Names] | None = None) -> dict[str, Any]:
+        """Make all variables, with their metadata; notes what layers sum over."""
         fresh = LinenInit(self.module, key)
         call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True)
+        if contracted is not None:
+            contracted.update(fresh.contracted)
         return fresh.variables
 
 
@@ -203,10 +208,11 @@ class LinenModel:
         asked = _collection_names(mutable)
         filters = [*self.state, *asked] or False
         try:
-            output = self._module.apply(
-                {"params": self._params, **self.state}, *args,
-                rngs=self._next_key(), method=method, mutable=filters, **kwargs,
-            )  # fmt: skip
+            with without_box_placement():
+                output = self._module.apply(
+                    {"params": self._params, **self.state}, *args,
+                    rngs=self._next_key(), method=method, mutable=filters, **kwargs,
+                )  # fmt: skip
         except (errors.ScopeParamNotFoundError, errors.ScopeCollectionNotFound) as error:
             raise ValueError(
                 f"js.linen: a module was never initialised: {error}; init runs the loss on the example batch, so the "
@@ -237,11 +243,13 @@ class LinenInit:
 
     Attributes:
       variables: what the calls have made so far, in their boxes.
+      contracted: which dimensions of their kernels the layers that ran sum over, by path.
     """
 
     def __init__(self, module: nn.Module, key: jax.Array):
         self._module, self._key = module, key
         self.variables: dict[str, Any] = {}
+        self.contracted: dict[Path, Names] = {}
 
     @property
     def params(self) -> PyTree:
@@ -258,7 +266,8 @@ class LinenInit:
             return getattr(module, method or "__call__")(*args, **kwargs)
 
         leave_out = {_NEVER_STATE} - set(asked)
-        output, new = initialize_through(self._module, call, self.variables, self._key, leave_out)
+        with nn.intercept_methods(contracted_in_calls(self.contracted)):
+            output, new = initialize_through(self._module, call, self.variables, self._key, leave_out)
         self.variables = {name: new[name] for name in new if name not in asked}
         return (output, {name: new.get(name, {}) for name in asked}) if asked else output
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from jaxshard.adapt.compat import intercept_calls, names_of_variable, without_eager_placement
+from jaxshard.adapt.contracted import contracted_in_modules
 from jaxshard.adapt.units import (
     Adapted,
     Save,
@@ -97,6 +98,7 @@ class ModuleForm(NamedTuple):
       random: shapes and dtypes of the streams' keys and counts, in the order of their leaves.
       modules: (path, class) of every submodule.
       names: the names in the sharding metadata of the parameters that have any, by path.
+      contracted: which dimensions of their kernels layers sum over, by path.
     """
 
     graph: Any
@@ -106,6 +108,7 @@ class ModuleForm(NamedTuple):
     random: list[jax.ShapeDtypeStruct]
     modules: list[tuple[tuple[Any, ...], type]]
     names: dict[tuple[Any, ...], tuple[Any, ...]]
+    contracted: dict[tuple[Any, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,13 +142,18 @@ class Nnx(Adapted):
         return output
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return a tuple of names for every parameter, from its sharding metadata."""
-        return dim_names_of("js.nnx", params, self._form.names)
+        """Return a tuple of names for every parameter, from its sharding metadata or its layer."""
+        return dim_names_of("js.nnx", params, self.names, self.contracted)
 
     @property
     def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
         """The names in the sharding metadata of the parameters, by path."""
         return self._form.names
+
+    @property
+    def contracted(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """Which dimensions of their kernels layers sum over, by path."""
+        return self._form.contracted
 
     def bind(self, model: PyTree, key: jax.Array | None) -> tuple[flax_nnx.Module, Callable[[], dict[str, Any]]]:
         """Make the module that holds the given values.
@@ -217,17 +225,18 @@ class Nnx(Adapted):
             module = self._make(key)
             _check_arrays(module)
             graph, *states = _split(module)
-            modules = [(path, type(x)) for path, x in flax_nnx.iter_graph(module) if isinstance(x, flax_nnx.Module)]
+            modules = [(path, x) for path, x in flax_nnx.iter_graph(module) if isinstance(x, flax_nnx.Module)]
+            kinds, contracted = [(path, type(x)) for path, x in modules], contracted_in_modules(modules)
             names = {path: names_of_variable(variable) for path, variable in flax_nnx.to_flat_state(states[0])}
             for state in states:  # _merge puts the leaves of a plain dict into the structure of a State
                 pure = jax.tree.leaves(flax_nnx.to_pure_dict(state))
                 assert all(a is b for a, b in zip(jax.tree.leaves(state), pure, strict=True)), "another order of leaves"
-            found.append((graph, *map(jax.tree.structure, states), modules, names))
+            found.append((graph, *map(jax.tree.structure, states), kinds, names, contracted))
             return states[1]
 
         random = jax.tree.leaves(jax.eval_shape(trace, jax.random.key(0)))
-        ((graph, params, streams, state, modules, names),) = found
-        return ModuleForm(graph, params, streams, state, random, modules, names)
+        ((graph, params, streams, state, kinds, names, contracted),) = found
+        return ModuleForm(graph, params, streams, state, random, kinds, names, contracted)
 
     def _merge(self, model: PyTree, key: jax.Array | None) -> tuple[flax_nnx.Module, Callable[[], dict[str, Any]]]:
         """Make the module that holds the given values, and `check`; see `bind`."""

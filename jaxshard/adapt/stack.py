@@ -24,7 +24,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from jaxshard.adapt.compat import names_in_boxes
+from jaxshard.adapt.compat import Names, Path, names_in_boxes, without_box_placement
 from jaxshard.adapt.linen import LinenInit, LinenModel
 from jaxshard.adapt.nnx import Nnx
 from jaxshard.adapt.stacked import Stacked
@@ -131,7 +131,7 @@ class StackedModules(Stacked):
     def dim_names(self, params: PyTree) -> PyTree:
         """Return a tuple of names for every parameter, from its metadata; the stacked dimension is "blocks"."""
         made = jax.eval_shape(self.parts.init, jax.random.key(0))
-        named = dim_names_of("js.stack", made, self.parts.names())
+        named = dim_names_of("js.stack", made, *self.parts.names())
         blocks = jax.tree.map(lambda _, names: (BLOCKS, *names), made[_BLOCK], named[_BLOCK])
         return {name: blocks if name == BLOCKS else named[name] for name in params}
 
@@ -291,7 +291,8 @@ class _LinenParts:
 
     def init(self, key: jax.Array) -> PyTree:
         """Draw the parameters of every part, and of one block."""
-        made = {name: nn.unbox(variables) for name, variables in self._boxed(key).items()}
+        with without_box_placement():
+            made = {name: nn.unbox(variables) for name, variables in self._boxed(key).items()}
         states = {name: {kind: x for kind, x in made[name].items() if kind != "params"} for name in made}
         _check_no_state(states)
         if not made[_BLOCK].get("params"):
@@ -302,17 +303,21 @@ class _LinenParts:
         """Return what a user calls, and its check: Linen itself refuses what would need one."""
         return LinenModel(self.modules[name], params, key), lambda: None
 
-    def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the names in the metadata of the parameters, by path."""
-        made = jax.eval_shape(self._boxed, jax.random.key(0))
-        return names_in_boxes({name: variables.get("params", {}) for name, variables in made.items()})
+    def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
+        """Return the names in the metadata of the parameters, and what their layers sum over, by path."""
+        contracted: dict[str, dict[Path, Names]] = {}
+        made = jax.eval_shape(lambda key: self._boxed(key, contracted), jax.random.key(0))
+        boxed = {name: variables.get("params", {}) for name, variables in made.items()}
+        return names_in_boxes(boxed), _join_paths(contracted)
 
-    def _boxed(self, key: jax.Array) -> dict[str, Any]:
-        """Make the variables of every part by name, with their metadata."""
+    def _boxed(self, key: jax.Array, contracted: dict[str, dict[Path, Names]] | None = None) -> dict[str, Any]:
+        """Make the variables of every part by name, with their metadata; notes what layers sum over."""
         keys = jax.random.split(key, len(self.modules))
         fresh = {name: LinenInit(self.modules[name], k) for name, k in zip(sorted(self.modules), keys)}
         parts = {name: one for name, one in fresh.items() if name != _BLOCK}
         call_loss(self.loss_fn, PartsModel(parts, fresh[_BLOCK]), zeros_of(self.batch), train=True)
+        if contracted is not None:
+            contracted.update((name, one.contracted) for name, one in fresh.items())
         return {name: one.variables for name, one in fresh.items()}
 
 
@@ -333,9 +338,17 @@ class _NnxParts:
         """Return what a user calls, and its check."""
         return self.modules[name].bind(params, key)
 
-    def names(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the names in the metadata of the parameters, by path."""
-        return {(name, *path): names for name, one in self.modules.items() for path, names in one.names.items()}
+    def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
+        """Return the names in the metadata of the parameters, and what their layers sum over, by path."""
+        parts = self.modules.items()
+        return (
+            _join_paths({name: one.names for name, one in parts}),
+            _join_paths({name: one.contracted for name, one in parts}),
+        )
+
+
+def _join_paths(parts: dict[str, dict[Path, Names]]) -> dict[Path, Names]:
+    return {(name, *path): names for name, found in parts.items() for path, names in found.items()}
 
 
 def _check_no_state(states: dict[str, PyTree]) -> None:

@@ -23,7 +23,7 @@ from jaxshard.adapt.offer import run_as_offered
 from jaxshard.adapt.stacked import evaluation
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.loss import Max, Mean, Sum, as_loss
-from jaxshard.core.tree import map_with_path, path_str, raise_all
+from jaxshard.core.tree import LAYERS, map_with_path, path_str, raise_all
 from jaxshard.core.types import InitFn, LossFn, PyTree
 
 Units = tuple[type, ...]
@@ -158,13 +158,20 @@ def attach_state(output: Any, state: dict[str, Any]) -> Any:
     return replace(loss, state=state) if state else output
 
 
-def dim_names_of(who: str, params: PyTree, found: dict[tuple[Any, ...], tuple[Any, ...]]) -> PyTree:
-    """Return the tree of `params` with a tuple of names for each, one name or None per dimension.
+def dim_names_of(
+    who: str,
+    params: PyTree,
+    annotated: dict[tuple[Any, ...], tuple[Any, ...]],
+    contracted: dict[tuple[Any, ...], tuple[Any, ...]],
+) -> PyTree:
+    """Return the tree of `params` with a tuple of names for each, at most one (or None) per dimension.
 
     Args:
       who: the public function that errors name.
       params: arrays, or their shapes.
-      found: the names in the modules' metadata, by path. Missing ones, and missing last dimensions, are None.
+      annotated: the names in the modules' metadata, by path.
+      contracted: "contracted" or None for the last dimensions of kernels, by path, as their layers say; used where
+        the metadata has no names. Dimensions in front of them stack layers.
 
     Raises:
       ValueError: metadata of more dimensions than the array has, or that are no strings; names each array.
@@ -172,10 +179,14 @@ def dim_names_of(who: str, params: PyTree, found: dict[tuple[Any, ...], tuple[An
     problems: list[str] = []
 
     def names(path: Any, x: Any) -> tuple[str | None, ...]:
-        mine = found.get(tuple(part.key for part in path), ())
+        at = tuple(part.key for part in path)
+        mine = annotated.get(at, ())
         if len(mine) > x.ndim or not all(name is None or isinstance(name, str) for name in mine):
             problems.append(f"{path_str(path)} {list(x.shape)}: {mine}")
-        return (*mine, *(None,) * (x.ndim - len(mine)))
+        if any(name is not None for name in mine):
+            return tuple(mine)
+        of_layer = contracted.get(at, ())
+        return (*(LAYERS,) * (x.ndim - len(of_layer)), *of_layer) if of_layer else (None,) * x.ndim
 
     named = map_with_path(names, params)
     raise_all(problems, ValueError, f"{who}: every dimension of a parameter takes one name or None, but not")

@@ -59,7 +59,7 @@ class KnownModel:
         raise NotImplementedError
 
     def dim_names(self, params: PyTree) -> PyTree:
-        """Return for every parameter a tuple with the logical name of each dimension, or None, as a tree."""
+        """Return for every parameter a tuple with the logical name, or None, of its first dimensions, as a tree."""
         raise NotImplementedError
 
 

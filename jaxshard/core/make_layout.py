@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +21,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.core.apply_strategy import Placer
 from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
-from jaxshard.core.known_model import ModelRun, check_function, models_run
+from jaxshard.core.dim_names import is_leaf, name_dims
+from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, Shapes, select, split_model, split_rows
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import check_strategy
-from jaxshard.core.strategy_parts import MIN_SIZE, Strategy, Tensor, parts_of, pipeline_of
+from jaxshard.core.strategy_parts import Strategy, pipeline_of
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import (
     BLOCKS,
-    Leaf,
     find_by_suffix,
     leaf_of,
     map_with_path,
@@ -94,12 +94,12 @@ def layout(
         )
     mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
     _check_trainable(params, mask)
-    leaves = _name_dims(strategy, map_with_path(leaf_of, params, _dim_names(runs, params)))
+    leaves = name_dims(strategy, mesh, runs, params)
     _check_blocks(strategy, leaves)
     placer = Placer(strategy, mesh)
 
     def place(role: Role) -> PyTree:
-        return jax.tree.map(lambda leaf: placer.place(role, leaf), leaves, is_leaf=_is_leaf)
+        return jax.tree.map(lambda leaf: placer.place(role, leaf), leaves, is_leaf=is_leaf)
 
     placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
     # The update happens where the optimizer state is, so that is where the optimizer sees parameters and gradients.
@@ -139,7 +139,7 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
 
 
 def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
-    records = jax.tree.leaves(leaves, is_leaf=_is_leaf)
+    records = jax.tree.leaves(leaves, is_leaf=is_leaf)
     if pipeline_of(strategy) is not None and not any(leaf.names[:1] == (BLOCKS,) for leaf in records):
         raise ValueError(
             "pipeline: no parameter is stacked by blocks, so there is nothing to place in stages; describe the model "
@@ -208,51 +208,6 @@ def _shapes_of_model(init_fn: InitFn, key: Any) -> PyTree:
             "Equinox module, eqx.partition and eqx.combine do that (docs/models.md). These leaves are none:",
         )
         raise
-
-
-def _dim_names(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
-    """Find the names of the parameters' dimensions, from the known models whose `init` made the parameters.
-
-    A parameter is recognised by its path and shape, also where `init_fn` puts what a model's `init` returned into a
-    larger tree.
-    """
-    known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
-    for run in runs:
-        made, _ = split_model(run.tree)
-        names = jax.tree.leaves(run.model.dim_names(made), is_leaf=lambda x: isinstance(x, tuple))
-        for (path, x), found in zip(jax.tree_util.tree_leaves_with_path(made), names, strict=True):
-            known[path] = (x.shape, found)
-    return map_with_path(lambda path, x: find_by_suffix(known, path, x.shape) or (None,) * x.ndim, params)
-
-
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, Leaf)
-
-
-def _name_dims(strategy: Strategy, leaves: PyTree) -> PyTree:
-    """Give the dimensions of parameters the names of the rules of `tensor`; warns of large ones that no rule took."""
-    records, tree = jax.tree.flatten(leaves, is_leaf=_is_leaf)
-    for part in parts_of(strategy):
-        if isinstance(part, Tensor):
-            records = part.rules.resolve(records)
-            _warn_of_rules(part, records)
-    return jax.tree.unflatten(tree, records)
-
-
-def _warn_of_rules(part: Tensor, leaves: list[Leaf]) -> None:
-    missed = [f"{leaf.path} {list(leaf.shape)}" for leaf in leaves if leaf.size >= MIN_SIZE and not leaf.named_by]
-    if missed:
-        warnings.warn(
-            f"tensor: no rule took {', '.join(missed)}: copied whole over {part.axis!r}; name the dimensions with a "
-            f"rule such as ('{missed[0].split()[0]}', ('embed', 'mlp')), or say ('*/{missed[0].split()[0]}', 'whole')",
-            stacklevel=4,
-        )
-    if unused := part.rules.find_unused(leaves):
-        warnings.warn(
-            f"tensor: rules without effect: {'; '.join(unused)}; take them out or correct them (print(layout) shows "
-            "every path)",
-            stacklevel=4,
-        )
 
 
 def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement]) -> PyTree:

@@ -14,12 +14,13 @@ anything else is a pattern.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from jaxshard.core.tree import BLOCKS, Leaf, raise_all
+from jaxshard.core.tree import BLOCKS, CONTRACTED, LAYERS, Leaf, raise_all
 
 Fate = Literal["split", "split or whole", "whole"]
 Names = tuple[str | None, ...]
@@ -28,17 +29,73 @@ Rule = tuple[str, Fate | Names | NamesOf]
 
 _FATES = ("split", "split or whole", "whole")
 
+_POSITIONS = ("sequence", "length", "positions")
+
+BY_MODEL = "named by the model"
+"""What `Leaf.named_by` says where the model's own annotation named the dimensions."""
+
 
 def kernel_names(leaf: Leaf) -> Names | None:
-    """Name the dimensions of a matrix or convolution that no other rule knows.
+    """Name the dimensions of a kernel that no other rule knows: of a matrix, a DenseGeneral, an einsum, a convolution.
 
-    One that narrows is row-parallel, any other column-parallel. A layer that widens and the one that narrows again then
-    make a pair with one all-reduce (Shoeybi et al. 2019, "Megatron-LM", section 3).
+    One that narrows, or that contracts several dimensions into one, is row-parallel: a contracted dimension is split.
+    Any other is column-parallel: a dimension of its output is split. A layer that widens and the one that narrows again
+    then make a pair with one all-reduce (Shoeybi et al. 2019, "Megatron-LM", section 3). Of several dimensions the
+    first of more than three elements is split: attention heads, not the dimension that stacks query, key and value.
     """
-    spatial, (inputs, outputs) = ("spatial",) * (len(leaf.shape) - _count_stacked_dims(leaf) - 2), leaf.shape[-2:]
-    if len(spatial) > 3:
+    first = _count_stacked_dims(leaf)
+    shape, names = leaf.shape[first:], leaf.names[first:]
+    inputs = [dim for dim, name in enumerate(names) if name == CONTRACTED] or _guess_contracted(leaf.path, shape)
+    if inputs is None:
+        spatial = ("spatial",) * (len(shape) - 2)
+        narrows = shape[-1] < shape[-2]
+        return None if len(spatial) > 3 else (*spatial, *(("features", "embed") if narrows else ("embed", "features")))
+    outputs = [dim for dim in range(len(shape)) if dim not in inputs and names[dim] != LAYERS]
+    size_in, size_out = (math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs))
+    rows = (-len(inputs), size_out) < (-len(outputs), size_in)
+    chosen, other = (inputs, outputs) if rows else (outputs, inputs)
+    split = next((dim for dim in chosen if shape[dim] > 3), chosen[0])
+    named = dict.fromkeys(other, "embed") | {split: "features"}
+    return tuple(LAYERS if names[dim] == LAYERS else named.get(dim) for dim in range(len(shape)))
+
+
+def _guess_contracted(path: str, shape: tuple[int, ...]) -> list[int] | None:
+    """Guess from a shape alone which dimensions a kernel contracts; None if it looks like a convolution.
+
+    [512, 8, 64] is taken for a DenseGeneral that makes 8 heads of 64, for 512 = 8 * 64, and [8, 64, 512] for one that
+    joins them; [3, 3, 64, 512] for a convolution.
+    """
+    rank = len(shape)
+    if rank == 2:
+        return [0]
+    if "conv" not in path.lower():
+        if shape[-3] > 3 and shape[-1] == shape[-3] * shape[-2]:
+            return [rank - 3, rank - 2]
+        for dim in (0, rank - 3):
+            if shape[-2] > 3 and shape[dim] == shape[-2] * shape[-1]:
+                return [dim]
+    return None
+
+
+def gating_names(leaf: Leaf) -> Names | None:
+    """Name the dimensions of two gated projections in one kernel [2, embed, mlp] or [2, mlp, embed], as Gemma has it.
+
+    The larger one is "mlp". One more dimension in front is that of experts.
+    """
+    *front, _, first, last = leaf.shape[_count_stacked_dims(leaf) :]
+    if len(front) > 1:
         return None
-    return (*spatial, "features", "embed") if outputs < inputs else (*spatial, "embed", "features")
+    return (*("experts" for _ in front), None, *(("mlp", "embed") if first > last else ("embed", "mlp")))
+
+
+_EINSUM_KERNELS: tuple[tuple[str, Names], ...] = (
+    ("q_einsum", ("heads", "embed", "head_dim")),
+    ("k_einsum", ("kv_heads", "embed", "head_dim")),
+    ("kv_einsum", (None, "kv_heads", "embed", "head_dim")),
+    ("qkv_einsum", (None, "heads", "embed", "head_dim")),
+    ("attn_vec_einsum", ("heads", "head_dim", "embed")),
+)
+"""Gemma's attention: "w" in its own Einsum, "kernel" in NNX's."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -46,8 +103,8 @@ RULES: tuple[Rule, ...] = (
     *((name, "split") for name in ("vocab", "heads", "q_heads", "qkv", "joined_kv", "mlp", "expert", "experts")),
     ("kv_heads", "split or whole"),
     ("features", "split or whole"),
-    *((name, "whole") for name in ("batch", "sequence", "length", "positions", "embed", "head_dim", "kv", "norm")),
-    *((name, "whole") for name in ("layers", BLOCKS, "stack", "spatial")),
+    *((name, "whole") for name in ("batch", *_POSITIONS, "embed", "head_dim", "kv", "norm")),
+    *((name, "whole") for name in (LAYERS, BLOCKS, "stack", "spatial", CONTRACTED)),
     # From here on patterns. The first decides that fits and has as many names as the parameter has dimensions, so
     # "query/kernel" stands here twice: for [embed, heads, head_dim] and for [embed, heads * head_dim].
     #
@@ -56,15 +113,23 @@ RULES: tuple[Rule, ...] = (
     *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("key", "value", "k", "v", "k_proj", "v_proj")),
     *((f"{k}/kernel", ("embed", "kv_heads", "head_dim")) for k in ("wk", "wv")),
     *((f"{o}/kernel", ("heads", "head_dim", "embed")) for o in ("out", "o", "o_proj", "wo", "out_proj")),
+    *((f"{o}/kernel", ("heads", "head_dim", "embed")) for o in ("attn_out", "attn_out_proj", "attn/c_proj")),
     *((f"{q}/kernel", ("embed", "heads")) for q in ("query", "q", "q_proj", "wq")),
     *((f"{k}/kernel", ("embed", "kv_heads")) for k in ("key", "value", "k", "v", "k_proj", "v_proj", "wk", "wv")),
-    *((f"{o}/kernel", ("heads", "embed")) for o in ("o", "o_proj", "out_proj", "attn_out", "attn/c_proj")),
+    *((f"{o}/kernel", ("heads", "embed")) for o in ("o", "o_proj", "out_proj", "attn_out", "attn_out_proj")),
+    ("attn/c_proj/kernel", ("heads", "embed")),
     *((f"{f}/kernel", ("embed", "qkv")) for f in ("qkv", "qkv_proj", "c_attn", "in_proj", "Wqkv")),
     # MLPs, plain and gated.
     *((f"{up}/kernel", ("embed", "mlp")) for up in ("up", "gate", "up_proj", "gate_proj", "fc1", "c_fc", "mlp_in")),
     *((f"{up}/kernel", ("embed", "mlp")) for up in ("wi", "wi_0", "wi_1", "w1", "w3", "gate_up_proj")),
     *((f"{down}/kernel", ("mlp", "embed")) for down in ("down", "down_proj", "fc2", "wo", "w2", "mlp_out")),
     ("mlp/c_proj/kernel", ("mlp", "embed")),
+    # Gemma's einsums.
+    *((f"{name}/{weight}", names) for name, names in _EINSUM_KERNELS for weight in ("w", "kernel")),
+    *((f"gating_einsum{weight}", gating_names) for weight in ("", "/w", "/kernel")),
+    *((f"mlp/linear{weight}", ("mlp", "embed")) for weight in ("", "/w")),
+    *((f"moe/linear{weight}", ("experts", "mlp", "embed")) for weight in ("", "/w")),
+    ("router_logits/w", ("embed", None)),
     # Experts stacked in front: each device holds some of them whole.
     *((f"*{name}", ("experts", "embed", "mlp")) for name in ("/wi", "/wi_0", "/wi_1", "/w1", "/w3", "/up", "/gate")),
     *((f"*{name}", ("experts", "mlp", "embed")) for name in ("/wo", "/w2", "/down")),
@@ -73,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     *((f"*{norm}", "whole") for norm in ("/scale", "ln_*/bias", "norm/bias", "LayerNorm_*/bias", "BatchNorm_*/bias")),
     # Tables: of tokens and of positions.
     *((f"*{table}*", "whole") for table in ("pos_embed", "position", "wpe", "posemb")),
-    ("embedding", ("vocab", "embed")),
+    *((table, ("vocab", "embed")) for table in ("embedding", "input_embedding")),
     *((f"{head}/kernel", ("embed", "vocab")) for head in ("lm_head", "logits", "unembed", "logits_dense")),
     # Recurrent cells: Flax joins the kernels of the gates along their outputs, so these stay whole.
     *((f"{gate}/kernel", ("features", "embed")) for gate in ("[ih][ifgorzn]", "dense_[ih]")),
@@ -108,16 +173,30 @@ class Rules:
             return "whole"
         return next((fate for key, fate in self.rules if key == name and isinstance(fate, str)), None)
 
-    def resolve(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+    def keeps_whole(self, names: Names) -> bool:
+        """Tell whether arrays of such dimensions are meant to stay whole: by the user's own fates, or by position."""
+        own = {key for key, value in self.rules if isinstance(value, str) and (key, value) not in RULES}
+        return any(name in own or name in _POSITIONS for name in names)
+
+    def resolve(self, leaves: Sequence[Leaf], axes: Container[str] = ()) -> list[Leaf]:
         """Give the dimensions of parameters their names.
 
         They come from the first of the user's own patterns that fits, else from the model, else from the built-in
         patterns. A bias has the names of the last dimensions of the kernel beside it.
 
+        Args:
+          leaves: parameters; those that the model annotated may have names for their first dimensions only. Such an
+            annotation decides if it splits something; else the built-in patterns are asked as well. (Flax's attention
+            hands an annotation of two names on to kernels of three dimensions.)
+          axes: names that no rule needs to know.
+
+        Returns:
+          The leaves with a name, or None, for every dimension, and with what named them.
+
         Raises:
           ValueError: a name that no rule knows; every one is listed, with the names that are near.
         """
-        named = {leaf.path: self._name_dims(leaf) for leaf in leaves}
+        named = {leaf.path: self._name_dims(leaf, axes) for leaf in leaves}
         for leaf in named.values():
             # Patterns speak of kernels only: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
             # row-parallel one [mlp, embed] its bias [embed] whole.
@@ -126,14 +205,15 @@ class Rules:
                 names = _bias_names(leaf.shape, kernel)
                 if names is not None:
                     named[leaf.path] = leaf._replace(names=names, named_by="as its kernel")
-        self._check_known(named.values())
+        self._check_known(named.values(), axes)
         return [named[leaf.path] for leaf in leaves]
 
     def find_unused(self, leaves: Sequence[Leaf]) -> list[str]:
         """List the user's own patterns that name no parameter, each with the reason."""
         reasons = []
         for key, value in self._own_patterns():
-            if not any(leaf.named_by == key and leaf.names == _names_by(value, leaf) for leaf in leaves):
+            named = [leaf.names for leaf in leaves if leaf.named_by == key]
+            if not named or not (callable(value) or any(_names_by(value, leaf) in named for leaf in leaves)):
                 fitting = next((leaf for leaf in leaves if _fits(key, leaf)), None)
                 count = len(value) if isinstance(value, tuple) else 0
                 reasons.append(
@@ -149,26 +229,26 @@ class Rules:
         """List the patterns that are not built in."""
         return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
-    def _name_dims(self, leaf: Leaf) -> Leaf:
-        own = self._own_patterns()
+    def _name_dims(self, leaf: Leaf, axes: Container[str]) -> Leaf:
+        patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], pad_names(leaf)
         # A model that names its dimensions knows better than built-in patterns, which look at paths; the user's own
-        # patterns know better still. "blocks" is not the model's word: the library gives it to what is stacked.
-        if any(name not in (None, BLOCKS) for name in leaf.names):
-            patterns, given = own, leaf._replace(named_by="named by the model")
-        else:
-            patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], leaf
+        # patterns know better still. Other names are not the model's words: the library gives them.
+        if any(name not in (None, BLOCKS, LAYERS, CONTRACTED) for name in leaf.names):
+            splits = any(name in axes or self.fate(name) != "whole" for name in leaf.names)
+            if splits or len(leaf.names) == len(leaf.shape):
+                patterns, given = self._own_patterns(), given._replace(named_by=BY_MODEL)
         for key, value in patterns:
-            names = _names_by(value, leaf) if _fits(key, leaf) else None
+            names = _names_by(value, given) if _fits(key, given) else None
             if names is not None:
-                return leaf._replace(names=names, named_by=key)
+                return given._replace(names=names, named_by=key)
         return given
 
-    def _check_known(self, leaves: Iterable[Leaf]) -> None:
+    def _check_known(self, leaves: Iterable[Leaf], axes: Container[str]) -> None:
         known = [key for key, value in self.rules if isinstance(value, str)]
         problems = []
         for leaf in leaves:
             for name in leaf.names:
-                if name is not None and self.fate(name) is None:
+                if name is not None and name not in axes and self.fate(name) is None:
                     near = difflib.get_close_matches(name, known, n=3)
                     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
                     problems.append(f"{leaf.path} {list(leaf.shape)}: {name!r}{hint}")
@@ -178,6 +258,11 @@ class Rules:
             "tensor: no rule knows these names of dimensions; add a rule such as ('name', 'split') or "
             "('name', 'whole')",
         )
+
+
+def pad_names(leaf: Leaf) -> Leaf:
+    """Give a leaf None for every dimension that its names do not reach."""
+    return leaf._replace(names=(*leaf.names, *(None,) * (len(leaf.shape) - len(leaf.names))))
 
 
 def _is_rule(rule: object) -> bool:
@@ -212,7 +297,7 @@ def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:
     names = (value(leaf) if rank >= 2 else None) if callable(value) else value
     if names is None or len(names) == rank:
         return None if names is None else front + names
-    return (*front, "layers", *names) if len(names) == rank - 1 and rank > 2 else None
+    return (*front, LAYERS, *names) if len(names) == rank - 1 and rank > 2 else None
 
 
 def _bias_names(shape: tuple[int, ...], kernel: Leaf) -> Names | None:

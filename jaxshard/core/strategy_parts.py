@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_names, axis_size, check_axis
 from jaxshard.core.placement import Placement, axes_of
-from jaxshard.core.rules import Rules
+from jaxshard.core.rules import BY_MODEL, Fate, Rules
 from jaxshard.core.tree import BLOCKS, Leaf
 from jaxshard.core.types import AxisName, Role
 
@@ -23,6 +23,8 @@ Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
 
 MIN_SIZE = 2**14
 """Arrays with fewer elements stay whole: splitting them costs a collective and saves next to nothing."""
+
+INDIVISIBLE = "the axis does not divide the dimension to split of"
 
 MIN_PART = 8
 """Fills prefer dimensions whose parts have at least this many elements. TPUs pad thinner ones to tiles of 8 rows."""
@@ -114,7 +116,7 @@ class Tensor:
             return placement
         parts = axis_size(mesh, self.axis)
         for dim, name in enumerate(leaf.names):
-            fate = self.rules.fate(name)
+            fate = self.fate(name)
             if fate not in ("split", "split or whole"):
                 continue
             if leaf.shape[dim] % parts == 0:
@@ -125,6 +127,50 @@ class Tensor:
                 raise ValueError(_describe_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
             return replace(placement, rule=f"{leaf.shape[dim]} {name} on each of {parts} devices: {leaf.named_by}")
         return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
+
+    def fate(self, name: str | None) -> Fate | None:
+        """Return what happens to the dimensions of this name: split if it is this strategy's own axis."""
+        return self.rules.fate(name) or ("split" if name in axis_names(self.axis) else None)
+
+    def name_dims(self, leaves: Sequence[Leaf], mesh: Mesh) -> list[Leaf]:
+        """Give the dimensions of parameters their names; see `Rules.resolve`.
+
+        Models may be annotated with axes of a mesh instead (`nn.with_partitioning`, a PartitionSpec in NNX). This
+        strategy's own axis splits what it names. Other axes of the mesh say nothing about it and are left out.
+        """
+        own = axis_names(self.axis)
+        foreign = {name for name in mesh.axis_names if name not in own and self.rules.fate(name) is None}
+
+        def without_foreign(leaf: Leaf) -> Leaf:
+            kept = tuple(None if name in foreign else name for name in leaf.names)
+            return leaf._replace(names=kept if any(kept) else (None,) * len(leaf.shape))
+
+        return self.rules.resolve([without_foreign(leaf) for leaf in leaves], own)
+
+    def find_whole(self, leaves: Sequence[Leaf], mesh: Mesh) -> dict[str, list[Leaf]]:
+        """Sort the parameters of `MIN_SIZE` elements or more that stay whole although no rule asks for it, by reason.
+
+        Not among them: what a pattern or one of the user's own fates keeps whole, tables of positions, and the kernels
+        of fewer key and value heads than devices.
+        """
+        found: dict[str, list[Leaf]] = {}
+        for leaf in leaves:
+            reason = self._why_whole(leaf, mesh) if leaf.size >= MIN_SIZE else ""
+            if reason:
+                found.setdefault(reason, []).append(leaf)
+        return found
+
+    def _why_whole(self, leaf: Leaf, mesh: Mesh) -> str:
+        split = [dim for dim, name in enumerate(leaf.names) if self.fate(name) != "whole"]
+        if not leaf.named_by:
+            return "no rule took"
+        if split:
+            guessed = self.fate(leaf.names[split[0]]) == "split or whole" and leaf.names[split[0]] == "features"
+            divides = leaf.shape[split[0]] % axis_size(mesh, self.axis) == 0
+            return INDIVISIBLE if guessed and not divides else ""
+        if leaf.named_by != BY_MODEL or self.rules.keeps_whole(leaf.names):
+            return ""
+        return "the model's annotations split nothing of"
 
     def entry(self, name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
         """Return the mesh axes that split a dimension of an activation; raises ValueError if they do not divide it."""

@@ -16,6 +16,12 @@ from jaxshard.core.types import PyTree
 BLOCKS = "blocks"
 """The key of the stacked parameters of a model made of blocks, and the logical name of their first dimension."""
 
+LAYERS = "layers"
+"""The logical name of a dimension that stacks layers, as `nn.scan` and `nn.vmap` do."""
+
+CONTRACTED = "contracted"
+"""The logical name of the dimensions that a layer sums over, where the layer says so and the model names none."""
+
 
 class Leaf(NamedTuple):
     """One array of a tree, without its values.

@@ -60,6 +60,20 @@ def is_shape(node):
         ("Conv_0/kernel", (3, 3, 16, 32), ("spatial", "spatial", "embed", "features")),
         ("Conv_1/kernel", (3, 32, 16), ("spatial", "features", "embed")),
         ("cell/hf/kernel", (32, 32), ("features", "embed")),
+        # Gemma's einsums, nanodo's output projection, and kernels with heads that nobody named.
+        ("layer_0/attn/q_einsum/w", (8, 32, 64), ("heads", "embed", "head_dim")),
+        ("layer_0/attn/kv_einsum/w", (2, 4, 32, 64), (None, "kv_heads", "embed", "head_dim")),
+        ("layers/0/attn/qkv_einsum/kernel", (3, 8, 32, 64), (None, "heads", "embed", "head_dim")),
+        ("layer_0/attn/attn_vec_einsum/w", (8, 64, 32), ("heads", "head_dim", "embed")),
+        ("layer_0/mlp/gating_einsum", (2, 32, 128), (None, "embed", "mlp")),
+        ("layer_0/mlp/gating_einsum", (2, 128, 32), (None, "mlp", "embed")),
+        ("layer_0/mlp/linear", (128, 32), ("mlp", "embed")),
+        ("layer_0/moe/gating_einsum/w", (4, 2, 128, 32), ("experts", None, "mlp", "embed")),
+        ("embedder/input_embedding", (64, 32), ("vocab", "embed")),
+        ("CausalAttn_0/attn_out_proj/kernel", (8, 4, 32), ("heads", "head_dim", "embed")),
+        ("to_heads/kernel", (32, 8, 4), ("embed", "features", None)),
+        ("from_heads/kernel", (8, 4, 32), ("features", None, "embed")),
+        ("fused/kernel", (32, 3, 8, 4), ("embed", None, "features", None)),
         # Stacked by nn.scan or nn.vmap, without a name for it.
         ("attn/query/kernel", (6, 32, 8, 4), ("layers", "embed", "heads", "head_dim")),
         ("attn/out/kernel", (6, 8, 4, 32), ("layers", "heads", "head_dim", "embed")),
@@ -110,6 +124,18 @@ def test_names_of_the_model_go_before_built_in_patterns_and_after_the_users():
     assert names_of("fc1/kernel", 32, 64, names=("mlp", "embed")) == ("mlp", "embed")
     rules = [("fc1/kernel", "whole"), *js.RULES]
     assert names_of("fc1/kernel", 32, 64, names=("mlp", "embed"), rules=rules) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (("embed", "kv"), ("embed", "heads", "head_dim")),  # says too little, and splits nothing
+        (("mlp", "embed"), ("mlp", "embed", None)),  # splits a dimension
+        (("embed", "kv", None), ("embed", "kv", None)),  # says everything
+    ],
+)
+def test_an_annotation_with_too_few_names_decides_if_it_splits(given, names):
+    assert names_of("attn/query/kernel", 32, 8, 4, names=given) == names
 
 
 def test_names_that_no_rule_knows_are_listed_with_near_ones():

@@ -1,0 +1,59 @@
+"""Which dimensions of a kernel its layer sums over, as Flax's DenseGeneral and Einsum say themselves.
+
+A kernel [512, 8, 64] may make 8 heads of a vector or be a convolution over 512 positions: shapes don't tell, layers
+do. `js.tensor` splits a kernel along what its layer makes, or along what it joins (`jaxshard.core.rules.kernel_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flax import linen as nn
+from flax import nnx
+
+from jaxshard.adapt.compat import Names, Path
+from jaxshard.core.tree import CONTRACTED
+
+
+def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
+    """Make a Linen interceptor that notes the kernels of every DenseGeneral and Einsum that runs, by their paths."""
+
+    def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        layer = context.module
+        if context.method_name == "__call__":
+            if isinstance(layer, nn.DenseGeneral):
+                _note(found, layer.path, (CONTRACTED,) * _count(layer.axis) + (None,) * _count(layer.features))
+            elif isinstance(layer, nn.Einsum):
+                equation = kwargs.get("einsum_str") or (args[1] if len(args) > 1 else layer.einsum_str)
+                _note(found, layer.path, _names_in_equation(equation))
+        return next_fun(*args, **kwargs)
+
+    return intercept
+
+
+def contracted_in_modules(modules: Iterable[tuple[Path, Any]]) -> dict[Path, Names]:
+    """Return the kernels of every LinearGeneral and Einsum among NNX modules, by their paths."""
+    found: dict[Path, Names] = {}
+    for path, layer in modules:
+        if isinstance(layer, nnx.LinearGeneral):
+            _note(found, path, (CONTRACTED,) * len(layer.in_features) + (None,) * len(layer.out_features))
+        elif isinstance(layer, nnx.Einsum):
+            _note(found, path, _names_in_equation(layer.einsum_str))
+    return found
+
+
+def _note(found: dict[Path, Names], path: Path, names: Names) -> None:
+    if names:
+        found[(*path, "kernel")] = names
+
+
+def _count(dims: Any) -> int:
+    return len(dims) if isinstance(dims, (tuple, list)) else 1
+
+
+def _names_in_equation(equation: str | None) -> Names:
+    """Mark the letters of the second operand that the result lacks; () for an equation with "..." in that operand."""
+    operands, _, result = (equation or "").replace(" ", "").partition("->")
+    _, _, kernel = operands.partition(",")
+    return () if "." in kernel else tuple(None if letter in result else CONTRACTED for letter in kernel)

@@ -1,0 +1,93 @@
+"""The names of the dimensions of a run's parameters, from its models and from the rules of `js.tensor`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxshard.core.kinds import group_by_kind
+from jaxshard.core.known_model import ModelRun
+from jaxshard.core.layout import split_model
+from jaxshard.core.mesh import axis_size, check_axis
+from jaxshard.core.rules import pad_names
+from jaxshard.core.strategy_parts import INDIVISIBLE, Strategy, Tensor, parts_of
+from jaxshard.core.tree import BLOCKS, CONTRACTED, LAYERS, Leaf, find_by_suffix, leaf_of, map_with_path
+from jaxshard.core.types import PyTree
+
+
+def is_leaf(node: Any) -> bool:
+    """Tell whether a node of a tree is a `Leaf`, which JAX would take for a tuple."""
+    return isinstance(node, Leaf)
+
+
+def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: PyTree) -> PyTree:
+    """Make a `Leaf` of every parameter, with the names that the models and the rules of `tensor` give its dimensions.
+
+    Warns of large parameters that stay whole over the axis of `tensor` although no rule asks for it.
+
+    Args:
+      strategy: the strategy of the layout.
+      mesh: its mesh.
+      runs: the known models whose `init` made the parameters.
+      params: the parameters' shapes.
+    """
+    leaves = map_with_path(leaf_of, params, _names_by_models(runs, params))
+    records, tree = jax.tree.flatten(leaves, is_leaf=is_leaf)
+    for part in parts_of(strategy):
+        if isinstance(part, Tensor):
+            check_axis(mesh, part.axis, "tensor")
+            records = part.name_dims(records, mesh)
+            _warn_of_rules(part, records, mesh)
+    return jax.tree.unflatten(tree, map(pad_names, records))
+
+
+def _names_by_models(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
+    """Find the names of the parameters' dimensions, from the known models whose `init` made the parameters.
+
+    A parameter is recognised by its path and shape, also where `init_fn` puts what a model's `init` returned into a
+    larger tree.
+    """
+    known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
+    for run in runs:
+        made, _ = split_model(run.tree)
+        names = jax.tree.leaves(run.model.dim_names(made), is_leaf=lambda x: isinstance(x, tuple))
+        for (path, x), found in zip(jax.tree_util.tree_leaves_with_path(made), names, strict=True):
+            known[path] = (x.shape, found)
+    return map_with_path(lambda path, x: find_by_suffix(known, path, x.shape) or (None,) * x.ndim, params)
+
+
+def _warn_of_rules(part: Tensor, leaves: list[Leaf], mesh: Mesh) -> None:
+    for reason, missed in part.find_whole(leaves, mesh).items():
+        first, _ = next(iter(group_by_kind(missed, lambda leaf: leaf.path)))
+        names = ("embed", "heads", "head_dim") if len(missed[0].shape) == 3 else ("embed", "mlp")
+        fix = f"name the dimensions with a rule such as ({first!r}, {names})"
+        if reason == INDIVISIBLE:
+            fix = f"make its size a multiple of {axis_size(mesh, part.axis)}"
+        warnings.warn(
+            f"tensor: {reason} {', '.join(_describe_kinds(missed))}: copied whole over {part.axis!r}; {fix}, or say "
+            f"('*/{first}', 'whole')",
+            stacklevel=4,
+        )
+    if unused := part.rules.find_unused(leaves):
+        warnings.warn(
+            f"tensor: rules without effect: {'; '.join(unused)}; take them out or correct them (layout.explain() shows "
+            "every path)",
+            stacklevel=4,
+        )
+
+
+def _describe_kinds(leaves: list[Leaf]) -> list[str]:
+    """Write the paths and shapes of parameters, those of the same kind in all blocks once."""
+    groups = group_by_kind(leaves, lambda leaf: leaf.path, lambda leaf: (leaf.shape, leaf.names)).items()
+    return [
+        f"{kind} {list(same[0].shape)}{_describe_names(same[0])}{f' ({len(same)} of them)' if len(same) > 1 else ''}"
+        for (kind, _), same in groups
+    ]
+
+
+def _describe_names(leaf: Leaf) -> str:
+    return f" {leaf.names}" if any(name not in (None, CONTRACTED, LAYERS, BLOCKS) for name in leaf.names) else ""

@@ -1,0 +1,39 @@
+"""Arrays of the same kind in all blocks of a model: paths that differ in the number of a block only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_NUMBERED = re.compile(r"(^|_)\d+$|(?<=^h)\d+$|(?<=^block)\d+$|(?<=^blocks)\d+$|(?<=^layer)\d+$|(?<=^layers)\d+$")
+
+
+def kind_of(path: str) -> str:
+    """Put a star in the place of numbers that count modules.
+
+    >>> kind_of("layers/11/attn/query/kernel"), kind_of("Block_3/fc1/kernel")
+    ('layers/*/attn/query/kernel', 'Block_*/fc1/kernel')
+    """
+    return "/".join(_NUMBERED.sub(r"\1*", word) for word in path.split("/"))
+
+
+def group_by_kind(
+    items: Iterable[T], path_of: Callable[[T], str], rest_of: Callable[[T], Any] = lambda item: None
+) -> dict[tuple[str, Any], list[T]]:
+    """Group items by the kind of their path.
+
+    Args:
+      items: for example leaves.
+      path_of: returns the path of an item.
+      rest_of: returns what items of a group have in common besides, such as their shape.
+
+    Returns:
+      {(kind, rest): items}, in the order of the first of each. The kind of a single item is its path itself.
+    """
+    groups: dict[tuple[str, Any], list[T]] = {}
+    for item in items:
+        groups.setdefault((kind_of(path_of(item)), rest_of(item)), []).append(item)
+    return {(kind if len(same) > 1 else path_of(same[0]), rest): same for (kind, rest), same in groups.items()}

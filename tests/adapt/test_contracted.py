@@ -1,0 +1,192 @@
+"""DenseGeneral and Einsum kernels under js.tensor: heads are split, whatever they are called and annotated with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxshard as js
+from jaxshard.core.tree import CONTRACTED, LAYERS
+from tests.toys import quick_compile
+
+WIDTH, HEADS, SIZE = 16, 4, 8  # heads of 8, so that WIDTH is no product of the other two
+BATCH = {"x": np.random.default_rng(0).normal(size=(8, 6, WIDTH)).astype(np.float32)}
+
+# What Flax's attention does with `kernel_init=nn.with_logical_partitioning(init, ("embed", "kv"))`: two names for the
+# three dimensions of each kernel.
+FLAT = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "kv"))
+# Axes of a mesh, as nanodo and other programs annotate for data parallelism.
+AXES = nn.with_partitioning(nn.initializers.lecun_normal(), ("data", None, None))
+
+
+def attend(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+class LinenBlock(nn.Module):
+    """Attention in four styles: annotated flat, annotated with axes, named by nobody, and as einsums."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(HEADS, qkv_features=HEADS * SIZE, kernel_init=FLAT, name="flat")(x)
+        made = [nn.DenseGeneral((HEADS, SIZE), kernel_init=AXES, name=name)(x) for name in ("query", "key", "value")]
+        x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=AXES, name="attn_out_proj")(attend(*made))
+        made = [nn.DenseGeneral((HEADS, SIZE), name=name)(x) for name in ("ask", "offer", "tell")]
+        x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), name="join")(attend(*made))
+        made = nn.Einsum((3, HEADS, WIDTH, SIZE), "btd,sndh->sbtnh", use_bias=False, name="three")(x)
+        return x + nn.Einsum((HEADS, SIZE, WIDTH), use_bias=False, name="one")(attend(*made), "btnh,nhd->btd")
+
+
+class NnxBlock(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, rngs):
+        flat = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "kv"))
+        self.flat = nnx.MultiHeadAttention(
+            HEADS, WIDTH, qkv_features=HEADS * SIZE, kernel_init=flat, decode=False, rngs=rngs
+        )
+        self.asks = nnx.Dict({n: nnx.LinearGeneral(WIDTH, (HEADS, SIZE), rngs=rngs) for n in ("ask", "offer", "tell")})
+        self.join = nnx.LinearGeneral((HEADS, SIZE), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.three = nnx.Einsum("btd,sndh->sbtnh", (3, HEADS, WIDTH, SIZE), rngs=rngs)
+        self.one = nnx.Einsum("btnh,nhd->btd", (HEADS, SIZE, WIDTH), rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.flat(x)
+        x = x + self.join(attend(*(ask(x) for ask in self.asks.values())))
+        return x + self.one(attend(*self.three(x)))
+
+
+def loss(model, batch):
+    errors = (model(batch["x"]) - 1) ** 2
+    return js.Mean(errors.sum(), errors.size)
+
+
+MODELS = {
+    "linen": lambda: js.linen(LinenBlock(), loss, BATCH),
+    "nnx": lambda: js.nnx(NnxBlock, loss),
+}
+TO_HEADS = {"query", "key", "value", "ask", "offer", "tell"}
+
+
+def split_dims(model, strategy=None, parts=4):
+    strategy = strategy or js.compose(js.fsdp("data"), js.tensor())
+    made = js.layout(strategy, js.make_mesh(data=8 // parts, tensor=parts), model.init, optax.sgd(0.1))
+    return {
+        p.leaf.path: p.placement.use.index("tensor") if "tensor" in p.placement.use else None
+        for p in made.placed()
+        if p.role == "param"
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_heads_are_split(kind):
+    for path, dim in split_dims(MODELS[kind]()).items():
+        *_, layer, leaf = path.split("/")
+        if leaf == "kernel":
+            assert dim == {"three": 1, "one": 0}.get(layer, 1 if layer in TO_HEADS else 0), path
+        else:  # one bias for each head, or for the whole output
+            assert dim == (0 if layer in TO_HEADS else None), path
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("linen", js.explicit()),
+        ("nnx", js.auto()),
+        pytest.param("linen", js.auto(), marks=pytest.mark.slow),
+        pytest.param("nnx", js.explicit(), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        pytest.param(js.fsdp(min_size=0), {"data": 8}, marks=pytest.mark.slow),
+        (js.compose(js.fsdp("data", min_size=0), js.tensor()), {"data": 2, "tensor": 4}),
+    ],
+)
+def test_equal_to_one_device(kind, engine, strategy, sizes):
+    """Loss to 1e-6 and gradients to 1e-5 relative, in f32."""
+    model = MODELS[kind]()
+    with quick_compile():
+        report = js.parity(
+            model.init, model.loss, optax.sgd(0.1), strategy, js.make_mesh(**sizes), BATCH, engine=engine
+        )
+    assert report.ok, report
+
+
+def test_layers_say_what_they_sum_over_wherever_they_are():
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=6)
+            return stack(name="layers")(x, None)[0]
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            h = nn.DenseGeneral((HEADS, SIZE), use_bias=False, name="make")(x)
+            return x + nn.DenseGeneral(WIDTH, axis=(-2, -1), use_bias=False, name="join")(h), None
+
+    model = js.linen(Scanned(), loss, BATCH)
+    names = model.dim_names(model.init(jax.random.key(0)))["layers"]
+    assert names["make"]["kernel"] == (LAYERS, CONTRACTED, None, None)
+    assert names["join"]["kernel"] == (LAYERS, CONTRACTED, CONTRACTED, None)
+    assert split_dims(model) == {"layers/make/kernel": 2, "layers/join/kernel": 1}
+    parts = js.stack(LinenBlock(), 2, lambda model, batch: loss(lambda x: model.blocks(x), batch), BATCH)
+    dims = split_dims(parts)
+    assert dims["blocks/ask/kernel"] == 2 and dims["blocks/join/kernel"] == 1 and dims["blocks/three/kernel"] == 2
+
+
+def test_an_annotation_with_the_axis_of_the_strategy_splits():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), ("tensor", "data"))
+            return nn.Dense(WIDTH, kernel_init=init, use_bias=False)(x)  # the rules would split dim 1
+
+    assert split_dims(js.linen(Net(), loss, BATCH)) == {"Dense_0/kernel": 0}
+
+
+def test_large_arrays_that_an_annotation_keeps_whole_are_reported():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "kv"))
+                x = nn.Dense(128, kernel_init=init)(x)
+            x = nn.Dense(1030)(x)
+            return nn.Dense(8)(nn.Dense(16, name="up")(x))
+
+    model = js.linen(Net(), loss, {"x": np.zeros((8, 128), np.float32)})
+    with pytest.warns(UserWarning) as caught:
+        split_dims(model)
+    annotated, indivisible = sorted((str(one.message) for one in caught), key=lambda text: "divide" in text)
+    assert "annotations split nothing of Dense_*/kernel [128, 128] ('embed', 'kv') (3 of them): copied" in annotated
+    assert "('*/Dense_*/kernel', 'whole')" in annotated
+    assert (
+        "does not divide the dimension to split of Dense_3/kernel [128, 1030] ('embed', 'features'): copied"
+        in indivisible
+    )
+    assert "make its size a multiple of 4, or say ('*/Dense_3/kernel', 'whole')" in indivisible
+    # Said on purpose: no warning, which would be an error in tests.
+    rules = [("Dense_3/kernel", "whole"), ("Dense_*/kernel", "whole"), *js.RULES]
+    split_dims(model, js.compose(js.fsdp("data"), js.tensor(rules)))
+
+
+def test_a_model_annotated_with_axes_runs_where_flax_would_place_by_them():
+    """Under shard_map Flax takes the names in boxes for axes; DenseGeneral unboxes a matrix with three of them."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.DenseGeneral(WIDTH, axis=(-2, -1))(nn.DenseGeneral((HEADS, SIZE), kernel_init=AXES)(x))
+
+    model, tx = js.linen(Net(), loss, BATCH), optax.sgd(0.1)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, tx)
+    with quick_compile():
+        run = js.init(model.init, tx, layout, 0)
+        _, metrics = js.make_step(model.loss, tx, layout, engine=js.explicit())(run, BATCH)
+    assert jnp.isfinite(metrics["loss"])
