@@ -27,11 +27,13 @@ from jaxshard.training.state import TrainState
 class Bad:
     """The arrays of a step that were not finite: `metrics["bad"]`.
 
-    `bool(bad)` is True and `float(bad)` is 1.0 for a bad step. Both wait for the device.
+    `bool(bad)` is True and `float(bad)` is 1.0 for a bad step. Both wait for the device. Of several steps that ran in
+    one program (`jax.lax.scan`) they say whether any was bad.
 
     Attributes:
-      flags: bool[1 + 2 * trained parameters], True for what is not finite: the loss, the gradient of each parameter,
-        and each parameter that was finite before the update.
+      flags: bool[..., 1 + 2 * trained parameters], True for what is not finite: the loss, the gradient of each
+        parameter, and each parameter that was finite before the update. The dimensions before it are those of a `scan`
+        or `vmap` over steps.
       paths: the paths of the trained parameters, in the order of the flags.
 
     Example:
@@ -60,7 +62,8 @@ class Bad:
         return self._paths_from(1 + len(self.paths))
 
     def _paths_from(self, start: int) -> tuple[str, ...]:
-        flags = np.asarray(self.flags)[start : start + len(self.paths)]
+        each = np.asarray(self.flags).reshape(-1, 1 + 2 * len(self.paths))
+        flags: np.ndarray = each[:, start : start + len(self.paths)].any(axis=0)
         return tuple(path for path, flag in zip(self.paths, flags, strict=True) if flag)
 
 
@@ -157,7 +160,7 @@ def check_finite(metrics: Mapping[str, Any], *, step: int | None = None) -> None
         )
     bad = metrics["bad"]
     if bad:
-        raise BadStep(describe_bad(bad, float(metrics["loss"]), step), advise(bad), step)
+        raise BadStep(describe_bad(bad, np.asarray(metrics["loss"]).tolist(), step), advise(bad), step)
 
 
 _GO_ON = (
@@ -176,8 +179,8 @@ def advise(bad: Bad) -> str:
     return _GO_BACK if bad.params else _GO_ON
 
 
-def describe_bad(bad: Bad, loss: float, step: int | None) -> str:
-    """Say in one line what was not finite."""
+def describe_bad(bad: Bad, loss: float | list[Any], step: int | None) -> str:
+    """Say in one line what was not finite, in a step or in several whose numbers are stacked."""
     if not bad.grads:
         found = "all gradients are finite"
     elif len(bad.grads) == len(bad.paths) > 1:

@@ -61,6 +61,9 @@ def make_step(
     The run that goes in is donated: its arrays are gone afterwards. The first call compiles; batches of another shape
     are refused rather than compiled again. The random key of a step depends on the run's key and the step's number.
 
+    Inside a program of your own (`jax.jit(step)`, `jax.lax.scan(step, run, batches)` over batches [steps, rows, ...])
+    the step is a part of that program, which compiles, donates and waits for its devices itself.
+
     Args:
       loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`, where `model` is what `init_fn` returned.
       tx: an optax transform. It runs on the stored arrays where it is proven elementwise, otherwise on logical ones
@@ -176,6 +179,8 @@ class Step:
         if isinstance(batch, TrainState) and not isinstance(run, TrainState):
             raise TypeError("run and batch are swapped; write step(run, batch)")
         check_is_run(run)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((run, batch))):
+            return self._call_inside(run, batch)
         check_not_donated(run)
         check_narrowing(batch, "the batch")
         program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
@@ -188,6 +193,16 @@ class Step:
             # Simulated devices starve each other when two programs are in flight: the rendezvous aborts after 40 s.
             jax.block_until_ready(metrics)
         return run, metrics
+
+    def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Take one step as a part of the program that the user traces: nothing is compiled, donated or waited for."""
+        check_run(self.layout, run)
+        check_batch(self.layout, abstract(batch), self.engine.microbatches)
+        shardings = run_shardings(self.layout)
+        in_shardings, everywhere = (shardings, self.layout.batch_shardings(batch)), self._whole()
+        inside = jax.jit(self._step, in_shardings=in_shardings, out_shardings=(shardings, everywhere))
+        after: tuple[TrainState, Metrics] = inside(run, batch)
+        return after
 
     def lower(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Lowered:
         """Lower the step without running it; needs no run and no devices that hold one.
@@ -237,7 +252,7 @@ class Step:
             self._jitted = jax.jit(
                 self._step,
                 in_shardings=(shardings, self._rows),
-                out_shardings=(shardings, NamedSharding(self.layout.mesh, PartitionSpec())),
+                out_shardings=(shardings, self._whole()),
                 donate_argnums=0,
                 keep_unused=True,
                 compiler_options=self.engine.compiler_options(self.layout.mesh),
@@ -248,6 +263,9 @@ class Step:
                 "make batches of one shape (drop or pad the last one), or another step for the other shape",
             )  # fmt: skip
         return self._jitted
+
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.layout.mesh, PartitionSpec())
 
     def _step(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Take one step; traced under jit, in global view.
