@@ -21,10 +21,12 @@ from jaxshard.adapt.units import (
     call_loss,
     check_loss,
     dim_names_of,
+    explain_missing_key,
     gather_pending,
     is_pending,
     zeros_of,
 )
+from jaxshard.core.keys import neighbour
 from jaxshard.core.layout import join_model, split_model
 from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
@@ -45,7 +47,8 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
 
     Random keys: every random stream draws from the step's key, as in `module.apply(variables, x, rngs={"params":
     key})`, for Flax takes that stream for every name that has none. The n-th further call in one loss draws from the
-    key folded with n. Evaluation has no key, and a module that asks for one raises.
+    key folded with n. Evaluation has no key, and a module that asks for one raises. A loss with a parameter `key`
+    receives a key of its own, for modules that take one as an argument (`model(x, key)`); None in evaluation.
 
     Names: the parameters come without their metadata boxes. The names in those (`nn.with_logical_partitioning`,
     `nn.with_partitioning`) are the names of dimensions by which `js.tensor` splits. No other part of them is used.
@@ -54,8 +57,8 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
       module: the module, not yet initialised.
       loss: `loss(model, batch) -> scalar | js.Mean | js.Loss`. Call `model` like the module, but without variables and
         keys: `model(x, train=True)`, `model(x, method="encode")`. If the loss has a parameter `train`, it is True in
-        training and False in evaluation. The batch is global under `js.auto()`, one device's rows under
-        `js.explicit()`.
+        training and False in evaluation; `key` likewise is a random key or None. The batch is global under
+        `js.auto()`, one device's rows under `js.explicit()`.
       batch: an example batch, arrays or `jax.ShapeDtypeStruct`s. `init` runs the loss on zeros of these shapes, so
         that everything that the loss calls is initialised.
 
@@ -83,7 +86,7 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
             f"js.linen: module must be an instance of a flax.linen Module such as nn.Dense(8), got {got}; an NNX "
             "module is for js.nnx"
         )
-    check_loss("js.linen", loss)
+    check_loss("js.linen", loss, ("train", "key"))
     return Linen(module, loss, batch)
 
 
@@ -131,8 +134,9 @@ class Linen(Adapted):
     ) -> Any:
         """Run the user's loss on the module; see `Adapted.run`."""
         called = LinenModel(self.module, model, key)
-        with nn.intercept_methods(_gather_inside(units, save)):
-            output = call_loss(self.loss_fn, called, batch, train=key is not None)
+        own = None if key is None else neighbour(key)
+        with nn.intercept_methods(_gather_inside(units, save)), explain_missing_key("js.linen", self.loss_fn, key):
+            output = call_loss(self.loss_fn, called, batch, train=key is not None, key=own)
         return attach_state(output, called.state)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
@@ -175,7 +179,7 @@ class Linen(Adapted):
     def _boxed(self, key: jax.Array, contracted: dict[Path, Names] | None = None) -> dict[str, Any]:
         """Make all variables, with their metadata; notes what layers sum over."""
         fresh = LinenInit(self.module, key)
-        call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True)
+        call_loss(self.loss_fn, fresh, zeros_of(self.batch), train=True, key=neighbour(key))
         if contracted is not None:
             contracted.update(fresh.contracted)
         return fresh.variables

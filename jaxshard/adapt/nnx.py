@@ -29,10 +29,11 @@ from jaxshard.adapt.units import (
     call_loss,
     check_loss,
     dim_names_of,
+    explain_missing_key,
     gather_pending,
     is_pending,
 )
-from jaxshard.core.keys import is_key
+from jaxshard.core.keys import is_key, neighbour
 from jaxshard.core.layout import join_model, split_model
 from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
@@ -51,13 +52,15 @@ def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[
     sees its own rows only. Plain Python attributes that a call changes are not kept.
 
     Random streams are neither trained nor kept: in each loss stream i (in the order of `nnx.RngState`) starts from
-    the step's key folded with i, at count 0.
+    the step's key folded with i, at count 0. A loss with a parameter `rngs` or `key` receives `nnx.Rngs`, or a key, of
+    its own, for modules that take one as an argument (`model(x, rngs=rngs)`); None in evaluation.
 
     Args:
       make_module: `make_module(rngs: nnx.Rngs) -> nnx.Module`, for example `lambda rngs: MLP(64, rngs=rngs)`.
       loss: `loss(module, batch) -> scalar | js.Mean | js.Loss`. The module is in training mode (`module.train()`), in
         evaluation in evaluation mode (`module.eval()`). If the loss has a parameter `train`, it is True in training
-        and False in evaluation. The batch is global under `js.auto()`, one device's rows under `js.explicit()`.
+        and False in evaluation; `rngs` and `key` are None in evaluation. The batch is global under `js.auto()`, one
+        device's rows under `js.explicit()`.
 
     Returns:
       An `Nnx`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
@@ -83,7 +86,7 @@ def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[
             "js.nnx: make_module must be a function of nnx.Rngs that makes the module, such as "
             f"lambda rngs: nnx.Linear(2, 3, rngs=rngs), got {type(make_module).__name__}"
         )
-    check_loss("js.nnx", loss)
+    check_loss("js.nnx", loss, ("train", "key", "rngs"))
     return Nnx(make_module, loss)
 
 
@@ -177,7 +180,10 @@ class Nnx(Adapted):
         module, check = self.bind(model, key)
         gathering = UnitCalls(save)
         intercept_calls(module, units, gathering.run)  # the module is this trace's own
-        output = call_loss(self.loss_fn, module, batch, train=key is not None)
+        own = None if key is None else neighbour(key)
+        rngs = None if own is None else flax_nnx.Rngs(neighbour(own))
+        with explain_missing_key("js.nnx", self.loss_fn, key):
+            output = call_loss(self.loss_fn, module, batch, train=key is not None, key=own, rngs=rngs)
         state = check()
         gathering.check_ran(units)
         return attach_state(output, state)
@@ -326,6 +332,10 @@ def _check_params(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> 
     )
 
 
+def _is_object(x: Any) -> bool:
+    return isinstance(x, flax_nnx.Pytree)
+
+
 class UnitCalls:
     """Runs the calls of units, each under `jax.checkpoint` with its own parameters gathered; outermost units only.
 
@@ -341,26 +351,32 @@ class UnitCalls:
         """Run one call of a unit; `call` is what it does inside of another unit."""
         if self._inside:
             return call(*args, **kwargs)
-        parts: Any = flax_nnx.split(unit, flax_nnx.Param, ...)
+        flat: Any = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+        leaves, tree = flat
+        # The Rngs among the arguments count their draws, so they go in and out like the unit; together with it, for it
+        # may hold the same ones.
+        objects = (unit, tuple(x for x in leaves if _is_object(x)))
+        parts: Any = flax_nnx.split(objects, flax_nnx.Param, ...)
         graph, params, rest = parts
 
         # jax.checkpoint needs a function of arrays, so the unit goes in and out as its parts. It closes over `params`,
         # which are shards here: the gather inside is made again in the backward pass.
         def body(rest: PyTree) -> tuple[Any, PyTree]:
-            module = flax_nnx.merge(graph, gather_pending(params), rest, copy=True)
+            copies = flax_nnx.merge(graph, gather_pending(params), rest, copy=True)
+            module, handed = copies[0], iter(copies[1])
             before = _arrays_by_path(flax_nnx.state(module, flax_nnx.Param))
+            args, kwargs = tree.unflatten([next(handed) if _is_object(x) else x for x in leaves])
             output = module(*args, **kwargs)
-            parts: Any = flax_nnx.split(module, flax_nnx.Param, ...)
-            _, after, new = parts
-            _check_params(before, _arrays_by_path(after))
-            return output, new
+            _check_params(before, _arrays_by_path(flax_nnx.state(module, flax_nnx.Param)))
+            parts: Any = flax_nnx.split(copies, flax_nnx.Param, ...)
+            return output, parts[2]
 
         self._inside = True
         try:
             output, new = jax.checkpoint(body, policy=self._save)(rest)
         finally:
             self._inside = False
-        flax_nnx.update(unit, new)  # batch statistics and counts of random streams
+        flax_nnx.update(objects, new)  # batch statistics and counts of random streams
         self._ran.add(type(unit))
         return output
 

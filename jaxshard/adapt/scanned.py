@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxshard.adapt.linen import Linen, linen
 from jaxshard.adapt.scan_split import Path, ScanCarry, SplitLoss, split_at_scan
 from jaxshard.adapt.stacked import Stacked
+from jaxshard.adapt.units import check_loss
 from jaxshard.core.jaxpr import Program
 from jaxshard.core.keys import typed_key
 from jaxshard.core.loss import Loss, Mean, Model
@@ -41,7 +42,7 @@ def scanned(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Scann
 
     Args:
       module: the module, not yet initialised.
-      loss: `loss(model, batch) -> js.Mean | js.Loss`, as `js.linen` takes it.
+      loss: `loss(model, batch) -> js.Mean | js.Loss`, as `js.linen` takes it (with `train` or without, not with `key`).
       batch: an example batch, arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
@@ -62,6 +63,7 @@ def scanned(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Scann
           layout = js.layout(js.compose(js.fsdp(), js.pipeline()), mesh, model.init, tx)
           step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))
     """
+    check_loss("js.scanned", loss, ("train",))
     return Scanned(linen(module, loss, batch))
 
 

@@ -79,7 +79,7 @@ def stack(block: Any, num_blocks: int, loss: Callable[..., Any], batch: PyTree =
           layout = js.layout(js.compose(js.fsdp(), js.pipeline()), mesh, model.init, tx)
           step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))
     """
-    check_loss("js.stack", loss)
+    check_loss("js.stack", loss, ("train",))
     wrong = [name for name in parts if name in (_BLOCK, BLOCKS)]
     raise_all(wrong, ValueError, f"js.stack: {BLOCKS!r} and {_BLOCK!r} are the blocks; give this part another name")
     modules = {_BLOCK: block, **parts}

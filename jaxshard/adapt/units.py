@@ -12,7 +12,8 @@ The adapter gathers them (`gather_pending`) when `Block_0` runs, and again for `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,31 +122,50 @@ def gather_pending(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.use(x.stored, x.sink) if is_pending(x) else x, tree, is_leaf=is_pending)
 
 
-def call_loss(loss_fn: Callable[..., Any], model: Any, batch: PyTree, *, train: bool) -> Any:
-    """Call the user's loss, with `train=train` if it has a parameter of that name."""
-    parameter = inspect.signature(loss_fn).parameters.get("train")
-    takes_train = parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
-    return loss_fn(model, batch, train=train) if takes_train else loss_fn(model, batch)
+def call_loss(loss_fn: Callable[..., Any], model: Any, batch: PyTree, **options: Any) -> Any:
+    """Call the user's loss, with those options (`train`, `key`, `rngs`) that it has a parameter of that name for."""
+    return loss_fn(model, batch, **{name: options[name] for name in _asked(loss_fn, options)})
 
 
-def check_loss(who: str, loss_fn: Any) -> None:
-    """Raise a TypeError unless this is a function `loss(model, batch)`, with `train` or without.
+def _asked(loss_fn: Callable[..., Any], options: Iterable[str]) -> list[str]:
+    parameters = inspect.signature(loss_fn).parameters
+    return [n for n in options if n in parameters and parameters[n].kind is not inspect.Parameter.POSITIONAL_ONLY]
+
+
+def check_loss(who: str, loss_fn: Any, options: Sequence[str]) -> None:
+    """Raise a TypeError unless this is a function `loss(model, batch)`, with some of the options or without.
 
     `who` is the public function that errors name, such as "js.linen".
     """
     if not callable(loss_fn):
         raise TypeError(f"{who}: loss must be a function loss(model, batch), got {type(loss_fn).__name__}")
+    signature = inspect.signature(loss_fn)
+    missing = [name for name in ("key", "rngs") if name in signature.parameters and name not in options]
     try:
-        inspect.signature(loss_fn).bind(None, None)
+        signature.bind(None, None, **dict.fromkeys(_asked(loss_fn, options)))
+        problem = f"nothing is passed for {missing[0]!r}" if missing else ""
     except TypeError as error:
-        try:
-            inspect.signature(loss_fn).bind(None, None, train=True)
-        except TypeError:
-            raise TypeError(
-                f"{who}: loss must be a function loss(model, batch) or loss(model, batch, train), got "
-                f"{getattr(loss_fn, '__name__', 'one')}{inspect.signature(loss_fn)}: {error}; random keys are handled "
-                "behind the model"
-            ) from None
+        problem = str(error)
+    if problem:
+        also = "" if "key" in options else "; the modules draw their random numbers themselves"
+        raise TypeError(
+            f"{who}: loss must be a function loss(model, batch), if need be with parameters named "
+            f"{' or '.join(options)}, got {getattr(loss_fn, '__name__', 'one')}{signature}: {problem}{also}"
+        )
+
+
+@contextmanager
+def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | None) -> Iterator[None]:
+    """Add to an error of a loss in evaluation that the key, or Rngs, that it asks for is None there."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if key is None and (names := _asked(loss_fn, ("key", "rngs"))):
+            error.add_note(
+                f"{who}: evaluation has no random key, so the loss received {names[0]}=None; there draw from a key of "
+                "your own, such as jax.random.key(0), or nothing at random"
+            )
+        raise
 
 
 def attach_state(output: Any, state: dict[str, Any]) -> Any:

@@ -63,6 +63,13 @@ def advance(key: jax.Array, rows: jax.Array | int) -> jax.Array:
     return keys_of(data.at[..., -1].add(jnp.asarray(rows).astype(data.dtype)), key.dtype)
 
 
+def neighbour(key: jax.Array) -> jax.Array:
+    """Return another key, unrelated to this one and to all keys split or folded from it; both advance alike."""
+    data = words_of(key)
+    # Not folded: engines count rows in the last word, before this, and `row_keys` adds to it after this.
+    return keys_of(data.at[..., 0].add(jnp.asarray(0x9E3779B9, data.dtype)), key.dtype)
+
+
 def typed_key(key: Any) -> jax.Array:
     """Return a new-style key for a seed, an old uint32 key or a new-style key."""
     if isinstance(key, Integral):

@@ -267,9 +267,9 @@ def test_wrong_types():
         js.linen(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), loss_of, classes())
     with pytest.raises(TypeError, match="loss must be a function loss\\(model, batch\\), got int"):
         js.linen(MLP(), 3, classes())
-    with pytest.raises(TypeError, match=r"or loss\(model, batch, train\), got one_too_many\(model, batch, key\)"):
+    with pytest.raises(TypeError, match=r"named train or key, got one_too_many\(model, batch, z_rng\): missing"):
 
-        def one_too_many(model, batch, key): ...
+        def one_too_many(model, batch, z_rng): ...
 
         js.linen(MLP(), one_too_many, classes())
     with pytest.raises(TypeError, match="mutable must be names of collections"):
