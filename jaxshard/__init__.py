@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from jaxshard.core.strategy import pipeline as pipeline
     from jaxshard.core.strategy import shard as shard
     from jaxshard.core.strategy import tensor as tensor
+    from jaxshard.core.strategy import without_rows as without_rows
     from jaxshard.core.strategy import zero1 as zero1
     from jaxshard.core.strategy import zero2 as zero2
     from jaxshard.core.tree import Leaf as Leaf
@@ -133,6 +134,7 @@ _NAMES = {
         "pipeline",
         "shard",
         "tensor",
+        "without_rows",
         "zero1",
         "zero2",
     ),

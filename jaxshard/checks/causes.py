@@ -26,7 +26,7 @@ import numpy as np
 from jaxshard.adapt.objective import OfBlocks
 from jaxshard.checks.difference import CLOSE, Difference
 from jaxshard.core.keys import advance
-from jaxshard.core.layout import Layout, split_model
+from jaxshard.core.layout import Layout, select, split_model
 from jaxshard.core.loss import Mean, as_loss
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.text_table import first_words
@@ -108,14 +108,15 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
     """Compare the loss of the whole batch with those of its parts; see the table at the top of this file."""
     devices = 1 if step.engine.compiler_chooses else axis_size(step.layout.mesh, step.layout.batch_axes)
     parts = step.engine.microbatches * devices
-    rows = row_count(batch)
+    mask = step.layout.rows_mask(batch)
+    rows = row_count(select(mask, batch))
     size = rows // parts
     evaluate = bind(_terms_of(step, model))
     run = jax.jit(evaluate)
     whole = None if parts == 1 else run(batch, key, 0)
     if whole is None:
         return ()
-    apart = [run(_slice_rows(batch, first, size), key, first) for first in range(0, rows, size)]
+    apart = [run(_slice_rows(batch, mask, first, size), key, first) for first in range(0, rows, size)]
     totals, weights = (np.sum([np.asarray(one[i], np.float64) for one in apart], axis=0) for i in (0, 1))
     whole_totals, whole_weights = (np.asarray(x, np.float64) for x in whole)
     if not _near(weights, whole_weights):
@@ -131,7 +132,7 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
         f"{_as_sum(totals)}"
     )
     # All of JAX's random numbers are made by this primitive, whatever generator makes the bits.
-    if "random_bits" in str(jax.make_jaxpr(evaluate)(_slice_rows(batch, 0, size), key, 0)):
+    if "random_bits" in str(jax.make_jaxpr(evaluate)(_slice_rows(batch, mask, 0, size), key, 0)):
         # Another key, the same numbers: the loss does not draw them from the key that it receives.
         other = run(batch, jax.random.fold_in(key, 1), 0)
         if _near(np.asarray(other[0], np.float64), whole_totals):
@@ -164,8 +165,8 @@ def _terms_of(step: Step, model: PyTree) -> Callable[..., Any]:
     return fn
 
 
-def _slice_rows(batch: PyTree, first: int, size: int) -> PyTree:
-    return jax.tree.map(lambda x: x[first : first + size] if x.ndim else x, batch)
+def _slice_rows(batch: PyTree, mask: PyTree, first: int, size: int) -> PyTree:
+    return jax.tree.map(lambda x, has_rows: x[first : first + size] if has_rows else x, batch, mask)
 
 
 def _near(a: np.ndarray, b: np.ndarray) -> bool:

@@ -221,7 +221,7 @@ def parity(
             both = _record(tx)
             plan = layout(strategy, mesh, make, both, trainable=trainable)
             step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
-            check_batch(plan, abstract(batch), engine.microbatches)
+            check_batch(plan, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
             step_key = jax.random.fold_in(run_key(seed), 0)
             alone = _OneDevice(loss_fn, plan, start, batch, step_key, notes)
             expected = alone.step(batch)
@@ -246,7 +246,7 @@ def parity(
             notes.append("all updates are zero on one device, so that nothing is said about the optimizer")
         report, tried = compare(batch, expected), [GIVEN]
         parts = 1 if engine.compiler_chooses else engine.microbatches * axis_size(mesh, plan.batch_axes)
-        for name, other in make_separating(batch, parts) if report.ok else ():
+        for name, other in make_separating(batch, plan.rows_mask(batch), parts) if report.ok else ():
             with jax.default_device(first):
                 expected = alone.step(other)
             if not all(np.isfinite(to_numpy(x)).all() for x in jax.tree.leaves((expected.loss, expected.grads))):

@@ -17,15 +17,17 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from jaxshard.core.layout import select
 from jaxshard.core.tree import path_str, row_count
 from jaxshard.core.types import PyTree
 
 
-def make_separating(batch: PyTree, parts: int) -> Iterator[tuple[str, PyTree]]:
+def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[str, PyTree]]:
     """Make batches of the same shapes in which the parts differ from each other.
 
     Args:
-      batch: NumPy arrays [rows, ...]; scalars stay as they are.
+      batch: NumPy arrays.
+      mask: True for those that have rows, [rows, ...]; the others stay as they are.
       parts: the number of equal parts that devices and micro-batches see.
 
     Yields:
@@ -33,23 +35,25 @@ def make_separating(batch: PyTree, parts: int) -> Iterator[tuple[str, PyTree]]:
     """
     if parts == 1:
         return
-    rows = row_count(batch)
+    rows = row_count(select(mask, batch))
     size = rows // parts
     part = np.arange(rows) // size
 
     def take(order: np.ndarray) -> PyTree:
-        return jax.tree.map(lambda x: x[order] if x.ndim else x, batch)
+        return jax.tree.map(lambda x, has_rows: x[order] if has_rows else x, batch, mask)
 
     for kinds in ("f", "iu"):
-        for path, x in jax.tree_util.tree_leaves_with_path(batch):
-            means = x.reshape(rows, -1).mean(1) if x.ndim and x.size and x.dtype.kind in kinds else np.zeros(rows)
+        for path, x in jax.tree_util.tree_leaves_with_path(select(mask, batch)):
+            means = x.reshape(rows, -1).mean(1) if x.size and x.dtype.kind in kinds else np.zeros(rows)
             order = np.argsort(means, kind="stable")
             if (order != np.arange(rows)).any():
                 yield f"rows sorted by {path_str(path) or 'the batch'}", take(order)
                 break
     if size > 1:
         yield "one row for each device", take(part * size)
-    moved = jax.tree.map(lambda x: _move_apart(x, part) if x.ndim and x.dtype.kind == "f" else x, batch)
+    moved = jax.tree.map(
+        lambda x, has_rows: _move_apart(x, part) if has_rows and x.dtype.kind == "f" else x, batch, mask
+    )
     if any(a is not b for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(batch), strict=True)):
         yield "numbers moved apart between devices", moved
 

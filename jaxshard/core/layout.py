@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxshard.core.apply_strategy import place_batch
+from jaxshard.core.batch_rows import rows_mask
 from jaxshard.core.loss import Model
-from jaxshard.core.mesh import axis_names, mesh_str
-from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.mesh import axis_names, axis_size, mesh_str
+from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.strategy_parts import Pipeline, pipeline_of
 from jaxshard.core.text_table import align_columns
@@ -88,9 +89,21 @@ class Layout:
         """Return the sharding of a global batch array (or its ShapeDtypeStruct): rows over the batch axes."""
         return self.batch_placement(array).sharding(self.mesh)
 
+    def batch_placements(self, batch: PyTree) -> PyTree:
+        """Return the placement of every array of a global batch, as a tree; arrays without rows are whole."""
+
+        def place(path: tuple[Any, ...], x: Any, has_rows: bool) -> Placement:
+            return self.batch_placement(x, path) if has_rows else whole(leaf_of(path, x))
+
+        return map_with_path(place, batch, self.rows_mask(batch))
+
     def batch_shardings(self, batch: PyTree) -> PyTree:
         """Return the sharding of every array of a global batch, as a tree."""
-        return map_with_path(lambda path, x: self.batch_placement(x, path).sharding(self.mesh), batch)
+        return self.shardings(self.batch_placements(batch))
+
+    def rows_mask(self, batch: PyTree) -> PyTree:
+        """Return True for every array of a batch, or of a device's share of one, that has rows, as a tree."""
+        return rows_mask(self.strategy, axis_size(self.mesh, self.batch_axes), batch)
 
     def shardings(self, placements: PyTree) -> PyTree:
         """Turn a tree of placements into a tree of `NamedSharding`."""
@@ -122,7 +135,8 @@ class Layout:
     def argument_bytes(self, batch: PyTree) -> int:
         """Return the bytes per device of what a step receives: parameters, both states, step, key and batch."""
         resting = sum(count for role, count in self.bytes_per_device().items() if role != "grad")
-        rows = sum(self.batch_placement(x).bytes_per_device(self.mesh, x.dtype) for x in jax.tree.leaves(batch))
+        placed = zip(jax.tree.leaves(batch), jax.tree.leaves(self.batch_placements(batch)), strict=True)
+        rows: int = sum(placement.bytes_per_device(self.mesh, x.dtype) for x, placement in placed)
         return resting + rows + bytes_of((), jnp.int32) + bytes_of((), self.shapes.key.dtype)
 
     def sharded_fraction(self, role: Role) -> float:

@@ -281,8 +281,12 @@ def _is_pattern(key: str, value: object) -> bool:
 
 
 def _fits(key: str, leaf: Leaf) -> bool:
-    """Tell whether the path of a parameter ends with the pattern, from the start of a word."""
-    return fnmatchcase("/" + leaf.path, "*/" + key.removeprefix("*/"))
+    return ends_with(leaf.path, key)
+
+
+def ends_with(path: str, pattern: str) -> bool:
+    """Tell whether the path of an array ends with the pattern, from the start of a word."""
+    return fnmatchcase("/" + path, "*/" + pattern.removeprefix("*/"))
 
 
 def _names_by(value: Fate | Names | NamesOf, leaf: Leaf) -> Names | None:

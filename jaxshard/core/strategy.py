@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_names, make_mesh
 from jaxshard.core.rules import RULES, Rule, Rules
-from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Pipeline, Shard, Tensor
+from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Pipeline, Shard, Tensor, WithoutRows
 from jaxshard.core.strategy_parts import Strategy as Strategy
 from jaxshard.core.types import ROLES, AxisName, Role
 
@@ -70,6 +70,25 @@ def batch(*axes: AxisName) -> Strategy:
         js.batch("replica", "data")     # on replica=2, data=4: [rows / 8, ...] on each device
     """
     return Batch(tuple(name for axis in axes for name in axis_names(axis)))
+
+
+def without_rows(*patterns: str) -> Strategy:
+    """Name the arrays of a batch that have no rows: lookup tables, the nodes and edges of graphs.
+
+    They are whole on every device and in every micro-batch, as scalars are. All others have as many rows as any other.
+
+    Args:
+      *patterns: each fits the arrays whose path in the batch ends so; "*" stands for anything.
+
+    Raises:
+      TypeError: a pattern that is no string.
+
+    Example:
+        js.compose(js.fsdp("data"), js.without_rows("table", "graph/*"))    # {"x": ..., "table": ..., "graph": {...}}
+    """
+    if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise TypeError(f"without_rows: patterns are strings such as 'table', got {wrong[0]!r}")
+    return WithoutRows(patterns)
 
 
 def tensor(rules: Iterable[Rule] = RULES, axis: AxisName = "tensor") -> Strategy:
@@ -287,7 +306,7 @@ def hybrid(
     return mesh, compose(*parts)
 
 
-_MAKERS = (shard, batch, tensor, pipeline, compose, ddp, zero1, zero2, fsdp, hsdp, hybrid)
+_MAKERS = (shard, batch, without_rows, tensor, pipeline, compose, ddp, zero1, zero2, fsdp, hsdp, hybrid)
 
 
 def check_strategy(strategy: Any) -> None:

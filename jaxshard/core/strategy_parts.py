@@ -61,9 +61,20 @@ class Batch:
         if rows % parts:
             raise ValueError(
                 f"batch: {leaf.path} has {rows} rows, which the {parts} devices of axis {_quote_axes(split.store[0])} "
-                f"do not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}"
+                f"do not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}, or name it in "
+                "js.without_rows(...) if it has none"
             )
         return replace(split, use=split.store)
+
+
+@dataclass(frozen=True)
+class WithoutRows:
+    """The strategy that names arrays of the batch without rows; see `without_rows`. `core/batch_rows.py` reads it."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        return placement
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.tree import map_with_path, path_str
 from jaxshard.core.types import PyTree
@@ -101,7 +103,8 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
 
     Raises:
       TypeError: a position with a state for an iterator that can't take one.
-      ValueError: by `next`, a leaf without rows. Also by `next`: what the iterator raises.
+      ValueError: by `next`, a scalar, or arrays with different numbers of rows. Also by `next`: what the iterator
+        raises.
     """
     return batches_in_turn(iterator, lambda batch: _place_local(batch, layout), start, prefetch)
 
@@ -171,20 +174,29 @@ def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
     """Place a batch that this host has whole."""
 
-    def place(leaf: Any) -> jax.Array:
-        # A copy: some iterators fill one buffer over and over, and on a CPU JAX goes on using the array it is given.
-        array = np.array(leaf)
-        return jax.make_array_from_callback(array.shape, layout.batch_sharding(array), lambda index: array[index])
+    # A copy: some iterators fill one buffer over and over, and on a CPU JAX goes on using the array it is given.
+    batch = jax.tree.map(np.array, batch)
+
+    def place(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     check_narrowing(batch, "the batch")
-    return jax.tree.map(place, batch)
+    return jax.tree.map(place, batch, layout.batch_shardings(batch))
 
 
 def _place_local(batch: PyTree, layout: Layout) -> PyTree:
     """Place a batch of which this host has its own rows."""
 
+    counts = row_counts(layout.strategy, batch)
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"local_batches: {describe_differing(counts)}; {NAME_THOSE_WITHOUT}")
+
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         array = np.array(leaf)  # a copy, as in `_place_whole`
+        if array.ndim and path_str(path) not in counts:  # without rows: every host has it whole
+            return jax.make_array_from_callback(
+                array.shape, NamedSharding(layout.mesh, PartitionSpec()), lambda index: array[index]
+            )
         if array.ndim == 0:
             name = path_str(path) or "the batch"
             raise ValueError(f"local_batches: every leaf needs rows in its first dimension, but {name} is a scalar")

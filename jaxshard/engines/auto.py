@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.stacked import RematPolicy
 from jaxshard.core.keys import row_stride
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss
 from jaxshard.core.placement import Placement, spec_entry
 from jaxshard.core.types import PyTree
@@ -37,6 +37,11 @@ class Auto(WholeModelEngine):
         """True: the compiler inserts the collectives."""
         return True
 
+    @property
+    def shows_whole_batch(self) -> bool:
+        """True without micro-batches."""
+        return self.microbatches == 1
+
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return no axes: the loss is one global-view program."""
         return frozenset()
@@ -46,12 +51,13 @@ class Auto(WholeModelEngine):
         call = self.make_call(objective, layout, make_move(layout, self))
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
-            turns, first_rows = _turns(layout, batch, self.microbatches)
+            mask = layout.rows_mask(batch)
+            turns, first_rows = _turns(layout, select(mask, batch), self.microbatches)
             sinks = _sinks(layout, self.scatter)
 
             def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
                 with row_stride(self.microbatches):
-                    return call(params, sinks, state, rows, key, row)
+                    return call(params, sinks, state, put_back(mask, rows, batch), key, row)
 
             outcome, grads = accumulate(loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: x)
             if self.scatter == "end":
@@ -147,8 +153,6 @@ def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array
     """Cut the batch into [turns, rows, ...]: turn j has the rows j, j + count, ... on every mesh. Nothing moves."""
 
     def split(x: jax.Array) -> jax.Array:
-        if x.ndim == 0:
-            return jnp.broadcast_to(x, (count,))
         turns = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
         spec = PartitionSpec(None, spec_entry(layout.batch_axes), *(None,) * (x.ndim - 1))
         return constrain(layout, turns, spec)

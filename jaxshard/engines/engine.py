@@ -91,6 +91,11 @@ class Engine:
         raise NotImplementedError(f"{type(self).__name__} has no value_and_grad")
 
     @property
+    def shows_whole_batch(self) -> bool:
+        """True if the loss sees the whole batch at once, so that it makes no difference which arrays have rows."""
+        return False
+
+    @property
     def compiler_chooses(self) -> bool:
         """True if the compiler inserts the collectives; False if the engine issues exactly those of the layout."""
         return False

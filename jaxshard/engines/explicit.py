@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.stacked import RematPolicy
 from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
-from jaxshard.core.layout import Layout, select
+from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum
 from jaxshard.core.ordered_sums import ORDERED
 from jaxshard.core.placement import Placement, axes_of, only_axes
+from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.engine import Engine, Outcome, Reduction, Scatter, ValueAndGrad, WholeModelEngine
@@ -73,10 +74,12 @@ class Explicit(WholeModelEngine):
         call = self.make_call(objective, layout, make_move(layout, self))
 
         def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
-            def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
-                return _check_mean(call(params, sinks, state, rows, key, row))
+            mask = layout.rows_mask(batch)
 
-            turns, first_rows = _turns(batch, self.microbatches, axes)
+            def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
+                return _check_mean(call(params, sinks, state, put_back(mask, rows, batch), key, row))
+
+            turns, first_rows = _turns(select(mask, batch), self.microbatches, axes)
             sinks = _sinks(layout, self.scatter)
             outcome, grads = accumulate(
                 loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: sum_scalar(x, axes, sums)
@@ -228,10 +231,10 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 
 def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
     """Cut this device's rows into [turns, rows, ...]; also return the global number of each turn's first row."""
-    rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=count)
+    rows = row_count(batch)
 
     def split(x: jax.Array) -> jax.Array:
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (count,))
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
     first = lax.axis_index(axes) * rows if axes else 0
     return jax.tree.map(split, batch), first + jnp.arange(count) * (rows // count)

@@ -49,7 +49,7 @@ def stored_specs(placements: PyTree, axes: Set[str]) -> PyTree:
 
 def row_specs(layout: Layout, batch: PyTree) -> PyTree:
     """Return the specs of the arrays of a global batch."""
-    return jax.tree.map(lambda x: layout.batch_placement(x).store, batch)
+    return jax.tree.map(lambda placement: placement.store, layout.batch_placements(batch))
 
 
 def nest_in_shard_map(layout: Layout, fn: Callable[[jax.Array], jax.Array], spec: PartitionSpec) -> Callable[..., Any]:

@@ -82,7 +82,8 @@ def tiled_argument_bytes(layout: Layout, batch: PyTree) -> int:
     """
     mesh = layout.mesh
     arrays = [(one.placement, one.leaf.dtype) for one in layout.placed() if one.role != "grad"]
-    arrays += [(layout.batch_placement(x), x.dtype) for x in jax.tree.leaves(batch)]
+    placements = jax.tree.leaves(layout.batch_placements(batch))
+    arrays += [(placement, x.dtype) for placement, x in zip(placements, jax.tree.leaves(batch), strict=True)]
     scalars = tiled_bytes((), jnp.int32) + tiled_bytes((), layout.shapes.key.dtype)
     return sum(tiled_bytes(placement.shard_shape(mesh), dtype) for placement, dtype in arrays) + scalars
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.known_model import check_function, known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
@@ -88,21 +89,27 @@ def make_eval_step(
         if on_devices is not None:
             return on_devices(run, batch, rows)
 
-        return _sum_first_rows(partial(compute, run), batch, jnp.arange(row_count(batch)) < rows)
+        mask = layout.rows_mask(batch)
+        return _sum_first_rows(partial(compute, run), batch, mask, lambda own: jnp.arange(own) < rows)
 
-    size = 0
+    size, checked = 0, None
 
     def eval_step(run: TrainState, batch: PyTree) -> Results:
-        nonlocal size
+        nonlocal size, checked
         check_run(layout, run)
-        rows = row_count(batch)
-        size = size or _round_up(rows, layout)
+        mask, counts = layout.rows_mask(batch), row_counts(layout.strategy, batch)
+        differ, rows = len(set(counts.values())) > 1, row_count(select(mask, batch))
+        if differ and checked not in (None, abstract(batch)):
+            raise ValueError(f"{describe_differing(counts)}, so that none can be padded; {NAME_THOSE_WITHOUT}")
+        size = size or (rows if differ else _round_up(rows, layout))
         if rows > size:
             raise ValueError(
                 f"an evaluation batch has {rows} rows, more than the {size} of the first one; put the largest first"
             )
-        padded = jax.tree.map(lambda x: _pad_rows(x, size), batch) if rows < size else batch
-        check_batch(layout, abstract(padded), 1)
+        padded = jax.tree.map(lambda x, has_rows: _pad_rows(x, size) if has_rows else x, batch, mask)
+        if abstract(padded) != checked:
+            check_batch(layout, abstract(padded), 1, whole=on_devices is None)
+            checked = abstract(padded)
         check_narrowing(batch, "the batch")
         placed = jax.tree.map(_place, padded, layout.batch_shardings(abstract(padded)))
         result: Results = evaluate_full(run, placed) if rows == size else evaluate_short(run, placed, rows)
@@ -230,9 +237,13 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
         if rows is None:
             found = compute(params, state, batch)
         else:
-            own = row_count(batch)
-            first = lax.axis_index(axes) * own if axes else 0
-            found = _sum_first_rows(partial(compute, params, state), batch, first + jnp.arange(own) < rows)
+            place = lax.axis_index(axes) if axes else 0
+            found = _sum_first_rows(
+                partial(compute, params, state),
+                batch,
+                layout.rows_mask(batch),
+                lambda own: place * own + jnp.arange(own) < rows,
+            )
         return {name: combine_over(metric, axes, sums) for name, metric in found.items()}
 
     def evaluate(run: TrainState, batch: PyTree, rows: jax.Array | None = None) -> Results:
@@ -263,15 +274,17 @@ def make_compute(eval_fn: EvalFn, layout: Layout, make_move: MakeMove) -> Callab
     return compute
 
 
-def _sum_first_rows(compute: Callable[[PyTree], Results], batch: PyTree, counts: jax.Array) -> Results:
-    """Add up the results of those rows of a batch that count, bool[rows]."""
+def _sum_first_rows(
+    compute: Callable[[PyTree], Results], batch: PyTree, mask: PyTree, counts: Callable[[int], jax.Array]
+) -> Results:
+    """Add up the results of the rows that count, `counts(rows)` being bool[rows]; `mask` says which have rows."""
+    rows = select(mask, batch)
 
     def evaluate_row(row: PyTree) -> Results:
-        return compute(jax.tree.map(lambda x, whole: x[None] if whole.ndim else x, row, batch))
+        return compute(put_back(mask, jax.tree.map(lambda x: x[None], row), batch))
 
-    axes = jax.tree.map(lambda x: 0 if x.ndim else None, batch)
-    each = jax.vmap(evaluate_row, in_axes=(axes,))(batch)
-    return {name: _combine_rows(metric, counts) for name, metric in each.items()}
+    each = jax.vmap(evaluate_row)(rows)
+    return {name: _combine_rows(metric, counts(row_count(rows))) for name, metric in each.items()}
 
 
 def _check_results(output: Any) -> Results:

@@ -6,6 +6,7 @@ joins them into one compiled program and knows the inside of none of them.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -14,12 +15,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
+from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import BLOCKS, abstract, check_same_tree, map_with_path, path_str, paths
+from jaxshard.core.tree import BLOCKS, abstract, check_same_tree, paths, row_count
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
@@ -78,10 +80,13 @@ def make_step(
         to its own rule, which then does what it does on one device (`Step.guarded` is False).
 
     Returns:
-      The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide. `metrics`
-      has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the whole gradient; "update_norm", that of
-      what the parameters changed by; the hyperparameters of an `optax.inject_hyperparams`, such as "learning_rate";
-      the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
+      The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide, beside
+      scalars and arrays without rows (`js.without_rows`). Where the loss sees the whole batch (`js.auto()` without
+      micro-batches) arrays may have other first sizes unnamed; a warning says which of them are whole.
+
+      `metrics` has, as scalars of the global batch: "loss"; "grad_norm", the 2-norm of the whole gradient;
+      "update_norm", that of what the parameters changed by; the hyperparameters of an `optax.inject_hyperparams`, such
+      as "learning_rate"; the metrics of a `js.Loss` by their names; and "bad", a `js.Bad`.
 
       Collectives: those of the engine, and an all-gather of every parameter that rests whole while its optimizer state
       is split.
@@ -197,7 +202,7 @@ class Step:
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Take one step as a part of the program that the user traces: nothing is compiled, donated or waited for."""
         check_run(self.layout, run)
-        check_batch(self.layout, abstract(batch), self.engine.microbatches)
+        check_batch(self.layout, abstract(batch), self.engine.microbatches, whole=self.engine.shows_whole_batch)
         shardings = run_shardings(self.layout)
         in_shardings, everywhere = (shardings, self.layout.batch_shardings(batch)), self._whole()
         inside = jax.jit(self._step, in_shardings=in_shardings, out_shardings=(shardings, everywhere))
@@ -245,7 +250,7 @@ class Step:
     def _program(self, run: TrainState, batch: PyTree) -> Any:
         shapes = abstract(batch)
         if self._jitted is None or (self._compiled is None and shapes != self._batch):
-            check_batch(self.layout, shapes, self.engine.microbatches)
+            check_batch(self.layout, shapes, self.engine.microbatches, whole=self.engine.shows_whole_batch)
             check_run(self.layout, run)
             shardings = run_shardings(self.layout)
             self._batch, self._rows = shapes, self.layout.batch_shardings(shapes)
@@ -325,35 +330,41 @@ class Step:
         self._checked_stacking = True
 
 
-def check_batch(layout: Layout, batch: PyTree, microbatches: int) -> None:
+def check_batch(layout: Layout, batch: PyTree, microbatches: int, *, whole: bool = False) -> None:
     """Check the rows of a batch.
 
     Args:
       layout: says which mesh axes split the rows.
-      batch: a tree of arrays or ShapeDtypeStructs [rows, ...]; scalars are ignored.
+      batch: a tree of arrays or ShapeDtypeStructs [rows, ...]; scalars, and arrays without rows, are ignored.
       microbatches: the engine's number of micro-batches.
+      whole: True where the loss sees the whole batch. Then arrays with different first sizes are taken as they are,
+        with a warning that names those that every device has whole.
 
     Raises:
       ValueError: no array has rows, they have different numbers of them, or devices and micro-batches do not divide
         the rows.
     """
-    rows = {path: x.shape[0] for path, x in _arrays_with_rows(batch)}
-    if not rows:
+    counts = row_counts(layout.strategy, batch)
+    if not counts:
         raise ValueError("the batch has no array with rows: expected a tree of arrays [rows, ...]")
-    if len(set(rows.values())) > 1:
-        listed = ", ".join(f"{path}: {count}" for path, count in rows.items())
-        raise ValueError(f"the arrays of a batch must have the same number of rows (dim 0), got {listed}")
+    mask = layout.rows_mask(batch)
+    count = row_count(select(mask, batch))
+    if len(set(counts.values())) > 1:
+        if not whole:
+            raise ValueError(
+                f"{describe_differing(counts)}; use js.auto() without micro-batches, whose loss sees the whole batch, "
+                f"or {NAME_THOSE_WITHOUT}"
+            )
+        others = ", ".join(f"{path}: {size}" for path, size in counts.items() if size != count)
+        warnings.warn(
+            f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which devices "
+            f"share, and every device has these whole: {others}. To choose yourself, {NAME_THOSE_WITHOUT}",
+            stacklevel=4,
+        )
     layout.batch_shardings(batch)
-    count = next(iter(rows.values()))
     parts = microbatches * axis_size(layout.mesh, layout.batch_axes)
     if count == 0 or count % parts:
         raise ValueError(
             f"a batch of {count} rows does not divide into {microbatches} micro-batches over {parts // microbatches} "
             f"devices; use a multiple of {parts} rows, such as {max(parts, count + -count % parts)}"
         )
-
-
-def _arrays_with_rows(batch: PyTree) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    map_with_path(lambda path, x: found.append((path_str(path), x)) if x.ndim else None, batch)
-    return found

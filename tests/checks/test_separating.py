@@ -4,7 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxshard.checks.separating import make_separating
+from jaxshard.checks.separating import make_separating as separate
+
+
+def make_separating(batch, parts):
+    return separate(batch, {name: x.ndim > 0 and name != "table" for name, x in batch.items()}, parts)
 
 
 def test_each_batch_separates_in_its_own_way():
@@ -26,6 +30,7 @@ def test_each_batch_separates_in_its_own_way():
     step = 2 * batch["x"].std()
     assert np.allclose(moved["x"][:, 0] - batch["x"][:, 0], np.array([1, 1, -1, -1, 1, 1, -1, -1]) * step)
     assert (moved["mask"] == 1).all() and moved["s"] == 2
+    assert all((one["table"] == np.arange(3)).all() for one in found.values())
     positive = dict(make_separating({"x": np.arange(1.0, 5)}, 4))["numbers moved apart between devices"]["x"]
     assert positive.tolist() == [2, 1, 6, 2]
 

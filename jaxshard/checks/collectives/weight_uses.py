@@ -91,8 +91,8 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
         step = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(manual), check_vma=False)
     parts = axis_size(layout.mesh, layout.batch_axes) if manual else 1
 
-    def turns_of(x: Any) -> jax.ShapeDtypeStruct:
-        rows = (x.shape[0] // (parts * engine.microbatches), *x.shape[1:]) if x.ndim else ()
+    def turns_of(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
+        rows = (x.shape[0] // (parts * engine.microbatches), *x.shape[1:]) if has_rows else x.shape
         return jax.ShapeDtypeStruct((engine.microbatches, *rows), x.dtype)
 
     def stored(x: Any, placement: Placement | None) -> jax.ShapeDtypeStruct | None:
@@ -101,7 +101,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     shapes = layout.shapes
     params, sinks = (jax.tree.map(stored, shapes.params, placements) for placements in (layout.params, layout.grads))
     traced, (outcome, _) = jax.make_jaxpr(step, return_shape=True)(
-        params, sinks, shapes.state, jax.tree.map(turns_of, batch), shapes.key
+        params, sinks, shapes.state, jax.tree.map(turns_of, batch, layout.rows_mask(batch)), shapes.key
     )
     counts: Counter[Use] = Counter()
     for use, times in _find_marks(eliminate_dead_code(traced)[0], 1):

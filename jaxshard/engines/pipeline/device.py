@@ -208,13 +208,13 @@ class DeviceStep:
         """A micro-batch's rows: a contiguous slice of this device's."""
         size = self._microbatch_rows()
 
-        def rows(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, microbatch * size, size) if x.ndim else x
+        def rows(x: jax.Array, has_rows: bool) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, microbatch * size, size) if has_rows else x
 
-        return jax.tree.map(rows, self.batch)
+        return jax.tree.map(rows, self.batch, self.layout.rows_mask(self.batch))
 
     def _microbatch_rows(self) -> int:
-        return row_count(self.batch) // self.engine.microbatches
+        return row_count(select(self.layout.rows_mask(self.batch), self.batch)) // self.engine.microbatches
 
     def _key(self, call: jax.Array | int, microbatch: jax.Array) -> jax.Array | None:
         """The key of a call of the model for a micro-batch's rows, as one device would have it for them."""

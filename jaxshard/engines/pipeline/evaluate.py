@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
@@ -50,7 +50,7 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
     parts = axis_size(layout.mesh, layout.batch_axes)
 
     def evaluate(params: PyTree, batch: PyTree, rows: jax.Array | None = None) -> Metrics:
-        own = row_count(batch) // parts
+        own = row_count(select(layout.rows_mask(batch), batch)) // parts
         most = MICROBATCHES_PER_DEVICE * devices
         microbatches = own if rows is not None else max(n for n in range(1, most + 1) if own % n == 0)
         # At least one micro-batch per device; `counts` masks those beyond the batch, whose rows are the last ones again

@@ -1,0 +1,56 @@
+"""Which arrays of a batch have rows: their first dimension is split over devices and cut into micro-batches.
+
+Scalars have none, nor have the arrays that `js.without_rows` names. What is left should have as many rows as any other.
+Where the sizes differ, the arrays of one size are taken to have the rows, which only a loss that sees the whole batch
+can't tell from the truth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxshard.core.rules import ends_with
+from jaxshard.core.strategy_parts import Strategy, WithoutRows, parts_of
+from jaxshard.core.tree import map_with_path, path_str
+from jaxshard.core.types import PyTree
+
+
+def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
+    """Return the first size of every array that may have rows, by path: of those that are no scalars and not named."""
+    found = jax.tree_util.tree_leaves_with_path(batch)
+    return {path_str(path): np.shape(x)[0] for path, x in found if np.ndim(x) and not _named(strategy, path)}
+
+
+def describe_differing(counts: dict[str, int]) -> str:
+    """Say that arrays of a batch have different numbers of rows, given what `row_counts` returned."""
+    listed = ", ".join(f"{path}: {count}" for path, count in counts.items())
+    return f"the arrays of a batch must have the same number of rows (dim 0), got {listed}"
+
+
+NAME_THOSE_WITHOUT = (
+    "name those that have no rows in the strategy: js.compose(..., js.without_rows('table', 'graph/*'))"
+)
+"""What to do where arrays of a batch have different first sizes, for errors."""
+
+
+def rows_mask(strategy: Strategy, parts: int, batch: PyTree) -> PyTree:
+    """Return True for every array of a batch that has rows, as a tree.
+
+    Args:
+      strategy: may have `js.without_rows` among its parts.
+      parts: the number of devices that split the rows.
+      batch: arrays, or their shapes. Where they differ in their first sizes, those of the size have rows that `parts`
+        divides, that most arrays have, and the largest of these.
+    """
+    sizes = Counter(row_counts(strategy, batch).values())
+    rows = max(sizes, key=lambda size: (size % parts == 0, sizes[size], size), default=0)
+    return map_with_path(lambda path, x: np.shape(x)[:1] == (rows,) and not _named(strategy, path), batch)
+
+
+def _named(strategy: Strategy, path: Any) -> bool:
+    patterns = [pattern for part in parts_of(strategy) if isinstance(part, WithoutRows) for pattern in part.patterns]
+    return any(ends_with(path_str(path), pattern) for pattern in patterns)
