@@ -63,7 +63,7 @@ class Bad:
 
     def _paths_from(self, start: int) -> tuple[str, ...]:
         each = np.asarray(self.flags).reshape(-1, 1 + 2 * len(self.paths))
-        flags: np.ndarray = each[:, start : start + len(self.paths)].any(axis=0)
+        flags: np.ndarray = each[:, start : start + len(self.paths)].max(axis=0)
         return tuple(path for path, flag in zip(self.paths, flags, strict=True) if flag)
 
 

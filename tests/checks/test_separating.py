@@ -16,9 +16,9 @@ def test_each_batch_separates_in_its_own_way():
         "x": np.array([[3.0], [1], [4], [-1], [5], [9], [2], [6]]),
         "y": np.arange(8) % 2,
         "mask": np.ones(8),
-        "s": 2,
+        "s": np.float64(2),
+        "table": np.arange(3.0),
     }
-    batch["s"] = np.float64(2)
     found = dict(make_separating(batch, 4))
     assert list(found) == [
         "rows sorted by x", "rows sorted by y", "one row for each device", "numbers moved apart between devices",
