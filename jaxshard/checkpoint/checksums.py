@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxshard.checkpoint.manifest import MANIFEST, Manifest, Segment, read_manifest
-from jaxshard.checkpoint.store import ARRAYS, Extent
+from jaxshard.checkpoint.manifest import MANIFEST, Manifest, SavedArray, Segment, read_manifest
+from jaxshard.checkpoint.store import ARRAYS, Extent, find_arrays
 
 _BLOCK = 1 << 22
 """Bytes that are read at once."""
@@ -51,7 +51,7 @@ def list_files(folder: Path) -> list[str]:
 def find_damage(folder: Path) -> list[str]:
     """Return everything that is wrong with a step, a line each that begins with the file's name. Reads every file."""
     manifest, problems = try_manifest(folder)
-    return problems if manifest is None else compare_files(folder, manifest)
+    return problems if manifest is None else compare_step(folder, manifest)
 
 
 def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
@@ -62,6 +62,11 @@ def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
         return None, [f"{folder / MANIFEST}: missing: the save was interrupted, or the file was deleted"]
     except ValueError as error:
         return None, [str(error)]
+
+
+def compare_step(folder: Path, manifest: Manifest) -> list[str]:
+    """Compare every byte of a step with its manifest, and then the arrays; return what differs, a line each."""
+    return compare_files(folder, manifest) or compare_arrays(folder, manifest)
 
 
 def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
@@ -77,23 +82,64 @@ def compare_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int
       What differs, a line each that begins with the file's name and ends with the arrays in the damaged bytes.
     """
     problems = compare_file_names(folder, manifest)
-    for name in sorted({*manifest.files} & {*list_files(folder)})[part::parts]:
+    plain = (name for name in list_files(folder) if name in manifest.files and _is_plain(folder / name))
+    for name in sorted(plain)[part::parts]:
         problems += _compare_file(folder, manifest, name)
     return problems
 
 
+def compare_arrays(folder: Path, manifest: Manifest) -> list[str]:
+    """Compare the shapes and dtypes in the manifest of a step with those of the arrays as they were written.
+
+    Reads the index of the arrays and none of them. For steps whose files are as they were saved.
+
+    Returns:
+      What differs, a line each that begins with the manifest's name and the array's.
+    """
+    try:
+        written = find_arrays(folder)
+    except ValueError as error:
+        return [f"{folder / ARRAYS}: {error}"]
+    listed = {array.path: array for array in manifest.arrays if 0 not in array.shape}  # empty ones are in no file
+    problems = [f"{name}: missing, it lists {array}" for name, array in listed.items() if name not in written]
+    problems += [f"{name}: not in it, and written as {_text(*written[name])}" for name in written if name not in listed]
+    problems += [
+        f"{name}: it lists {array}, and written is {_text(*written[name])}"
+        for name, array in listed.items()
+        if name in written and not _was_written_as(array, *written[name])
+    ]
+    return [f"{folder / MANIFEST}: {problem}" for problem in problems]
+
+
+def _text(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _was_written_as(array: SavedArray, shape: tuple[int, ...], dtype: str) -> bool:
+    """True if an array of the manifest has this shape and dtype in its files, where random keys are their words."""
+    if array.dtype.startswith("key<"):
+        return dtype == "uint32" and shape[:-1] == array.shape
+    return (dtype, shape) == (array.dtype, array.shape)
+
+
 def compare_file_names(folder: Path, manifest: Manifest) -> list[str]:
-    """Return which files of a step are missing or were added, a line each. Reads none of them."""
+    """Return which files of a step are missing, were added or are no plain files, a line each. Reads none of them."""
     there, expected = list_files(folder), manifest.files
     added = [f"{folder / name}: not in the manifest: it was added later" for name in there if name not in expected]
+    added += [
+        f"{folder / name}: not a plain file" for name in there if name in expected and not _is_plain(folder / name)
+    ]
     gone = [name for name in sorted(expected) if name not in there]
     return added + [f"{folder / name}: missing; {_describe_arrays(manifest, name, expected[name])}" for name in gone]
 
 
+def _is_plain(file: Path) -> bool:
+    """True for a file, and not for a link to one or a named pipe, which would wait for a writer."""
+    return file.is_file() and not file.is_symlink()
+
+
 def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     segments, file = manifest.files[name], folder / name
-    if not file.is_file() or file.is_symlink():
-        return [f"{file}: not a plain file"]
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size

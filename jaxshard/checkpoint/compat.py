@@ -3,13 +3,15 @@
 Import this module where arrays are saved or read, not at the top of another one: importing Orbax takes half a second.
 tests/checkpoint/test_compat.py has a test by the name of each entry below.
 
-A change that breaks every save with an error:
+A change that breaks every save or restore with an error:
 
 - `ArrayHandler.serialize` is overridden, for Orbax's own takes arrays on devices; `create_type_handler_registry` makes
   Orbax use our handler.
 - `get_json_tspec_write`, re-exported from `orbax.checkpoint._src`, says how TensorStore has to write an array so that
   Orbax finds it again.
 - `ParamInfo.ts_context` holds the limits of concurrency and the caches that all arrays of a save share.
+- That the shape and dtype of an array lie in `<name>/zarr.json` of the database, as "shape" and "data_type" of Zarr 3. If
+  they are not found there, every step counts as damaged.
 
 A change that nobody would notice but for the tests:
 
@@ -34,9 +36,11 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 
 from jaxshard.checkpoint.snapshot import HostBlocks
+from jaxshard.checkpoint.strict_json import decode_object
 
 _KEY = re.compile(r"(.*)/(?:c(?:/\d+)*|zarr\.json)", re.DOTALL)
 """The key of a chunk or of the metadata of an array in Zarr 3: "params%2Fw/c/0/1" or "params%2Fw/zarr.json"."""
+_METADATA = b"/zarr.json"
 _LOCATION = re.compile(r"\w+:(.*?):(.*):(\d+):(\d+)")
 """Where OCDBT keeps a value, as `dump` writes it: "file:<base folder>:<file>:<first byte>:<bytes>"."""
 
@@ -91,6 +95,23 @@ def find_values(database: Path) -> Iterator[tuple[str, str, int, int]]:
         name, place = _KEY.fullmatch(key.decode()), _LOCATION.fullmatch(location)
         if name and place:
             yield name[1], place[1] + place[2], int(place[3]), int(place[4])
+
+
+def find_shapes(database: Path) -> Iterator[tuple[str, list[int], str]]:
+    """Yield (name, shape, dtype) of the arrays in an OCDBT database, as their own metadata say.
+
+    Args:
+      database: the folder of the database, completely written.
+
+    Raises:
+      ValueError: the index of the database, or the metadata of an array, can't be read.
+    """
+    base = {"driver": "file", "path": f"{database}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    metadata = [key for key in store.list().result() if key.endswith(_METADATA)]
+    for key, read in zip(metadata, [store.read(key) for key in metadata], strict=True):
+        fields = decode_object(read.result().value)
+        yield key.removesuffix(_METADATA).decode(), fields["shape"], fields["data_type"]
 
 
 def _walk(base: Any, node: str, prefix: bytes) -> Iterator[tuple[bytes, str]]:

@@ -72,6 +72,20 @@ def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     return empty | dict(loaded[_STATE])
 
 
+def find_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Find the (shape, dtype) with which the arrays of a step were written, by name. Reads the index alone.
+
+    Raises:
+      ValueError: the index can't be read.
+    """
+    from jaxshard.checkpoint.compat import find_shapes
+
+    try:
+        return {name: (tuple(shape), str(dtype)) for name, shape, dtype in find_shapes(folder / ARRAYS / _STATE)}
+    except Exception as error:  # of TensorStore, or of metadata that are none: whatever it is, these are no arrays
+        raise ValueError(f"the index of the arrays can't be read: {' '.join(str(error).split())}") from error
+
+
 def find_extents(folder: Path, names: Mapping[str, int]) -> dict[str, list[Extent]]:
     """Find where arrays lie in the files of a step. Arrays of less than a kilobyte are not found.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from jaxshard.checkpoint.checksums import compare_file_names, compare_files, try_manifest
+from jaxshard.checkpoint.checksums import compare_file_names, compare_step, try_manifest
 from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.errors import usage_errors
@@ -64,11 +64,11 @@ def _folders(root: Path, step: int | None) -> dict[int, Path]:
 
 
 def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
-    """Describe a step by its manifest and the names of its files; `deep` compares every byte too."""
+    """Describe a step by its manifest and the names of its files; `deep` compares every byte and every array too."""
     manifest, problems = try_manifest(folder)
     if manifest is None:
         return {"step": int(folder.name), "problems": problems}
-    problems = compare_files(folder, manifest) if deep else compare_file_names(folder, manifest)
+    problems = compare_step(folder, manifest) if deep else compare_file_names(folder, manifest)
     counts = {"arrays": len(manifest.arrays), "files": len(manifest.files) + 1, "bytes": manifest.size}
     made = {name: manifest.made.get(name) for name in ("time", "mesh", "processes", "jaxshard", "jax")}
     return {"step": manifest.step, "problems": problems} | counts | made

@@ -107,3 +107,7 @@ def test_orbax_is_not_imported_with_the_package():
     """It takes half a second, which those who save nothing must not pay."""
     code = "import sys, jaxshard as js; js.save, js.restore, js.Checkpointer; print('orbax.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
+
+
+def test_zarr_json_says_shape_and_dtype_of_every_array(saved):
+    assert store.find_arrays(saved) == {name: (x.shape, str(x.dtype)) for name, x in ARRAYS.items()}

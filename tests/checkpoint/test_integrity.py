@@ -2,10 +2,14 @@
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxshard as js
@@ -233,3 +237,69 @@ def test_files_that_can_not_be_read_are_named(root, monkeypatch):
     (folder / MANIFEST).mkdir()
     assert find_damage(folder) == [f"{folder / MANIFEST}: can't be read: Is a directory"]
     assert js.latest_step(root, intact=True) == 10
+
+
+def lie(folder, change):
+    """Change the manifest of a step, and give it a checksum that fits."""
+    made = manifest.read_manifest(folder)
+    arrays = tuple(change(array) for array in made.arrays)
+    manifest.write_manifest(folder / MANIFEST, made._replace(arrays=tuple(filter(None, arrays))))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("params/w", {"shape": (48, 25)}, "it lists float32[48, 25], and written is float32[48, 24]"),
+        ("params/w", {"shape": (24, 48)}, "it lists float32[24, 48], and written is float32[48, 24]"),
+        ("params/w", {"dtype": "int32"}, "it lists int32[48, 24], and written is float32[48, 24]"),
+        ("state/key", {"shape": (3,)}, "it lists key<fry>[3], and written is uint32[2, 2]"),
+        ("state/key", {"dtype": "uint32"}, "it lists uint32[2], and written is uint32[2, 2]"),
+        ("params/none", {"shape": (1, 4)}, "missing, it lists float32[1, 4]"),
+        ("params/w", None, "not in it, and written as float32[48, 24]"),
+    ],
+)
+def test_a_manifest_that_lists_other_arrays_than_were_written_is_found(name, change, told, root, capsys):
+    """A wrong shape or dtype would be read as that shape, and cast to that dtype."""
+
+    def changed(array):
+        if array.path != name:
+            return array
+        return None if change is None else array._replace(**change)
+
+    lie(root / "20", changed)
+    line = f"{root / '20' / MANIFEST}: {name}: {told}"
+    assert find_damage(root / "20") == [line]
+    assert main(["checkpoint", "verify", str(root)]) == 1
+    shown = capsys.readouterr().out
+    assert line in shown and "step 20: damaged" in shown and "step 10: intact" in shown
+    assert js.latest_step(root, intact=True) == 10
+
+
+def test_arrays_that_were_written_otherwise_are_refused_without_checksums_too(root):
+    """Orbax would cast, and cut or pad."""
+
+    def wide(key):
+        return {"w": jnp.ones(7, jnp.bfloat16)}
+
+    mesh, tx = js.make_mesh(jax.devices()[:1], data=1), optax.sgd(1.0)
+    other = js.layout(js.ddp("data"), mesh, lambda key: {"w": jnp.ones(6)}, tx)
+    made = js.layout(js.ddp("data"), mesh, wide, tx)
+    js.save(root.parent / "wide", js.init(wide, tx, made, 0), made)
+    lie(root.parent / "wide" / "0", lambda a: a._replace(shape=(6,), dtype="float32") if a.path == "params/w" else a)
+    for verify in (True, False):
+        with pytest.raises(js.Damaged, match=r"params/w: it lists float32\[6\], and written is bfloat16\[7\]"):
+            js.restore(root.parent / "wide", other, verify=verify)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "device"])
+def test_what_is_no_plain_file_is_refused_without_checksums_too(kind, root):
+    (data,) = (root / "20" / name for name in list_files(root / "20") if "process_0/d/" in name)
+    data.rename(root.parent / "data")
+    if kind == "pipe":
+        os.mkfifo(data)
+    else:
+        data.symlink_to(root.parent / "data" if kind == "link" else "/dev/zero")
+    for verify in (True, False):
+        with pytest.raises(js.Damaged, match=f"{data.name}: not a plain file"):
+            js.restore(root, layout(), verify=verify)
+    assert main(["checkpoint", "list", str(root)]) == 1
