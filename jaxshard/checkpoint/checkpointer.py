@@ -14,6 +14,7 @@ import jax
 
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_step, step_folders
 from jaxshard.checkpoint.reader import describe, restore
+from jaxshard.checkpoint.signature import check_key
 from jaxshard.checkpoint.writer import begin_save
 from jaxshard.core.compat import call_before_exit
 from jaxshard.core.layout import Layout
@@ -43,6 +44,7 @@ class Checkpointer:
       keep: keep this many of the newest steps and delete older ones; None keeps all. Steps whose folders are symbolic
         links are not counted and never deleted; a warning names those that are there.
       data: called at each save for the position of the data, as `js.save` takes it.
+      key: the secret of a keyed digest, as `js.save` takes it; `restore` needs the same.
 
     Raises:
       ValueError: `every` or `keep` is less than 1.
@@ -56,11 +58,14 @@ class Checkpointer:
         every: int,
         keep: int | None = None,
         data: Callable[[], Any] | None = None,
+        key: bytes | None = None,
     ):
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and value < 1:
                 raise ValueError(f"Checkpointer: {name} must be at least 1, got {value}")
+        check_key(key)
         self._root, self._layout, self._every, self._keep, self._data = absolute_root(dir), layout, every, keep, data
+        self._key = key
         links = [path.name for path in step_folders(self._root).values() if path.is_symlink()]
         if links and keep is not None and jax.process_index() == 0:
             warnings.warn(
@@ -88,7 +93,7 @@ class Checkpointer:
         step = int(run.step)
         if step == self._saved:
             return
-        finish = begin_save(self._root, run, self._layout, self._data() if self._data else None)
+        finish = begin_save(self._root, run, self._layout, self._data() if self._data else None, self._key)
         self._pending = self._worker.submit(self._finish_save, finish, step)
 
     def restore(self) -> tuple[TrainState, Any]:
@@ -107,10 +112,10 @@ class Checkpointer:
         if (peers := all_peers()) is not None:
             peers.meet("js.Checkpointer.restore")  # before any of them is deleted
         for step in newest_first:
-            run = restore(self._root, self._layout, step=step)
+            run = restore(self._root, self._layout, step=step, key=self._key)
             if is_finite(run.params):
                 self._saved = step
-                return run, describe(self._root, step=step).data
+                return run, describe(self._root, step=step, key=self._key).data
             folder = self._root / str(step)
             if jax.process_index() == 0 and not folder.is_symlink():
                 delete_step(folder)

@@ -10,9 +10,10 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest, SavedArray, Segment, read_manifest
+from jaxshard.checkpoint.signature import check_signature, new_digest
 from jaxshard.checkpoint.store import ARRAYS, Extent, find_arrays
 
 _BLOCK = 1 << 22
@@ -23,12 +24,13 @@ class Damaged(ValueError):
     """Raised for a step whose files are not those that were saved."""
 
 
-def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
+def checksum_file(file: Path, extents: Sequence[Extent], digest: Any = None) -> tuple[Segment, ...]:
     """Compute the checksums of a file, and make it outlast a power cut.
 
     Args:
       file: the file, completely written.
       extents: where arrays lie in it.
+      digest: an object of hashlib that is updated with all of it, or None.
 
     Returns:
       Segments that cover the whole file, one for each extent and for each gap.
@@ -37,7 +39,7 @@ def checksum_file(file: Path, extents: Sequence[Extent]) -> tuple[Segment, ...]:
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         for length, array in _cover_file(size, extents):
-            segments.append(Segment(length, _checksum_next(opened, length)[1], array))
+            segments.append(Segment(length, _checksum_next(opened, length, digest)[1], array))
         os.fsync(opened.fileno())
     return tuple(segments)
 
@@ -48,10 +50,17 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in (path.relative_to(folder).as_posix() for path in found) if name != MANIFEST)
 
 
-def find_damage(folder: Path) -> list[str]:
-    """Return everything that is wrong with a step, a line each that begins with the file's name. Reads every file."""
+def find_damage(folder: Path, key: bytes | None = None) -> list[str]:
+    """Return everything that is wrong with a step, a line each that begins with the file's name. Reads every file.
+
+    Raises:
+      WrongKey: the step was saved with another key than this one, or none; nothing tells whether it is damaged.
+    """
     manifest, problems = try_manifest(folder)
-    return problems if manifest is None else compare_step(folder, manifest)
+    if manifest is None:
+        return problems
+    check_signature(folder, manifest, key)
+    return compare_step(folder, manifest)
 
 
 def try_manifest(folder: Path) -> tuple[Manifest | None, list[str]]:
@@ -140,15 +149,17 @@ def _is_plain(file: Path) -> bool:
 
 def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     segments, file = manifest.files[name], folder / name
+    digest = new_digest(manifest.sha256 is not None)
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            changed = [one for one in segments if _checksum_next(opened, one.size) != (one.size, one.crc32)]
+            changed = [one for one in segments if _checksum_next(opened, one.size, digest) != (one.size, one.crc32)]
     except OSError as error:
         return [f"{file}: can't be read: {error.strerror}; {_describe_arrays(manifest, name, segments)}"]
     expected = sum(segment.size for segment in segments)
     if size == expected and not changed:
-        return []
+        same = manifest.sha256 is None or manifest.sha256.get(name) == digest.hexdigest()
+        return [] if same else [f"{file}: its SHA-256 is another one: it was changed, and its checksums too"]
     wrong = "its bytes are not those that were saved" if size == expected else f"{size} bytes, {expected} were saved"
     return [f"{file}: {wrong}; {_describe_arrays(manifest, name, changed)}"]
 
@@ -180,9 +191,11 @@ def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int
         yield size - at, None
 
 
-def _checksum_next(opened: BinaryIO, size: int) -> tuple[int, int]:
-    """Read the next bytes of a file: (how many of `size` there were, their CRC-32)."""
+def _checksum_next(opened: BinaryIO, size: int, digest: Any) -> tuple[int, int]:
+    """Read the next bytes of a file: (how many of `size` there were, their CRC-32); update a digest with them."""
     crc = done = 0
     while done < size and (block := opened.read(min(_BLOCK, size - done))):
         crc, done = zlib.crc32(block, crc), done + len(block)
+        if digest is not None:
+            digest.update(block)
     return done, crc

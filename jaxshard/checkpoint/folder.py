@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import MANIFEST
+from jaxshard.checkpoint.signature import WrongKey, check_key
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of gs://bucket, of which a Path has made gs:/bucket."""
@@ -53,25 +54,38 @@ def check_root(root: Path) -> None:
         raise ValueError(f"{root} is the folder of one step; give {root.parent} and step={root.name}")
 
 
-def latest_step(dir: str | os.PathLike[str], *, intact: bool = False) -> int | None:
+def latest_step(dir: str | os.PathLike[str], *, intact: bool = False, key: bytes | None = None) -> int | None:
     """Return the number of the newest complete step in a folder of checkpoints.
 
     Args:
       dir: the folder that `js.save` or `js.Checkpointer` writes into.
       intact: also compare every byte of the step with its checksum, and fall back to the newest step where all are
         right. Reads the whole step.
+      key: with `intact`, the key that the steps were saved with; steps with another one are passed over.
 
     Returns:
       The number of the step; None where there is no such step, or no folder yet.
 
     Raises:
-      ValueError: `dir` is the folder of one step.
+      ValueError: `dir` is the folder of one step; with `intact`, all steps were saved with another key, or steps were
+        saved with a key and none is given.
       NotADirectoryError: `dir` is a file.
     """
+    check_key(key)
     root = absolute_root(dir)
     check_root(root)
-    newest_first = reversed(complete_steps(root).items())
-    return next((step for step, path in newest_first if not intact or not find_damage(path)), None)
+    wrong: WrongKey | None = None
+    for step, path in reversed(complete_steps(root).items()):
+        try:
+            if not intact or not find_damage(path, key):
+                return step
+        except WrongKey as error:
+            if key is None:
+                raise
+            wrong = wrong or error
+    if wrong is not None:
+        raise wrong
+    return None
 
 
 def step_folder(root: Path, step: int | None) -> Path:

@@ -13,6 +13,7 @@ from jaxshard.checkpoint.checksums import Damaged, compare_arrays, compare_file_
 from jaxshard.checkpoint.folder import absolute_root, step_folder
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.manifest import Manifest, SavedArray, encode_manifest, read_manifest
+from jaxshard.checkpoint.signature import check_key, check_signature
 from jaxshard.core.layout import Layout
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.agree import peers_of
@@ -22,7 +23,14 @@ from jaxshard.distributed.together import raise_together
 from jaxshard.training.state import TrainState
 
 
-def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = None, verify: bool = True) -> TrainState:
+def restore(
+    dir: str | os.PathLike[str],
+    layout: Layout,
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    key: bytes | None = None,
+) -> TrainState:
     """Restore a run from a folder of checkpoints, as `layout` stores it. Every process calls this.
 
     Parameters, optimizer and model state, random key and step come back bit for bit, whatever strategy, mesh, schedule
@@ -36,18 +44,29 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
       verify: first compare every byte of the step with its checksum, a share of the files in each process. Without
         it, only the names of the files and the shapes and dtypes in them are compared.
 
+      key: the secret that the step was saved with; see `js.save`.
+
     Returns:
       The run.
 
     Raises:
       ValueError: the tree, a shape or a dtype differs from the layout (every such array is named, nothing is cast); the
-        step is incomplete or has a newer format.
+        step is incomplete or has a newer format; it was saved with another key, or with none where one is given; a key
+        without `verify`, which would leave the files unread.
       js.Damaged: a file is damaged, missing or was added; it is named with the arrays in it. A ValueError.
       FileNotFoundError: there is no such folder or step.
       js.distributed.Disagreement: one of several processes has other versions, flags, mesh or layout, or finds another
         checkpoint.
     """
-    folder, manifest = _find_step(dir, layout, step)
+    check_key(key)
+    if key is not None and not verify:
+        raise ValueError("a key finds nothing where verify=False leaves the files unread; leave one of them out")
+    return read_run(absolute_root(dir), layout, step, verify=verify, key=key)
+
+
+def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, key: bytes | None) -> TrainState:
+    """Restore a run, as `restore`; with a key and without `verify`, only the manifest is compared with the key."""
+    folder, manifest = _find_step(root, layout, step, key)
     wanted, structure = entries(layout)
     _check_same_arrays(folder, manifest.arrays, wanted)
     check_intact(folder, manifest, verify=verify)
@@ -66,21 +85,29 @@ def restore(dir: str | os.PathLike[str], layout: Layout, *, step: int | None = N
     return run
 
 
-def describe(dir: str | os.PathLike[str], *, step: int | None = None) -> Manifest:
+def describe(dir: str | os.PathLike[str], *, step: int | None = None, key: bytes | None = None) -> Manifest:
     """Read what a step holds without its arrays: their names, the data's position, the mesh and versions that made it.
 
     Args:
       dir: the folder of checkpoints.
       step: the number of the step; the newest complete one by default.
+      key: the secret that the step was saved with; see `js.save`.
 
     Returns:
       The step's manifest.
 
     Raises:
-      ValueError: the step is incomplete, or its manifest damaged.
+      ValueError: the step is incomplete, its manifest damaged, or it was saved with another key.
       FileNotFoundError: there is no such folder or step.
     """
-    return read_manifest(step_folder(absolute_root(dir), step))
+    return _read_signed(step_folder(absolute_root(dir), step), key)
+
+
+def _read_signed(folder: Path, key: bytes | None) -> Manifest:
+    """Read the manifest of a step that was saved with this key, or without one for None."""
+    manifest = read_manifest(folder)
+    check_signature(folder, manifest, key)
+    return manifest
 
 
 def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
@@ -107,12 +134,12 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
     )
 
 
-def _find_step(dir: str | os.PathLike[str], layout: Layout, step: int | None) -> tuple[Path, Manifest]:
+def _find_step(root: Path, layout: Layout, step: int | None, key: bytes | None) -> tuple[Path, Manifest]:
     """Find the step to restore; raise in all processes unless it is the same in each."""
     failure = None
     try:
-        folder = step_folder(absolute_root(dir), step)
-        manifest = read_manifest(folder)
+        folder = step_folder(root, step)
+        manifest = _read_signed(folder, key)
         found = f"step {manifest.step} ({digest(encode_manifest(manifest))})"
     except (ValueError, OSError) as error:
         failure, found = error, f"none: {type(error).__name__}: {error}"

@@ -33,7 +33,8 @@ from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files
 from jaxshard.checkpoint.folder import absolute_root, delete_step
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, write_manifest
-from jaxshard.checkpoint.reader import restore
+from jaxshard.checkpoint.reader import read_run
+from jaxshard.checkpoint.signature import agree_on_key, check_key, new_digest, sign
 from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout
@@ -50,7 +51,9 @@ _locks: dict[Path, threading.Lock] = {}
 _save_numbers = itertools.count()  # every process begins the same saves in the same order
 
 
-def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None) -> Path:
+def save(
+    dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: Any = None, key: bytes | None = None
+) -> Path:
     """Save a run into the folder dir/<step>. Every process calls this.
 
     Arrays are saved in model order without padding, so that any other layout restores them. A step that is there but
@@ -62,21 +65,25 @@ def save(dir: str | os.PathLike[str], run: TrainState, layout: Layout, *, data: 
       layout: how it is stored.
       data: the position of the data, for sources whose position is not the step. Any value that comes back from JSON as
         it was; `jaxshard.checkpoint.reader.describe` returns it.
+      key: a secret of at least 16 bytes, the same in all processes, such as `secrets.token_bytes(32)`. Checksums find
+        accidents; with a key, changes on purpose are found too: the manifest gets the SHA-256 of every file and its own
+        HMAC-SHA256, and the step can only be restored with the same key.
 
     Returns:
       The folder of the step, complete and on disk.
 
     Raises:
-      TypeError: `run` is no TrainState.
-      ValueError: the run is not one of this layout, or the folder holds this step of another run.
+      TypeError: `run` is no TrainState, or `key` no bytes.
+      ValueError: the run is not one of this layout; the folder holds this step of another run, or saved with another
+        key; a key that is too short, or not the same in all processes.
       OSError: the step could not be written (a full disk, no permission). Nothing of it is left; other steps stay.
     """
     if isinstance(dir, TrainState):
         raise TypeError("dir is a run; write js.save(dir, run, layout), in this order")
-    return begin_save(absolute_root(dir), run, layout, data)()
+    return begin_save(absolute_root(dir), run, layout, data, key)()
 
 
-def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callable[[], Path]:
+def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: bytes | None = None) -> Callable[[], Path]:
     """Start a save: all of it that needs the devices or other processes.
 
     Waits while the same step is still being saved.
@@ -86,6 +93,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
       run: the run; it may be donated as soon as this returns.
       layout: how it is stored.
       data: the position of the data, as JSON.
+      key: the secret of the digest, as `save`.
 
     Returns:
       The function that writes the step and returns its folder. It issues no collective of devices, and may be called in
@@ -95,16 +103,18 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
       ValueError, OSError: as `save`.
     """
     check_is_run(run)
+    check_key(key)
     wanted, _ = entries(layout)
     arrays = _check_arrays(run, layout, wanted)
     if json.loads(json.dumps(data, allow_nan=False)) != data:
         raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
     step = int(run.step)
     folder = root / str(step)
+    agree_on_key(key)
     with ExitStack() as stack:
         stack.enter_context(_locks.setdefault(folder, threading.Lock()))
-        if call_in_first_process(lambda: _is_saved_or_prepare(folder), "js.save"):
-            if not _holds_same_run(root, run, layout):
+        if call_in_first_process(lambda: _is_saved_or_prepare(folder, key), "js.save"):
+            if not _holds_same_run(root, run, layout, key):
                 problem = f"step {step} of another run is there; save into another folder, or delete it"
                 raise ValueError(f"{folder}: {problem}")
             return lambda: folder
@@ -116,7 +126,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any) -> Callab
         with rest:
             store.save_arrays(folder, blocks, name)
             manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _describe_origin(layout))
-            _commit(folder, manifest, jax.process_index(), jax.process_count())
+            _commit(folder, manifest, jax.process_index(), jax.process_count(), key)
         return folder
 
     return finish
@@ -157,13 +167,13 @@ def _delete_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def _is_saved_or_prepare(folder: Path) -> bool:
+def _is_saved_or_prepare(folder: Path, key: bytes | None) -> bool:
     """Return True if a step is there and intact; else make an empty folder for it.
 
-    Deletes a damaged step, and what an interrupted save left there.
+    Deletes a damaged step, and what an interrupted save left there, but no step that was saved with another key.
     """
     try:
-        if (folder / MANIFEST).exists() and not find_damage(folder):
+        if (folder / MANIFEST).exists() and not find_damage(folder, key):
             return True
         if folder.exists():
             delete_step(folder)
@@ -173,10 +183,10 @@ def _is_saved_or_prepare(folder: Path) -> bool:
     return False
 
 
-def _holds_same_run(root: Path, run: TrainState, layout: Layout) -> bool:
+def _holds_same_run(root: Path, run: TrainState, layout: Layout, key: bytes | None) -> bool:
     """Return True if the step on disk is this very run, bit for bit, in the shards of all processes."""
     try:
-        there = restore(root, layout, step=int(run.step), verify=False)
+        there = read_run(root, layout, int(run.step), verify=False, key=key)
     except ValueError:
         return False
     pairs = zip(jax.tree.leaves(there), jax.tree.leaves(run), strict=True)
@@ -187,7 +197,7 @@ def _shard_bytes(x: jax.Array) -> list[bytes]:
     return [np.asarray(shard.data).tobytes() for shard in words_of(x).addressable_shards]
 
 
-def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> None:
+def _commit(folder: Path, manifest: Manifest, process: int, processes: int, key: bytes | None) -> None:
     """Compute the checksums of this process's share of the files; the first process then writes the manifest.
 
     The others hand theirs over as manifests of their own, manifest.json.<process>, through the folder that all see. No
@@ -197,16 +207,22 @@ def _commit(folder: Path, manifest: Manifest, process: int, processes: int) -> N
     places = store.find_extents(folder, names)
     shares = {f"{MANIFEST}.{other}" for other in range(1, processes)}
     written = [name for name in list_files(folder) if name not in shares and not name.endswith(".draft")]
-    files = {name: checksum_file(folder / name, places.get(name, ())) for name in written[process::processes]}
+    digests = {name: new_digest(key is not None) for name in written[process::processes]}
+    files = {name: checksum_file(folder / name, places.get(name, ()), digests[name]) for name in digests}
+    sums = None if key is None else {name: digest.hexdigest() for name, digest in digests.items()}
     if process:
-        write_manifest(folder / f"{MANIFEST}.{process}", manifest._replace(files=files))
+        write_manifest(folder / f"{MANIFEST}.{process}", manifest._replace(files=files, sha256=sums))
         _wait_for(folder / MANIFEST, folder)
         return
     for other in sorted(shares):
         _wait_for(folder / other, folder)
-        files |= decode_manifest((folder / other).read_bytes()).files
+        share = decode_manifest((folder / other).read_bytes())
+        files |= share.files
+        if sums is not None:
+            sums |= share.sha256 or {}
         (folder / other).unlink()
-    write_manifest(folder / MANIFEST, manifest._replace(files=dict(sorted(files.items()))))
+    manifest = manifest._replace(files=dict(sorted(files.items())), sha256=sums)
+    write_manifest(folder / MANIFEST, manifest if key is None else sign(manifest, key))
 
 
 def _wait_for(file: Path, folder: Path) -> None:

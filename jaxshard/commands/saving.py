@@ -13,6 +13,7 @@ from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.checkpoint.checksums import Damaged
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, latest_step, step_folders
 from jaxshard.checkpoint.reader import describe, restore
+from jaxshard.checkpoint.signature import read_key
 from jaxshard.commands.flags import SavingFlags, check_positive, refuse
 from jaxshard.core.layout import Layout
 from jaxshard.training.state import TrainState
@@ -35,6 +36,7 @@ class Saving(NamedTuple):
       every: steps between saves.
       keep: how many of the newest steps stay, or None for all.
       resumed: the step to go on from, or None for a new run.
+      key: the secret that steps are saved with, or None.
       ignored: newer steps that the run does not go on from, with the reason; they will be replaced.
     """
 
@@ -42,6 +44,7 @@ class Saving(NamedTuple):
     every: int = EVERY
     keep: int | None = None
     resumed: int | None = None
+    key: bytes | None = None
     ignored: Mapping[int, str] = MappingProxyType({})
 
     @property
@@ -62,7 +65,7 @@ class Saving(NamedTuple):
         if self.folder is None or self.resumed is None:
             return None
         try:
-            return restore(self.folder, layout, step=self.resumed)
+            return restore(self.folder, layout, step=self.resumed, key=self.key)
         except Damaged as error:
             raise Damaged(f"{error}; --fall-back goes on from the newest step that is intact") from error
 
@@ -73,7 +76,7 @@ class Saving(NamedTuple):
         """
         if self.folder is None:
             return nullcontext()
-        return Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts)
+        return Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts, key=self.key)
 
     def check_facts(self, facts: dict[str, Any]) -> list[str]:
         """Compare the facts of this run with those of the saved one, and note what changes.
@@ -89,7 +92,7 @@ class Saving(NamedTuple):
         """
         if self.folder is None or self.resumed is None:
             return []
-        saved = describe(self.folder, step=self.resumed).data
+        saved = describe(self.folder, step=self.resumed, key=self.key).data
         if not isinstance(saved, dict) or not saved.keys() >= facts.keys():
             raise ValueError(
                 f"--resume: step {self.resumed} in {self.folder} was not saved by jaxshard train; js.restore reads it"
@@ -126,14 +129,14 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
     if not flags.resume:
         refuse("chooses the step to go on from: add --resume", fall_back=flags.fall_back)
     check_positive(checkpoint_every=flags.checkpoint_every, keep=flags.keep)
-    newest = latest_step(folder)
+    key, newest = read_key(flags.key_file), latest_step(folder)
     _check_folder(folder, others)
     if newest is not None and not flags.resume:
         raise ValueError(
             f"--checkpoint {folder}: a run is there, saved at step {newest}; add --resume to go on with it, or "
             "give another folder"
         )
-    begin = latest_step(folder, intact=True) if flags.fall_back else newest
+    begin = latest_step(folder, intact=True, key=key) if flags.fall_back else newest
     if begin is None and newest is not None:
         raise ValueError(
             f"--fall-back: no step in {folder} is intact, the newest is {newest}; jaxshard checkpoint verify {folder} "
@@ -142,7 +145,7 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
     root, after = absolute_root(folder), -1 if begin is None else begin
     saved = complete_steps(root)
     ignored = {step: "damaged" if step in saved else "incomplete" for step in step_folders(root) if step > after}
-    return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, ignored)
+    return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, key, ignored)
 
 
 def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:

@@ -12,6 +12,7 @@ from jaxshard.checkpoint.reader import describe
 from jaxshard.commands.flags import SavingFlags
 from jaxshard.commands.main import main
 from jaxshard.commands.saving import EVERY, make_saving
+from tests.checkpoint.small import at, layout
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +158,28 @@ def test_wrong_flags(folder, flags, message):
     given = flags | ({"checkpoint": folder.parent / flags["checkpoint"]} if "checkpoint" in flags else {})
     with pytest.raises(ValueError, match=message):
         make_saving(SavingFlags(**given))
+
+
+def test_a_key_file_signs_what_is_saved_and_is_needed_to_go_on(tmp_path, monkeypatch):
+    folder, file, other = tmp_path / "run", tmp_path / "key", tmp_path / "other"
+    file.write_bytes(b"k" * 32 + b"\n")
+    other.write_bytes(b"o" * 32)
+    monkeypatch.delenv("JAXSHARD_CHECKPOINT_KEY", raising=False)
+    saves = make_saving(SavingFlags(checkpoint=folder, key_file=file))
+    with saves.checkpointer(layout(), {"batch": 8}) as checkpointer:
+        checkpointer.save(at(1))
+    assert int(js.restore(folder, layout(), key=b"k" * 32).step) == 1
+
+    def go_on(key_file, fall_back=False):
+        flags = SavingFlags(checkpoint=folder, resume=True, key_file=key_file, fall_back=fall_back)
+        return make_saving(flags).restore_run(layout())
+
+    assert int(go_on(file).step) == int(go_on(file, fall_back=True).step) == 1
+    for key_file, told in ((None, "none is given"), (other, "another key")):
+        for fall_back in (False, True):
+            with pytest.raises(ValueError, match=told):
+                go_on(key_file, fall_back)
+    monkeypatch.setenv("JAXSHARD_CHECKPOINT_KEY", "k" * 32)
+    assert int(go_on(None).step) == 1
+    with pytest.raises(ValueError, match=r"--key-file .*key needs a folder: add --checkpoint DIR"):
+        make_saving(SavingFlags(key_file=file))
