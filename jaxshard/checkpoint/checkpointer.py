@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_step, step_folders
+from jaxshard.checkpoint.lock import hold, release
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.signature import check_key
 from jaxshard.checkpoint.writer import begin_save
@@ -20,6 +21,7 @@ from jaxshard.core.compat import call_before_exit
 from jaxshard.core.layout import Layout
 from jaxshard.core.text_table import first_words
 from jaxshard.distributed.agree import all_peers
+from jaxshard.distributed.together import call_in_first_process
 from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState
 
@@ -37,6 +39,9 @@ class Checkpointer:
     thread. What goes wrong there is raised by the next call of any method, or printed when the program ends. With
     several processes, each has a `Checkpointer` and calls the same methods in the same order.
 
+    From its start to the end of the context (or of the process, however that ends) it holds a lock on the folder, so
+    that a second training into the same one is refused at its start, by the name of the first.
+
     Args:
       dir: the folder of checkpoints, on a disk that all processes see.
       layout: how the runs are stored.
@@ -47,7 +52,8 @@ class Checkpointer:
       key: the secret of a keyed digest, as `js.save` takes it; `restore` needs the same.
 
     Raises:
-      ValueError: `every` or `keep` is less than 1.
+      ValueError: `every` or `keep` is less than 1, or `key` too short.
+      BlockingIOError: another process trains into this folder; the message names it.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class Checkpointer:
                 raise ValueError(f"Checkpointer: {name} must be at least 1, got {value}")
         check_key(key)
         self._root, self._layout, self._every, self._keep, self._data = absolute_root(dir), layout, every, keep, data
-        self._key = key
+        self._key, self._is_first = key, jax.process_index() == 0
         links = [path.name for path in step_folders(self._root).values() if path.is_symlink()]
         if links and keep is not None and jax.process_index() == 0:
             warnings.warn(
@@ -76,6 +82,7 @@ class Checkpointer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._saved: int | None = None
+        self._is_locked = call_in_first_process(lambda: self._lock(may_fail=True), "js.Checkpointer")
         call_before_exit(self._wait_at_exit)
 
     def __call__(self, step: int, run: TrainState) -> None:
@@ -90,6 +97,8 @@ class Checkpointer:
           ValueError, OSError: as `js.save`, of this save or of the one before.
         """
         self.wait_until_finished()
+        if not self._is_locked:  # the folder could not be written then
+            self._is_locked = call_in_first_process(self._lock, "js.Checkpointer")
         step = int(run.step)
         if step == self._saved:
             return
@@ -140,6 +149,7 @@ class Checkpointer:
             error.add_note(f"besides, {failure}")
         finally:
             self._worker.shutdown()
+            self._unlock()
 
     def _wait_at_exit(self) -> None:
         """Wait, and print errors: if one were raised, Python would not call other checkpointers' functions at exit."""
@@ -147,6 +157,24 @@ class Checkpointer:
             self.wait_until_finished()
         except Exception as error:
             print(f"jaxshard: {error}", file=sys.stderr, flush=True)
+        self._unlock()
+
+    def _lock(self, *, may_fail: bool = False) -> bool:
+        """Lock the folder; with `may_fail` return False if it can't be written, which the first save then raises."""
+        try:
+            hold(self._root)
+        except BlockingIOError:
+            raise
+        except OSError:
+            if not may_fail:
+                raise
+            return False
+        return True
+
+    def _unlock(self) -> None:
+        if self._is_locked and self._is_first:
+            release(self._root)
+        self._is_locked = False
 
     def _finish_save(self, finish: Callable[[], Path], step: int) -> None:
         finish()

@@ -32,6 +32,7 @@ from jaxshard.checkpoint import store
 from jaxshard.checkpoint.checksums import checksum_file, find_damage, list_files
 from jaxshard.checkpoint.folder import absolute_root, delete_step
 from jaxshard.checkpoint.leaves import Entry, entries
+from jaxshard.checkpoint.lock import check_free
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, write_manifest
 from jaxshard.checkpoint.reader import read_run
 from jaxshard.checkpoint.signature import agree_on_key, check_key, new_digest, sign
@@ -77,6 +78,7 @@ def save(
       ValueError: the run is not one of this layout; the folder holds this step of another run, or saved with another
         key; a key that is too short, or not the same in all processes.
       OSError: the step could not be written (a full disk, no permission). Nothing of it is left; other steps stay.
+      BlockingIOError: the `js.Checkpointer` of another process, which is named, saves into this folder.
     """
     if isinstance(dir, TrainState):
         raise TypeError("dir is a run; write js.save(dir, run, layout), in this order")
@@ -172,6 +174,7 @@ def _is_saved_or_prepare(folder: Path, key: bytes | None) -> bool:
 
     Deletes a damaged step, and what an interrupted save left there, but no step that was saved with another key.
     """
+    check_free(folder.parent)
     try:
         if (folder / MANIFEST).exists() and not find_damage(folder, key):
             return True
@@ -197,7 +200,7 @@ def _shard_bytes(x: jax.Array) -> list[bytes]:
     return [np.asarray(shard.data).tobytes() for shard in words_of(x).addressable_shards]
 
 
-def _commit(folder: Path, manifest: Manifest, process: int, processes: int, key: bytes | None) -> None:
+def _commit(folder: Path, manifest: Manifest, process: int, processes: int, key: bytes | None = None) -> None:
     """Compute the checksums of this process's share of the files; the first process then writes the manifest.
 
     The others hand theirs over as manifests of their own, manifest.json.<process>, through the folder that all see. No

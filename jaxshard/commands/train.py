@@ -88,6 +88,7 @@ def train(
         job = Job(model, how, size, load_corpus(console, data), recipe.seed)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
+        saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
         run = saves.restore_run(job.layout)
         writers = _writers(output)
     facts(console, job.shown | saves.shown)
@@ -102,7 +103,7 @@ def train(
     steps = size.recipe.steps
     records: list[Record] = []
     with Preemption() as preemption:
-        with progress(console, steps) as show, saves.checkpointer(job.layout, job.sequence) as checkpointer:
+        with progress(console, steps) as show, saver as checkpointer:
             policy = _bad_step_policy(recipe.bad_steps, checkpointer, run)
             with _watchdog() as watchdog:
                 run = fit(

@@ -17,6 +17,7 @@ import jaxshard as js
 from jaxshard.checkpoint import manifest, writer
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.folder import step_folders
+from jaxshard.checkpoint.lock import LOCK
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.checkpoint.reader import describe
 from jaxshard.training.state import run_key
@@ -262,7 +263,7 @@ def test_an_error_of_any_kind_leaves_nothing_and_the_step_can_be_saved_again(err
         checkpointer(1, at(1))
         with pytest.raises(OSError, match="1: this step could not be saved") as caught:
             checkpointer.wait_until_finished()
-    assert caught.value.__cause__ is error and list(tmp_path.iterdir()) == []
+    assert caught.value.__cause__ is error and [path.name for path in tmp_path.iterdir()] == [LOCK]
     checkpointer.save(at(1))
     checkpointer.wait_until_finished()
     assert js.latest_step(tmp_path, intact=True) == 1

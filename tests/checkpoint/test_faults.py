@@ -13,6 +13,7 @@ import jaxshard as js
 from jaxshard.checkpoint import writer
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.folder import step_folders
+from jaxshard.checkpoint.lock import LOCK
 from jaxshard.commands.main import main
 from tests.checkpoint.runs import assert_same
 from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
@@ -34,7 +35,7 @@ def step():
 
 def assert_nothing_but(root, steps):
     """These steps, intact, and not a file besides."""
-    assert list(step_folders(root)) == steps == sorted(int(path.name) for path in root.iterdir())
+    assert list(step_folders(root)) == steps == sorted(int(path.name) for path in root.iterdir() if path.name != LOCK)
     assert all(find_damage(path) == [] for path in step_folders(root).values())
 
 

@@ -1,0 +1,143 @@
+"""The lock on a folder of checkpoints: of several trainings that save into one folder, the first alone goes on.
+
+The process that trains, of several the first, holds flock(2) on the file `.lock` in the folder, in which it has written
+its name, for whoever is refused. The kernel lets go when the process ends, however that happens, so that a crash leaves
+no lock behind: at most the file is left, which means nothing by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+
+LOCK = ".lock"
+_TRIES, _PAUSE = 10, 0.05
+"""A process that was killed may take a moment to end, and whoever only looks holds the lock for one."""
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_held: dict[str, tuple[int, int]] = {}
+"""(open file, number of holders in this process) of every folder that this process has locked."""
+_guard = threading.Lock()
+
+
+def hold(root: Path) -> None:
+    """Lock a folder for this process, until `release` was called as often; makes the folder if it is absent.
+
+    A process may hold it several times. Where the file system knows no locks there is a warning, and none is held.
+
+    Raises:
+      BlockingIOError: another process holds it; the message names that process.
+      OSError: the lock can't be written (no permission, a read-only disk).
+    """
+    name = os.path.realpath(root)
+    with _guard:
+        if name in _held:
+            opened, count = _held[name]
+        else:
+            root.mkdir(parents=True, exist_ok=True)
+            opened, count = _lock_file(root), 0
+        _held[name] = opened, count + 1
+
+
+def release(root: Path) -> None:
+    """Undo one call of `hold`; after the last one the lock is free and its file is deleted."""
+    name = os.path.realpath(root)
+    with _guard:
+        opened, count = _held.pop(name)
+        if count > 1:
+            _held[name] = opened, count - 1
+            return
+        with contextlib.suppress(OSError):
+            (root / LOCK).unlink()  # while it is locked: nobody else has it
+        os.close(opened)
+
+
+def check_free(root: Path) -> None:
+    """Raise BlockingIOError if another process holds the lock of a folder; the message names that process."""
+    with _guard:
+        if os.path.realpath(root) in _held:
+            return
+        try:
+            opened = _open(root / LOCK, os.O_RDONLY)
+        except OSError:
+            return  # nobody has written a lock
+        try:
+            _try_lock(root, opened)
+        finally:
+            os.close(opened)
+
+
+def _lock_file(root: Path) -> int:
+    """Lock the file in a folder, and return it open."""
+    while True:
+        opened = _open(root / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            _try_lock(root, opened)
+            with contextlib.suppress(FileNotFoundError):  # its owner deleted it after we had opened it
+                if os.path.samestat(os.fstat(opened), os.stat(root / LOCK)):
+                    break
+        except BaseException:
+            os.close(opened)
+            raise
+        os.close(opened)
+    _write_owner(opened)
+    return opened
+
+
+def _write_owner(opened: int) -> None:
+    started, command = datetime.now(UTC).isoformat(timespec="seconds"), Path(sys.argv[0]).name or "python"
+    text = f"{command} (process {os.getpid()} on host {socket.gethostname()}, since {started})"
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        os.ftruncate(opened, 0)
+        os.pwrite(opened, text.encode(errors="replace"), 0)
+
+
+def _open(file: Path, flags: int) -> int:
+    """Open the file of a lock; a link or a named pipe of that name is none, and is not touched."""
+    opened = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "not a plain file", str(file))
+    return opened
+
+
+def _try_lock(root: Path, opened: int) -> None:
+    """Lock an open file unless another process holds it; raise BlockingIOError with that process's name if so."""
+    for tries in range(_TRIES):
+        try:
+            import fcntl
+
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if tries + 1 == _TRIES:
+                break
+            time.sleep(_PAUSE)
+        except (ImportError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
+                raise
+            message = f"{root}: no locks ({error}); see to it that one training alone saves there"
+            warnings.warn(message, stacklevel=2)
+            return
+        else:
+            return
+    owner = "".join(filter(str.isprintable, os.pread(opened, 300, 0).decode(errors="replace"))) or "another process"
+    raise BlockingIOError(f"{root}: {owner} is training into this folder; wait until it ends, or give another folder")
+
+
+def _forget() -> None:
+    """Close the locks in a process that was forked: they are the parent's, and must not outlive it in a child."""
+    for opened, _ in _held.values():
+        os.close(opened)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
