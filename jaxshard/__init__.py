@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from jaxshard.checkpoint.reader import restore as restore
     from jaxshard.checkpoint.safetensors.reader import from_bytes as from_bytes
     from jaxshard.checkpoint.safetensors.reader import load_safetensors as load_safetensors
+    from jaxshard.checkpoint.safetensors.run import run_from_bytes as run_from_bytes
+    from jaxshard.checkpoint.safetensors.run import run_to_bytes as run_to_bytes
     from jaxshard.checkpoint.safetensors.writer import save_safetensors as save_safetensors
     from jaxshard.checkpoint.safetensors.writer import to_bytes as to_bytes
     from jaxshard.checkpoint.writer import save as save
@@ -109,6 +111,7 @@ _NAMES = {
     "checkpoint.folder": ("latest_step",),
     "checkpoint.reader": ("restore",),
     "checkpoint.safetensors.reader": ("from_bytes", "load_safetensors"),
+    "checkpoint.safetensors.run": ("run_from_bytes", "run_to_bytes"),
     "checkpoint.safetensors.writer": ("save_safetensors", "to_bytes"),
     "checkpoint.writer": ("save",),
     "checks.collectives.compare": ("audit",),

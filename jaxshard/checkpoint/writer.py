@@ -34,6 +34,7 @@ from jaxshard.checkpoint.folder import absolute_root, delete_step
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.checkpoint.lock import check_free
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, write_manifest
+from jaxshard.checkpoint.os_errors import first_cause, os_error
 from jaxshard.checkpoint.reader import read_run
 from jaxshard.checkpoint.signature import agree_on_key, check_key, new_digest, sign
 from jaxshard.checkpoint.snapshot import snapshot
@@ -77,7 +78,8 @@ def save(
       TypeError: `run` is no TrainState, or `key` no bytes.
       ValueError: the run is not one of this layout; the folder holds this step of another run, or saved with another
         key; a key that is too short, or not the same in all processes.
-      OSError: the step could not be written (a full disk, no permission). Nothing of it is left; other steps stay.
+      OSError: the step could not be written (a full disk, no permission), with the errno of the cause, and so as a
+        PermissionError where that was one. Nothing of it is left; other steps stay.
       BlockingIOError: the `js.Checkpointer` of another process, which is named, saves into this folder.
     """
     if isinstance(dir, TrainState):
@@ -107,9 +109,8 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
     check_is_run(run)
     check_key(key)
     wanted, _ = entries(layout)
-    arrays = _check_arrays(run, layout, wanted)
-    if json.loads(json.dumps(data, allow_nan=False)) != data:
-        raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
+    arrays = check_arrays(run, layout, wanted)
+    check_data(data)
     step = int(run.step)
     folder = root / str(step)
     agree_on_key(key)
@@ -134,7 +135,13 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
     return finish
 
 
-def _check_arrays(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> list[tuple[Entry, jax.Array]]:
+def check_data(data: Any) -> None:
+    """Raise ValueError unless a position of the data comes back from JSON as it was."""
+    if json.loads(json.dumps(data, allow_nan=False)) != data:
+        raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
+
+
+def check_arrays(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> list[tuple[Entry, jax.Array]]:
     """Return the arrays of a run with their entries; raise unless they are those of the layout and can be saved."""
     check_run(layout, run)
     arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(run), strict=True))
@@ -242,11 +249,10 @@ def _wait_for(file: Path, folder: Path) -> None:
 def _save_error(folder: Path, error: Exception) -> OSError:
     """Delete what there is of a step, and return the error to raise. Orbax hides the reason in a chain of causes."""
     shutil.rmtree(folder, ignore_errors=True)
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    cause = first_cause(error)
     reason = " ".join(str(cause).split()) or type(cause).__name__
-    return OSError(f"{folder}: this step could not be saved, and the steps before it stay as they are: {reason}")
+    message = f"{folder}: this step could not be saved, and the steps before it stay as they are: {reason}"
+    return os_error(message, cause)
 
 
 def _describe_origin(layout: Layout) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_a_file_that_can_not_be_written_leaves_the_step_before(tmp_path):
             checkpointer(3, at(3))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__ is not None and caught.value.errno == errno.EFBIG
     assert steps_of(tmp_path) == [1] and find_damage(tmp_path / "1") == []
     checkpointer(3, at(3))
     checkpointer.wait_until_finished()
@@ -107,10 +107,11 @@ def test_no_permission(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     monkeypatch.setattr(writer.Path, "mkdir", refuse)
-    with pytest.raises(OSError, match=r"run/2: this step could not be saved, .*Permission denied"):
+    with pytest.raises(PermissionError, match=r"run/2: this step could not be saved, .*Permission denied") as caught:
         js.save(tmp_path / "run", at(2), layout())
+    assert caught.value.errno == errno.EACCES
     checkpointer = js.Checkpointer(tmp_path / "run", layout(), every=1)
-    with pytest.raises(OSError, match="Permission denied"):
+    with pytest.raises(PermissionError, match="Permission denied"):
         checkpointer(2, at(2))
     monkeypatch.undo()
     checkpointer(2, at(2))
@@ -287,6 +288,15 @@ def test_an_interrupted_wait_still_tells_what_went_wrong(tmp_path, monkeypatch, 
             checkpointer(2, at(2))
     with pytest.raises(OSError, match="bad disk"):
         checkpointer(2, at(2))
+
+
+def test_an_error_of_the_background_keeps_its_kind_and_errno(tmp_path, monkeypatch):
+    slowly(monkeypatch, fail=("1", PermissionError(errno.EPERM, "Operation not permitted")))
+    checkpointer = js.Checkpointer(tmp_path, layout(), every=1)
+    checkpointer(1, at(1))
+    with pytest.raises(PermissionError, match=r"1: this step could not be saved") as caught:
+        checkpointer.wait_until_finished()
+    assert caught.value.errno == errno.EPERM
 
 
 def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):

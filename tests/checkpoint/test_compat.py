@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import type_handlers
 
 from jaxshard.checkpoint import compat, store
+from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.snapshot import HostBlocks
 from jaxshard.core.placement import View
 
@@ -87,6 +88,15 @@ def test_ocdbt_dump_says_where_every_array_lies(saved):
         halves = x[: len(x) // 2].tobytes(), x[len(x) // 2 :].tobytes()
         assert all(half in there[number] for half in halves), name
         assert len(there[number]) < x.nbytes + 4096, "besides the chunks, their index and the array's metadata"
+
+
+def test_os_error_code_is_the_errno_of_a_failed_write(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    store_ = compat.tensorstore.KvStore.open({"driver": "file", "path": f"{tmp_path}/file/"}).result()
+    with pytest.raises(Exception, match="Not a directory") as caught:
+        store_.write(b"key", b"value").result()
+    assert isinstance(os_error("it failed", caught.value), NotADirectoryError)
+    assert str(os_error("it failed", caught.value)) == "it failed" and os_error("", KeyError("1")).errno is None
 
 
 def test_use_compression_false_leaves_plain_bytes(saved):

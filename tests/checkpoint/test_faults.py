@@ -3,6 +3,7 @@
 A small disk of its own fails below Orbax, in TensorStore's own writes too, and root is not spared.
 """
 
+import errno
 import re
 import resource
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def save_with(disk, free, root, number):
     except OSError as error:
         message = rf"{re.escape(str(root / str(number)))}: this step could not be saved, .*stay as they are: .*\S"
         assert re.match(message, str(error)) and "No space left on device" in str(error), error
+        assert error.errno == errno.ENOSPC, "below TensorStore too"
         saved = False
     else:
         saved = True

@@ -1,4 +1,4 @@
-"""One training at a time saves into a folder: the second is refused by the name of the first; dead ones have no lock."""
+"""One training at a time saves into a folder: the second is refused by the name of the first; dead ones hold none."""
 
 import os
 import signal

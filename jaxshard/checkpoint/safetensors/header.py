@@ -69,14 +69,15 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The content of a header: the tensors, the CRC-32 of each (in our files), and the bytes before the data."""
+    """The content of a header: the tensors, the CRC-32 of each (in our files), bytes before the data, all metadata."""
 
     tensors: dict[str, Tensor]
     checksums: dict[str, int]
     length: int
+    metadata: dict[str, str]
 
 
-def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int]) -> bytes:
+def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int], others: Mapping[str, str] = {}) -> bytes:
     """Encode a header with its length before it.
 
     The result is equally long for all checksums, so that it can be written anew once they are known. It is padded to a
@@ -85,8 +86,9 @@ def encode_header(tensors: Mapping[str, Tensor], checksums: Mapping[str, int]) -
     Args:
       tensors: the tensors in the order of their bytes.
       checksums: the CRC-32 of each.
+      others: more metadata, under keys that are none of these.
     """
-    metadata = {"jaxshard": VERSION} | {_SUM + name: f"{checksums[name]:08x}" for name in tensors}
+    metadata = dict(others) | {"jaxshard": VERSION} | {_SUM + name: f"{checksums[name]:08x}" for name in tensors}
     fields: dict[str, Any] = {METADATA: metadata}
     for name, tensor in tensors.items():
         place = [tensor.start, tensor.start + tensor.size]
@@ -121,7 +123,7 @@ def decode_header(start: bytes, size: int) -> Header:
         at += tensor.size
     if end + at != size:
         raise ValueError(f"{size} bytes, and its header speaks of {end + at}: it was cut off, or more was added")
-    return Header(tensors, _decode_checksums(metadata, tensors), end)
+    return Header(tensors, _decode_checksums(metadata, tensors), end, metadata)
 
 
 def header_size(start: bytes, size: int) -> int:

@@ -92,14 +92,21 @@ def _load_onto(
     layout: Layout, what: str, found: dict[str, StoredTensor], problems: list[str], *, verify: bool
 ) -> PyTree:
     wanted, structure = model_entries(layout)
+    raise_together(problems, ValueError, f"{what}: not a complete model", point="js.load_safetensors")
+    check_tensors(wanted, what, found, verify=verify)
+    placed = ((entry, place_tensor(entry, found[entry.path].array, layout)) for entry in wanted)
+    return jax.tree.unflatten(structure, [keys_of(x, entry.dtype) for entry, x in placed])
+
+
+def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor], *, verify: bool) -> None:
+    """Raise in all processes unless tensors are those that are wanted, and with `verify` have their checksums."""
     point = "js.load_safetensors"
-    raise_together(problems, ValueError, f"{what}: not a complete model", point=point)
     differences = list_differences(
         {name: str(one.tensor) for name, one in found.items()}, {entry.path: str(tensor_of(entry)) for entry in wanted}
     )
     headline = (
-        f"{what}: the tensors are not those of this layout's model, and nothing is cast or left out; make the layout "
-        "from the init_fn that they are of"
+        f"{what}: the tensors are not those of this layout, and nothing is cast or left out; make the layout from the "
+        "init_fn and tx that they are of"
     )
     raise_together(differences, ValueError, headline, point=point)
     if verify:
@@ -107,14 +114,12 @@ def _load_onto(
         wrong = (f"{found[name].file}: tensor {name!r}" for name in mine if _is_damaged(found[name]))
         problems = [f"{text}: its bytes are not those that were saved" for text in wrong]
         raise_together(problems, ValueError, f"{what} is damaged", point=point)
-    return jax.tree.unflatten(structure, [_place(entry, found[entry.path].array, layout) for entry in wanted])
 
 
-def _place(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
-    """Put a tensor onto the devices in model order, split as far as the layout stores it split."""
+def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
+    """Put a tensor onto the devices in model order, split as far as the layout stores it split; keys as their words."""
     sharding = entry.shape_saved(layout.mesh).sharding
-    x = jax.make_array_from_callback(array.shape, sharding, lambda index: copy_part(array, index))
-    return keys_of(x, entry.dtype)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: copy_part(array, index))
 
 
 def copy_part(array: npt.NDArray[Any], index: Any) -> npt.NDArray[Any]:
@@ -172,17 +177,24 @@ def _map_file(file: Path, problems: list[str]) -> dict[str, StoredTensor]:
 
 
 def _open_buffer(file: str, raw: npt.NDArray[np.uint8], problems: list[str]) -> dict[str, StoredTensor]:
-    """Return the tensors in the bytes of a file, without reading them; notes what is wrong with its header."""
+    return open_buffer(file, raw, problems)[0]
+
+
+def open_buffer(
+    file: str, raw: npt.NDArray[np.uint8], problems: list[str]
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return (the tensors in the bytes of a file, without reading them; its metadata); note what is wrong with it."""
     try:
         header = decode_header(raw[: header_size(raw[:8].tobytes(), raw.size)].tobytes(), raw.size)
     except ValueError as error:
         problems.append(f"{file}: {error}")
-        return {}
+        return {}, {}
     data = raw[header.length :]
-    return {
+    tensors = {
         name: StoredTensor(file, tensor, data[tensor.start : tensor.start + tensor.size], header.checksums.get(name))
         for name, tensor in header.tensors.items()
     }
+    return tensors, header.metadata
 
 
 def _describe_error(file: Path, error: Exception) -> str:

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import jax
 
 from jaxshard.checkpoint.manifest import sync_folder, write_atomically
+from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.safetensors.header import Tensor, encode_header
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays, tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch_bytes, stream_pieces
@@ -89,22 +90,28 @@ def to_bytes(run: Any, layout: Layout) -> bytes:
       ValueError: as `js.save_safetensors`.
     """
     opened = io.BytesIO()
-    arrays = _sort_widest_first(model_arrays(run, layout))
-    _write_file(opened, arrays, _stream_arrays(arrays, layout, LIMIT))
+    arrays = sort_widest_first(model_arrays(run, layout))
+    write_file(opened, arrays, stream_arrays(arrays, layout, LIMIT))
     return opened.getvalue()
 
 
-def _write_file(opened: BinaryIO, arrays: Iterable[ModelArray], pieces: Iterable[NamedPiece | None]) -> None:
+def write_file(
+    opened: BinaryIO,
+    arrays: Iterable[ModelArray],
+    pieces: Iterable[NamedPiece | None],
+    *,
+    metadata: Mapping[str, str] = {},
+) -> None:
     """Write one safetensors file: the bytes of its tensors in their order, then the header with the checksums."""
     tensors = _place_tensors(arrays)
     checksums = dict.fromkeys(tensors, 0)
-    opened.write(encode_header(tensors, checksums))
+    opened.write(encode_header(tensors, checksums, metadata))
     for name, piece in filter(None, pieces):  # None: this file is complete, another one is not
         raw = fetch_bytes(piece)
         opened.write(raw)
         checksums[name] = zlib.crc32(raw, checksums[name])
     opened.seek(0)
-    opened.write(encode_header(tensors, checksums))  # as long as before
+    opened.write(encode_header(tensors, checksums, metadata))  # as long as before
     opened.flush()
 
 
@@ -117,7 +124,7 @@ def _place_tensors(arrays: Iterable[ModelArray]) -> dict[str, Tensor]:
     return placed
 
 
-def _sort_widest_first(arrays: Iterable[ModelArray]) -> list[ModelArray]:
+def sort_widest_first(arrays: Iterable[ModelArray]) -> list[ModelArray]:
     """Sort by falling item size, so that every tensor is aligned."""
     return sorted(arrays, key=lambda array: -array[0].words.dtype.itemsize)
 
@@ -133,7 +140,7 @@ def _divide_into_files(arrays: Iterable[ModelArray], max_bytes: int) -> list[lis
             room = max_bytes
         files[-1].append((entry, stored))
         room -= size
-    return [_sort_widest_first(file) for file in files]
+    return [sort_widest_first(file) for file in files]
 
 
 def _name_files(path: Path, files: list[list[ModelArray]]) -> dict[str, list[ModelArray]]:
@@ -142,7 +149,7 @@ def _name_files(path: Path, files: list[list[ModelArray]]) -> dict[str, list[Mod
     return {f"{path.stem}-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def _stream_arrays(arrays: Iterable[ModelArray], layout: Layout, limit: int) -> Iterator[NamedPiece]:
+def stream_arrays(arrays: Iterable[ModelArray], layout: Layout, limit: int) -> Iterator[NamedPiece]:
     """Yield (name, piece) of a file's tensors, in the order of its bytes. Collective."""
     for entry, stored in arrays:
         spec = entry.shape_saved(layout.mesh).sharding.spec
@@ -162,7 +169,7 @@ def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], l
     for first in range(0, len(names), count):
         group = names[first : first + count]
         limit = max(LEAST, LIMIT // len(group))
-        rounds = zip_longest(*(_stream_arrays(files[name], layout, limit) for name in group))
+        rounds = zip_longest(*(stream_arrays(files[name], layout, limit) for name in group))
         if index < len(group):
             mine, own = group[index], (pieces[index] for pieces in rounds)
             failure = _failure_of(_write_draft, drafts[mine], files[mine], own) or failure
@@ -173,7 +180,7 @@ def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], l
 
 def _write_draft(draft: Path, arrays: Iterable[ModelArray], pieces: Iterable[NamedPiece | None]) -> None:
     with draft.open("wb") as opened:
-        _write_file(opened, arrays, pieces)
+        write_file(opened, arrays, pieces)
         os.fsync(opened.fileno())
 
 
@@ -227,4 +234,5 @@ def _raise_in_all(path: Path, failure: OSError | None) -> None:
         raise failure
     if failed:
         reason = failure or f"process {failed[0]} says why"
-        raise OSError(f"{path}: the model could not be written, and nothing of it is left: {reason}") from failure
+        message = f"{path}: the model could not be written, and nothing of it is left: {reason}"
+        raise os_error(message, failure or OSError()) from failure

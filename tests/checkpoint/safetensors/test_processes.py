@@ -46,6 +46,11 @@ PROGRAM = """
     js.save_safetensors(folder + "/many.safetensors", run, mine.layout, max_bytes=20_000)
     js.save_safetensors(folder + "/one.safetensors", run, mine.layout)
     print("bytes", hashlib.sha256(js.to_bytes(run, mine.layout)).hexdigest())
+    back, position = js.run_from_bytes(js.run_to_bytes(run, mine.layout, data=[3]), mine.layout)
+    assert position == [3]
+    for x, y in zip(jax.tree.leaves(back._replace(key=0)), jax.tree.leaves(run._replace(key=0)), strict=True):
+        for a, b in zip(getattr(x, "addressable_shards", ()), getattr(y, "addressable_shards", ()), strict=True):
+            assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
     for name in ("many", "one", "theirs"):
         model = js.load_safetensors(folder + f"/{name}.safetensors", mine.layout)
         again = js.init(mine.toy.init_fn, TX, mine.layout, 0, init_from=model) if name == "one" else run

@@ -1,0 +1,31 @@
+"""The error of a save that failed: an OSError with the errno of what went wrong below it."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"\[os_error_code='(\d+)'\]")
+"""How TensorStore tells the errno; checkpoint/compat.py speaks of it."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error at the end of the chain of causes, in which Orbax hides it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def os_error(message: str, cause: BaseException) -> OSError:
+    """Make an OSError with the errno of its cause, and so of the same kind: a PermissionError of a PermissionError.
+
+    Args:
+      message: the text of the error, as it is.
+      cause: an OSError, or an error of TensorStore. Without an errno the result has none either.
+    """
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number is None and (found := _NUMBER.search(str(cause))):
+        number = int(found[1])
+    kind = OSError if number is None else type(OSError(number, message))
+    error = kind(message)  # and not (number, message), which would put the number in front of the text
+    error.errno = number
+    return error

@@ -1,0 +1,120 @@
+"""`js.run_to_bytes` and `js.run_from_bytes`: a whole run as the bytes of one safetensors file.
+
+Its tensors are the arrays of the run in model order, called as in a checkpoint: "step", "params/w", "opt_state/0/mu/w".
+What is no tensor is JSON in the metadata, after its CRC-32: the dtypes of random keys, whose tensors are their words,
+and the position of the data.
+
+    "jaxshard.run": '7d3c9a01 {"keys": {"key": "key<fry>[]"}, "data": {"epoch": 2}}'
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxshard.checkpoint.leaves import Entry, entries, list_differences
+from jaxshard.checkpoint.safetensors.header import CODES
+from jaxshard.checkpoint.safetensors.names import ModelArray, tensor_of
+from jaxshard.checkpoint.safetensors.pieces import LIMIT
+from jaxshard.checkpoint.safetensors.reader import check_tensors, open_buffer, place_tensor
+from jaxshard.checkpoint.safetensors.writer import sort_widest_first, stream_arrays, write_file
+from jaxshard.checkpoint.strict_json import decode_object
+from jaxshard.checkpoint.writer import check_arrays, check_data
+from jaxshard.core.layout import Layout
+from jaxshard.core.tree import raise_all
+from jaxshard.distributed.together import raise_together
+from jaxshard.training.state import TrainState
+
+_ABOUT = "jaxshard.run"
+
+
+def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
+    """Encode a whole run: parameters, optimizer and model state, step and random key. Every process calls this.
+
+    What `js.save` writes, for where there is no file system; any layout restores it. Collectives are those of
+    `js.save_safetensors`.
+
+    Args:
+      run: the run.
+      layout: how it is stored.
+      data: the position of the data, as `js.save` takes it.
+
+    Returns:
+      The bytes, in every process: the whole run, on the host. Each tensor has a checksum.
+
+    Raises:
+      ValueError: the run is not one of this layout, has a dtype that safetensors lacks (every such array is named), or
+        `data` does not come back from JSON.
+      TypeError: `run` is no TrainState.
+
+    Example:
+        raw = js.run_to_bytes(run, layout, data=batches.position)
+        run, position = js.run_from_bytes(raw, layout)
+    """
+    wanted, _ = entries(layout)
+    raise_all(
+        (f"{entry.path}: {entry.dtype}" for entry in wanted if tensor_of(entry).dtype not in CODES),
+        ValueError,
+        "safetensors has no such dtypes; keep these arrays in another one, or use js.save",
+    )
+    check_data(data)
+    arrays: list[ModelArray] = sort_widest_first(check_arrays(run, layout, wanted))
+    about = json.dumps({"keys": _key_dtypes(wanted), "data": data}, allow_nan=False)
+    opened = io.BytesIO()
+    sealed = f"{zlib.crc32(about.encode()):08x} {about}"
+    write_file(opened, arrays, stream_arrays(arrays, layout, LIMIT), metadata={_ABOUT: sealed})
+    return opened.getvalue()
+
+
+def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
+    """Decode the bytes of a whole run, as `layout` stores it. Every process calls this with the same bytes.
+
+    Args:
+      raw: what `js.run_to_bytes` returned, of a run under any layout.
+      layout: how to store the run; its model and optimizer are those of the run.
+
+    Returns:
+      (the run bit for bit, the position of the data).
+
+    Raises:
+      ValueError: the bytes are damaged, cut off or no run; an array is missing, unknown, or has another shape or dtype
+        than the layout (every such array is named, nothing is cast).
+    """
+    problems: list[str] = []
+    found, metadata = open_buffer("the bytes", np.frombuffer(raw, np.uint8), problems)
+    data = None
+    wanted, structure = entries(layout)
+    if not problems:
+        try:
+            data = _decode_about(metadata, wanted)
+        except ValueError as error:
+            problems.append(f"the bytes: {error}")
+    raise_together(problems, ValueError, "the bytes: not a complete run", point="js.run_from_bytes")
+    check_tensors(wanted, "the bytes", found, verify=True)
+    placed = (place_tensor(entry, found[entry.path].array, layout) for entry in wanted)
+    stored = [entry.to_stored(x, layout.mesh) for entry, x in zip(wanted, placed, strict=True)]
+    return jax.tree.unflatten(structure, stored), data
+
+
+def _key_dtypes(wanted: list[Entry]) -> dict[str, str]:
+    return {entry.path: str(entry.saved) for entry in wanted if entry.is_key}
+
+
+def _decode_about(metadata: dict[str, str], wanted: list[Entry]) -> Any:
+    """Return the position of the data; raise unless the random keys are those of the layout."""
+    checksum, _, about = metadata.get(_ABOUT, "").partition(" ")
+    if not about:
+        raise ValueError("they hold no run; js.from_bytes reads those of a model")
+    if checksum != f"{zlib.crc32(about.encode()):08x}":
+        raise ValueError("its metadata are not those that were written")
+    fields = decode_object(about.encode())
+    keys = fields.get("keys")
+    if set(fields) != {"keys", "data"} or not isinstance(keys, dict):
+        raise ValueError("its metadata are not those of a run")
+    raise_all(list_differences(keys, _key_dtypes(wanted)), ValueError, "its random keys are not those of the layout")
+    return fields["data"]

@@ -1,0 +1,121 @@
+"""A whole run as bytes, out of one layout and onto another: bit for bit, or refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint.safetensors.header import decode_header
+from jaxshard.core.tree import paths
+from tests.checkpoint import small
+from tests.checkpoint.runs import assert_same, made
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(("three", 8), ("zero1", 4)), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [
+        (("fsdp", 8), ("pipeline", 4)), (("pipeline", 2), ("three", 8)), (("ddp", 1), ("tensor", 8)),
+    ])],
+    ids=str,
+)  # fmt: skip
+def test_a_run_of_any_layout_comes_back_onto_any_other(source, target):
+    one, other = made(*source), made(*target)
+    raw = js.run_to_bytes(one.run(), one.layout, data={"epoch": 2})
+    run, data = js.run_from_bytes(raw, other.layout)
+    assert_same(run, other.run())
+    assert data == {"epoch": 2}
+    assert raw == js.run_to_bytes(run, other.layout, data=data), "the bytes do not depend on the layout"
+
+
+def test_training_goes_on_as_if_nothing_had_been():
+    step = js.make_step(small.loss_fn, small.TX, small.layout())
+    run, losses = small.new_run(), []
+    for number in range(4):
+        if number == 2:
+            raw = js.run_to_bytes(run, small.layout())
+        run, metrics = step(run, small.BATCH)
+        losses.append(float(metrics["loss"]))
+    (back, data), again = js.run_from_bytes(raw, small.layout()), []
+    assert int(back.step) == 2 and data is None
+    for _ in range(2):
+        back, metrics = step(back, small.BATCH)
+        again.append(float(metrics["loss"]))
+    assert again == losses[2:]
+    assert_same(back, run)
+
+
+@pytest.fixture(scope="module")
+def raw():
+    return js.run_to_bytes(small.at(3), small.layout(), data={"epoch": 2})
+
+
+def test_the_bytes_are_a_safetensors_file_with_every_array_of_the_run(raw):
+    header = decode_header(raw, len(raw))
+    assert len(header.tensors) == len(paths(small.at(3))) and {"step", "key", "params/w", "opt_state/0/mu/w"} <= set(
+        header.tensors
+    )
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_and_every_cut_is_refused(raw, count):
+    numbers, length = np.random.default_rng(0), decode_header(raw, len(raw)).length
+    for number in range(count):
+        at = int(numbers.integers(length if number % 2 else len(raw)))
+        flipped = raw[:at] + bytes([raw[at] ^ (1 << int(numbers.integers(8)))]) + raw[at + 1 :]
+        for wrong in (flipped, raw[:at]):
+            try:
+                run, data = js.run_from_bytes(wrong, small.layout())
+            except ValueError:
+                continue
+            assert_same(run, small.at(3))  # a blank of the header, or a name of a field that nobody reads
+            assert data == {"epoch": 2}
+
+
+def test_what_is_no_run_of_the_layout_is_named(raw):
+    with pytest.raises(ValueError, match=r"they hold no run; js.from_bytes reads those of a model"):
+        js.run_from_bytes(js.to_bytes(small.at(3), small.layout()), small.layout())
+    with pytest.raises(ValueError, match=r"params/w: float32\[48, 24\], not in the layout"):
+        js.from_bytes(raw, small.layout())
+
+    def other(key):
+        return js.Model({"w": jnp.zeros((48, 25))}, ())
+
+    tx, mesh = optax.sgd(1.0), js.make_mesh(jax.devices()[:1], data=1)
+    layout = js.layout(js.ddp("data"), mesh, other, tx)
+    with pytest.raises(ValueError, match=r"state/key: key<fry>.*, not in the layout"):
+        js.run_from_bytes(raw, layout)
+    mine = js.run_to_bytes(js.init(lambda key: {"w": jnp.zeros((48, 24))}, tx, _plain(tx, mesh), 0), _plain(tx, mesh))
+    with pytest.raises(ValueError, match=r"params/w: float32\[48, 24\], expected float32\[48, 25\]"):
+        js.run_from_bytes(mine, layout)
+
+
+def _plain(tx, mesh):
+    return js.layout(js.ddp("data"), mesh, lambda key: {"w": jnp.zeros((48, 24))}, tx)
+
+
+def test_random_keys_of_another_kind_are_refused_by_name():
+    def init(impl):
+        return lambda key: js.Model({"w": jnp.ones(4)}, {"key": jax.random.key(1, impl=impl)})
+
+    mesh, tx = js.make_mesh(jax.devices()[:1], data=1), optax.sgd(1.0)
+    rbg, unsafe = (js.layout(js.ddp("data"), mesh, init(impl), tx) for impl in ("rbg", "unsafe_rbg"))
+    raw = js.run_to_bytes(js.init(init("rbg"), tx, rbg, 0), rbg)
+    js.run_from_bytes(raw, rbg)
+    with pytest.raises(ValueError, match=r"state/key: key<rbg>\[\], expected key<urbg>\[\]"):
+        js.run_from_bytes(raw, unsafe)
+
+
+def test_what_can_not_be_saved_is_refused():
+    def init(key):
+        return js.Model({"w": jnp.ones(4)}, {"bits": jnp.zeros(8, jnp.int4)})
+
+    tx = optax.sgd(1.0)
+    layout = js.layout(js.ddp("data"), js.make_mesh(jax.devices()[:1], data=1), init, tx)
+    with pytest.raises(ValueError, match="state/bits: int4"):
+        js.run_to_bytes(js.init(init, tx, layout, 0), layout)
+    with pytest.raises(ValueError, match="does not come back from JSON"):
+        js.run_to_bytes(small.at(1), small.layout(), data=(1, 2))
+    with pytest.raises(TypeError, match="TrainState"):
+        js.run_to_bytes(small.at(1).params, small.layout())
