@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 
@@ -22,6 +23,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.text_table import first_words
 from jaxshard.distributed.agree import all_peers
 from jaxshard.distributed.together import call_in_first_process
+from jaxshard.training.metrics import finite
 from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState
 
@@ -50,9 +52,12 @@ class Checkpointer:
         links are not counted and never deleted; a warning names those that are there.
       data: called at each save for the position of the data, as `js.save` takes it.
       key: the secret of a keyed digest, as `js.save` takes it; `restore` needs the same.
+      best: a metric of the evaluation, such as "loss". The run that had the best one is also kept, in dir/best:
+        `js.restore("run/best", layout)`. The position saved there is {"evaluation": ..., "position": ...}.
+      best_mode: "min" if a lower number is better, "max" if a higher one is.
 
     Raises:
-      ValueError: `every` or `keep` is less than 1, or `key` too short.
+      ValueError: `every` or `keep` is less than 1, `key` too short, or `best_mode` something else.
       BlockingIOError: another process trains into this folder; the message names it.
     """
 
@@ -65,11 +70,15 @@ class Checkpointer:
         keep: int | None = None,
         data: Callable[[], Any] | None = None,
         key: bytes | None = None,
+        best: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
     ):
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and value < 1:
                 raise ValueError(f"Checkpointer: {name} must be at least 1, got {value}")
         check_key(key)
+        if best_mode not in ("min", "max"):
+            raise ValueError(f'Checkpointer: best_mode must be "min" or "max", got {best_mode!r}')
         self._root, self._layout, self._every, self._keep, self._data = absolute_root(dir), layout, every, keep, data
         self._key, self._is_first = key, jax.process_index() == 0
         links = [path.name for path in step_folders(self._root).values() if path.is_symlink()]
@@ -83,12 +92,27 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._saved: int | None = None
         self._is_locked = call_in_first_process(lambda: self._lock(may_fail=True), "js.Checkpointer")
+        self._best = None if best is None else _Best(self._root / "best", layout, best, best_mode, data, key)
         call_before_exit(self._wait_at_exit)
 
     def __call__(self, step: int, run: TrainState) -> None:
         """Save the run if `every` divides `step`, the number of the step that was just taken."""
         if step % self._every == 0:
             self.save(run)
+
+    def evaluated(self, step: int, run: TrainState, evaluation: Mapping[str, float]) -> None:
+        """Save the run if it is the best so far; `js.fit` calls this with the result of every evaluation.
+
+        Args:
+          step: the number of the step that was just taken.
+          run: the run after it.
+          evaluation: metrics by name.
+
+        Raises:
+          ValueError: the metric `best` is not among them; besides, as `save`.
+        """
+        if self._best is not None:
+            self._best.evaluated(step, run, evaluation)
 
     def save(self, run: TrainState) -> None:
         """Save the run, unless its step is the one that was saved last.
@@ -136,6 +160,8 @@ class Checkpointer:
             wait([self._pending])  # if Ctrl-C interrupts this, the save is still pending
             pending, self._pending = self._pending, None
             pending.result()
+        if self._best is not None:
+            self._best.saver.wait_until_finished()
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +176,8 @@ class Checkpointer:
         finally:
             self._worker.shutdown()
             self._unlock()
+            if self._best is not None:
+                self._best.saver.__exit__(kind, error, trace)
 
     def _wait_at_exit(self) -> None:
         """Wait, and print errors: if one were raised, Python would not call other checkpointers' functions at exit."""
@@ -183,3 +211,34 @@ class Checkpointer:
             steps = {number: path for number, path in complete_steps(self._root).items() if not path.is_symlink()}
             for old in [other for other in steps if other != step][: max(0, len(steps) - self._keep)]:
                 delete_step(steps[old])
+
+
+class _Best:
+    """Keeps the run with the best evaluation in a folder of its own.
+
+    What an earlier process saved there counts, unless its step is still to come: then this training began again.
+    """
+
+    def __init__(self, root: Path, layout: Layout, metric: str, mode: str, data: Callable[[], Any] | None, key: Any):
+        self._metric, self._sign, self._data = metric, 1 if mode == "min" else -1, data
+        self._step, self._evaluation = -1, dict[str, float | None]()
+        if steps := complete_steps(root):
+            self._step = max(steps)
+            self._evaluation = dict(describe(root, step=self._step, key=key).data["evaluation"])
+        self.saver = Checkpointer(root, layout, every=1, keep=1, data=self._describe, key=key)
+
+    def evaluated(self, step: int, run: TrainState, evaluation: Mapping[str, float]) -> None:
+        if self._metric not in evaluation:
+            raise ValueError(
+                f"Checkpointer: best={self._metric!r} is no metric of the evaluation: {sorted(evaluation)}"
+            )
+        value, before = float(evaluation[self._metric]), self._evaluation.get(self._metric)
+        if not math.isfinite(value):
+            return
+        if before is not None and self._step < step and self._sign * value >= self._sign * before:
+            return
+        self._step, self._evaluation = step, {name: finite(float(x)) for name, x in evaluation.items()}
+        self.saver.save(run)
+
+    def _describe(self) -> dict[str, Any]:
+        return {"evaluation": self._evaluation, "position": self._data() if self._data else None}

@@ -48,6 +48,47 @@ def test_fit_saves_in_the_background_and_keeps_the_newest(step, tmp_path):
         assert_same(back.params, runs[number])
 
 
+def fit_best(step, root, losses, run=None, mode="min", metric="loss"):
+    """Training with an evaluation after every step."""
+    left = iter(losses)
+    run = new_run() if run is None else run
+    with js.Checkpointer(root, layout(), every=100, best=metric, best_mode=mode, data=lambda: 7) as checkpointer:
+        return js.fit(
+            run, step, [BATCH] * len(losses), steps=int(run.step) + len(losses), on_run=[checkpointer],
+            evaluate=lambda run: {"loss": next(left), "other": float("nan")}, eval_every=1,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "mode", "best"),
+    [([3, 2, 2.5, 2], "min", 2), ([3, 2, 4, 1], "max", 3), ([np.nan, 2, np.nan], "min", 2), ([np.inf, 1], "max", 2)],
+)
+def test_the_best_run_is_kept(losses, mode, best, step, tmp_path):
+    last = fit_best(step, tmp_path, losses, mode=mode)
+    assert steps_of(tmp_path / "best") == [best] and steps_of(tmp_path) == []
+    data = describe(tmp_path / "best").data
+    assert data == {"evaluation": {"loss": losses[best - 1], "other": None}, "position": 7}
+    assert int(js.restore(tmp_path / "best", layout()).step) == best and int(last.step) == len(losses)
+
+
+def test_the_best_run_is_known_to_the_next_process_unless_training_begins_again(step, tmp_path):
+    run = fit_best(step, tmp_path, [3, 2, 2.5])
+    copy = jax.tree.map(lambda x: x.copy(), run)
+    fit_best(step, tmp_path, [2.2, 2.1], run)
+    assert steps_of(tmp_path / "best") == [2]
+    fit_best(step, tmp_path, [2.2, 1.9], copy)
+    assert steps_of(tmp_path / "best") == [5]
+    fit_best(step, tmp_path, [9, 8])
+    assert steps_of(tmp_path / "best") == [2]
+
+
+def test_the_best_of_a_metric_that_is_missing_is_refused(step, tmp_path):
+    with pytest.raises(ValueError, match=r"best='accuracy' is no metric of the evaluation: \['loss', 'other'\]"):
+        fit_best(step, tmp_path, [1], metric="accuracy")
+    with pytest.raises(ValueError, match="best_mode must be"):
+        fit_best(step, tmp_path, [1], mode="least")
+
+
 def test_what_was_restored_goes_on_as_if_nothing_had_been(step, tmp_path):
     run, losses = new_run(), []
     for number in range(5):
