@@ -73,17 +73,21 @@ if TYPE_CHECKING:
     from jaxshard.engines.explicit import explicit as explicit
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
     from jaxshard.training import metrics as metrics
+    from jaxshard.training.describe import describe as describe
     from jaxshard.training.early_stopping import EarlyStopping as EarlyStopping
     from jaxshard.training.evaluate import averaged as averaged
     from jaxshard.training.evaluate import evaluate as evaluate
     from jaxshard.training.evaluate import make_apply as make_apply
     from jaxshard.training.evaluate import make_eval_step as make_eval_step
     from jaxshard.training.fit import fit as fit
+    from jaxshard.training.gradient import value_and_grad as value_and_grad
     from jaxshard.training.non_finite import Bad as Bad
     from jaxshard.training.non_finite import BadStep as BadStep
     from jaxshard.training.non_finite import Rollback as Rollback
     from jaxshard.training.non_finite import check_finite as check_finite
     from jaxshard.training.records import Record as Record
+    from jaxshard.training.runs import clone as clone
+    from jaxshard.training.runs import replace_params as replace_params
     from jaxshard.training.state import TrainState as TrainState
     from jaxshard.training.state import init as init
     from jaxshard.training.state import logical as logical
@@ -146,9 +150,15 @@ _NAMES = {
     "engines.auto": ("auto",),
     "engines.explicit": ("explicit",),
     "engines.pipeline.engine": ("pipelined",),
+    "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),
     "training.evaluate": ("averaged", "evaluate", "make_apply", "make_eval_step"),
     "training.fit": ("fit",),
+    "training.gradient": ("value_and_grad",),
+    "training.runs": (
+        "clone",
+        "replace_params",
+    ),
     "training.non_finite": ("Bad", "BadStep", "Rollback", "check_finite"),
     "training.records": ("Record",),
     "training.state": ("TrainState", "init", "logical"),

@@ -187,3 +187,14 @@ def _check_dtype(name: str, dtype: Any) -> None:
         floating = False
     if not floating:
         raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, got {dtype!r}")
+
+
+def check_engine(engine: Any) -> None:
+    """Raise TypeError unless this is an engine."""
+    if isinstance(engine, Engine):
+        return
+    got, name = type(engine).__name__, getattr(engine, "__name__", "")
+    if name in ("auto", "explicit", "pipelined"):
+        arguments = "microbatches=8" if name == "pipelined" else ""
+        got = f"the function that makes one: write js.{name}({arguments})"
+    raise TypeError(f"engine must be js.auto(...), js.explicit(...) or js.pipelined(...), got {got}")

@@ -80,21 +80,43 @@ def init(
             peers.meet("js.init, compiled")
         run: TrainState = program(key)
         return run
-    expected = join_model(layout.shapes.params, layout.shapes.state)
-    check_same_tree(expected, init_from, "init_from does not fit the layout", "give what init_fn returns")
-    _check_dtypes(expected, init_from)
-    params, state = split_model(init_from)
-    params = jax.tree.map(lambda x, p: put_stored(x, p, layout), params, layout.params)
-    state = jax.tree.map(lambda x, p: put_stored(x, p, layout), state, layout.state)
+    params, state = place_model(init_from, layout, "init_from")
+    step, key = _make_step_and_key(layout, key)
+    return TrainState(step, params, init_opt_state(tx, layout, params), state, key)
+
+
+def init_opt_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree) -> PyTree:
+    """Make the optimizer's first state for stored parameters, every array born as the layout stores it."""
 
     def start(params: PyTree) -> PyTree:
         opt_state = tx.init(select(layout.trainable, unstore(layout.params, params)))
         check_opt_state(layout, opt_state)
         return store(layout.opt_state, opt_state)
 
-    opt_state = jax.jit(start, out_shardings=layout.shardings(layout.opt_state))(params)
-    step, key = _make_step_and_key(layout, key)
-    return TrainState(step, params, opt_state, state, key)
+    return jax.jit(start, out_shardings=layout.shardings(layout.opt_state))(params)
+
+
+def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = True) -> tuple[PyTree, PyTree]:
+    """Place what `init_fn` would return, in NumPy or JAX, as the layout stores it.
+
+    Args:
+      model: parameters or a `js.Model`, in model order.
+      layout: the layout.
+      what: the name of the model, for messages.
+      with_state: False for a model that is given without its state.
+
+    Returns:
+      (parameters, model state or ()), each array straight on its shards.
+
+    Raises:
+      ValueError: an array with another shape or dtype than the layout has; each is named.
+    """
+    expected = join_model(layout.shapes.params, layout.shapes.state if with_state else ())
+    check_same_tree(expected, model, f"{what} does not fit the layout", "give what init_fn returns")
+    _check_dtypes(expected, model, what)
+    params, state = split_model(model)
+    params = jax.tree.map(lambda x, p: put_stored(x, p, layout), params, layout.params)
+    return params, jax.tree.map(lambda x, p: put_stored(x, p, layout), state, layout.state if with_state else ())
 
 
 def init_program(init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout) -> Any:
@@ -231,7 +253,7 @@ def check_run(layout: Layout, run: TrainState) -> None:
     raise_all(elsewhere, ValueError, f"arrays of the run do not lie where the layout stores them; {fix}")
 
 
-def _check_dtypes(expected: PyTree, given: PyTree) -> None:
+def _check_dtypes(expected: PyTree, given: PyTree, what: str) -> None:
     """Raise for arrays that JAX would cast on the way, such as those of NumPy in float64."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
     raise_all(
@@ -241,7 +263,7 @@ def _check_dtypes(expected: PyTree, given: PyTree) -> None:
             if _dtype_of(x, want) != want.dtype
         ),
         ValueError,
-        "init_from has other dtypes than the layout; cast it yourself",
+        f"{what} has other dtypes than the layout; cast it yourself",
     )
 
 

@@ -27,7 +27,7 @@ from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
-from jaxshard.engines.engine import Engine
+from jaxshard.engines.engine import Engine, check_engine
 from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.non_finite import handles_non_finite
@@ -129,12 +129,7 @@ class Step:
         *,
         guarded: bool = True,
     ):
-        if not isinstance(engine, Engine):
-            got, name = type(engine).__name__, getattr(engine, "__name__", "")
-            if name in ("auto", "explicit", "pipelined"):
-                arguments = "microbatches=8" if name == "pipelined" else ""
-                got = f"the function that makes one: write js.{name}({arguments})"
-            raise TypeError(f"engine must be js.auto(...), js.explicit(...) or js.pipelined(...), got {got}")
+        check_engine(engine)
         check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
         self.loss_fn, self.layout, self.engine = loss_fn, layout, engine
         check_transform(tx)

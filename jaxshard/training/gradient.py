@@ -1,0 +1,68 @@
+"""`value_and_grad`: the loss and gradient of a step without its update, for updates of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jaxshard.adapt.objective import resolve
+from jaxshard.core.known_model import check_function
+from jaxshard.core.layout import Layout
+from jaxshard.core.narrowing import check_narrowing
+from jaxshard.core.tree import abstract
+from jaxshard.core.types import LossFn, PyTree
+from jaxshard.distributed.watchdog import waits_for_devices
+from jaxshard.engines.auto import auto
+from jaxshard.engines.engine import Engine, check_engine
+from jaxshard.training.state import TrainState, check_not_donated, check_run
+from jaxshard.training.step import check_batch
+from jaxshard.training.views import unstore, use_stored
+
+
+def value_and_grad(
+    loss_fn: LossFn, layout: Layout, engine: Engine | None = None
+) -> Callable[[TrainState, PyTree], tuple[jax.Array, PyTree]]:
+    """Make `fn(run, batch) -> (loss, gradients)`: those of the step that `js.make_step` would take next.
+
+    Args:
+      loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`. Of a `js.Loss` only the loss is returned.
+      layout: says where everything lives.
+      engine: how the gradient is computed; `js.auto()` by default.
+
+    Returns:
+      The function. It does not donate the run. The gradients are in model order without padding, as `jax.grad` gives
+      them on one device, with None for frozen parameters; the compiler chooses how they are split. Collectives: those
+      of the engine. The first call for a batch of some shape compiles.
+
+    Raises:
+      TypeError: `loss_fn` is no function, or `engine` no engine.
+      ValueError: by a call, a run or batch that does not fit the layout.
+
+    Example:
+        gradient = js.value_and_grad(loss_fn, layout, js.explicit())
+        loss, grads = gradient(run, batch)
+    """
+    engine = engine or auto()
+    check_engine(engine)
+    check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
+    compute = engine.value_and_grad(resolve(loss_fn), layout)
+
+    def run_once(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        state, key = use_stored(layout, layout.state, run.state), jax.random.fold_in(run.key, run.step)
+        outcome, grads = compute(run.params, state, batch, key)
+        return outcome.value, unstore(layout.grads, grads)
+
+    jitted = jax.jit(run_once, compiler_options=engine.compiler_options(layout.mesh))
+
+    @waits_for_devices
+    def gradient(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        check_run(layout, run)
+        check_not_donated(run)
+        check_batch(layout, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
+        check_narrowing(batch, "the batch")
+        results: tuple[jax.Array, PyTree] = jitted(run, jax.device_put(batch, layout.batch_shardings(batch)))
+        jax.block_until_ready(results)
+        return results
+
+    return gradient

@@ -1,0 +1,108 @@
+"""Runs made of runs: copies, and runs with other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxshard.core.jaxpr import dependent_variables, inline_calls, open_jaxpr
+from jaxshard.core.layout import Layout, select
+from jaxshard.core.loss import Model
+from jaxshard.core.text_table import first_words
+from jaxshard.core.transform import check_transform
+from jaxshard.core.tree import paths
+from jaxshard.core.types import PyTree
+from jaxshard.training.state import (
+    TrainState,
+    check_is_run,
+    check_not_donated,
+    check_opt_state,
+    check_run,
+    init_opt_state,
+    place_model,
+)
+
+
+def clone(run: TrainState) -> TrainState:
+    """Copy a run, every array to where it is: one for the next step to take, and one to keep.
+
+    Args:
+      run: the run; it is not donated, and twice its memory is in use afterwards. All processes call this.
+
+    Raises:
+      TypeError: it is no run.
+      ValueError: it was donated to a step.
+
+    Example:
+        before = js.clone(run)
+        run, metrics = step(run, batch)     # takes the arrays of `run`, not those of `before`
+    """
+    check_is_run(run)
+    check_not_donated(run)
+    shardings = jax.tree.map(lambda x: x.sharding, run)
+    copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(run)
+    return copied
+
+
+def replace_params(
+    run: TrainState,
+    model: PyTree,
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    opt_state: Literal["keep", "reset"],
+) -> TrainState:
+    """Put other parameters into a run, and keep its optimizer's state or begin with a new one.
+
+    Step and key stay, and so does the model's state unless it is given.
+
+    Args:
+      run: the run. It is not donated; the arrays that stay are shared with the result, so copy it (`js.clone`) to go on
+        with both.
+      model: parameters, or a `js.Model` with state, as `init_fn` returns them: NumPy or JAX arrays in model order.
+      tx: the optax transform of the run.
+      layout: its layout.
+      opt_state: "keep" leaves the optimizer's state as it is: moments, counters, schedules go on. "reset" makes the one
+        that `tx.init` gives for the new parameters.
+
+    Returns:
+      The run with the new parameters, stored as the layout says.
+
+    Raises:
+      ValueError: a run, model or `tx` that does not fit the layout; "keep" for an optimizer whose state holds what was
+        made from the old parameters (f32 originals, averages), which would bring them back.
+      TypeError: `tx` is no optax transform, or `run` no run.
+
+    Example:
+        run = js.replace_params(run, averaged_weights, tx, layout, opt_state="reset")
+    """
+    check_transform(tx)
+    check_run(layout, run)
+    check_not_donated(run)
+    if opt_state not in ("keep", "reset"):
+        raise ValueError(f'replace_params: opt_state must be "keep" or "reset", got {opt_state!r}')
+    trained = select(layout.trainable, layout.shapes.params)
+    check_opt_state(layout, jax.eval_shape(tx.init, trained))
+    if opt_state == "keep" and (made := list(_made_from_params(tx, trained))):
+        raise ValueError(
+            f"replace_params: the optimizer's state holds what was made from the old parameters: {first_words(made)}; "
+            'kept, it would bring them back. Use opt_state="reset"'
+        )
+    whole = isinstance(model, Model)
+    params, state = place_model(model, layout, "the model", with_state=whole)
+    opt = run.opt_state if opt_state == "keep" else init_opt_state(tx, layout, params)
+    return run._replace(params=params, opt_state=opt, state=state if whole else run.state)
+
+
+def _made_from_params(tx: optax.GradientTransformation, params: PyTree) -> Iterable[str]:
+    """List the arrays of the optimizer's first state whose content depends on the parameters, by path."""
+    program, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    jaxpr: Any = open_jaxpr(inline_calls(program))[0]
+    dependent = dependent_variables(jaxpr.eqns, jaxpr.invars)
+    for path, atom in zip(paths(shapes), jaxpr.outvars, strict=True):
+        if not isinstance(atom, jax.extend.core.Literal) and atom in dependent:
+            yield path
