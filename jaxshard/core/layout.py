@@ -11,28 +11,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxshard.core.apply_strategy import place_batch
 from jaxshard.core.batch_rows import rows_mask
+from jaxshard.core.layout_text import Contents, explain, summarize, to_html
+from jaxshard.core.layout_text import human_bytes as human_bytes
+from jaxshard.core.layout_text import spec_str as spec_str
 from jaxshard.core.loss import Model
-from jaxshard.core.mesh import axis_names, axis_size, mesh_str
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.strategy_parts import Pipeline, pipeline_of
-from jaxshard.core.text_table import align_columns
 from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path
 from jaxshard.core.types import PyTree, Role
-
-
-class Placed(NamedTuple):
-    """One array of a layout.
-
-    Attributes:
-      role: "param", "grad", "opt" or "state".
-      leaf: its path, logical shape, dtype and names.
-      placement: where it lives.
-    """
-
-    role: Role
-    leaf: Leaf
-    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,8 @@ class Layout:
 
     Example:
         layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
-        print(layout)                              # a table of all arrays
+        print(layout)                              # a summary of 20 lines
+        print(layout.explain())                    # a table of all arrays
         layout.bytes_per_device()["opt"]           # bytes of optimizer state on each device
         layout.params["head"]["kernel"].store      # PartitionSpec(None, None): whole
     """
@@ -127,10 +117,7 @@ class Layout:
 
     def bytes_per_device(self) -> dict[Role, int]:
         """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state"."""
-        total: dict[Role, int] = {"param": 0, "grad": 0, "opt": 0, "state": 0}
-        for role, leaf, placement in self.placed():
-            total[role] += placement.bytes_per_device(self.mesh, leaf.dtype)
-        return total
+        return bytes_by_role(self.placed(), self.mesh)
 
     def argument_bytes(self, batch: PyTree) -> int:
         """Return the bytes per device of what a step receives: parameters, both states, step, key and batch."""
@@ -144,16 +131,23 @@ class Layout:
 
         An array counts as split over mesh axes of more than one device only.
         """
-        placed = [p for p in self.placed() if p.role == role]
-        split = sum(p.leaf.size for p in placed if any(self.mesh.shape[a] > 1 for a in axes_of(p.placement.store)))
-        return split / max(1, sum(p.leaf.size for p in placed))
+        return split_share(self.placed(), self.mesh, role)
 
     def explain(self) -> str:
         """Write a table of every array: role, path, shape, dtype, spec, bytes per device, why it is whole or padded."""
-        return _explain(self)
+        return explain(self._contents())
 
     def __str__(self) -> str:
-        return self.explain()
+        """Write a summary in at most 20 lines of 100 columns: by role and by kind of array, what is whole and why."""
+        return summarize(self._contents())
+
+    def _contents(self) -> Contents:
+        stacked = jax.tree.leaves(self.shapes.params[BLOCKS])[0].shape[0] if self.pipeline else 0
+        return Contents(self.mesh, self.batch_axes, self.pipeline, stacked, self.placed())
+
+    def _repr_html_(self) -> str:
+        """Write the summary with the table of all arrays folded away, for notebooks."""
+        return to_html(self._contents())
 
 
 class Shapes(NamedTuple):
@@ -196,71 +190,3 @@ def split_rows(strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes over which a strategy splits the rows of a batch, major first."""
     probe = Leaf("a batch", (mesh.size,), jnp.float32, (None,))
     return axes_of(place_batch(strategy, probe, mesh).store)
-
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
-def human_bytes(count: float) -> str:
-    """Write a number of bytes in decimal units: 1536000 is "1.54 MB"."""
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.0f} B" if unit == 0 else f"{count:.2f} {_UNITS[unit]}"
-
-
-def spec_str(placement: Placement) -> str:
-    """Write the stored spec as text: "whole", or which dimension is split over what."""
-    splits = [f"dim {dim} over {' x '.join(axis_names(e))}" for dim, e in enumerate(placement.store) if e is not None]
-    return ", ".join(splits) or "whole"
-
-
-def _describe_reason(placement: Placement) -> str:
-    padded = f"padded to {list(placement.view.padded)}" if placement.view.is_padded else ""
-    if placement.view.extra_dims:
-        padded = "; ".join(filter(None, (padded, f"in pipeline order {list(placement.view.stored)}")))
-    why = placement.why or ("the strategy keeps it whole" if spec_str(placement) == "whole" else "")
-    return "; ".join(filter(None, (placement.rule, why, padded)))
-
-
-def _explain(layout: Layout) -> str:
-    rows = [("role", "array", "shape", "dtype", "spec", "bytes/device", "why")]
-    for role, leaf, placement in layout.placed():
-        size = human_bytes(placement.bytes_per_device(layout.mesh, leaf.dtype))
-        rows.append(
-            (
-                role,
-                leaf.path,
-                str(list(leaf.shape)),
-                str(leaf.dtype),
-                spec_str(placement),
-                size,
-                _describe_reason(placement),
-            )
-        )
-    totals = ", ".join(f"{role} {human_bytes(count)}" for role, count in layout.bytes_per_device().items())
-    rows_over = " x ".join(layout.batch_axes) or "nothing"
-    head = [f"mesh: {mesh_str(layout.mesh)}; batch rows over {rows_over}", *_describe_stages(layout)]
-    return "\n".join([*head, *align_columns(rows), f"per device: {totals}"])
-
-
-def _describe_stages(layout: Layout) -> list[str]:
-    """Write a line per device of the pipeline: which blocks it holds."""
-    pipe = layout.pipeline
-    if pipe is None:
-        return []
-    blocks = jax.tree.leaves(layout.shapes.params[BLOCKS])[0].shape[0]
-    held: dict[int, list[str]] = {}
-    for device, _, run in pipe.holders(blocks, layout.mesh):
-        held.setdefault(device, []).append(_run_str(run))
-    each = pipe.per_stage(blocks, layout.mesh)
-    missing = pipe.stages(layout.mesh) * each - blocks
-    padding = f", the last ones padded with {missing} identities" if missing else ""
-    lines = [f"pipeline: {blocks} blocks in {pipe.stages(layout.mesh)} stages of {each}{padding}"]
-    return lines + [f"  {pipe.axis}={device}: blocks {', '.join(runs)}" for device, runs in held.items()]
-
-
-def _run_str(run: range) -> str:
-    if not run:
-        return "none"
-    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"

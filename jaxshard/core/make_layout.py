@@ -63,7 +63,7 @@ def layout(
         parameters. A frozen parameter has no gradient and no optimizer state.
 
     Returns:
-      The layout. `print(layout)` shows every array.
+      The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.
 
     Raises:
       TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,

@@ -239,7 +239,7 @@ def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
     Example:
         layout = js.layout(js.fsdp(), js.make_mesh(data=-1), init_fn, tx)
-        print(layout)    # a line per array: how it is split, its bytes per device, why it stayed whole
+        print(layout)    # in 20 lines: how arrays are split, their bytes per device, what stayed whole and why
     """
     return compose(batch(axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
 

@@ -36,7 +36,7 @@ def test_the_quick_start_is_short_and_ends_with_a_loss():
     (block,) = blocks_of(README)
     assert len(block.code.splitlines()) <= QUICK_START_LINES
     printed = run(block, README, {"__name__": "__main__"})
-    assert "dim 0 over data" in printed and "small:" in printed
+    assert " / data" in printed and "whole:" in printed
     assert np.isfinite(float(printed.split()[-1]))
 
 

@@ -1,0 +1,266 @@
+"""How a layout is shown: a summary of 20 lines for people, and the table of all arrays.
+
+The summary has a row for each kind of array: "layers/*/attn/query/kernel" stands for the parameter of that name in all
+layers, with its gradient and its optimizer state where they lie alike.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxshard.core.kinds import kind_of
+from jaxshard.core.mesh import axis_names, mesh_str
+from jaxshard.core.placed import Placed, bytes_by_role, split_share
+from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.strategy_parts import Pipeline
+from jaxshard.core.text_table import align_columns
+
+LINES, COLUMNS = 20, 100
+"""The most that a summary takes on a screen."""
+
+_ROWS_IN_NOTEBOOK = 1000
+
+
+class Contents(NamedTuple):
+    """The parts of a layout that are shown.
+
+    Attributes:
+      mesh: the mesh.
+      batch_axes: the axes that split the rows of a batch.
+      pipeline: the strategy that places the blocks in stages; None without one.
+      num_blocks: the number of those blocks.
+      placed: every array.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    pipeline: Pipeline | None
+    num_blocks: int
+    placed: list[Placed]
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def human_bytes(count: float) -> str:
+    """Write a number of bytes in decimal units: 1536000 is "1.54 MB"."""
+    unit = 0
+    while count >= 1000 and unit < len(_UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.0f} B" if unit == 0 else f"{count:.2f} {_UNITS[unit]}"
+
+
+def spec_str(placement: Placement) -> str:
+    """Write the stored spec as text: "whole", or which dimension is split over what."""
+    splits = [f"dim {dim} over {' x '.join(axis_names(e))}" for dim, e in enumerate(placement.store) if e is not None]
+    return ", ".join(splits) or "whole"
+
+
+def _describe_reason(placement: Placement) -> str:
+    padded = f"padded to {list(placement.view.padded)}" if placement.view.is_padded else ""
+    if placement.view.extra_dims:
+        padded = "; ".join(filter(None, (padded, f"in pipeline order {list(placement.view.stored)}")))
+    why = placement.why or ("the strategy keeps it whole" if spec_str(placement) == "whole" else "")
+    return "; ".join(filter(None, (placement.rule, why, padded)))
+
+
+def explain(contents: Contents) -> str:
+    """Write the mesh, a table of every array, and the bytes on each device by role."""
+    totals = bytes_by_role(contents.placed, contents.mesh).items()
+    last = f"per device: {', '.join(f'{role} {human_bytes(count)}' for role, count in totals)}"
+    return "\n".join([*_describe_mesh(contents), *align_columns(_all_rows(contents)), last])
+
+
+def _all_rows(contents: Contents) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("role", "array", "shape", "dtype", "spec", "bytes/device", "why")]
+    for role, leaf, placement in contents.placed:
+        size = human_bytes(placement.bytes_per_device(contents.mesh, leaf.dtype))
+        rows.append(
+            (
+                role,
+                leaf.path,
+                str(list(leaf.shape)),
+                str(leaf.dtype),
+                spec_str(placement),
+                size,
+                _describe_reason(placement),
+            )
+        )
+    return rows
+
+
+def _describe_mesh(contents: Contents) -> list[str]:
+    rows_over = " x ".join(contents.batch_axes) or "nothing"
+    return [f"mesh: {mesh_str(contents.mesh)}; batch rows over {rows_over}", *_describe_stages(contents)]
+
+
+def _describe_stages(contents: Contents) -> list[str]:
+    """Write a line per device of the pipeline: which blocks it holds."""
+    pipe = contents.pipeline
+    if pipe is None:
+        return []
+    blocks = contents.num_blocks
+    held: dict[int, list[str]] = {}
+    for device, _, run in pipe.holders(blocks, contents.mesh):
+        held.setdefault(device, []).append(_run_str(run))
+    each = pipe.per_stage(blocks, contents.mesh)
+    missing = pipe.stages(contents.mesh) * each - blocks
+    padding = f", the last ones padded with {missing} identities" if missing else ""
+    lines = [f"pipeline: {blocks} blocks in {pipe.stages(contents.mesh)} stages of {each}{padding}"]
+    return lines + [f"  {pipe.axis}={device}: blocks {', '.join(runs)}" for device, runs in held.items()]
+
+
+def _run_str(run: range) -> str:
+    if not run:
+        return "none"
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
+class _Kind(NamedTuple):
+    """What arrays that lie alike in all blocks have in common: kind of path, place, and where and why it is whole."""
+
+    kind: str
+    place: str
+    whole: str
+    why: str
+
+
+class _Member(NamedTuple):
+    role: str
+    path: str
+    bytes: int
+
+
+def summarize(contents: Contents) -> str:
+    """Write a layout in at most 20 lines of 100 columns: by role, by kind of array, and what is whole and why."""
+    groups = _group(contents)
+    lines = [*_fold(_describe_mesh(contents), 4), *align_columns(_role_rows(contents), "<>>>")]
+    why = _fold(_describe_whole(groups), 4)
+    rows = _kind_rows(groups)
+    room = LINES - len(lines) - len(why) - 2  # the heading and the last line
+    shown = rows if len(rows) <= room else rows[: room - 1]
+    lines += align_columns([("largest arrays", "role", "bytes/device", "size / axes"), *shown], "<<><")
+    if len(shown) < len(rows):
+        lines.append(f"... and {len(rows) - len(shown)} other kinds of arrays")
+    return "\n".join(map(_clip, [*lines, *why, f"all {_count(groups.values())}: layout.explain()"]))
+
+
+def to_html(contents: Contents) -> str:
+    """Write the summary, and the table of all arrays folded away, for a notebook."""
+    first, *rows = _all_rows(contents)
+    shown = rows[:_ROWS_IN_NOTEBOOK]
+    body = "".join(_html_row(row, "td") for row in shown)
+    more = "" if len(shown) == len(rows) else f"<p>... and {len(rows) - len(shown)} more: layout.explain()</p>"
+    return (
+        f"<pre>{html.escape(summarize(contents))}</pre><details><summary>all {len(rows)} arrays</summary>"
+        f"<table>{_html_row(first, 'th')}{body}</table>{more}</details>"
+    )
+
+
+def _html_row(cells: Iterable[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
+    """Group the arrays by kind and place; a moment is of the kind of its parameter."""
+    placed = contents.placed
+    params = {one.leaf.path: one.leaf.shape for one in placed if one.role == "param"}
+    groups: dict[_Kind, list[_Member]] = {}
+    for role, leaf, placement in placed:
+        path = _param_of(leaf.path, leaf.shape, params) if role == "opt" else leaf.path
+        size = placement.bytes_per_device(contents.mesh, leaf.dtype)
+        key = _Kind(kind_of(path), _describe_place(placement), *_find_reason(placement))
+        groups.setdefault(key, []).append(_Member(role, path, size))
+    return groups
+
+
+def _param_of(path: str, shape: tuple[int, ...], params: dict[str, tuple[int, ...]]) -> str:
+    """Return the path of the parameter whose optimizer state this is; the path itself if it is no parameter's."""
+    words = path.split("/")
+    ends = ("/".join(words[first:]) for first in range(len(words)))
+    return next((end for end in ends if params.get(end) == shape), path)
+
+
+def _describe_place(placement: Placement) -> str:
+    """Write the stored shape with its mesh axes: "[512 / data, 2048 / tensor]"."""
+    sizes = zip(placement.view.stored, placement.store, strict=True)
+    dims = (f"{size} / {' x '.join(axis_names(entry))}" if entry is not None else str(size) for size, entry in sizes)
+    return f"[{', '.join(dims)}]{' padded' if placement.view.is_padded else ''}"
+
+
+def _find_reason(placement: Placement) -> tuple[str, str]:
+    """Return over what an array is whole, and why: ("", "") for one that is split as the strategy wants it."""
+    if not axes_of(placement.store):
+        why = re.sub(r"^small: \d+ elements, under (\d+)$", r"small, under \1 elements", placement.why)
+        return "whole", why or placement.rule or "the strategy keeps it whole"
+    unsplit = bool(placement.rule) and not axes_of(placement.use)
+    return ("split by js.shard alone", placement.rule) if unsplit else ("", "")
+
+
+def _role_rows(contents: Contents) -> list[tuple[str, ...]]:
+    counts = [one.role for one in contents.placed]
+    rows: list[tuple[str, ...]] = [("role", "arrays", "bytes/device", "split")]
+    for role, size in bytes_by_role(contents.placed, contents.mesh).items():
+        if role in counts:
+            share = f"{split_share(contents.placed, contents.mesh, role):.1%}"
+            rows.append((role, f"{counts.count(role):,}", human_bytes(size), share))
+    return rows
+
+
+def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[tuple[str, ...]]:
+    """Write a row for each kind of array, those with the most bytes first."""
+    merged: dict[tuple[str, str], list[_Member]] = {}
+    for group, members in groups.items():
+        merged.setdefault((group.kind, group.place), []).extend(members)
+    rows: list[tuple[str, ...]] = []
+    for (kind, place), members in sorted(merged.items(), key=lambda item: -_bytes(item[1])):
+        paths = {one.path for one in members}
+        times = f" x {len(paths)}" if len(paths) > 1 else ""
+        name = _end_of(kind if times else members[0].path, 40 - len(times)) + times
+        roles = " ".join(dict.fromkeys(one.role for one in members))
+        rows.append((name, roles, human_bytes(_bytes(members)), place))
+    return rows
+
+
+def _describe_whole(groups: dict[_Kind, list[_Member]]) -> list[str]:
+    """Write a line for each reason for which arrays are whole, those with the most bytes first."""
+    reasons: dict[tuple[str, str], list[_Member]] = {}
+    for group, members in groups.items():
+        if group.whole:
+            reasons.setdefault((group.whole, group.why), []).extend(members)
+    return [
+        f"{whole}: {_count([members])}, {human_bytes(_bytes(members))}: {_name_rule(why)}"
+        for (whole, why), members in sorted(reasons.items(), key=lambda item: -_bytes(item[1]))
+    ]
+
+
+def _name_rule(why: str) -> str:
+    """Say of a pattern that it is one: "whole: *pos_embed*" is "the rule *pos_embed*"."""
+    pattern = why.removeprefix("whole: ")
+    return f"the rule {pattern}" if pattern != why and not why.endswith("kernel") else pattern
+
+
+def _count(groups: Iterable[list[_Member]]) -> str:
+    count = sum(map(len, groups))
+    return f"{count:,} array{'s' if count != 1 else ''}"
+
+
+def _bytes(members: Iterable[_Member]) -> int:
+    return sum(one.bytes for one in members)
+
+
+def _fold(lines: list[str], most: int) -> list[str]:
+    return lines if len(lines) <= most else [*lines[: most - 1], f"... and {len(lines) - most + 1} more such lines"]
+
+
+def _end_of(path: str, width: int) -> str:
+    return path if len(path) <= width else "..." + path[3 - width :]
+
+
+def _clip(line: str) -> str:
+    return line if len(line) <= COLUMNS else line[: COLUMNS - 3] + "..."

@@ -1,0 +1,41 @@
+"""Arrays of a layout with their places, and what they add up to on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.tree import Leaf
+from jaxshard.core.types import Role
+
+
+class Placed(NamedTuple):
+    """One array of a layout.
+
+    Attributes:
+      role: "param", "grad", "opt" or "state".
+      leaf: its path, logical shape, dtype and names.
+      placement: where it lives.
+    """
+
+    role: Role
+    leaf: Leaf
+    placement: Placement
+
+
+def bytes_by_role(placed: Sequence[Placed], mesh: Mesh) -> dict[Role, int]:
+    """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state"."""
+    total: dict[Role, int] = {"param": 0, "grad": 0, "opt": 0, "state": 0}
+    for role, leaf, placement in placed:
+        total[role] += placement.bytes_per_device(mesh, leaf.dtype)
+    return total
+
+
+def split_share(placed: Sequence[Placed], mesh: Mesh, role: Role) -> float:
+    """Return the share, from 0 to 1, of a role's elements in arrays that are split over more than one device."""
+    of_role = [one for one in placed if one.role == role]
+    split = sum(one.leaf.size for one in of_role if any(mesh.shape[a] > 1 for a in axes_of(one.placement.store)))
+    return split / max(1, sum(one.leaf.size for one in of_role))
