@@ -11,10 +11,7 @@ import tyro
 
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import check_positive
-from jaxshard.commands.supervisor import run_together, say
-
-WRONG_USAGE = 2
-"""The exit status of a command whose flags are wrong; they would be wrong again after a restart."""
+from jaxshard.commands.supervisor import WRONG_USAGE, run_together, say
 
 
 def launch(

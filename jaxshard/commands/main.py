@@ -33,7 +33,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
       0, or what the command returned: 1 where a check failed. 1 also where a step was bad, 2 for wrong flags or data
-      and where several processes were given different ones, 130 after Ctrl-C, each with a line on standard error.
+      and where several processes were given different ones, 75 where one of several processes never came, 130 after
+      Ctrl-C, each with a line on standard error. Where another process failed, its status.
 
     Raises:
       SystemExit: with status 2, as in argparse, for a command or flag that does not exist or a value of another type;
@@ -91,14 +92,15 @@ def _run(name: str, args: Sequence[str]) -> int:
         status, line = 2, str(error)
     except KeyboardInterrupt:
         status, line = 130, "interrupted"
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, RuntimeError, FloatingPointError) as error:
         from jaxshard.distributed.agree import Disagreement
+        from jaxshard.distributed.failures import MissingProcess
         from jaxshard.training.non_finite import BadStep
 
         if isinstance(error, BadStep):
             status, line = 1, f"{error.what}; see --bad-steps"
-        elif isinstance(error, Disagreement):
-            status, line = 2, str(error)
+        elif isinstance(error, Disagreement | MissingProcess):
+            status, line = error.exit_status, str(error)
         else:
             raise
     print(f"jaxshard: {line}", file=sys.stderr)

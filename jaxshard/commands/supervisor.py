@@ -28,6 +28,12 @@ from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES, REST
 SECONDS_TO_END = 5.0
 """From SIGTERM to SIGKILL for processes whose sibling died; what they compute together can't go on anyway."""
 
+WRONG_USAGE = 2
+"""The exit status of a command whose flags are wrong; they would be wrong again after a restart."""
+
+SECONDS_TO_SAY_SO = 2.0
+"""From the first end with `WRONG_USAGE` to SIGTERM: the others end by themselves then, each with its own message."""
+
 _SAME_SIGNAL = 2.0
 """Seconds within which two signals count as one, since schedulers signal a job more than once."""
 
@@ -81,7 +87,8 @@ def run_together(command: Sequence[str], *, count: int, restarts: int, grace: fl
     copied, with its number in front, to the stream that it wrote them to. It leads a process group of its own, which is
     killed when the process ends.
 
-    When a process fails, all others get SIGTERM, and SIGKILL `SECONDS_TO_END` later. SIGTERM, SIGINT and SIGHUP to this
+    When a process fails, all others get SIGTERM, after wrong usage not before `SECONDS_TO_SAY_SO`, and SIGKILL
+    `SECONDS_TO_END` later. SIGTERM, SIGINT and SIGHUP to this
     process are passed on, and SIGKILL follows `grace` seconds later or at the second signal. No process is left running
     and the caller's signal handlers are back on return. On Linux the processes also die with this one if it is killed,
     but not what they have started themselves.
@@ -123,18 +130,18 @@ def _watch(processes: Sequence[_Process], events: _Events, grace: float) -> Outc
     """Wait for all processes to end, and end them as `run_together` says."""
     running, status = set(range(len(processes))), 0
     signaled: float | None = None  # when the first signal was passed on
-    deadline: float | None = None  # when those that are left are killed
+    due: list[tuple[float, int]] = []  # when those that are left get which signal
     while running:
         try:
-            event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            event = events.get(timeout=max(0.0, due[0][0] - time.monotonic()) if due else None)
         except Empty:
-            _send_all(processes, signal.SIGKILL)
-            deadline = None
+            _, number = due.pop(0)
+            _send_all(processes, number)
             continue
+        now = time.monotonic()
         if isinstance(event, _Signal):
-            now = time.monotonic()
             if signaled is None:
-                signaled, deadline = now, deadline or now + grace
+                signaled, due = now, due[-1:] or [(now + grace, signal.SIGKILL)]
                 _send_all(processes, event.number)
             elif now - signaled >= _SAME_SIGNAL:
                 _send_all(processes, signal.SIGKILL)
@@ -145,8 +152,8 @@ def _watch(processes: Sequence[_Process], events: _Events, grace: float) -> Outc
                 if signaled is None:
                     ending = "; ending the others" if running else ""
                     say(f"process {event.process} {_how_it_ended(event.status)}{ending}")
-                    _send_all(processes, signal.SIGTERM)
-                    deadline = time.monotonic() + SECONDS_TO_END
+                    told = now + (SECONDS_TO_SAY_SO if status == WRONG_USAGE else 0.0)
+                    due = [(told, signal.SIGTERM), (told + SECONDS_TO_END, signal.SIGKILL)]
     return Outcome(status, interrupted=signaled is not None)
 
 

@@ -98,6 +98,23 @@ def cluster_processes() -> int:
     return 1 if kind is None else kind.get_process_count()
 
 
+def place_in_cluster(timeout: int) -> tuple[str, int, int, Sequence[int] | None]:
+    """Return (host:port of process 0, number of processes, index of this one, local devices or None) in the cluster.
+
+    As `jax.distributed.initialize()` would find them, in a cluster of which `cluster_processes` counts several. On TPU
+    pods it may wait, up to `timeout` seconds, until the first host has an address.
+
+    Private: `jax._src.clusters`, `ClusterEnv.auto_detect_unset_distributed_params`. JAX can't be asked without joining.
+    Loud: an AttributeError or TypeError in `js.initialize`.
+    """
+    address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout
+    )
+    assert address is not None and count is not None and index is not None, "a cluster that was counted is known"
+    # The variable goes before what the cluster says; JAX reads it where nothing is given.
+    return address, count, index, None if os.environ.get("JAX_LOCAL_DEVICE_IDS") else devices
+
+
 def process_count_and_id() -> tuple[int, int]:
     """Return (number of processes, index of this one) as `jax.distributed` knows them, without touching a device.
 

@@ -15,3 +15,6 @@ INDEX = "JAXSHARD_PROCESS_ID"
 
 RESTARTS = "JAXSHARD_RESTARTS"
 """The number of times that all processes were started again. For users' scripts; the library does not read it."""
+
+LIMIT = "JAXSHARD_INITIALIZATION_TIMEOUT"
+"""How many seconds a process waits for all the others to start."""

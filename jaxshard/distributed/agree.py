@@ -22,10 +22,10 @@ where <peers> names the set of processes and <n> counts its calls, so that no tw
     raise Disagreement                           raise Disagreement
 
 - Cost: every process writes two small values and reads two, the first one reads an answer of each.
-- Late: a wait has no end, since compiling or loading may take minutes on one host. Every 5 seconds it looks up; after
+- Late: a wait has no end, since compiling or loading may take minutes on one host. Every 2 seconds it looks up; after
   10, 20, 40, ... seconds one process, the first that is there, says on standard error for whom all wait.
-- Failed: a process that ends by an error leaves a note first (`hard_exit.report_failure`). Those that wait find it
-  within 5 seconds and raise. One that is killed leaves none: JAX's heartbeat then ends the others.
+- Failed: a process that ends by an error leaves a note first (`failures.report_failure`). Those that wait find it
+  within 2 seconds and raise. One that is killed leaves none: JAX's heartbeat then ends the others.
 - The call before may be deleted, because whoever answers this one has read all it needed of that.
 - The first process waits for `seen` before it raises, because the store lives in process 0 and may end with the error.
 """
@@ -38,7 +38,6 @@ import hashlib
 import itertools
 import json
 import socket
-import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -48,13 +47,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxshard.core.compat import coordinator_client, delete_keys, get_key, list_keys, put_key, wait_for_key
-from jaxshard.distributed.hard_exit import list_failures
+from jaxshard.distributed.failures import WRONG_USAGE, MissingProcess, common_status, list_failures
 from jaxshard.distributed.mismatch import Mismatch, describe_mismatches, find_mismatches, list_names, shorten_facts
+from jaxshard.distributed.waiting import Waiting
 
-_LOOK_UP = 5.0
+_LOOK_UP = 2.0
 """Seconds between two looks for failed processes while a process waits."""
-_TELL = 10.0
-"""Seconds after which the first line says for whom a process waits; the pauses between lines double up to a minute."""
 _LARGEST = 2_000_000
 """Characters of a compressed text above which it is not sent to the coordinator; its digest still is."""
 _SEEN = 10.0
@@ -65,8 +63,13 @@ class Disagreement(ValueError):
     """Processes that must run one program were given different ones; raised in all of them, before they would hang.
 
     The message names the point of the program (such as `js.init`), every process that differs from the first one,
-    what it has and what the first one has. Also raised where a process is waited for that has failed.
+    what it has and what the first one has.
+
+    Attributes:
+      exit_status: 2, with which a process ends that does not catch the error: a new start would not help.
     """
+
+    exit_status = WRONG_USAGE
 
 
 class Peers:
@@ -100,7 +103,7 @@ class Peers:
           point: the name of this point of the program, for messages.
 
         Raises:
-          Disagreement: as `agree`.
+          Disagreement, MissingProcess: as `agree`.
         """
         self.agree(point, {})
 
@@ -115,8 +118,8 @@ class Peers:
           facts: texts by name that must be equal in all processes.
 
         Raises:
-          Disagreement: in every process, if one of them differs from the first. Or in those that wait, if a process
-            failed before it came here.
+          Disagreement: in every process, if one of them differs from the first.
+          MissingProcess: in those that wait, if a process failed before it came here.
         """
         call = next(self._calls)
         room = f"{self._folder}/{call}"
@@ -165,26 +168,24 @@ class Peers:
 
     def _wait_for(self, room: str, key: str, point: str) -> str:
         """Wait for a key without end, unless a process has failed; say on standard error for whom it waits."""
-        start, tell = time.monotonic(), _TELL
+        waiting = Waiting(point)
         # In slices: while the client waits for one key, it notices nothing else.
         while (value := wait_for_key(self.store, f"{room}/{key}", _LOOK_UP)) is None:
-            if failed := list_failures(self.store):
-                lines = "".join(f"\n  - {process}: {why}" for process, why in failed)
-                raise Disagreement(f"{point}: waited in vain for a process that failed before it came here{lines}")
-            waited = time.monotonic() - start
-            if waited >= tell:
-                tell = waited + min(60.0, tell)
-                self._print_missing(room, point, waited)
+            if failed := list(list_failures(self.store).values()):
+                lines = "".join(f"\n  - {failure.name}: {failure.why}" for failure in failed)
+                text = f"{point}: waited in vain for a process that failed before it came here{lines}"
+                raise MissingProcess(text, common_status(failed))
+            if waiting.is_due():
+                self._say_missing(room, waiting)
         return value
 
-    def _print_missing(self, room: str, point: str, waited: float) -> None:
+    def _say_missing(self, room: str, waiting: Waiting) -> None:
         """Print for whom all wait, in one process alone: the first of those that are there."""
         # Each process that waits comes here, but those that are there are the same for all: one of them prints.
         there = {int(process) for process in list_keys(self.store, f"{room}/here/")}
         if self.process == min(there, default=self.process):
             missing = [self.name_of(other) for other in self.processes if other not in there] or ["an answer"]
-            text = f"jaxshard: {point}: waiting for {list_names(missing)} since {waited:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+            waiting.say(list_names(missing))
 
     def _wait_until_seen(self, room: str) -> None:
         """Let every process read the outcome before the first one ends, and the store with it."""

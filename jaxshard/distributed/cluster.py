@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
-from jaxshard.core.compat import backend_is_initialized, cluster_processes, process_count_and_id
-from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES
+from jaxshard.core.compat import backend_is_initialized, cluster_processes, place_in_cluster, process_count_and_id
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, LIMIT, PROCESSES
+from jaxshard.distributed.failures import end_with_others
 from jaxshard.distributed.hard_exit import leave_on_error
+from jaxshard.distributed.rendezvous import meet_all
+
+_LIMIT = 300
+"""Seconds to wait for all processes where nobody says how many."""
 
 
 def initialize(
@@ -18,11 +25,12 @@ def initialize(
     process_id: int | None = None,
     *,
     heartbeat_timeout: int = 30,
-    initialization_timeout: int = 300,
+    initialization_timeout: int | None = None,
 ) -> None:
     """Join the processes that train together, so that `jax.devices()` holds the devices of all of them.
 
-    Every process calls it at the top of its program, before anything touches a device; it returns once all are there:
+    Every process calls it at the top of its program, before anything touches a device; it returns once all are there,
+    and process 0 says every so often who is missing:
 
         import jaxshard as js
         js.distributed.initialize()
@@ -40,8 +48,9 @@ def initialize(
     nothing either.
 
     From here on an error that nobody catches ends the process at once, with status 1 after its traceback, where
-    Python's normal end would wait for the other processes, which wait for this one. A `sys.exit(status)` does wait: if
-    one process alone gives up, raise an error or call `js.distributed.leave(status)`.
+    Python's normal end would wait for the other processes, which wait for this one; they end with the same status some
+    seconds later. It is 2 after a `Disagreement`, 75 where a process never came. A `sys.exit(status)` does wait: if one
+    process alone gives up, raise an error or call `js.distributed.leave(status)`.
 
     Args:
       coordinator_address: "host:port" of process 0, which listens there. All processes must reach it, and the port must
@@ -50,13 +59,18 @@ def initialize(
       process_id: the number of this process, from 0.
       heartbeat_timeout: seconds after which a process that is not heard of counts as dead, and JAX aborts the others
         (which may notice before, by an error of a collective). JAX's own default is 100.
-      initialization_timeout: seconds to wait for all processes.
+      initialization_timeout: seconds to wait for all processes; by default those in the environment variable
+        JAXSHARD_INITIALIZATION_TIMEOUT, or else 300.
 
     Raises:
-      ValueError: only one or two of the three arguments (or variables) are given, an address is no host:port, or the
-        number of this process is not below the number of processes.
+      MissingProcess: in all processes that came: another one did not come in time.
+      Disagreement: in all processes: two have one number, or they count the processes differently.
+      ValueError: only one or two of the three arguments (or variables) are given, an address is no host:port, the
+        number of this process is not below the number of processes, or the seconds are no positive number.
       RuntimeError: JAX has touched a device already, or other processes were joined before.
+      OSError: process 0 may not listen at its address.
     """
+    limit = _read_limit(initialization_timeout)
     place = _read_place(coordinator_address, num_processes, process_id)
     if jax.distributed.is_initialized():
         _check_same(place)
@@ -70,12 +84,17 @@ def initialize(
             "distributed.initialize: JAX has touched a device already, and joins no other process after that; call it "
             "at the top of the program, before anything creates an array or asks for jax.devices()"
         )
-    jax.distributed.initialize(
-        **(place._asdict() if place else {}),
-        initialization_timeout=initialization_timeout,
-        heartbeat_timeout_seconds=heartbeat_timeout,
-    )
+    if place is None:
+        address, count, index, devices = place_in_cluster(limit)
+        place = _Place(address, count, index, os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), devices)
     leave_on_error()
+    address, bind = place.coordinator_address, place.coordinator_bind_address
+    meet_all(address, place.num_processes, place.process_id, bind=bind, limit=limit)
+    # All are there: JAX needs a moment, and this limit is its own, which ends processes by an abort.
+    jax.distributed.initialize(
+        **place._asdict(), initialization_timeout=limit, heartbeat_timeout_seconds=heartbeat_timeout
+    )
+    end_with_others()
 
 
 class _Place(NamedTuple):
@@ -86,6 +105,7 @@ class _Place(NamedTuple):
     process_id: int
     # On this machine alone, the coordinator need not listen to others.
     coordinator_bind_address: str | None
+    local_device_ids: Sequence[int] | None = None
     # All is said. JAX would ask the cluster for the rest, and take one device per process on Slurm.
     cluster_detection_method: str = "deactivate"
 
@@ -114,7 +134,20 @@ def _read_place(coordinator: str | None, processes: int | None, index: int | Non
             f"distributed.initialize: {names[2]}={this} is none of {names[1]}={count} processes, which are numbered "
             f"from 0 to {count - 1}"
         )
-    return _Place(address, count, this, address if host in ("localhost", "127.0.0.1", "[::1]") else None)
+    local = host in ("localhost", "127.0.0.1", "[::1]")
+    return _Place(address, count, this, address if local else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"))
+
+
+def _read_limit(seconds: int | None) -> int:
+    """Return the whole seconds to wait for all processes: the argument, or else the environment."""
+    name, value = ("initialization_timeout", seconds) if seconds is not None else (LIMIT, os.environ.get(LIMIT, _LIMIT))
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise ValueError(f"distributed.initialize: {name}={value} is not a positive number of seconds")
+    return math.ceil(limit)
 
 
 def _check_same(place: _Place | None) -> None:

@@ -1,15 +1,13 @@
 """The end of one of several processes when something is wrong: `leave` does it at once.
 
-It reports the failure before it ends, so that nobody waits for it.
+It reports the failure before it ends, so that nobody waits for it and all end with the same status (`failures.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -17,11 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from jaxshard.core.compat import coordinator_client, list_keys, process_count_and_id, put_key
+from jaxshard.distributed.failures import part, report_failure
 
-_FAILED = "jaxshard/failed/"
-_REPORT_WITHIN = 2.0
-"""Seconds that `report_failure` may take: a store that does not answer must not keep a process from ending."""
 INTERRUPTED = 130
 """The exit status of a process that Ctrl-C ended (128 + 2)."""
 
@@ -31,8 +26,9 @@ def leave(status: int) -> NoReturn:
 
     Use it where one of several processes gives up alone. A normal end, `sys.exit` included, waits in JAX's shutdown for
     all other processes, and these may be waiting for this one in a collective: both would wait for ever. What was
-    printed is flushed, and processes that wait for this one at `js.init`, `js.batches` and the like are told that it
-    failed. Nothing else is tidied up: no `finally`, no `atexit`, no save that is still being written.
+    printed is flushed, and the other processes are told: they end with the same status, soon where they wait for this
+    one at `js.init`, `js.batches` and the like, and otherwise five seconds after they heard of it. Nothing else is
+    tidied up: no `finally`, no `atexit`, no save that is still being written.
 
         if not os.path.exists(path):
             print(f"no data at {path}", file=sys.stderr)
@@ -41,13 +37,17 @@ def leave(status: int) -> NoReturn:
     An error that nobody catches does the same after `js.distributed.initialize`.
 
     Args:
-      status: the exit status; anything but 0 is reported to the other processes as a failure.
+      status: the exit status; anything but 0 is reported to the other processes as a failure, and process 0 ends some
+        seconds later than they do, because it holds what JAX needs in all of them.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
             stream.flush()
     if status:
-        report_failure(f"it left with status {status}; see what it printed")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends in any case, and with its own status
+        report_failure(f"it left with status {status}; see what it printed", status)
+        part()
     os._exit(status)
 
 
@@ -66,6 +66,8 @@ def leave_on_error() -> None:
 class LeavingHook:
     """A `sys.excepthook` that shows an error and ends the process, except at an interactive prompt.
 
+    The exit status is 1, or the `exit_status` of the error if it has one, as `Disagreement` and `MissingProcess` do.
+
     Attributes:
       show: the hook before, which prints the traceback.
     """
@@ -75,31 +77,6 @@ class LeavingHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.show(kind, error, trace)
         if not hasattr(sys, "ps1"):  # the prompt, which only an interactive Python has
-            report_failure(f"{kind.__name__}: {error}".splitlines()[0])
-            leave(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
-
-
-def report_failure(why: str) -> None:
-    """Tell the processes that wait for this one that it won't come. In a single process, do nothing.
-
-    Only the first report of a process counts. Returns after two seconds even if the store does not answer.
-    """
-    store = coordinator_client()
-    if store is None:
-        return
-    process = process_count_and_id()[1]
-    note = json.dumps([f"process {process} (host {socket.gethostname()})", why])
-
-    def report() -> None:
-        with contextlib.suppress(RuntimeError):  # reported before, or the store is gone
-            put_key(store, f"{_FAILED}{process}", note)
-
-    # A thread: a call to a store that has died would block for minutes.
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    thread.join(_REPORT_WITHIN)
-
-
-def list_failures(store: Any) -> list[tuple[str, str]]:
-    """Return (name of the process, why) of every process that reported a failure."""
-    return [(name, why) for name, why in map(json.loads, list_keys(store, _FAILED).values())]
+            status = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_status", 1)
+            report_failure(f"{kind.__name__}: {error}".splitlines()[0], status)
+            leave(status)

@@ -109,6 +109,21 @@ def test_wrong_usage_is_not_tried_again(capfd):
     assert capfd.readouterr().out == "[0] once\n"
 
 
+def test_after_wrong_usage_the_others_end_by_themselves(tmp_path, capfd):
+    """Processes that were given different things all say what it is, though one of them is the first to end."""
+    others = f"while [ ! -e {tmp_path}/first ]; do sleep 0.01; done; sleep 0.5; echo it differs; exit 2"
+    script = f"if [ $JAXSHARD_PROCESS_ID = 1 ]; then touch {tmp_path}/first; exit 2; fi; {others}"
+    assert launch("-n", "3", "--max-restarts", "2", script=script) == 2
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] it differs", "[2] it differs"]
+
+
+def test_after_wrong_usage_nobody_is_left(monkeypatch):
+    monkeypatch.setattr(supervisor, "SECONDS_TO_SAY_SO", 0.2)
+    started = time.monotonic()
+    assert launch("-n", "2", script="if [ $JAXSHARD_PROCESS_ID = 1 ]; then exit 2; fi; sleep 1000") == 2
+    assert time.monotonic() - started < 60
+
+
 def test_flags_after_the_double_dash_are_the_commands_own(capfd):
     assert main(["launch", "-n", "1", "--", "echo", "-n", "7", "--", "--help"]) == 0
     assert capfd.readouterr().out == "[0] 7 -- --help\n"

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import jaxshard as js
 from jaxshard.commands import main
-from jaxshard.distributed import agree
-from jaxshard.distributed import hard_exit as failures
+from jaxshard.distributed import agree, failures, waiting
 from jaxshard.distributed.agree import Peers, all_peers, peers_of
 from tests.distributed.store import Store, members, together
 
@@ -79,7 +78,7 @@ def test_points_are_counted_and_forgotten():
 
 def test_a_late_process_is_waited_for_and_named_by_one(monkeypatch, capsys):
     monkeypatch.setattr(agree, "_LOOK_UP", 0.05)
-    monkeypatch.setattr(agree, "_TELL", 0.2)
+    monkeypatch.setattr(waiting, "_TELL", 0.2)
     peers = members(4)
 
     def late():
@@ -106,21 +105,29 @@ def test_nobody_waits_for_a_process_that_has_failed(monkeypatch):
     peers = members(3)
     monkeypatch.setattr(failures, "coordinator_client", lambda: peers[0].store)
     monkeypatch.setattr(failures, "process_count_and_id", lambda: (3, 1))
-    failures.report_failure("FileNotFoundError: data.bin")
-    failures.report_failure("it left with status 1")
+    failures.report_failure("FileNotFoundError: data.bin", 3)
+    failures.report_failure("it left with status 1", 1)
     for outcome in together([partial(peers[number].agree, "js.init", {}) for number in (0, 2)]):
-        assert isinstance(outcome, js.distributed.Disagreement)
+        assert isinstance(outcome, js.distributed.MissingProcess) and outcome.exit_status == 3
         assert "js.init: waited in vain" in str(outcome)
         assert re.search(r"process 1 \(host \S+\): FileNotFoundError: data.bin$", str(outcome))
 
 
-def test_commands_tell_a_disagreement_in_a_line(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (js.distributed.Disagreement("js.init: the processes differ"), 2),
+        (js.distributed.MissingProcess("js.init: waited in vain", 1), 1),
+        (js.distributed.MissingProcess("distributed.initialize: process 1 did not come"), 75),
+    ],
+)
+def test_commands_tell_what_is_wrong_between_processes_in_a_line(error, status, monkeypatch, capsys):
     def doctor() -> None:
-        raise js.distributed.Disagreement("js.init: the processes differ")
+        raise error
 
     monkeypatch.setattr(main, "command_of", lambda name: doctor)
-    assert main.main(["doctor"]) == 2
-    assert capsys.readouterr().err == "jaxshard: js.init: the processes differ\n"
+    assert main.main(["doctor"]) == status
+    assert capsys.readouterr().err == f"jaxshard: {error}\n"
 
 
 def test_an_error_of_the_store_is_no_late_process():

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxshard as js
-from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES
+from jaxshard.core.launch_environment import COORDINATOR, INDEX, LIMIT, PROCESSES
 from jaxshard.distributed import cluster, hard_exit
 
 SLURM = {
@@ -23,6 +23,8 @@ def joined(monkeypatch):
     asked = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: asked.append(given))
     monkeypatch.setattr(cluster, "backend_is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "meet_all", lambda *place, bind, limit: asked.append((*place, bind, limit)))
+    monkeypatch.setattr(cluster, "end_with_others", lambda: asked.append("watched"))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     return asked
 
@@ -59,20 +61,45 @@ def test_a_pod_that_belongs_to_no_indexed_job_is_alone(joined, environment):
 
 
 def test_arguments_go_before_the_environment_and_that_before_the_cluster(joined, environment):
-    environment(SLURM)
+    environment(SLURM | {LIMIT: "700"})
     js.distributed.initialize()
-    environment(LAUNCHED)
+    environment(LAUNCHED | {LIMIT: "0.5"})
     js.distributed.initialize()
     js.distributed.initialize("other:1", 3, 2, heartbeat_timeout=9, initialization_timeout=8)
-    names = "coordinator_address", "num_processes", "process_id", "cluster_detection_method", "coordinator_bind_address"
-    assert [tuple(given.get(name) for name in names) for given in joined] == [
-        (None, None, None, None, None),
-        ("localhost:4711", 4, 3, "deactivate", "localhost:4711"),
-        ("other:1", 3, 2, "deactivate", None),
+    # All meet first, then JAX joins them, then each looks for failures of the others.
+    met, given, watched = joined[::3], joined[1::3], joined[2::3]
+    assert watched == ["watched"] * 3
+    slurm = met[0][0]
+    assert slurm.startswith("node07:")
+    assert met == [
+        (slurm, 2, 1, None, 700),
+        ("localhost:4711", 4, 3, "localhost:4711", 1),
+        ("other:1", 3, 2, None, 8),
     ]
-    times = [(given["heartbeat_timeout_seconds"], given["initialization_timeout"]) for given in joined]
-    assert times == [(30, 300), (30, 300), (9, 8)]
+    names = "coordinator_address", "num_processes", "process_id", "coordinator_bind_address"
+    assert [tuple(one[name] for name in names) for one in given] == [place[:4] for place in met]
+    assert [one["cluster_detection_method"] for one in given] == ["deactivate"] * 3
+    # On Slurm JAX takes one GPU per task.
+    assert [one["local_device_ids"] for one in given] == [[0], None, None]
+    times = [(one["heartbeat_timeout_seconds"], one["initialization_timeout"]) for one in given]
+    assert times == [(30, 700), (30, 1), (9, 8)]
     assert isinstance(sys.excepthook, hard_exit.LeavingHook)
+
+
+def test_the_devices_and_the_address_in_the_environment_go_before_those_of_the_cluster(joined, environment):
+    environment(SLURM | {"SLURM_LOCALID": "1", "JAX_COORDINATOR_ADDRESS": "node09:5", "JAX_LOCAL_DEVICE_IDS": "0,1"})
+    environment({"JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0:5"})
+    js.distributed.initialize()
+    assert joined[0] == ("node09:5", 2, 1, "0.0.0.0:5", 300)
+    assert joined[1]["local_device_ids"] is None  # JAX reads the variable itself
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "soon", ""])
+def test_a_time_to_wait_that_is_none_is_refused(joined, environment, limit):
+    environment(LAUNCHED | {LIMIT: limit})
+    with pytest.raises(ValueError, match=f"{LIMIT}={limit} is not a positive number of seconds"):
+        js.distributed.initialize()
+    assert joined == []
 
 
 @pytest.mark.parametrize(
@@ -119,9 +146,10 @@ def test_an_error_that_nobody_catches_leaves(monkeypatch, capsys):
     once = sys.excepthook
     hard_exit.leave_on_error()
     assert sys.excepthook is once
-    for error in (ValueError("wrong"), KeyboardInterrupt()):
+    missing, differs = js.distributed.MissingProcess("late"), js.distributed.Disagreement("other")
+    for error in (ValueError("wrong"), KeyboardInterrupt(), missing, differs):
         sys.excepthook(type(error), error, None)
-    assert left == [1, 130] and "ValueError: wrong" in capsys.readouterr().err
+    assert left == [1, 130, 75, 2] and "ValueError: wrong" in capsys.readouterr().err
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     sys.excepthook(ValueError, ValueError("at a prompt"), None)
-    assert left == [1, 130]
+    assert len(left) == 4

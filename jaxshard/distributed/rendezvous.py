@@ -1,0 +1,318 @@
+"""`meet_all`: the processes of a run wait for each other before JAX joins them, and say who is missing.
+
+JAX's own connection is silent while it waits, can't be interrupted, and aborts those that came when one does not. So
+before it process 0 listens on the coordinator's port, and all others connect to it. Messages are lines of JSON:
+
+    process 0                          processes 1, 2, ...
+    ---------------------------------  -------------------------------------------------------------------------
+    listen on the port                 connect, again every second until process 0 is there
+                                  <--  {"process": 1, "processes": 4, "host": "b", "limit": 300, "waited": 7}
+    wait until all are connected
+    ["go", ""]                    -->  wait for the outcome
+    close the port                     go on to jax.distributed.initialize, on the same port
+
+The outcome is "missing" as soon as one of those that wait has waited long enough, or "differ" if two have one number or
+count the processes differently; all raise the same error. A process that ends before the outcome, which its connection
+tells, is missing again, and may come a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxshard.core.launch_environment import LIMIT
+from jaxshard.distributed.agree import Disagreement
+from jaxshard.distributed.failures import MissingProcess
+from jaxshard.distributed.mismatch import list_names
+from jaxshard.distributed.waiting import Waiting
+
+_POINT = "distributed.initialize"
+_PAUSE = 1.0
+"""Seconds between two tries to reach process 0, or to listen."""
+_LONGEST = 4096
+"""Bytes that a process may say of itself; whoever sends more is none of ours."""
+_MARGIN = 10.0
+"""Seconds for which others wait longer than asked for, so that process 0, which knows who is missing, speaks first."""
+
+
+class Arrival(NamedTuple):
+    """The line that a process sends of itself when it connects to process 0.
+
+    Attributes:
+      process: its number.
+      processes: how many there are, as it was told.
+      host: the name of its host.
+      limit: the seconds that it waits for all, from its own start.
+      waited: how many of them have passed.
+    """
+
+    process: int
+    processes: int
+    host: str
+    limit: float
+    waited: float
+
+    @property
+    def name(self) -> str:
+        """Its name in messages, such as "process 1 (host b)"."""
+        return f"process {self.process} (host {self.host})"
+
+
+class _Guest(NamedTuple):
+    """A process that is connected, and when it will have waited long enough."""
+
+    arrival: Arrival
+    end: float
+
+
+def meet_all(address: str, processes: int, process: int, *, bind: str | None, limit: float) -> None:
+    """Wait until all processes have come here, and say every so often who is missing.
+
+    Args:
+      address: host:port of process 0.
+      processes: how many there are.
+      process: the number of this one.
+      bind: host:port on which process 0 listens; None for the port of the address on all interfaces.
+      limit: how many seconds to wait.
+
+    Raises:
+      MissingProcess: a process did not come.
+      Disagreement: two processes have the same number, or count the processes differently.
+      OSError: process 0 may not listen there.
+    """
+    me = Arrival(process, processes, socket.gethostname(), limit, 0.0)
+    if process == 0:
+        outcome, text = _Host(me).collect(bind or f"[::]:{address.rpartition(':')[2]}")
+    else:
+        outcome, text = _visit(address, me)
+    if outcome == "differ":
+        raise Disagreement(text)
+    if outcome != "go":
+        raise MissingProcess(text)
+
+
+class _Host:
+    """Process 0, to which all others connect."""
+
+    def __init__(self, me: Arrival):
+        self._me, self._waiting = me, Waiting(_POINT)
+        self._end = time.monotonic() + me.limit
+        self._received: dict[socket.socket, bytes] = {}  # of every connection, strangers included
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._ended: dict[int, str] = {}  # the hosts of those that came and ended
+        self._difference: str | None = None
+
+    def collect(self, bind: str) -> tuple[str, str]:
+        """Wait for all others, tell them the outcome and return it."""
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(self._listen(bind))
+            selector = stack.enter_context(selectors.DefaultSelector())
+            stack.callback(self._close)
+            selector.register(listener, selectors.EVENT_READ)
+            while (outcome := self._outcome()) is None:
+                if self._waiting.is_due():
+                    self._waiting.say(self._missing())
+                for key, _ in selector.select(_PAUSE):
+                    assert isinstance(key.fileobj, socket.socket)
+                    if key.fileobj is listener:
+                        self._accept(listener, selector)
+                    elif not self._read(key.fileobj):
+                        selector.unregister(key.fileobj)
+                        self._drop(key.fileobj)
+            line = json.dumps(outcome).encode() + b"\n"
+            for connection in self._received:
+                with contextlib.suppress(OSError):  # it has just ended
+                    connection.settimeout(_MARGIN)
+                    connection.sendall(line)
+        return outcome
+
+    def _close(self) -> None:
+        for connection in self._received:
+            connection.close()
+
+    def _listen(self, bind: str) -> socket.socket:
+        """Listen on the port, as soon as it is free."""
+        while (listener := _try_to_listen(bind)) is None:
+            if time.monotonic() > self._end:
+                raise MissingProcess(f"{_POINT}: another program has used the port of {bind} for {self._me.limit:g} s")
+            if self._waiting.is_due():
+                self._waiting.say(f"the port of {bind}, which another program uses,")
+            time.sleep(_PAUSE)
+        return listener
+
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            self._received[connection] = b""
+            selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> bool:
+        """Read what a connection sent; return False if it ended, or comes from no process of ours."""
+        try:
+            data = connection.recv(_LONGEST)
+        except OSError:
+            return False
+        if connection in self._guests or not data:
+            return bool(data)
+        self._received[connection] += data
+        line, newline, _ = self._received[connection].partition(b"\n")
+        if not newline:
+            return len(line) <= _LONGEST
+        arrival = _parse_arrival(line)
+        if arrival is None:
+            return False
+        self._difference = self._difference or self._compare(arrival)
+        self._guests[connection] = _Guest(arrival, time.monotonic() + arrival.limit - arrival.waited)
+        self._ended.pop(arrival.process, None)
+        return True
+
+    def _compare(self, arrival: Arrival) -> str | None:
+        """Say how a process differs from those that are here; None if it does not."""
+        here = [self._me, *(guest.arrival for guest in self._guests.values())]
+        if arrival.processes != self._me.processes:
+            told = f"{arrival.name} was told of {arrival.processes} processes, {self._me.name} of {self._me.processes}"
+            return f"{told}; tell all of the same"
+        if same := [other for other in here if other.process == arrival.process]:
+            return f"{same[0].name} and another one on host {arrival.host} have one number; give each its own"
+        return None
+
+    def _drop(self, connection: socket.socket) -> None:
+        guest = self._guests.pop(connection, None)
+        if guest is not None:
+            self._ended[guest.arrival.process] = guest.arrival.host
+        self._received.pop(connection)
+        connection.close()
+
+    def _outcome(self) -> tuple[str, str] | None:
+        """Return (outcome, what there is to say), or None as long as one is missing and there is time."""
+        if self._difference is not None:
+            return "differ", f"{_POINT}: the processes differ: {self._difference}"
+        if len(self._guests) == self._me.processes - 1:
+            return "go", ""
+        first = min([_Guest(self._me, self._end), *self._guests.values()], key=lambda guest: guest.end)
+        if time.monotonic() < first.end:
+            return None
+        here = sorted(guest.arrival for guest in self._guests.values())
+        return "missing", _missed(self._missing(), "did not come", first.arrival.limit, [self._me, *here])
+
+    def _missing(self) -> str:
+        """The names of those that are not here."""
+        here = {guest.arrival.process for guest in self._guests.values()}
+        names = [
+            f"process {number}" + (f" (host {self._ended[number]}, it came and ended)" if number in self._ended else "")
+            for number in range(1, self._me.processes)
+            if number not in here
+        ]
+        return f"{list_names(names)} of {self._me.processes}"
+
+
+def _visit(address: str, me: Arrival) -> tuple[str, str]:
+    """Connect to process 0, wait for the outcome and return it: the part of all others."""
+    host, _, port = address.rpartition(":")
+    place, waiting = (host.strip("[]"), int(port)), Waiting(_POINT)
+    while True:
+        left = max(1.0, me.limit - waiting.seconds)
+        try:
+            with socket.create_connection(place, timeout=min(5.0, left)) as connection:
+                connection.sendall(json.dumps(me._replace(waited=waiting.seconds)._asdict()).encode() + b"\n")
+                connection.settimeout(left + _MARGIN)
+                outcome, text = json.loads(_read_line(connection))
+                return str(outcome), str(text)
+        except (OSError, ValueError, TypeError) as error:  # nobody listens, it has ended, or is another program
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if waiting.seconds >= me.limit:
+            what = f"did not answer at {address} ({why})"
+            return "missing", _missed(f"process 0 of {me.processes}", what, me.limit, [me])
+        if waiting.is_due():
+            waiting.say(f"process 0 of {me.processes}, which does not answer at {address} ({why}),")
+        time.sleep(_PAUSE)
+
+
+def _missed(missing: str, what: str, limit: float, here: Sequence[Arrival]) -> str:
+    """The message of a `MissingProcess`."""
+    return (
+        f"{_POINT}: {missing} {what} within {limit:g} s; {list_names([one.name for one in here])} waited. See what "
+        f"became of it, or wait longer: initialization_timeout, or {LIMIT} in the environment"
+    )
+
+
+def _parse_arrival(line: bytes) -> Arrival | None:
+    """Read what a process says of itself; None if no process of ours would say it."""
+    try:
+        found = json.loads(line)
+        process, processes = int(found["process"]), int(found["processes"])
+        limit, waited = float(found["limit"]), float(found["waited"])
+        arrival = Arrival(process, processes, str(found["host"])[:256], limit, waited)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    return arrival if 0 <= process < processes and limit > 0 and waited >= 0 else None
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """Read until the end of a line; OSError if the connection ends before."""
+    received = b""
+    while not received.endswith(b"\n"):
+        data = connection.recv(_LONGEST)
+        if not data or len(received) > 10 * _LONGEST:
+            raise ConnectionError("it hung up")
+        received += data
+    return received
+
+
+def _try_to_listen(bind: str) -> socket.socket | None:
+    """Listen on host:port; None if another program does.
+
+    Raises:
+      OSError: no address of the host can be used.
+    """
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    # Linux lets two programs of one user share a port, as JAX's service does: then one of two runs would be taken for
+    # the other.
+    with contextlib.suppress(OSError):
+        probe = socket.create_connection((host.replace("::", "localhost"), int(port)), timeout=1.0)
+        with probe:
+            if probe.getsockname() != probe.getpeername():  # on a free port a socket can connect to itself
+                return None
+    # Without IPv6 "all interfaces" are those of IPv4.
+    places = [
+        place for name in ([host, "0.0.0.0"] if host == "::" else [host]) for place in _addresses(name, int(port))
+    ]
+    problem = OSError(errno.EADDRNOTAVAIL, f"{_POINT}: {bind} is no address of this host")
+    for family, place in places:
+        listener = socket.socket(family)
+        try:
+            # The launcher holds the port by a socket that does not listen.
+            for option in ("SO_REUSEADDR", "SO_REUSEPORT"):
+                if hasattr(socket, option):
+                    listener.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+            listener.bind(place)
+            listener.listen(4096)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            problem = OSError(error.errno, f"{_POINT}: can't listen on {bind}: {error.strerror}")
+        else:
+            return listener
+    raise problem
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """Resolve a host that may lack one kind of addresses."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        return []
+    return [(family, place) for family, _, _, _, place in found]

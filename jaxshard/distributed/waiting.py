@@ -1,0 +1,48 @@
+"""`Waiting`: says on standard error for whom a process waits, seldom enough to be read."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_TELL = 10.0
+"""Seconds after which the first line is printed; the pauses between lines double up to a minute."""
+
+
+class Waiting:
+    """The time that a process has waited at one point of the program.
+
+    Its lines are due after 10, 20, 40 and 80 seconds, and from then on every minute:
+
+        waiting = Waiting("js.init")
+        while not found():
+            if waiting.is_due():
+                waiting.say("process 1 (host b)")
+
+    prints "jaxshard: js.init: waiting for process 1 (host b) since 10 s".
+
+    Args:
+      point: the name of this point of the program.
+    """
+
+    def __init__(self, point: str):
+        self.point = point
+        self._start, self._tell = time.monotonic(), _TELL
+
+    @property
+    def seconds(self) -> float:
+        """The seconds waited so far."""
+        return time.monotonic() - self._start
+
+    def is_due(self) -> bool:
+        """Return True if it is time for a line; the next one is due later."""
+        waited = self.seconds
+        if waited < self._tell:
+            return False
+        self._tell = waited + min(60.0, self._tell)
+        return True
+
+    def say(self, missing: str) -> None:
+        """Print for whom, or what, this process waits."""
+        text = f"jaxshard: {self.point}: waiting for {missing} since {self.seconds:.0f} s"
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,140 @@
+"""Real processes: one never starts, crashes at import or is late; several end together, with one status."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.distributed.launched import processes
+
+pytestmark = pytest.mark.slow
+
+TRAIN = ["-m", "jaxshard", "train", "--steps", "2", "--batch", "8", "--seq", "16", "--sample", "0"]
+SCRIPT = ["-c", "import jaxshard as js; js.distributed.initialize(); import jax; print(jax.process_count())"]
+CRASHES = ["-c", "import no_such_module; import jaxshard as js; js.distributed.initialize()"]
+
+
+@pytest.fixture
+def start():
+    """Starts one of several processes, as a cluster would; none outlives the test."""
+    started = []
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+
+    def one(program, index, count, limit):
+        there = {"JAX_PLATFORMS": "cpu", "JAXSHARD_COORDINATOR_ADDRESS": address, "JAXSHARD_PROCESS_ID": str(index)}
+        there |= {"JAXSHARD_NUM_PROCESSES": str(count), "JAXSHARD_INITIALIZATION_TIMEOUT": str(limit)}
+        process = subprocess.Popen(
+            [sys.executable, *program],
+            env=os.environ | there,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ended(process):
+    """(exit status, lines of standard error) of a process."""
+    _, error = process.communicate(timeout=300)
+    return process.returncode, error.strip().splitlines()
+
+
+@pytest.mark.parametrize("program", [TRAIN, SCRIPT])
+@pytest.mark.parametrize("crashed", [[], CRASHES])
+def test_a_process_that_never_comes_is_named_and_ends_the_others_with_75(crashed, program, start):
+    others = [start(program, index, 3, 25) for index in (0, 2)]
+    if crashed:
+        assert ended(start(crashed, 1, 3, 25))[0] == 1
+    (first, said), (second, said_second) = map(ended, others)
+    assert (first, second) == (75, 75), (said, said_second)
+    told = [re.search(r"waiting for process 1 of 3 since (\d+) s", line) for line in said]
+    assert 1 <= sum(map(bool, told)) <= 2
+    for lines in (said, said_second):
+        assert "distributed.initialize: process 1 of 3 did not come within 25 s" in lines[-1]
+        assert not any("@ " in line for line in lines), "a stack of C++"
+    if program is TRAIN:
+        assert len(said) <= 3 and len(said_second) == 1
+
+
+def test_a_process_0_that_never_comes_is_named_by_all_others(start):
+    for status, said in map(ended, [start(TRAIN, index, 3, 15) for index in (1, 2)]):
+        assert status == 75 and len(said) == 2, said
+        assert re.search(r"waiting for process 0 of 3, which does not answer at localhost:\d+ .* since 10 s", said[0])
+        assert "process 0 of 3 did not answer at localhost:" in said[1]
+
+
+def test_a_crash_at_import_ends_a_launch_at_once():
+    crash = "import os, time\nif os.environ['JAXSHARD_PROCESS_ID'] == '1': time.sleep(10); import no_such_module\n"
+    crash += SCRIPT[1]
+    command = [sys.executable, "-m", "jaxshard", "launch", "-n", "3", "--", sys.executable, "-c", crash]
+    started = time.monotonic()
+    launched = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
+    assert launched.returncode == 1 and time.monotonic() - started < 100
+    assert "No module named 'no_such_module'" in launched.stderr
+    assert "process 1 ended with status 1; ending the others" in launched.stderr
+
+
+@pytest.mark.slow(sampled=False)
+def test_processes_may_start_40_seconds_apart(start):
+    first = start(TRAIN, 0, 2, 200)
+    time.sleep(40)
+    second = start(TRAIN, 1, 2, 200)
+    (status, said), (status_second, said_second) = ended(first), ended(second)
+    assert (status, status_second) == (0, 0), (said, said_second)
+    assert any("waiting for process 1 of 2 since 20 s" in line for line in said)
+
+
+END = """
+    what = sys.argv[1]
+    if what == "differ":
+        js.init(init_fn, tx, made(), index)
+    if what == "first" and index == 0 or what == "second" and index == 1:
+        print("wrong flags", file=sys.stderr)
+        js.distributed.leave(2)
+    if what == "exit":
+        time.sleep(3)
+        raise js.distributed.Disagreement("of their own")
+    time.sleep(1 if index else 0)
+    js.init(init_fn, tx, made(), 0)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("what", ["differ", "first", "second", "exit"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_end_with_2_and_a_message_of_their_own(count, what):
+    for _ in range(3):
+        found = processes(END, what, count=count)
+        assert [process.status for process in found] == [2] * count, found
+        for process in found:
+            assert re.search("Disagreement|wrong flags|waited in vain|because another one failed", process.err)
+            assert "coordination_service_agent" not in process.err and "Check failure stack" not in process.err
+
+
+BUSY = """
+    if index == int(sys.argv[1]):
+        raise FileNotFoundError("no such data")
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("failing", ["0", "2"])
+def test_those_that_are_busy_end_with_the_status_of_the_one_that_failed(failing):
+    found = processes(BUSY, failing, count=4)
+    assert [process.status for process in found] == [1] * 4
+    for index, process in enumerate(found):
+        if index != int(failing):
+            assert "this process ends with status 1, because another one failed" in process.err
+            assert f"process {failing} (host " in process.err and "FileNotFoundError: no such data" in process.err
