@@ -231,10 +231,37 @@ def check_is_run(run: Any) -> None:
 
 def check_not_donated(run: TrainState) -> None:
     """Raise ValueError if a step has taken the arrays of a run: a program that reads them would crash the process."""
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(run)):
+    taken = _taken_arrays(run)
+    if not taken:
+        return
+    if len(taken) < len(jax.tree.leaves((run.params, run.opt_state, run.state))):
         raise ValueError(
-            "this run was donated to an earlier step, which took its arrays; go on with the run it returned"
+            f"arrays of this run were donated to an earlier step, with another run that shares them: {_few(taken)}; "
+            "take them from the run that the step returned (run._replace(params=...)), or make the steps of runs that "
+            "share arrays with js.make_step(..., donate=False)"
         )
+    raise ValueError(
+        "this run was donated to an earlier step, which took its arrays; go on with the run it returned, or make the "
+        "step with js.make_step(..., donate=False), which leaves the run as it is"
+    )
+
+
+def check_batch_not_donated(batch: PyTree) -> None:
+    """Raise ValueError if a step has taken arrays that a batch holds, such as the parameters of another run."""
+    if taken := _taken_arrays(batch):
+        raise ValueError(
+            f"arrays of the batch were donated to an earlier step, with a run that held them: {_few(taken)}; take them "
+            "from the run that the step returned, or make that step with js.make_step(..., donate=False)"
+        )
+
+
+def _taken_arrays(tree: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [path_str(path) for path, x in leaves if isinstance(x, jax.Array) and x.is_deleted()]
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_run(layout: Layout, run: TrainState) -> None:

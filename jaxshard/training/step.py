@@ -36,6 +36,7 @@ from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import (
     TrainState,
+    check_batch_not_donated,
     check_is_run,
     check_not_donated,
     check_opt_state,
@@ -57,11 +58,13 @@ def make_step(
     *,
     engine: Engine | None = None,
     guarded: bool = True,
+    donate: bool = True,
 ) -> Step:
     """Make the compiled training step `step(run, batch) -> (run, metrics)`.
 
-    The run that goes in is donated: its arrays are gone afterwards. The first call compiles; batches of another shape
-    are refused rather than compiled again. The random key of a step depends on the run's key and the step's number.
+    The run that goes in is donated: its arrays are gone afterwards, unless `donate=False`. The first call compiles;
+    batches of another shape are refused rather than compiled again. The random key of a step depends on the run's key
+    and the step's number.
 
     Inside a program of your own (`jax.jit(step)`, `jax.lax.scan(step, run, batches)` over batches [steps, rows, ...])
     the step is a part of that program, which compiles, donates and waits for its devices itself.
@@ -78,6 +81,8 @@ def make_step(
         leaves all that to `tx`, and there is no "bad" among the metrics. An optimizer that itself
         tests whether its gradients are finite, such as `optax.apply_if_finite` and `optax.zero_nans`, is always left
         to its own rule, which then does what it does on one device (`Step.guarded` is False).
+      donate: False leaves the run that goes in as it is, for two runs that share arrays (two losses of one set of
+        parameters, as of a GAN) and for going back; both runs are then in memory.
 
     Returns:
       The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide, beside
@@ -103,7 +108,7 @@ def make_step(
         for batch in js.batches(source, layout, start=run.step):
             run, metrics = step(run, batch)
     """
-    return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded)
+    return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded, donate=donate)
 
 
 class Step:
@@ -118,6 +123,7 @@ class Step:
         needed, because every array is stored as the model knows it.
       update_view: the arrays on which the optimizer runs, stored or logical, with the reason and the cost.
       guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
+      donate: True if the step takes the arrays of the run that goes in.
     """
 
     def __init__(
@@ -128,10 +134,11 @@ class Step:
         engine: Engine,
         *,
         guarded: bool = True,
+        donate: bool = True,
     ):
         check_engine(engine)
         check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
-        self.loss_fn, self.layout, self.engine = loss_fn, layout, engine
+        self.loss_fn, self.layout, self.engine, self.donate = loss_fn, layout, engine, donate
         check_transform(tx)
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))
@@ -183,6 +190,7 @@ class Step:
             return self._call_inside(run, batch)
         check_not_donated(run)
         check_narrowing(batch, "the batch")
+        check_batch_not_donated(batch)
         program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
         try:
             run, metrics = program(run, jax.device_put(batch, self._rows))
@@ -253,7 +261,7 @@ class Step:
                 self._step,
                 in_shardings=(shardings, self._rows),
                 out_shardings=(shardings, self._whole()),
-                donate_argnums=0,
+                donate_argnums=0 if self.donate else (),
                 keep_unused=True,
                 compiler_options=self.engine.compiler_options(self.layout.mesh),
             )
