@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxshard.checkpoint import store
-from jaxshard.checkpoint.checksums import Damaged, compare_arrays, compare_file_names, compare_files
+from jaxshard.checkpoint.checksums import Damaged, compare_arrays, compare_file_names, compare_files, compare_sizes
 from jaxshard.checkpoint.folder import absolute_root, step_folder
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.manifest import Manifest, SavedArray, encode_manifest, read_manifest
@@ -42,7 +42,7 @@ def restore(
       layout: how to store the run; its model and optimizer are those that were saved.
       step: the number of the step; the newest complete one by default.
       verify: first compare every byte of the step with its checksum, a share of the files in each process. Without
-        it, only the names of the files and the shapes and dtypes in them are compared.
+        it, only the names and sizes of the files and the shapes and dtypes in them are compared.
 
       key: the secret that the step was saved with; see `js.save`.
 
@@ -122,9 +122,10 @@ def check_intact(folder: Path, manifest: Manifest, *, verify: bool) -> None:
       Damaged: in all processes, each naming the files that it found.
     """
     part, parts = jax.process_index(), jax.process_count()
-    problems = compare_file_names(folder, manifest)
     if verify:
         problems = compare_files(folder, manifest, part=part, parts=parts)
+    else:
+        problems = compare_file_names(folder, manifest) + compare_sizes(folder, manifest)
     raise_together(
         problems or compare_arrays(folder, manifest),
         Damaged,

@@ -11,11 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_LARGEST = 1 << 28
+"""Bytes of the largest file that is read whole: the list of a million arrays. With holes a file can have any size."""
+
 
 def read_plain_file(file: Path) -> bytes:
-    """Read a file, if it is one; see `check_plain_file`."""
+    """Read a file, if it is one; see `check_plain_file`.
+
+    Raises:
+      OSError: it is no plain file, or a huge one.
+    """
     check_plain_file(file)
-    return file.read_bytes()
+    with file.open("rb") as opened:
+        raw = opened.read(_LARGEST + 1)
+    if len(raw) > _LARGEST:
+        raise OSError(errno.EFBIG, f"larger than {_LARGEST} bytes", str(file))
+    return raw
 
 
 def check_plain_file(file: Path) -> None:

@@ -49,9 +49,9 @@ def checkpoint(
         folders = {newest: folders[newest]}
     steps = [_describe_step(folder, key, deep=action == "verify") for folder in folders.values()]
     for row in steps:
-        console.print(_step_line(row, deep=action == "verify"))
+        console.print(_printable(_step_line(row, deep=action == "verify")))
         for problem in row["problems"]:
-            console.print(f"  {problem}")
+            console.print(_printable(f"  {problem}"))
     result = {"folder": str(dir), "steps": steps}
     if action == "show":
         result = steps[0] | _show(console, folders[newest])
@@ -100,6 +100,11 @@ def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.items()) if isinstance(mesh, dict) else "unknown"
 
 
+def _printable(value: Any) -> str:
+    """Replace what would command a terminal: a manifest may be a stranger's."""
+    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in str(value))
+
+
 def _show(console: Console, folder: Path) -> dict[str, Any]:
     """Print what a step holds, and return it for the result; nothing without a manifest that can be read."""
     manifest, _ = try_manifest(folder)
@@ -107,9 +112,9 @@ def _show(console: Console, folder: Path) -> dict[str, Any]:
         return {}
     made = manifest.made
     by = f"jaxshard {made.get('jaxshard')}, JAX {made.get('jax')}, {made.get('processes')} process(es)"
-    facts(console, {"made by": by} | ({} if manifest.data is None else {"data": str(manifest.data)}))
+    facts(console, {"made by": _printable(by)} | ({} if manifest.data is None else {"data": _printable(manifest.data)}))
     console.print()
     for array in manifest.arrays:
-        console.print(f"  {array.path}  {array.dtype}{list(array.shape)}")
-    console.print(f"\nthe layout that saved it:\n{made.get('layout')}")
+        console.print(_printable(f"  {array.path}  {array.dtype}{list(array.shape)}"))
+    console.print(f"\nthe layout that saved it:\n{_printable(made.get('layout'))}")
     return {"data": manifest.data, "tree": [array._asdict() for array in manifest.arrays], "made": made}

@@ -303,3 +303,23 @@ def test_what_is_no_plain_file_is_refused_without_checksums_too(kind, root):
         with pytest.raises(js.Damaged, match=f"{data.name}: not a plain file"):
             js.restore(root, layout(), verify=verify)
     assert main(["checkpoint", "list", str(root)]) == 1
+
+
+def test_a_huge_file_is_refused_before_it_is_read(root):
+    """With holes it takes no room on the disk; TensorStore would end the process for want of memory."""
+    for file in (path for path in sorted((root / "20").rglob("*")) if path.is_file() and path.name != MANIFEST):
+        size, name = file.stat().st_size, file.relative_to(root / "20").as_posix()
+        os.truncate(file, 1 << 42)
+        with pytest.raises(js.Damaged, match=f"{file.name}: {1 << 42} bytes, {size} were saved"):
+            js.restore(root, layout(), verify=False)
+        before = manifest.read_manifest(root / "20")
+        lied = before._replace(files=before.files | {name: (manifest.Segment(1 << 42, 0, None),)})
+        manifest.write_manifest(root / "20" / MANIFEST, lied)
+        for verify in (True, False):
+            with pytest.raises(js.Damaged, match="far more than its arrays need"):
+                js.restore(root, layout(), verify=verify)
+        assert main(["checkpoint", "verify", str(root)]) == main(["checkpoint", "list", str(root)]) == 1
+        manifest.write_manifest(root / "20" / MANIFEST, before)
+        os.truncate(file, size)
+    os.truncate(root / "20" / MANIFEST, 1 << 42)
+    assert "larger than" in find_damage(root / "20")[0]
