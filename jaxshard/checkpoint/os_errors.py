@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-_NUMBER = re.compile(r"\[os_error_code='(\d+)'\]")
-"""How TensorStore tells the errno; checkpoint/compat.py speaks of it."""
+from jaxshard.core.file_errors import errno_of
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -22,9 +19,7 @@ def os_error(message: str, cause: BaseException) -> OSError:
       message: the text of the error, as it is.
       cause: an OSError, or an error of TensorStore. Without an errno the result has none either.
     """
-    number = cause.errno if isinstance(cause, OSError) else None
-    if number is None and (found := _NUMBER.search(str(cause))):
-        number = int(found[1])
+    number = errno_of(cause)
     kind = OSError if number is None else type(OSError(number, message))
     error = kind(message)  # and not (number, message), which would put the number in front of the text
     error.errno = number

@@ -170,7 +170,7 @@ def _delete_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of Orbax, TensorStore or the disk: whatever it is, half a step must not stay
-        raise _save_error(folder, error) from error
+        raise _save_error(folder, error) from None
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -189,7 +189,7 @@ def _is_saved_or_prepare(folder: Path, key: bytes | None) -> bool:
             delete_step(folder)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise _save_error(folder, error) from error
+        raise _save_error(folder, error) from None
     return False
 
 

@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
-from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import Count, JsonFile, Remat, Sharding, Target, Words, check_files
+from jaxshard.commands.errors import refusals, usage_errors
+from jaxshard.commands.flags import RematName, ShardingFlags, check_files
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import depth_of, program_of
 from jaxshard.commands.result import write_json
-from jaxshard.commands.terminal import facts, make_console
+from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.tree import abstract
 from jaxshard.training.step import check_batch, make_step
 
 
-def audit(
-    target: Target,
-    /,
+def run(
+    target: str,
     *,
-    sharding: Sharding,
-    batch: Count = None,
-    seq: Count = None,
-    remat: Remat = None,
-    topology: Words = None,
-    json: JsonFile = None,
+    sharding: ShardingFlags,
+    batch: int | None,
+    seq: int | None,
+    remat: RematName | None,
+    topology: str | None,
+    json: Path | None,
 ) -> int:
-    """Compile a training step and name every collective that the strategy does not promise; status 1 if there is one.
+    """Compare the collectives of a compiled step with the promised ones; the arguments are the flags.
 
-    Nothing is trained, and no array is made.
-
-    Args:
-      batch: rows of a step over all devices, for a ready-made size; by default what suits it.
-      seq: tokens in a row, for a ready-made size; by default what suits it.
-      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
+    Returns:
+      1 if there is a collective that was not promised, else 0.
     """
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
@@ -44,13 +40,13 @@ def audit(
         how = make_parallel(sharding, remat=remat, topology=topology, depth=depth_of(target), batch=batch)
     program = program_of(target, rows=batch, seq=seq, rows_multiple=how.rows_multiple)
     rows = abstract(program.batch)
-    with usage_errors():
+    with usage_errors(), refusals():
         layout = make_layout(how.strategy, how.mesh, program.init_fn, program.tx)
         check_batch(layout, rows, how.engine.microbatches)
         step = make_step(program.loss_fn, program.tx, layout, engine=how.engine)
     facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
-    with console.status("compiling"):
+    with working(console, "compiling"), refusals():
         comparison = audit_step(step, rows)
     seconds = time.perf_counter() - started
     console.print(f"\n{comparison}\n\n{_verdict(comparison)}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 
 from jaxshard.checkpoint.checksums import compare_file_names, compare_step, try_manifest
@@ -13,46 +12,38 @@ from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest
 from jaxshard.checkpoint.signature import check_signature, read_key
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import Count, File, JsonFile, check_files
+from jaxshard.commands.flags import check_files
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.core.layout import human_bytes
 
 
-def checkpoint(
-    action: Annotated[Literal["list", "show", "verify"], tyro.conf.arg(metavar="ACTION")],
-    dir: Annotated[Path, tyro.conf.arg(metavar="DIR")],
-    /,
+def run(
+    action: Literal["list", "show", "verify"],
+    folder: Path,
     *,
-    step: Count = None,
-    key_file: File = None,
-    json: JsonFile = None,
+    step: int | None,
+    key_file: Path | None,
+    json: Path | None,
 ) -> int:
-    """List the steps in a folder of checkpoints, show what one holds, or verify every byte of all of them.
+    """Look at the saved steps in a folder; the arguments are the flags.
 
-    The exit status is 1 where a file is missing or was added, and under verify where a byte of it is not as it was
-    saved; its name is printed.
-
-    Args:
-      action: list, show or verify.
-      dir: the folder that js.save or jaxshard train --checkpoint wrote.
-      key_file: a file with the secret that the steps were saved with; by default the environment variable
-        JAXSHARD_CHECKPOINT_KEY. verify needs it.
-      step: this step alone; show takes the newest one by default.
+    Returns:
+      1 if a file is not as it was saved, else 0.
     """
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        key, folders = read_key(key_file), _folders(absolute_root(dir), step)
+        key, folders = read_key(key_file), _folders(absolute_root(folder), step)
     if action == "show":
         newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
         folders = {newest: folders[newest]}
-    steps = [_describe_step(folder, key, deep=action == "verify") for folder in folders.values()]
+    steps = [_describe_step(one, key, deep=action == "verify") for one in folders.values()]
     for row in steps:
         console.print(_printable(_step_line(row, deep=action == "verify")))
         for problem in row["problems"]:
             console.print(_printable(f"  {problem}"))
-    result = {"folder": str(dir), "steps": steps}
+    result = {"folder": str(folder), "steps": steps}
     if action == "show":
         result = steps[0] | _show(console, folders[newest])
     write_json(json, result)

@@ -22,8 +22,8 @@ _OPTIONAL = {
 }
 
 
-def doctor() -> None:
-    """Say which devices and versions are here, and what is missing."""
+def run() -> None:
+    """Print devices and versions, and what is missing."""
     console = make_console(stderr=False)
     with usage_errors():
         devices = choose_devices(None)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 from jaxshard.core.our_code import is_jaxshard_file
+
+_LIBRARY = os.path.dirname(os.__file__)
+"""The folder of Python's library and of what is installed."""
 
 
 class UsageError(Exception):
     """Wrong flags or data; the message is one line that says what to do, and the exit status is 2."""
+
+    status = 2
 
 
 @contextlib.contextmanager
@@ -36,11 +41,39 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if not is_jaxshard_file(raised_in):
+        if not is_jaxshard_file(traceback.extract_tb(error.__traceback__)[-1].filename):
             raise
         raise UsageError(_one_line(error)) from error
 
 
+class FileError(UsageError):
+    """A file could not be written, or read, while the command was at work; the exit status is 1."""
+
+    status = 1
+
+
+@contextlib.contextmanager
+def file_errors() -> Iterator[None]:
+    """Turn an OSError that the library raised into a `FileError`; one of the user's functions keeps its traceback."""
+    try:
+        yield
+    except OSError as error:
+        if not _is_ours(error):
+            raise
+        raise FileError(_one_line(error)) from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Return True if our code raised an error or called a library that did, and False if the user's code did."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_jaxshard_file(frame.filename):
+            return True
+        if not frame.filename.startswith((_LIBRARY, "<frozen")):
+            return False
+    return False
+
+
 def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

@@ -8,6 +8,8 @@ stands alone in several commands is an annotated type. Errors name the flag and 
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +26,9 @@ Rate = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")
 Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 Number = Annotated[int, tyro.conf.arg(metavar="N")]
+
+_BLOCK = 4096
+"""Bytes that file systems give away at a time, at least."""
 
 Target = Annotated[
     str,
@@ -199,3 +204,27 @@ def check_files(**files: Path | None) -> None:
             raise ValueError(f"--{name} {file}: that is a folder; give a file")
         if not file.parent.is_dir():
             raise ValueError(f"--{name} {file}: the folder {file.parent} does not exist; make it, or give another file")
+        if not file.exists():
+            _try_to_write(file.parent, f"--{name} {file}")
+        elif not os.access(file, os.W_OK):
+            raise ValueError(f"--{name} {file} can't be written; give another file")
+
+
+def check_folders(**folders: Path | None) -> None:
+    """Raise ValueError for a folder in which nothing could be written later; those above it are made with it."""
+    for name, folder in folders.items():
+        if folder is None or "://" in str(folder):
+            continue
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ValueError(f"--{name} {folder}: {there} is a file; give a folder")
+        _try_to_write(there, f"--{name} {folder}")
+
+
+def _try_to_write(folder: Path, what: str) -> None:
+    """Write a block into a file without a name; a full or read-only file system refuses it."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".") as file:
+            file.write(bytes(_BLOCK))
+    except OSError as error:
+        raise ValueError(f"{what} can't be written: {error.strerror or error}") from error

@@ -5,38 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import Annotated
-
-import tyro
 
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import check_positive
 from jaxshard.commands.supervisor import WRONG_USAGE, run_together, say
 
 
-def launch(
-    command: tyro.conf.Positional[
-        Annotated[tuple[str, ...], tyro.conf.arg(metavar="COMMAND ...", help_behavior_hint="")]
-    ],
-    *,
-    processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")],
-    max_restarts: Annotated[int, tyro.conf.arg(metavar="K")] = 0,
-    grace: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 20.0,
-) -> int:
-    """Run a command as several processes of this machine that train together, after a double dash.
+def run(command: tuple[str, ...], *, processes: int, max_restarts: int, grace: float) -> int:
+    """Run a command as several processes that live and die together; the arguments are the flags.
 
-    jaxshard launch -n 2 --max-restarts 3 -- jaxshard train --checkpoint run --resume
-
-    Every process finds the others by its environment, which js.distributed.initialize() reads; its lines are shown with
-    its number in front. When one dies the others are ended, and all are started again, with the same command: it has to
-    go on from a checkpoint by itself. The exit status is that of the process that failed first (128 + n where signal n
-    ended it), or 0 when all ended with 0. After status 2, for wrong flags, nothing is started again.
-
-    Args:
-      command: what every process runs, found on PATH.
-      processes: how many there are.
-      max_restarts: start all again up to so many times.
-      grace: SIGTERM and Ctrl-C are passed on; what is still there so many seconds later is killed.
+    Returns:
+      0 when all ended with 0, or the status of the process that failed first.
     """
     with usage_errors():
         check_positive(processes=processes, grace=grace)

@@ -1,15 +1,22 @@
 """The command line `jaxshard COMMAND ...`.
 
-A command's module, and with it JAX, is imported when the command is used, so that `jaxshard --help` answers at once.
+A command's module, and with it JAX, is imported when its flags are known to exist, so that help and refusals come at
+once.
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from importlib import metadata
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+from jaxshard.commands.errors import UsageError, file_errors
+from jaxshard.commands.streams import OutputError, checked_streams
 
 COMMANDS = {
     "train": "train a language model, sharded over a mesh",
@@ -20,7 +27,13 @@ COMMANDS = {
     "checkpoint": "list, show or verify saved steps",
     "doctor": "print devices, versions and what is missing",
 }
-"""Each command with its line of help; its function is `jaxshard.commands.NAME.NAME`."""
+"""Each command with its line of help; its flags are in `jaxshard.commands.signatures`."""
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as a shell says of a program that SIGINT ended."""
+
+_AGAIN = 0.02
+"""Seconds after which a Ctrl-C that was lost comes again."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -32,28 +45,26 @@ def main(args: Sequence[str] | None = None) -> int:
       args: the words after `jaxshard`; by default those of this process.
 
     Returns:
-      0, or what the command returned: 1 where a check failed. 1 also where a step was bad, 2 for wrong flags or data
-      and where several processes were given different ones, 75 where one of several processes never came, 130 after
-      Ctrl-C, each with a line on standard error. Where another process failed, its status.
+      0, or what the command returned: 1 where a check failed. 1 also where a step was bad or a file could not be
+      written, 2 for wrong flags or data, where several processes were given different ones and where standard output
+      can't be written, 75 where one of several processes never came, 130 after Ctrl-C, each with a line on standard
+      error. 141, without a line, where the reader of standard output is gone, as under `| head -1`. Where another
+      process failed, its status.
 
     Raises:
       SystemExit: with status 2, as in argparse, for a command or flag that does not exist or a value of another type;
         with status 0 for `COMMAND --help`.
     """
-    name, *rest = (sys.argv[1:] if args is None else list(args)) or [""]
-    if name in ("--help", "-h"):
-        print(usage())
-        return 0
-    if name == "--version":
-        print(f"jaxshard {metadata.version('jaxshard')}")
-        return 0
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        problem = f"there is no command {name!r}{hint}" if name else "name a command"
-        print(f"{usage()}\n\njaxshard: {problem}", file=sys.stderr)
-        raise SystemExit(2)
-    status = _run(name, rest)
+    words = sys.argv[1:] if args is None else list(args)
+    try:
+        with checked_streams():
+            status, line = _run(words)
+            if line:
+                print(f"jaxshard: {line}", file=sys.stderr)
+    except (OutputError, UsageError) as error:
+        status = error.status
+        if str(error):
+            _print_if_possible(f"jaxshard: {error}")
     if status and "jax" in sys.modules:  # without JAX this process has joined no others
         import jax
 
@@ -61,6 +72,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
         if jax.distributed.is_initialized():
             leave(status)
+    if status == INTERRUPTED and args is None:
+        os._exit(status)  # JAX and its threads, interrupted anywhere, may crash when they tidy up
     return status
 
 
@@ -75,33 +88,95 @@ def usage() -> str:
 
 
 def command_of(name: str) -> Callable[..., int | None]:
-    """Import the function of a command."""
-    command: Callable[..., int | None] = getattr(importlib.import_module(f"jaxshard.commands.{name}"), name)
+    """Import the function whose signature has a command's flags."""
+    command: Callable[..., int | None] = getattr(importlib.import_module("jaxshard.commands.signatures"), name)
     return command
 
 
-def _run(name: str, args: Sequence[str]) -> int:
-    """Run a command; an error that needs no traceback becomes a line on standard error and an exit status."""
-    import tyro
+def _run(words: Sequence[str]) -> tuple[int, str]:
+    """Run a command line; return its exit status, and a line about an error that needs no traceback."""
+    name, *rest = words or [""]
+    if name in ("--help", "-h"):
+        print(usage())
+        return 0, ""
+    if name == "--version":
+        from importlib import metadata
 
-    from jaxshard.commands.errors import UsageError
+        print(f"jaxshard {metadata.version('jaxshard')}")
+        return 0, ""
+    if name not in COMMANDS:
+        import difflib
 
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"jaxshard: {f'there is no command {name!r}' if name else 'name a command'}; {hint}", file=sys.stderr)
+        raise SystemExit(2)
     try:
-        return tyro.cli(command_of(name), prog=f"jaxshard {name}", args=args) or 0
+        with _ended_by_ctrl_c():
+            from jaxshard.commands.parse import parse
+
+            call = parse(command_of(name), name, rest)
+            importlib.import_module(f"jaxshard.commands.{name}")
+        with _ctrl_c_again_where_it_is_lost(), file_errors():
+            return call() or 0, ""
     except UsageError as error:
-        status, line = 2, str(error)
+        return error.status, str(error)
     except KeyboardInterrupt:
-        status, line = 130, "interrupted"
+        return INTERRUPTED, "interrupted"
     except (ValueError, RuntimeError, FloatingPointError) as error:
         from jaxshard.distributed.agree import Disagreement
         from jaxshard.distributed.failures import MissingProcess
         from jaxshard.training.non_finite import BadStep
 
         if isinstance(error, BadStep):
-            status, line = 1, f"{error.what}; see --bad-steps"
-        elif isinstance(error, Disagreement | MissingProcess):
-            status, line = error.exit_status, str(error)
+            return 1, f"{error.what}; see --bad-steps"
+        if isinstance(error, Disagreement | MissingProcess):
+            return error.exit_status, str(error)
+        raise
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """End the process at once on Ctrl-C: imports of compiled modules print tracebacks, and swallow exceptions."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, b"jaxshard: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) not in (signal.SIG_DFL, signal.default_int_handler):
+        yield  # ignored, as under nohup, or somebody else's
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _ctrl_c_again_where_it_is_lost() -> Iterator[None]:
+    """Repeat a Ctrl-C that came while Python ran a callback of its garbage collector, such as JAX's.
+
+    Exceptions that are raised there are printed and forgotten, a KeyboardInterrupt too.
+    """
+    before = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:
-            raise
-    print(f"jaxshard: {line}", file=sys.stderr)
-    return status
+            before(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _print_if_possible(line: str) -> None:
+    """Print to standard error, or to standard output where that is closed, or nowhere."""
+    with contextlib.suppress(OSError, OutputError):
+        print(line, file=sys.stderr or sys.stdout, flush=True)

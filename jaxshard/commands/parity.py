@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -12,11 +13,11 @@ from jaxshard.checks.parity import DIFFERS, Parity
 from jaxshard.checks.parity import parity as compare
 from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import Count, JsonFile, Number, Sharding, Target, check_files, check_positive, check_seed
+from jaxshard.commands.flags import ShardingFlags, check_files, check_positive, check_seed
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import Program, depth_of, program_of
 from jaxshard.commands.result import write_json
-from jaxshard.commands.terminal import facts, make_console
+from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.models.sizes import SIZES
 from jaxshard.training.metrics import finite
 
@@ -24,22 +25,11 @@ _ROWS, _SEQ = 16, 32
 """The batch of a ready-made size: at most 512 tokens, since long sums lose digits."""
 
 
-def parity(
-    target: Target,
-    /,
-    *,
-    sharding: Sharding,
-    batch: Count = None,
-    seed: Number = 0,
-    json: JsonFile = None,
-) -> int:
-    """Run one training step sharded and on one device, and compare all arrays; status 1 if one differs.
+def run(target: str, *, sharding: ShardingFlags, batch: int | None, seed: int, json: Path | None) -> int:
+    """Compare a sharded step with the same step on one device; the arguments are the flags.
 
-    Everything is computed in f32. Without an accelerator, 8 devices are simulated.
-
-    Args:
-      batch: rows of a step over all devices, for a ready-made size; by default about 16.
-      seed: of the parameters, the tokens of a ready-made size, and what the loss draws.
+    Returns:
+      1 if an array differs, else 0.
     """
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
@@ -50,7 +40,7 @@ def parity(
     program = _small_program(target, batch, seed, how.rows_multiple)
     facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
-    with console.status("running both"), refusals():
+    with working(console, "running both"), refusals():
         report = compare(
             program.init_fn,
             program.loss_fn,

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxshard.checks.collectives.found import collectives, summary
+from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import Layout
 from jaxshard.data.corpus import Corpus
 from jaxshard.models.decoder import Decoder, sample
@@ -108,7 +109,8 @@ def write_json(file: Path | None, result: dict[str, Any]) -> None:
     if str(file) == "-":
         sys.stdout.write(text)
     elif file is not None:
-        file.write_text(text)
+        with naming(file):
+            file.write_text(text)
 
 
 def _is_text(corpus: Corpus) -> bool:

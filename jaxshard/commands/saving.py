@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ from jaxshard.checkpoint.checksums import Damaged
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, latest_step, step_folders
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.signature import read_key
-from jaxshard.commands.flags import SavingFlags, check_positive, refuse
+from jaxshard.commands.flags import SavingFlags, check_folders, check_positive, refuse
 from jaxshard.core.layout import Layout
 from jaxshard.training.state import TrainState
 
@@ -150,6 +149,7 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
 
 def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:
     """Raise for a folder of something else than steps, or that can't be written; make it if it is absent."""
+    check_folders(checkpoint=folder)
     folder.mkdir(parents=True, exist_ok=True)
     own = {path.absolute() for path in others if path is not None}
     seen = (path for path in folder.iterdir() if not path.name.startswith("."))
@@ -158,5 +158,3 @@ def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:
         raise ValueError(
             f"--checkpoint {folder} is not a folder of checkpoints: it holds {found[0]} and no step; give another one"
         )
-    with tempfile.TemporaryFile(dir=folder, prefix="."):
-        pass  # now, and not when there is something to lose

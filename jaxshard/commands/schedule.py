@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from jaxshard.commands.errors import usage_errors
-from jaxshard.commands.flags import Count, File, JsonFile, check_files, check_positive
+from jaxshard.commands.flags import check_files, check_positive
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.schedules.chart import WIDTH
@@ -20,28 +18,16 @@ from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.stats import Costs, Stats
 
 
-def schedule(
-    name: Annotated[str, tyro.conf.arg(metavar="NAME")],
-    /,
+def run(
+    name: str,
     *,
-    stages: Count = None,
-    microbatches: Count = None,
-    chunks: Count = None,
-    plot: File = None,
-    json: JsonFile = None,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    plot: Path | None,
+    json: Path | None,
 ) -> None:
-    """Show a pipeline's schedule: the table, its idle time, and what every device stashes.
-
-    A backward takes twice as long as a forward, half of it for the weights' gradients.
-
-    Args:
-      name: gpipe, one_f_one_b, interleaved or zero_bubble, or the path of a CSV file with the columns
-        tick,device,op,chunk,microbatch.
-      stages: devices of the pipeline; a file has its own.
-      microbatches: parts of a batch; a file has its own.
-      chunks: parts of the model on each device, for interleaved and zero_bubble; 2 by default.
-      plot: draw the schedule into a file such as schedule.png or schedule.svg.
-    """
+    """Print a schedule and its figures, and draw it if it was asked for; the arguments are the flags."""
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_positive(stages=stages, microbatches=microbatches, chunks=chunks)

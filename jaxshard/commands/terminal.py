@@ -56,6 +56,17 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
+def working(console: Console, what: str) -> Iterator[None]:
+    """Show what is done while it is: turning on a terminal, elsewhere as a line."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        console.print(Text(f"  {what} ...", "dim"))
+        yield
+
+
+@contextlib.contextmanager
 def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]:
     """Yield a callback for `js.fit` that shows step, loss, speed and time left.
 

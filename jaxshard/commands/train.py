@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax
-import tyro
-from tyro.conf import OmitArgPrefixes
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.commands.errors import usage_errors
@@ -16,10 +14,11 @@ from jaxshard.commands.flags import (
     DataFlags,
     OutputFlags,
     RecipeFlags,
-    Remat,
+    RematName,
     SavingFlags,
-    Sharding,
+    ShardingFlags,
     check_files,
+    check_folders,
     check_positive,
     check_seed,
 )
@@ -28,7 +27,7 @@ from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import depth_of, size_of
 from jaxshard.commands.result import describe_step, draw_sample, summarize, write_json
 from jaxshard.commands.saving import make_saving
-from jaxshard.commands.terminal import facts, make_console, progress, tables
+from jaxshard.commands.terminal import facts, make_console, progress, tables, working
 from jaxshard.core.compat import process_count_and_id
 from jaxshard.data.batches import batches
 from jaxshard.distributed.cluster import initialize
@@ -44,28 +43,18 @@ from jaxshard.training.state import TrainState, init
 from jaxshard.training.step import make_step
 
 
-def train(
+def run(
     *,
-    model: Annotated[str, tyro.conf.arg(metavar="NAME")] = "gpt-1m",
-    data: OmitArgPrefixes[DataFlags],
-    sharding: Sharding,
-    remat: Remat = None,
-    ordered: bool = False,
-    recipe: OmitArgPrefixes[RecipeFlags],
-    saving: OmitArgPrefixes[SavingFlags],
-    output: OmitArgPrefixes[OutputFlags],
+    model: str,
+    data: DataFlags,
+    sharding: ShardingFlags,
+    remat: RematName | None,
+    ordered: bool,
+    recipe: RecipeFlags,
+    saving: SavingFlags,
+    output: OutputFlags,
 ) -> None:
-    """Train a language model, sharded over all accelerators, or over 8 simulated CPU devices.
-
-    Without any flag: a million parameters, the source of Python's standard library, two minutes on two cores. Several
-    processes (jaxshard launch, Slurm, Open MPI, Kubernetes, TPU pods) train together; devices, rows and steps are those
-    of all.
-
-    Args:
-      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m or llama3-8b.
-      ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
-        processes that the devices are spread over.
-    """
+    """Train a language model, print how it goes, and write what was asked for; the arguments are the flags."""
     with usage_errors():
         initialize()
     restore_sigterm()  # until there is a run to save
@@ -79,6 +68,7 @@ def train(
         check_positive(eval_every=recipe.eval_every, patience=recipe.patience, sample=output.sample or None)
         check_seed(recipe.seed)
         check_files(json=output.json, log=output.log)
+        check_folders(tensorboard=output.tensorboard, profile=output.profile)
         saves = make_saving(saving, others=files)
         if recipe.bad_steps == "rollback" and saving.checkpoint is None:
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
@@ -95,7 +85,7 @@ def train(
 
     started = time.perf_counter()
     step = make_step(job.network.loss, job.tx, job.layout, engine=how.engine)
-    with console.status("compiling"):
+    with working(console, "compiling"):
         compiled = step.compile(job.rows)
         run = jax.block_until_ready(init(job.network.init, job.tx, job.layout, job.seed) if run is None else run)
     compile_seconds = time.perf_counter() - started

@@ -164,7 +164,7 @@ def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path} is empty")
     if path.suffix == ".npy":
-        tokens: np.ndarray = np.load(path, mmap_mode="r")
+        tokens = _map_npy(path)
         if dtype is not None and np.dtype(dtype) != tokens.dtype:
             raise ValueError(f"data: {path} holds {tokens.dtype}, but dtype={np.dtype(dtype)} was given; leave it out")
     else:
@@ -175,6 +175,21 @@ def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
             raise ValueError(f"data: {path} has {size} bytes, no multiple of the {item} bytes of {np.dtype(dtype)}")
         tokens = np.memmap(path, np.dtype(dtype), "r")
     check_token_array(tokens, str(path))
+    return tokens
+
+
+def _map_npy(path: Path) -> np.ndarray:
+    """Open a .npy file; ValueError for one whose header can't be read, and for an archive of several arrays."""
+    with path.open("rb") as file:
+        if file.read(2) == b"PK":
+            raise ValueError(f"data: {path} is an archive, such as .npz; save the tokens alone, with np.save")
+    try:
+        tokens: np.ndarray = np.load(path, mmap_mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # NumPy evaluates the header as Python's source, and says many things of a wrong one
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"data: {path} is no .npy file that can be read: {reason}") from error
     return tokens
 
 

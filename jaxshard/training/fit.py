@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxshard.core.file_errors import errno_of
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.training.early_stopping import EarlyStopping
@@ -76,6 +79,7 @@ def fit(
       The run after the last step.
 
     Raises:
+      OSError: the profile can't be written.
       BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
         one that goes on being bad; at the end, if all steps were bad.
       ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
@@ -102,7 +106,7 @@ def fit(
         for done, batch in feed:
             if profile is not None and not traced and done - start == min(_TRACED[0], steps - start):
                 traced = True  # once, also where steps are taken again
-                trace.enter_context(jax.profiler.trace(str(profile)))
+                trace.enter_context(_profiled(profile))
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 run, metrics = recovery.leave_out(run) if done in feed.left_out else step(run, batch)
             reader.add(done, metrics, row_count(batch))
@@ -142,6 +146,23 @@ def fit(
     if not ends:  # one that was stopped from outside may have had no time for a good step
         recovery.check_worked(run, done - start)
     return run
+
+
+@contextlib.contextmanager
+def _profiled(folder: str | Path) -> Iterator[None]:
+    """Write a profile of the block; an OSError where that fails, which names the folder."""
+    jax.profiler.start_trace(str(folder))
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.profiler.stop_trace()
+        raise
+    try:
+        jax.profiler.stop_trace()
+    except jax.errors.JaxRuntimeError as error:
+        number = errno_of(error) or errno.EIO
+        raise OSError(number, f"the profile could not be written: {os.strerror(number)}", str(folder)) from None
 
 
 def _pause_watchers(on_run: Sequence[Callable[[int, TrainState], Any]]) -> contextlib.ExitStack:

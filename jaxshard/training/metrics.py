@@ -5,13 +5,20 @@ run = js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.json_lines("r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from jaxshard.core.file_errors import naming
 from jaxshard.training.records import Record
 
 Writer = Callable[[Record], None]
@@ -53,7 +60,7 @@ def json_lines(path: str | Path) -> Writer:
 
     def write(record: Record) -> None:
         if jax.process_index() == 0:
-            with path.open("a") as file:
+            with naming(path), path.open("a") as file:
                 file.write(json.dumps({name: finite(value) for name, value in flat(record).items()}) + "\n")
 
     return write
@@ -62,7 +69,8 @@ def json_lines(path: str | Path) -> Writer:
 def tensorboard(folder: str | Path) -> Writer:
     """Make a callback that writes every number of a record as a TensorBoard scalar of its step.
 
-    They reach the disk within two seconds. Of several processes the first one writes.
+    Every record is written at once, in the cloud (such as s3://) every two seconds. Of several processes the first one
+    writes.
 
     Args:
       folder: the folder for TensorBoard's event files.
@@ -72,25 +80,72 @@ def tensorboard(folder: str | Path) -> Writer:
 
     Raises:
       ImportError: tensorboardX is not installed.
+      OSError: by the callback: the folder can't be made or written.
 
     Example:
         js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.tensorboard("runs/first")])
     """
     try:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
     except ImportError as error:
         raise ImportError('TensorBoard files need tensorboardX: pip install "jaxshard[viz]"') from error
-    writer: SummaryWriter | None = None
+    file: _Events | None = None
 
     def write(record: Record) -> None:
-        nonlocal writer
+        nonlocal file
         if jax.process_index() == 0:
-            writer = writer or SummaryWriter(str(folder), flush_secs=2)
-            for name, value in flat(record).items():
-                if name != "step":
-                    writer.add_scalar(name, value, record.step)
+            with naming(folder):
+                file = file or _Events(str(folder))
+                numbers = {name: value for name, value in flat(record).items() if name != "step"}
+                file.write(
+                    Event(wall_time=time.time(), step=record.step, summary=summary.scalar(name, value))
+                    for name, value in numbers.items()
+                )
 
     return write
+
+
+_UPLOAD_EVERY = 2.0
+"""Seconds between writes into a folder that is not a local one: each of them sends the whole file."""
+
+
+class _Events:
+    """An event file of TensorBoard. tensorboardX's own writer has a thread, where a full disk goes unnoticed."""
+
+    def __init__(self, folder: str) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import directory_check, open_file
+
+        directory_check(folder)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open_file(os.path.join(folder, name))
+        self._is_remote, self._sent = "://" in folder, 0.0
+        self.write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+
+    def write(self, events: Iterable[Any]) -> None:
+        try:
+            self._file.write(b"".join(_frame(event.SerializeToString()) for event in events))
+            if not self._is_remote or time.monotonic() - self._sent >= _UPLOAD_EVERY:
+                self._file.flush()
+                self._sent = time.monotonic()
+        except OSError:
+            self.close()  # or Python complains again when it closes the file
+            raise
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    __del__ = close
+
+
+def _frame(record: bytes) -> bytes:
+    """A record of an event file: its length, and itself, each with a checksum."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    length = struct.pack("<Q", len(record))
+    return length + struct.pack("<I", masked_crc32c(length)) + record + struct.pack("<I", masked_crc32c(record))
 
 
 def finite(value: float) -> float | None:

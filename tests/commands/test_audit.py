@@ -43,6 +43,22 @@ def plain():
     return init, loss_with(lambda x: x), optax.adam(1e-3), BATCH
 
 
+def loss_of(answer):
+    return init, lambda params, batch, key: answer(params["embedding"].sum()), optax.sgd(1e-1), BATCH
+
+
+def returns_nothing():
+    return loss_of(lambda x: None)
+
+
+def returns_a_scalar():
+    return loss_of(lambda x: x)
+
+
+def returns_an_array():
+    return loss_of(lambda x: js.Mean(x + jax.numpy.zeros(3), 3))
+
+
 def gathers():
     return init, loss_with(lambda x: js.constrain(x, ("batch", None, None))), optax.adam(1e-3), BATCH
 """
@@ -112,6 +128,21 @@ def test_a_ready_made_size_as_json_on_standard_output(capsys):
     assert all(row["promised"] == row["bytes"] for row in result["collectives"])
     assert {row["kind"] for row in result["collectives"]} == {"all-reduce", "reduce-scatter", "all-gather"}
     assert "as promised" in err
+
+
+@pytest.mark.parametrize(
+    ("function", "flags", "message"),
+    [
+        ("returns_nothing", (), "loss_fn must return a scalar, js.Mean or js.Loss, got NoneType"),
+        ("returns_nothing", ("--engine", "auto"), "loss_fn must return a scalar, js.Mean or js.Loss, got NoneType"),
+        ("returns_a_scalar", (), "js.explicit needs a loss that says its weight; return js.Mean(total, weight)"),
+        ("returns_an_array", (), "Mean: total must be a scalar, got shape (3,); sum over the rows first"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused_in_one_line(function, flags, message, model, capsys):
+    assert run(f"{model}:{function}", *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jaxshard: ") and message in line
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def test_help_names_every_command(capsys):
 @pytest.mark.parametrize(
     ("args", "hint"),
     [
-        (["nonsense"], "jaxshard: there is no command 'nonsense'"),
+        (["nonsense"], "jaxshard: there is no command 'nonsense'; there are train, launch, audit, "),
         (["trian", "--steps", "2"], "jaxshard: there is no command 'trian'; did you mean train?"),
-        ([], "jaxshard: name a command"),
+        ([], "jaxshard: name a command; there are train, launch, audit, "),
     ],
 )
 def test_a_command_that_does_not_exist_ends_with_status_2_and_a_hint(args, hint, capsys):
@@ -45,7 +45,7 @@ def test_a_command_that_does_not_exist_ends_with_status_2_and_a_hint(args, hint,
         main(args)
     assert end.value.code == 2
     output = capsys.readouterr()
-    assert output.out == "" and output.err.splitlines()[-1] == hint and "\n  train " in output.err
+    assert output.out == "" and output.err.startswith(hint) and output.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,7 +78,7 @@ def test_flags_that_do_not_exist_are_refused(flag, capsys):
         main(["train", flag, "1"])
     assert error.value.code == 2
     output = capsys.readouterr()
-    assert output.out == "" and flag in output.err
+    assert output.out == "" and flag in output.err and output.err.count("\n") == 1
 
 
 def test_doctor_names_devices_versions_and_what_is_missing(monkeypatch, capsys):

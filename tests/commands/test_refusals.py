@@ -1,5 +1,6 @@
 """Values of flags that can't be meant: one line that says what to do, status 2, and nothing done."""
 
+import os
 import re
 from pathlib import Path
 
@@ -35,6 +36,40 @@ def test_a_value_that_can_not_be_meant_is_refused_in_one_line(words, tmp_path, m
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jaxshard: ") and re.search(REFUSED[words], line)
     assert list(Path().iterdir()) == []
+
+
+UNPARSED = {
+    "train --stpes 3": "Unrecognized options: --stpes, 3; perhaps you meant --steps N; see jaxshard train --help",
+    "train --steps x": "--steps x: give a number; see jaxshard train --help",
+    "train --steps": "Missing value for argument '--steps'",
+    "train --engine fast": "invalid choice 'fast' for argument '--engine'",
+    "launch -- true": "Missing from jaxshard launch: -n N, --processes N",
+    "launch -n x -- true": "-n/--processes: invalid literal for int",
+    "checkpoint": "Missing from jaxshard checkpoint: ACTION",
+    "checkpoint look run": r"invalid choice 'look' .*'verify'\)",
+    "audit gpt-1m gpt-1m": "Unrecognized options: gpt-1m",
+}
+
+
+@pytest.mark.parametrize("words", UNPARSED)
+def test_what_does_not_parse_is_refused_in_one_line(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert line.startswith("jaxshard: ") and re.search(UNPARSED[words], line) and not output.out
+
+
+@pytest.mark.parametrize("flag", ["--data", "--checkpoint", "--json", "--log", "--profile", "--tensorboard", "--mesh"])
+def test_a_name_that_is_not_utf_8_is_refused(flag, capsys):
+    assert main(["train", flag, os.fsdecode(b"caf\xe9")]) == 2
+    assert capsys.readouterr().err == r"jaxshard: 'caf\udce9' is not UTF-8; rename the file, or give another one" + "\n"
+
+
+def test_launch_hands_on_words_that_are_not_utf_8(capfd):
+    assert main(["launch", "-n", "1", "--", "printf", "%s", os.fsdecode(b"caf\xe9")]) == 0
+    assert capfd.readouterr().out.startswith("[0] caf")
 
 
 def test_more_devices_than_can_be_simulated(monkeypatch):

@@ -1,5 +1,6 @@
 """Corpora: the standard library, files, folders, token arrays."""
 
+import io
 import sys
 
 import numpy as np
@@ -150,3 +151,35 @@ def test_a_python_without_library_source(tmp_path, monkeypatch):
     monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match="has no library source"):
         data.stdlib()
+
+
+def npy(**changes):
+    """The bytes of a .npy file, with words of its header replaced."""
+    content = io.BytesIO()
+    np.save(content, TOKENS)
+    text = content.getvalue()
+    for old, new in changes.values():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (npy()[:40], "EOF"),
+        (npy(shape=(b"(1000,)", b"(1000,(")), "is no .npy file that can be read: "),
+        (npy(shape=(b"(1000,), }", b"(9" + b"9" * 30 + b",)}")), "is no .npy file that can be read: "),
+        (npy(dtype=(b"|u1", b"|O ")), "is no .npy file that can be read: "),
+        (b"PK\x03\x04 no archive", "is an archive"),
+        (None, "is an archive, such as .npz; save the tokens alone, with np.save"),
+    ],
+)
+def test_a_file_that_is_no_npy_is_refused(content, message, tmp_path):
+    if content is None:
+        np.savez(tmp_path / "tokens.npz", tokens=TOKENS)
+        content = (tmp_path / "tokens.npz").read_bytes()
+    (tmp_path / "tokens.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        data.load(tmp_path / "tokens.npy")
+    assert str(error.value).startswith(f"data: {tmp_path / 'tokens.npy'} is ") and "\n" not in str(error.value)

@@ -235,4 +235,4 @@ def _raise_in_all(path: Path, failure: OSError | None) -> None:
     if failed:
         reason = failure or f"process {failed[0]} says why"
         message = f"{path}: the model could not be written, and nothing of it is left: {reason}"
-        raise os_error(message, failure or OSError()) from failure
+        raise os_error(message, failure or OSError()) from None

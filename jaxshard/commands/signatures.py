@@ -1,0 +1,200 @@
+"""The flags of every command: the signatures that the command line is made from, with their help.
+
+Each function hands its arguments to `run` in the file of the command's name. They stand here, and apart from what they
+do, so that help and refusals do not wait for JAX.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import OmitArgPrefixes
+
+from jaxshard.commands.flags import (
+    Count,
+    DataFlags,
+    File,
+    JsonFile,
+    Number,
+    OutputFlags,
+    RecipeFlags,
+    Remat,
+    SavingFlags,
+    Sharding,
+    Target,
+    Words,
+)
+
+
+def train(
+    *,
+    model: Annotated[str, tyro.conf.arg(metavar="NAME")] = "gpt-1m",
+    data: OmitArgPrefixes[DataFlags],
+    sharding: Sharding,
+    remat: Remat = None,
+    ordered: bool = False,
+    recipe: OmitArgPrefixes[RecipeFlags],
+    saving: OmitArgPrefixes[SavingFlags],
+    output: OmitArgPrefixes[OutputFlags],
+) -> None:
+    """Train a language model, sharded over all accelerators, or over 8 simulated CPU devices.
+
+    Without any flag: a million parameters, the source of Python's standard library, two minutes on two cores. Several
+    processes (jaxshard launch, Slurm, Open MPI, Kubernetes, TPU pods) train together; devices, rows and steps are those
+    of all.
+
+    Args:
+      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m or llama3-8b.
+      ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
+        processes that the devices are spread over.
+    """
+    from jaxshard.commands.train import run
+
+    run(
+        model=model,
+        data=data,
+        sharding=sharding,
+        remat=remat,
+        ordered=ordered,
+        recipe=recipe,
+        saving=saving,
+        output=output,
+    )
+
+
+def launch(
+    command: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="COMMAND ...", help_behavior_hint="")]
+    ],
+    *,
+    processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")],
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="K")] = 0,
+    grace: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 20.0,
+) -> int:
+    """Run a command as several processes of this machine that train together, after a double dash.
+
+    jaxshard launch -n 2 --max-restarts 3 -- jaxshard train --checkpoint run --resume
+
+    Every process finds the others by its environment, which js.distributed.initialize() reads; its lines are shown with
+    its number in front. When one dies the others are ended, and all are started again, with the same command: it has to
+    go on from a checkpoint by itself. The exit status is that of the process that failed first (128 + n where signal n
+    ended it), or 0 when all ended with 0. After status 2, for wrong flags, nothing is started again.
+
+    Args:
+      command: what every process runs, found on PATH.
+      processes: how many there are.
+      max_restarts: start all again up to so many times.
+      grace: SIGTERM and Ctrl-C are passed on; what is still there so many seconds later is killed.
+    """
+    from jaxshard.commands.launch import run
+
+    return run(command, processes=processes, max_restarts=max_restarts, grace=grace)
+
+
+def audit(
+    target: Target,
+    /,
+    *,
+    sharding: Sharding,
+    batch: Count = None,
+    seq: Count = None,
+    remat: Remat = None,
+    topology: Words = None,
+    json: JsonFile = None,
+) -> int:
+    """Compile a training step and name every collective that the strategy does not promise; status 1 if there is one.
+
+    Nothing is trained, and no array is made.
+
+    Args:
+      batch: rows of a step over all devices, for a ready-made size; by default what suits it.
+      seq: tokens in a row, for a ready-made size; by default what suits it.
+      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
+    """
+    from jaxshard.commands.audit import run
+
+    return run(target, sharding=sharding, batch=batch, seq=seq, remat=remat, topology=topology, json=json)
+
+
+def parity(
+    target: Target,
+    /,
+    *,
+    sharding: Sharding,
+    batch: Count = None,
+    seed: Number = 0,
+    json: JsonFile = None,
+) -> int:
+    """Run one training step sharded and on one device, and compare all arrays; status 1 if one differs.
+
+    Everything is computed in f32. Without an accelerator, 8 devices are simulated.
+
+    Args:
+      batch: rows of a step over all devices, for a ready-made size; by default about 16.
+      seed: of the parameters, the tokens of a ready-made size, and what the loss draws.
+    """
+    from jaxshard.commands.parity import run
+
+    return run(target, sharding=sharding, batch=batch, seed=seed, json=json)
+
+
+def schedule(
+    name: Annotated[str, tyro.conf.arg(metavar="NAME")],
+    /,
+    *,
+    stages: Count = None,
+    microbatches: Count = None,
+    chunks: Count = None,
+    plot: File = None,
+    json: JsonFile = None,
+) -> None:
+    """Show a pipeline's schedule: the table, its idle time, and what every device stashes.
+
+    A backward takes twice as long as a forward, half of it for the weights' gradients.
+
+    Args:
+      name: gpipe, one_f_one_b, interleaved or zero_bubble, or the path of a CSV file with the columns
+        tick,device,op,chunk,microbatch.
+      stages: devices of the pipeline; a file has its own.
+      microbatches: parts of a batch; a file has its own.
+      chunks: parts of the model on each device, for interleaved and zero_bubble; 2 by default.
+      plot: draw the schedule into a file such as schedule.png or schedule.svg.
+    """
+    from jaxshard.commands.schedule import run
+
+    run(name, stages=stages, microbatches=microbatches, chunks=chunks, plot=plot, json=json)
+
+
+def checkpoint(
+    action: Annotated[Literal["list", "show", "verify"], tyro.conf.arg(metavar="ACTION")],
+    dir: Annotated[Path, tyro.conf.arg(metavar="DIR")],
+    /,
+    *,
+    step: Count = None,
+    key_file: File = None,
+    json: JsonFile = None,
+) -> int:
+    """List the steps in a folder of checkpoints, show what one holds, or verify every byte of all of them.
+
+    The exit status is 1 where a file is missing or was added, and under verify where a byte of it is not as it was
+    saved; its name is printed.
+
+    Args:
+      action: list, show or verify.
+      dir: the folder that js.save or jaxshard train --checkpoint wrote.
+      key_file: a file with the secret that the steps were saved with; by default the environment variable
+        JAXSHARD_CHECKPOINT_KEY. verify needs it.
+      step: this step alone; show takes the newest one by default.
+    """
+    from jaxshard.commands.checkpoint import run
+
+    return run(action, dir, step=step, key_file=key_file, json=json)
+
+
+def doctor() -> None:
+    """Say which devices and versions are here, and what is missing."""
+    from jaxshard.commands.doctor import run
+
+    run()

@@ -1,0 +1,80 @@
+"""Standard output and standard error that fail in a way that can be told apart from all other errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+from jaxshard.commands.errors import UsageError
+
+
+class OutputError(Exception):
+    """Standard output or error could not be written; the message is one line, and empty where its reader is gone."""
+
+    def __init__(self, name: str, error: OSError) -> None:
+        gone = error.errno == errno.EPIPE
+        super().__init__("" if gone else f"{name} can't be written: {error.strerror or error}")
+        self.status = 141 if gone else 2
+        """The exit status: 141, as a shell says of a program that SIGPIPE ended, where the reader is gone."""
+
+
+class _Stream:
+    """A stream whose failures are an `OutputError`; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._stream, attribute)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise self._give_up(error) from None
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise self._give_up(error) from None
+
+    def _give_up(self, error: OSError) -> OutputError:
+        # What is left in the buffer goes nowhere, or Python complains about it when the process ends.
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        return OutputError(self._name, error)
+
+
+@contextlib.contextmanager
+def checked_streams() -> Iterator[None]:
+    """Make both streams raise `OutputError`, and spell out the characters that their encoding lacks.
+
+    Raises:
+      OutputError: a stream can't be written, at the latest when the context ends and flushes both.
+      UsageError: a stream is closed. The next file that is opened would take its place, and receive what is printed.
+    """
+    names = {"stdout": "standard output", "stderr": "standard error"}
+    for stream, name in names.items():
+        if getattr(sys, stream) is None:
+            raise UsageError(f"{name} is closed; redirect it to a file, or to /dev/null")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(_check(stack, sys.stdout, names["stdout"])))
+        stack.enter_context(contextlib.redirect_stderr(_check(stack, sys.stderr, names["stderr"])))
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _check(stack: contextlib.ExitStack, stream: TextIO, name: str) -> TextIO:
+    if isinstance(stream, io.TextIOWrapper):
+        stack.callback(stream.reconfigure, errors=stream.errors)
+        stream.reconfigure(errors="backslashreplace")
+    return cast(TextIO, _Stream(stream, name))
