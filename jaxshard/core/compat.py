@@ -19,7 +19,8 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend import source_info_util
-from jax.interpreters import partial_eval
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, partial_eval
 
 NEWEST_TESTED = (0, 12)
 """The newest minor version of JAX with which the tests were run."""
@@ -216,6 +217,18 @@ def equation_context(equation: Any) -> Iterator[None]:
     names = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
         yield
+
+
+def cast_primitive(name: str) -> Primitive:
+    """Make a primitive `bind(x, dtype=dtype)` that casts, so that a traced program shows which casts are meant.
+
+    Undocumented: `jax.interpreters.mlir`. Loud: an AttributeError with the import.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(jax.lax.convert_element_type)
+    primitive.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(jax.lax.convert_element_type, multiple_results=False))
+    return primitive
 
 
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:

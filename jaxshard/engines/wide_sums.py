@@ -27,16 +27,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, Primitive, jaxprs_in_params
-from jax.interpreters import mlir
+from jax.extend.core import Literal, jaxprs_in_params
 
-from jaxshard.core.compat import equation_context, scan_counts
+from jaxshard.core.compat import cast_primitive, equation_context, scan_counts
 from jaxshard.core.jaxpr import CALLS, Program, open_jaxpr
 
-_mark = Primitive("sum_in")
-_mark.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
-_mark.def_impl(lambda x, dtype: lax.convert_element_type(x, dtype))
-mlir.register_lowering(_mark, mlir.lower_fun(lambda x, dtype: lax.convert_element_type(x, dtype), False))
+_mark = cast_primitive("sum_in")
 
 _SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add"})
 """Primitives that sum over rows; the compiler adds up what several devices have of their results."""
