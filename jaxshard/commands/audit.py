@@ -66,5 +66,6 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
         "collectives": comparison.rows(),
         "surprises": [surprise.as_dict() for surprise in comparison.surprises],
         "missing": list(comparison.missing),
+        "substitutes": list(comparison.substitutes),
         "tolerated_bytes": comparison.tolerated,
     }

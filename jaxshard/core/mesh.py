@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from numbers import Integral
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxshard.core.compat import backend_is_initialized
@@ -104,6 +105,17 @@ def axis_names(axis: AxisName | None) -> tuple[str, ...]:
 def axis_size(mesh: Mesh, axis: AxisName | None) -> int:
     """Return the number of devices along an axis: the product of the sizes for a tuple, 1 for None."""
     return math.prod(mesh.shape[name] for name in axis_names(axis))
+
+
+def slice_indices(mesh: Mesh) -> np.ndarray:
+    """Return for every device of a mesh, in its shape, the number of the TPU slice that it is in; 0 elsewhere."""
+    numbers = [slice_index(device) for device in mesh.devices.flat]
+    return np.array(numbers).reshape(mesh.devices.shape)
+
+
+def slice_index(device: jax.Device) -> int:
+    """Return the number of the TPU slice that a device is in; 0 where there are none."""
+    return getattr(device, "slice_index", 0) or 0
 
 
 def mesh_str(mesh: Mesh) -> str:

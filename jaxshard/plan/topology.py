@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxshard.core.mesh import make_mesh, solve_sizes
+from jaxshard.core.mesh import make_mesh, slice_index, solve_sizes
 
 
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
@@ -93,4 +93,4 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 def _place(device: jax.Device) -> tuple[int, ...]:
     """Slice, coordinates in it, and core of the chip."""
-    return (getattr(device, "slice_index", 0) or 0, *device.coords, device.core_on_chip)
+    return (slice_index(device), *device.coords, device.core_on_chip)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxshard.checks.collectives.compiler_choices import explain_substitutes
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
 from jaxshard.checks.collectives.found import KINDS, Collective, add_counts, arrays_only, collectives, pick, summary
@@ -78,6 +79,8 @@ class Comparison:
       surprises: what nothing promised, in the order of the program. None of them: the promise was kept.
       missing: what was promised to happen and did not, or more seldom; a compiler drops what nothing needs.
       tolerated: bytes that were not expected, but left to the compiler.
+      substitutes: collectives that stand for promised ones of another kind, which move less: an all-reduce moves about
+        twice the bytes of a reduce-scatter or an all-gather. They are no surprises.
     """
 
     promised: tuple[Expected, ...]
@@ -85,6 +88,7 @@ class Comparison:
     surprises: tuple[Surprise, ...]
     missing: tuple[str, ...]
     tolerated: int = 0
+    substitutes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -120,7 +124,8 @@ class Comparison:
     def __str__(self) -> str:
         small = f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
         missing = _listed("promised, but not found", self.missing)
-        parts = (_table(self), _listed("surprises", self.surprises), missing, small)
+        substitutes = _listed("other kinds than promised", self.substitutes)
+        parts = (_table(self), _listed("surprises", self.surprises), missing, substitutes, small)
         return "\n\n".join(part for part in parts if part)
 
 
@@ -172,7 +177,9 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
         elif not allowances.take(array):
             left.append((at, array))
     # Only after all own kinds are matched may an all-reduce use up what was promised of another kind.
-    left = [(at, array) for at, array in left if not allowances.take(array, as_other=True)]
+    stands_for = {at: allowances.take(array, as_other=True) for at, array in left}
+    substitutes = _explain_substitutes(promised, ((array, stands_for[at]) for at, array in left if stands_for[at]))
+    left = [(at, array) for at, array in left if not stands_for[at]]
     slack = promised.slack
     for at, array in sorted(left, key=lambda item: (item[1].bytes is None, item[1].bytes or 0)):
         if array.bytes is not None and array.bytes <= slack:
@@ -181,7 +188,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
             problems[at] = allowances.explain(array)
     missing = tuple(allowances.missing())
     surprises = _merge_surprises(found, problems)
-    return Comparison(promised.expected, found, surprises, missing, promised.slack - slack)
+    return Comparison(promised.expected, found, surprises, missing, promised.slack - slack, substitutes)
 
 
 def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int], str]) -> tuple[Surprise, ...]:
@@ -197,6 +204,21 @@ def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int]
         before = merged[key].found.count if key in merged else 0
         merged[key] = Surprise(replace(one, count=add_counts(one.count, before)), why)
     return tuple(merged.values())
+
+
+def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, str]]) -> tuple[str, ...]:
+    """One line for every kind, what it stands for and axes: how often, how much, and where a TPU needs other axes."""
+    sums: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    for one, kind in taken:
+        total = sums.setdefault((one.kind, kind, one.axes), [0, 0])
+        total[0] += one.count or 0
+        total[1] += one.bytes or 0
+    lines = []
+    for (found, kind, axes), (count, size) in sums.items():
+        remedy = "" if promised.mesh is None else explain_substitutes(promised.mesh, axes)
+        line = f"{found} in place of {kind} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}"
+        lines.append(f"{line}\n    {remedy}" if remedy else line)
+    return tuple(lines)
 
 
 def _is_users(one: Collective) -> bool:

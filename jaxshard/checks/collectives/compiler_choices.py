@@ -6,20 +6,27 @@ activations, under `js.auto` sums over rows as well, and on a TPU what is done t
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.expected import Expected, Shape
+from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, groups_on_slices
 from jaxshard.checks.collectives.parameters import Parameter, rank_of, tensor_axes
 from jaxshard.core.layout import Layout
-from jaxshard.core.mesh import axis_size
+from jaxshard.core.mesh import axis_size, slice_indices
 from jaxshard.core.placement import axes_of
 from jaxshard.core.strategy_parts import Tensor, parts_of
 from jaxshard.core.tree import path_str
 
+_LANES = 128
+_PARTS = ("all-reduce", "reduce-scatter", "all-gather")
+"""Of which a collective over chips of a slice and over slices is made."""
 _SEQUENCE = ("sequence", "length", "positions")
 """Logical names of a sequence's dimension."""
 
@@ -79,3 +86,61 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
     most = 0 if one.most is None or padded == shard else 2 * one.most
     what = f"borders of the {one.what}"
     return replace(one, kind="collective-permute", shape=padded, least=0, most=most, what=what, unpadded=1)
+
+
+def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
+    """Yield what becomes of collectives over several TPU slices; the others as they are.
+
+    A sum over chips of a slice and over slices is scattered or summed in each slice, then summed between slices, then
+    gathered in each slice. Between slices arrays are padded to tiles, and several are joined to one. So over both the
+    axes in a slice and those across slices any of these kinds may move as many elements as were promised in all.
+    """
+    slices = slice_indices(mesh)
+    if slices.max() == slices.min():
+        yield from expected
+        return
+    across = covering_axes(groups_across_slices(slices), mesh)
+    inside = covering_axes(
+        tuple(groups_on_slices((tuple(range(slices.size // len(np.unique(slices)))),), slices)), mesh
+    )
+    for one in expected:
+        crossed, own = (tuple(axis for axis in one.axes if axis in axes) for axes in (across, inside))
+        if one.shape == () and not one.axes:  # scalars, in a row of a tile
+            yield replace(one, shape=(_LANES,))
+        elif one.shape is None or not crossed:
+            yield one
+        else:
+            kinds = _PARTS if own and one.kind in _PARTS else (one.kind,)
+            shape = tuple(size + -size % tile for size, tile in zip(one.shape, _tiles(one.shape)))
+            for kind, axes in itertools.product(kinds, (crossed, own)):
+                if axes:
+                    yield replace(one, kind=kind, axes=axes, shape=shape, least=0, unpadded=None, pooled=True)
+
+
+def _tiles(shape: Shape) -> tuple[int, ...]:
+    """The sizes of which the dimensions of an array are padded to multiples between slices: 16 of them in bf16."""
+    return (*[1] * (len(shape) - 2), *[16, _LANES][-len(shape) :])
+
+
+def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """Return how far a mesh axis reaches in every dimension of a TPU's torus that it covers; () on other devices."""
+    dim = mesh.axis_names.index(axis)
+    line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
+    coords = [getattr(device, "coords", ()) for device in line]
+    return tuple(extent for extent in (len(set(places)) for places in zip(*coords, strict=True)) if extent > 1)
+
+
+def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
+    """Return what may keep a TPU from the promised kind of collective over these axes, and the remedy; "" elsewhere.
+
+    Over an axis that covers several dimensions of a torus libtpu has no reduce-scatter; over three of them, with links
+    around, not even an all-gather (seen on v4 and v5p 4x4x4, in any order of the devices).
+    """
+    for axis in axes:
+        sizes = torus_sizes(mesh, axis)
+        if len(sizes) > 1:
+            names = [f"{axis}{number}" for number in range(len(sizes))]
+            parts = ", ".join(f"{name}={size}" for name, size in zip(names, sizes))
+            named = ", ".join(map(repr, names))
+            return f"{axis!r} covers {len(sizes)} dimensions of the torus; give each an axis: {parts} for ({named})"
+    return ""

@@ -29,6 +29,8 @@ class Expected:
       unpadded: the fewest elements, where the compiler may move the array before it is padded, or a part of it.
       limit: the most elements of an array whose shape the loss decides; None for any.
       stack: how many executions the compiler may join into one of a stacked array: the blocks of a loop.
+      pooled: True if only the elements of all such collectives together are compared, because the compiler cuts and
+        joins their arrays.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Expected:
     unpadded: int | None = None
     limit: int | None = None
     stack: int = 1
+    pooled: bool = False
 
     @property
     def elements(self) -> tuple[int, int]:

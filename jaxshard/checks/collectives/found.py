@@ -21,15 +21,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.dataflow import trip_count
-from jaxshard.checks.collectives.groups import UNKNOWN, Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
+from jaxshard.checks.collectives.groups import UNKNOWN, Groups, find_groups
 from jaxshard.checks.collectives.source import find_source, find_user
+from jaxshard.checks.collectives.transfers import is_transfer, transfer_kind
 from jaxshard.core.compat import device_order
-from jaxshard.core.mesh import mesh_str
+from jaxshard.core.mesh import mesh_str, slice_indices
 from jaxshard.core.text_table import align_columns
 
 KINDS = (
@@ -43,8 +45,9 @@ KINDS = (
 )
 """The opcodes that communicate, in the order of summaries."""
 
+
 # Only lines that match one of these are parsed.
-_COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
+_COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
 _CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-call)\(")
 
 
@@ -156,7 +159,7 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> None:
-    if module.devices != mesh.size:
+    if module.devices not in (mesh.size, mesh.size // len(np.unique(slice_indices(mesh)))):
         raise ValueError(
             f"the program was compiled for {module.devices} device(s), the mesh ({mesh_str(mesh)}) has {mesh.size}; "
             "compile it with arguments or in_shardings on this mesh"
@@ -204,6 +207,8 @@ def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None
 
 def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     """The kind of a collective; None where the line only mentions one, or continues one that is counted elsewhere."""
+    if is_transfer(op):
+        return transfer_kind(op)
     kind = op.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -211,7 +216,7 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
         return kind
     # TPU repeats an asynchronous collective in every fusion that overlaps with it; the first one starts it.
     users = list(_users(scope.computation, op.name))
-    if "chain_id=" in op.attributes and not any('"AsyncCollectiveStart"' in user.attributes for user in users):
+    if "chain_id=" in op.notes and not any('"AsyncCollectiveStart"' in user.attributes for user in users):
         return None
     # An all-reduce of which each device keeps its slice is how TPU writes a reduce-scatter.
     sliced = kind == "all-reduce" and any(user.opcode == "dynamic-slice" for user in users)
@@ -235,15 +240,10 @@ def _make_record(mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
     kind = _kind_of(scope, op)
     if kind is None:
         return None
-    if kind == "collective-permute":
-        groups = parse_pairs(_attribute(op, "source_target_pairs"))
-        axes = axes_of_pairs(groups, mesh)
-    else:
-        groups = parse_groups(_attribute(op, "replica_groups"), mesh.size)
-        axes = axes_of_groups(groups, mesh)
+    groups, axes = find_groups(scope, op, kind, mesh)
     if not axes:
         return None
-    arrays = _whole_arrays(scope, op, kind, len(groups[0]))
+    arrays = hlo.arrays(op.type)[:1] if is_transfer(op) else _whole_arrays(scope, op, kind, len(groups[0]))
     source = find_source(scope, op)
     return Collective(
         kind=kind,
@@ -259,12 +259,6 @@ def _make_record(mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
         groups=groups,
         user=find_user(scope, op),
     )
-
-
-def _attribute(op: hlo.Op, name: str) -> str:
-    """The text of an attribute in nested braces, or all that follows where it is written otherwise."""
-    found = re.search(rf"\b{name}=(\{{(?:\{{[\d,]*\}},?)*\}}|.*)", op.attributes)
-    return "{}" if found is None else found[1]
 
 
 def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[hlo.Array, ...]:

@@ -7,6 +7,9 @@ A compiled collective names the devices that talk to each other by their positio
     x=1:  4 5 6 7
 
 the groups `{{0,1,2,3},{4,5,6,7}}` communicate over y, `{{0,4},{1,5},{2,6},{3,7}}` over x, all eight over (x, y).
+
+A program for several TPU slices is that of one of them. Its positions are those in its own slice, in mesh order: if
+x = 2 above were two slices, the groups `{{0,1,2,3}}` would stand for both groups over y.
 """
 
 from __future__ import annotations
@@ -14,9 +17,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from functools import partial
 
 import numpy as np
 from jax.sharding import Mesh
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.transfers import is_transfer, names_all_slices
+from jaxshard.core.mesh import slice_indices
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of positions in `mesh.devices.flat`; of a permute, pairs of source and target."""
@@ -29,6 +37,31 @@ _IOTA_GROUPS = re.compile(rf"\[([\d,]+)\]<={_IOTA.pattern}")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _SIZE = re.compile(r"([^',=\s]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',]+?)'?(?::\((\d+)\)(\d+))?")
+
+
+def find_groups(scope: hlo.Scope, op: hlo.Op, kind: str, mesh: Mesh) -> tuple[Groups, tuple[str, ...]]:
+    """Return the groups of an operation, or its pairs, in positions of the mesh, and the axes it communicates over."""
+    slices = slice_indices(mesh)
+    if is_transfer(op):
+        groups = groups_across_slices(slices)
+        axes = covering_axes(groups, mesh)
+        # Only a transfer among all slices names them.
+        return groups, axes if len(axes) == 1 or names_all_slices(op) else UNKNOWN
+    parse = parse_pairs if kind == "collective-permute" else partial(parse_groups, devices=scope.module.devices)
+    groups = parse(_attribute(op, "source_target_pairs" if kind == "collective-permute" else "replica_groups"))
+    if scope.module.devices < mesh.size:
+        groups = groups_on_slices(groups, slices)
+    if kind == "collective-permute":
+        return groups, axes_of_pairs(groups, mesh)
+    axes = axes_of_groups(groups, mesh)
+    # An axis of several whole slices is known by its part in one of them.
+    return groups, covering_axes(groups, mesh) if axes == UNKNOWN and scope.module.devices < mesh.size else axes
+
+
+def _attribute(op: hlo.Op, name: str) -> str:
+    """The text of an attribute in nested braces, or all that follows where it is written otherwise."""
+    found = re.search(rf"\b{name}=(\{{(?:\{{[\d,]*\}},?)*\}}|.*)", op.attributes)
+    return "{}" if found is None else found[1]
 
 
 def parse_groups(text: str, devices: int) -> Groups:
@@ -125,6 +158,35 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
             if (lowest == labels).all():
                 return axes
     return UNKNOWN
+
+
+def groups_on_slices(groups: Groups, slices: np.ndarray) -> Groups:
+    """Return groups of positions in the mesh from groups of positions in one slice.
+
+    >>> groups_on_slices(((0, 1),), np.array([[0, 1], [0, 1]]))
+    ((0, 2), (1, 3))
+
+    Args:
+      groups: of positions among the devices of one slice; the same in every slice.
+      slices: for every device of the mesh, in its shape, the number of its slice.
+    """
+    members = [np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)]
+    return tuple(tuple(int(own[at]) for at in group) for own in members for group in groups)
+
+
+def groups_across_slices(slices: np.ndarray) -> Groups:
+    """Return groups of the devices that have the same position in their slices.
+
+    >>> groups_across_slices(np.array([[0, 1], [0, 1]]))
+    ((0, 1), (2, 3))
+    """
+    members = [np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)]
+    return _as_groups(np.stack(members, axis=1))
+
+
+def covering_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
+    """Find the mesh axes, in mesh order, along which any device of a group differs from the first."""
+    return axes_of_pairs(tuple((group[0], other) for group in groups for other in group[1:]), mesh)
 
 
 def axes_of_pairs(pairs: Groups, mesh: Mesh) -> tuple[str, ...]:

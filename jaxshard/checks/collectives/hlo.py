@@ -36,10 +36,11 @@ Array = tuple[str, tuple[int, ...]]
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-~]+) .*\{$")
 _NAME = re.compile(r"%([\w.\-~]+)")
+_OP = re.compile(r"\s+(?:ROOT )?%?[\w.\-~]+ = ")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NOT_DATA = ("token", "opaque")
-# Attributes come before metadata and backend_config, whose strings may contain anything.
-_FREE_TEXT = re.compile(r", (?:metadata|backend_config)=")
+# Attributes come before these, whose strings may contain anything.
+_FREE_TEXT = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
 _CALLEES = re.compile(
     r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
     r"=(\{[^}]*\}|%[\w.\-~]+)"
@@ -184,10 +185,12 @@ def parse(text: str) -> Module:
     entry = ""
     body: list[str] | None = None  # of the computation that the line is in
     for line in lines[1:]:
-        if line.startswith("}"):
+        if line == "}" or line.startswith("}, execution_thread="):
             body = None
-        elif body is not None:
+        elif body is not None and (not body or _OP.match(line)):
             body.append(line)
+        elif body is not None:  # what a Pallas kernel says of itself has lines of its own
+            body[-1] += f" {line}"
         elif head := _HEAD.match(line):
             body = []
             computations[head[2]] = Computation(head[2], body)

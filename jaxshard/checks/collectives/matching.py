@@ -11,6 +11,7 @@ Compilers rewrite shapes, so an array is known by its number of elements, its ax
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,15 +50,18 @@ class Allowances:
         # Promises without a number: "as needed" covers any number of executions.
         self._open = [one for one in expected if one.shape is None or not one.axes]
         self._counted: dict[tuple[Any, ...], _Allowance] = {}
+        self._pools: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for one in expected:
-            if one.shape is not None and one.axes and one.most:
+            if one.pooled:
+                self._pools[one.kind, one.axes] += one.elements[1] * (one.most or 0)
+            elif one.shape is not None and one.axes and one.most:
                 key = (one.kind, one.axes, one.elements, one.stack)
                 known = self._counted.setdefault(key, _Allowance(*key))
                 known.least, known.most = known.least + one.least, known.most + one.most
                 known.what.append(one.what)
                 known.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
-    def take(self, array: Collective, *, as_other: bool = False) -> bool:
+    def take(self, array: Collective, *, as_other: bool = False) -> str:
         """Use up what was promised of an array, for all its executions.
 
         Args:
@@ -65,15 +69,18 @@ class Allowances:
           as_other: look among the promises of the kinds that it may stand for, not of its own.
 
         Returns:
-          False, and nothing is used up, if no promise has room for all of them.
+          The kind of the promise; "", and nothing is used up, if none has room for all of them.
         """
         count = array.count
         for kind in _STANDS_FOR.get(array.kind, ()) if as_other else (array.kind,):
             for times, known in self._fitting(kind, array):
                 if count is not None and known.used + times * count <= known.most:
                     known.used += times * count
-                    return True
-        return not as_other and any(_covers(one, array) for one in self._open)
+                    return kind
+            if count is not None and count * array.elements <= self._pools[kind, array.axes]:
+                self._pools[kind, array.axes] -= count * array.elements
+                return kind
+        return array.kind if not as_other and any(_covers(one, array) for one in self._open) else ""
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, _Allowance]]:
         """The allowances that an array may fall under, and how many promised executions one of its own stands for.

@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.compiler_choices import (
     activations,
+    between_slices,
     border_permutes,
     feature_gathers,
     fewest_features,
@@ -61,11 +62,13 @@ class Promise:
       expected: the collectives, one per array and stage.
       never: what nothing in `expected` covers, however small it is.
       slack: bytes that the compiler may move in all beyond what is expected.
+      mesh: of the layout; None in promises written by hand.
     """
 
     expected: tuple[Expected, ...]
     never: tuple[Never, ...]
     slack: int
+    mesh: Mesh | None = None
 
 
 def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Promise:
@@ -118,8 +121,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *activations(layout, engine.compiler_chooses),
     ]
     total = sum(bytes_of(one.shape, one.dtype) for one in parameters)
-    expected = [*over_several(layout.mesh, expected), *_scalars(step)]
-    return Promise(tuple(expected), tuple(forbidden_arrays(layout.mesh, parameters)), int(SLACK * total))
+    expected = list(between_slices(layout.mesh, [*over_several(layout.mesh, expected), *_scalars(step)]))
+    return Promise(tuple(expected), tuple(forbidden_arrays(layout.mesh, parameters)), int(SLACK * total), layout.mesh)
 
 
 class _Step(NamedTuple):

@@ -172,3 +172,21 @@ def test_a_collective_that_overlaps_with_several_fusions_counts_at_its_start():
     %b = f32[256,16] fusion(%p), kind=kOutput, calls=%overlap
     ROOT %c = f32[256,16] fusion(%p), kind=kCustom, calls=%end"""
     assert rows(program(entry, *computations)) == (Row("all-gather", ("y",), 1, 4 * WHOLE),)
+
+
+def test_a_kernels_metadata_over_several_lines_ends_no_computation():
+    """As a Pallas kernel with metadata prints it: the third line starts with braces, and more operations follow."""
+    kernel = """  %k = f32[64,16]{1,0} custom-call(%p), custom_call_target="tpu", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128, all-reduce(%p)}"
+}}, metadata={op_name="jit(f)/pallas_call"}
+"""
+    entry = f"ROOT %r = f32[64,16]{{1,0}} all-reduce(%k), {GROUPS}, to_apply=%add"
+    text = program(entry).replace("  ROOT %r", f"{kernel}  ROOT %r")
+    assert rows(text) == (Row("all-reduce", ("y",), 1, WHOLE),)
+
+
+def test_a_computation_with_a_thread_of_its_own_ends():
+    other = '%other (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}, execution_thread="host"\n'
+    assert rows(program(f"ROOT %r = f32[64,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add", other)) == (
+        Row("all-reduce", ("y",), 1, WHOLE),
+    )

@@ -1,0 +1,50 @@
+"""Transfers between TPU slices: pairs of a send and a recv in place of a collective.
+
+The chips of a slice talk to each other over their own links, and a program's collectives are theirs. Slices are
+connected by the data center's network, and what goes there is handed to the host:
+
+    %send = (f32[16,8,128], u32[], token[]) send(%x, %t), is_host_transfer=true,
+            frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
+    %recv = (f32[16,8,128], u32[], token[]) recv(%t), ...
+
+is an all-reduce of f32[16,8,128] between two slices, each chip with the one at its position in the other slice. Arrays
+are padded to rows of 128, and several may be joined to one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jaxshard.checks.collectives import hlo
+
+_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_GATHER": "all-gather",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+"""How a pair of send and recv says which collective it is, between TPU slices."""
+
+
+def is_transfer(op: hlo.Op) -> bool:
+    """Return True for an operation that sends to the host or receives from it."""
+    return op.opcode in ("send", "recv")
+
+
+def names_all_slices(op: hlo.Op) -> bool:
+    """Return True if a transfer is known to be among all slices; one among some of them names none."""
+    return "_xla_megascale_target=" in op.notes
+
+
+def transfer_kind(op: hlo.Op) -> str | None:
+    """Return which collective a transfer is; None for the one of its two operations that does not have the array whole.
+
+    Raises:
+      ValueError: a type of transfer that is not known.
+    """
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.notes)
+    if found is None or found[1] not in _BETWEEN_SLICES:
+        raise ValueError(f"a transfer between slices of an unknown type: {op.opcode} {op.name}{op.notes[:200]!r}")
+    kind = _BETWEEN_SLICES[found[1]]
+    return kind if (op.opcode == "recv") is (kind == "all-gather") else None

@@ -1,0 +1,183 @@
+"""Programs for several TPU slices: transfers between them, and the groups of one slice on all of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxshard as js
+from jaxshard.checks.collectives.compare import audit
+from jaxshard.checks.collectives.compiler_choices import between_slices, torus_sizes
+from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.found import collectives
+from jaxshard.plan.topology import topology_mesh
+from tests.checks.collectives.programs import XY, gpt_shapes, mesh_of, program
+from tests.engines.programs import tpu
+
+TARGET = '_xla_megascale_target="{1,2}x{0:3}",'
+
+
+@pytest.fixture
+def two_slices(monkeypatch):
+    """Eight devices of which four are one slice."""
+    monkeypatch.setattr("jaxshard.core.mesh.slice_index", lambda device: device.id // 4)
+
+
+def transfer(kind, sent="f32[16,8,128]", received="f32[16,8,128]", target=TARGET):
+    text = f"""%t = token[] after-all()
+    %send = ({sent}, u32[], token[]) send(%p, %t), frontend_attributes={{{target}_xla_megascale_transfer_type="{kind}"}}
+    %recv = ({received}, u32[], token[]) recv(%t), frontend_attributes={{{target}_xla_megascale_transfer_type="{kind}"}}
+    %sent = token[] send-done(%send), frontend_attributes={{_xla_host_transfer_handler_name="xla_megascale_runtime"}}
+    ROOT %r = ({received}, token[]) recv-done(%recv)"""
+    return program(text).replace("num_partitions=8", "num_partitions=4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "found", "shape"),
+    [
+        ("ALL_REDUCE", {}, "all-reduce", (16, 8, 128)),
+        ("REDUCE_SCATTER", {"received": "f32[8,8,128]"}, "reduce-scatter", (16, 8, 128)),
+        ("ALL_GATHER", {"received": "f32[32,8,128]"}, "all-gather", (32, 8, 128)),
+        ("ALL_TO_ALL", {"target": ""}, "all-to-all", (16, 8, 128)),
+        ("ONE_TO_ONE", {"target": ""}, "collective-permute", (16, 8, 128)),
+    ],
+)
+def test_a_send_and_a_recv_are_one_collective_over_the_axis_of_the_slices(two_slices, kind, sizes, found, shape):
+    (one,) = collectives(transfer(kind, **sizes), mesh_of(**XY))
+    assert (one.kind, one.axes, one.shapes, one.dtype) == (found, ("x",), (shape,), "f32")
+
+
+def test_a_transfer_among_some_slices_has_unknown_axes(monkeypatch):
+    monkeypatch.setattr("jaxshard.core.mesh.slice_index", lambda device: device.id // 2)
+    text = transfer("ALL_REDUCE", target="").replace("num_partitions=4", "num_partitions=2")
+    (one,) = collectives(text, mesh_of(a=2, b=2, c=2))
+    assert one.axes == ("?",)
+
+
+def test_an_unknown_transfer_is_refused(two_slices):
+    with pytest.raises(ValueError, match=r"unknown type: send send.*SOME_DAY"):
+        collectives(transfer("SOME_DAY"), mesh_of(**XY))
+
+
+@pytest.mark.parametrize(("groups", "axes"), [("{{0,1,2,3}}", ("y",)), ("{{0,1},{2,3}}", ("b",))])
+def test_groups_are_those_of_every_slice(two_slices, groups, axes):
+    text = program(f"ROOT %r = f32[64,16]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%add")
+    mesh = mesh_of(**(XY if axes == ("y",) else {"x": 2, "a": 2, "b": 2}))
+    (one,) = collectives(text.replace("num_partitions=8", "num_partitions=4"), mesh)
+    assert one.axes == axes
+    assert one.groups[-1][-1] == 7
+
+
+def test_an_axis_of_several_slices_is_known_by_its_part_in_one(two_slices):
+    text = program("ROOT %r = f32[64,16]{1,0} all-reduce(%p), replica_groups={{0,1,2,3}}, to_apply=%add")
+    (one,) = collectives(text.replace("num_partitions=8", "num_partitions=4"), mesh_of(data=8))
+    assert one.axes == ("data",)
+
+
+def test_what_a_collective_over_slices_is_made_of(two_slices):
+    """Inside a slice and across slices each kind may move the whole array, padded; in a slice alone nothing changes."""
+    mesh = mesh_of(**XY)
+    own = Expected("all-reduce", ("y",), (7,), jnp.float32, 1, 1, "gradient")
+    across = Expected("all-reduce", ("x",), (7,), jnp.float32, 1, 1, "gradient")
+    assert list(between_slices(mesh, [own])) == [own]
+    assert [(one.kind, one.axes, one.shape, one.least) for one in between_slices(mesh, [across])] == [
+        ("all-reduce", ("x",), (128,), 0)
+    ]
+    both = list(between_slices(mesh, [Expected("all-reduce", ("x", "y"), (7,), jnp.float32, 1, 1, "gradient")]))
+    kinds = {"all-reduce", "reduce-scatter", "all-gather"}
+    assert {(one.kind, one.axes) for one in both} == {(kind, (axis,)) for kind in kinds for axis in "xy"}
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hsdp", "hsdp x tensor", "fsdp", "zero2", "ddp"])
+def test_programs_of_two_slices_keep_the_promise(name):
+    axes, strategy = {
+        "hsdp": ({"replica": 2, "data": 8}, js.hsdp()),
+        "hsdp x tensor": ({"replica": 2, "data": 2, "tensor": 4}, js.compose(js.hsdp(), js.tensor())),
+        "fsdp": ({"data": 16}, js.fsdp()),
+        "zero2": ({"data": 16}, js.zero2()),
+        "ddp": ({"data": 16}, js.ddp()),
+    }[name]
+    toy = gpt_shapes(32, vocab=512, width=256, depth=2, heads=4, seq=128)
+    tx = optax.adam(1e-3)
+    layout = js.layout(strategy, topology_mesh("v5e:2x4", num_slices=2, **axes), toy.init_fn, tx)
+    engine = js.explicit(compute_dtype=jnp.bfloat16)
+    comparison = audit(js.make_step(toy.loss_fn, tx, layout, engine=engine), toy.batch)
+    assert comparison.ok, str(comparison)
+    if name == "hsdp":  # a quarter of the whole gradients, 1,743,360 in f32, would be far too much between slices
+        (row,) = [row for row in comparison.rows() if row["axis"] == "replica" and row["count"]]
+        assert row["kind"] == "all-reduce"
+        assert 4 * 1_743_360 / 8 <= row["bytes"] < 4 * 1_743_360 / 4
+
+
+@tpu
+@pytest.mark.slow
+def test_a_collective_that_nothing_promised_between_slices_is_a_surprise():
+    """A loss that sums whole activations over the slices."""
+    mesh = topology_mesh("v5e:2x4", num_slices=2, replica=2, data=8)
+
+    def init_fn(key):
+        return {"w": jnp.zeros((256, 256))}
+
+    def loss_fn(params, batch, key):
+        return js.Mean(jnp.sum(jnp.tanh(lax.psum(batch["x"] @ params["w"], "replica"))), 1.0)
+
+    layout = js.layout(js.hsdp(min_size=0), mesh, init_fn, optax.sgd(1.0))
+    step = js.make_step(loss_fn, optax.sgd(1.0), layout, engine=js.explicit())
+    comparison = audit(step, {"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32)})
+    assert comparison.surprises
+    assert {one.found.axes for one in comparison.surprises} == {("replica",)}
+
+
+@tpu
+@pytest.mark.slow
+def test_a_single_axis_over_a_torus_of_three_dimensions_is_named_with_the_remedy():
+    toy = gpt_shapes(64, vocab=512, width=1024, depth=1, heads=8, seq=32)
+    tx = optax.sgd(1.0)
+
+    def compared(strategy, **axes):
+        layout = js.layout(strategy, topology_mesh("v5p:4x4x4", **axes), toy.init_fn, tx)
+        return audit(js.make_step(toy.loss_fn, tx, layout, engine=js.explicit()), toy.batch)
+
+    single = compared(js.fsdp(), data=64)
+    assert single.ok
+    (gathers,) = [line for line in single.substitutes if "all-reduce in place of all-gather over data" in line]
+    assert "'data' covers 3 dimensions of the torus" in gathers
+    assert "data0=4, data1=4, data2=4" in gathers
+    assert "other kinds than promised" in str(single)
+    split = compared(js.fsdp(("x", "y", "z")), x=4, y=4, z=4)
+    assert split.ok
+    assert not any("all-gather" in line or "torus" in line for line in split.substitutes)
+    assert torus_sizes(topology_mesh("v5p:4x4x4", x=4, y=4, z=4), "x") == (4,)
+
+
+@tpu
+@pytest.mark.slow
+def test_a_kernel_with_metadata_of_its_own_hides_no_collective():
+    from jax.experimental import pallas as pl
+
+    mesh = topology_mesh("v5e:2x4", data=8)
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    def loss(w, x):
+        def double(x):
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return pl.pallas_call(kernel, out_shape=shape, metadata={"first": "1", "second": "2"})(x)
+
+        doubled = jax.shard_map(double, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
+        return jnp.sum(jnp.tanh(doubled @ w))
+
+    split = NamedSharding(mesh, P("data"))
+    shapes = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    compiled = jax.jit(jax.grad(loss), in_shardings=split, out_shardings=split).lower(*shapes).compile()
+    kinds = {one.kind for one in collectives(compiled, mesh)}
+    assert "all-gather" in kinds
+    assert kinds & {"reduce-scatter", "all-reduce"}
