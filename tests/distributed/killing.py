@@ -1,4 +1,4 @@
-"""Kills processes of a `jaxshard launch` at random moments, and says what the run was like."""
+"""Kills or stops processes of a `jaxshard launch` at random moments, and says what the run was like."""
 
 import contextlib
 import json
@@ -20,14 +20,12 @@ STUCK = 240
 """Seconds after which a launch that does nothing is broken."""
 
 
-def launch(*command, count, restarts=0, **environment):
+def launch(*command, count, restarts=0, output=subprocess.PIPE, **environment):
     """A started `jaxshard launch` of a command, in a process of its own."""
     flags = ["-n", str(count), "--max-restarts", str(restarts)]
     arguments = [sys.executable, "-m", "jaxshard", "launch", *flags, "--", *map(str, command)]
     environment = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | environment
-    return subprocess.Popen(
-        arguments, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return subprocess.Popen(arguments, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
 def finished(program):
@@ -62,6 +60,72 @@ def kill(program, count, moments, folder, log):
         assert time.monotonic() - killed < SURVIVE
         assert (js.latest_step(folder) or 0) >= before, "a step that was saved is lost"
     return seen
+
+
+def kill_any(start, count, kills, seed, folder, log):
+    """Kills one process after another, the launcher among them, and starts that again.
+
+    After each kill all processes must be gone or on their way again within `SURVIVE` seconds, and the newest saved step
+    must be intact and no older than before.
+
+    Args:
+      start: starts a launch, which goes on from the newest saved step.
+      count: how many processes one launch has.
+      kills: pairs (victim, moment): "process 0", "worker" or "launcher", at one of the moments of `kill`.
+      seed: of the random times.
+      folder: of the checkpoints.
+      log: of the run.
+
+    Returns:
+      The last launch, the numbers of all processes, and a line per kill.
+    """
+    rng, seen, lines, program = random.Random(seed), set(), [], start()
+    for victim, moment in kills:
+        pids = _until(program, lambda program=program, seen=seen: _new_children(program, seen, count))
+        seen, began = seen | pids, time.time()
+        before = js.latest_step(folder) or 0
+        _wait_for(moment, program, rng, folder, log, began)
+        first = min(pids, key=process_index)
+        pid = {"launcher": program.pid, "process 0": first, "worker": max(pids - {first})}[victim]
+        partly = _is_saving(folder, began)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        if victim == "launcher":
+            program.wait(SURVIVE)
+        while any(map(alive, pids)):
+            assert time.monotonic() - killed < SURVIVE, "one of the others is still there"
+            time.sleep(0.01)
+        gone = time.monotonic() - killed
+        newest = js.latest_step(folder)
+        assert (newest or 0) >= before, "a step that was saved is lost"
+        assert js.latest_step(folder, intact=True) == newest, "the newest step is damaged"
+        half = ", a save half written" if partly else ""
+        lines.append(f"{victim} at {moment}{half}: all gone after {gone:.1f} s, newest step {newest}")
+        if victim == "launcher":
+            program = start()
+    return program, seen, lines
+
+
+def stop(program, count, victim, seconds, folder, log):
+    """Stops a process of a launch (SIGSTOP) after some steps, and lets it go on (SIGCONT) some seconds later.
+
+    Returns:
+      The numbers of the processes that were there when it was stopped.
+    """
+    pids = _until(program, lambda: _new_children(program, set(), count))
+    _wait_for("step", program, random.Random(0), folder, log, time.time())
+    pid = {process_index(pid): pid for pid in pids}[victim] if victim != "launcher" else program.pid
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    with contextlib.suppress(ProcessLookupError):  # the launcher has killed it, as one whose siblings have ended
+        os.kill(pid, signal.SIGCONT)
+    return pids
+
+
+def process_index(pid):
+    """The number of a process among those that were launched with it."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return int(dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)[b"JAXSHARD_PROCESS_ID"])
 
 
 def alive(pid):
