@@ -38,6 +38,7 @@ from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
+from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.state import init, put_stored, run_key
 from jaxshard.training.step import Step, check_batch
 from jaxshard.training.views import unstore
@@ -218,6 +219,7 @@ def parity(
             model = jax.jit(init_fn)(jax.device_put(seed, first))
             start = _to_f32("parameters", model, notes)
             make = init_fn if start is model else lambda key: _to_f32("parameters", init_fn(key), [])
+            tx = _with_stand_ins(tx, split_model(start)[0], notes)
             both = _record(tx)
             plan = layout(strategy, mesh, make, both, trainable=trainable)
             step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
@@ -320,6 +322,17 @@ def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], note
     one = Mesh(mesh.devices.flat[:1].reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
     whole = PartitionSpec()
     return partial(jax.shard_map, mesh=one, in_specs=whole, out_specs=whole, check_vma=False)
+
+
+def _with_stand_ins(tx: Any, params: PyTree, notes: list[str]) -> optax.GradientTransformation:
+    """Return `tx` of gradients alone: on both sides it is given the same stand-in for a loss that it asks for."""
+    tx = take_fast_gradients(tx, params)
+    extra = find_extra_args(tx, params)
+    if extra.names:
+        notes.append(
+            f"the optimizer asks for {', '.join(extra.names)}: both sides gave it a sum of squares as the loss"
+        )
+    return extra.fill_in(tx)
 
 
 def _record(tx: optax.GradientTransformation) -> optax.GradientTransformation:

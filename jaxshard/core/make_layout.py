@@ -174,6 +174,16 @@ def _check_trainable(params: PyTree, mask: PyTree) -> None:
     chosen = jax.tree_util.tree_leaves_with_path(select(mask, params))
     bad = [leaf for leaf in (leaf_of(path, x) for path, x in chosen) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
     raise_all(
+        (
+            f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}; train its two halves as real parameters, such as 're' and "
+            "'im', and put them together in the loss: jax.lax.complex(params['re'], params['im'])"
+            for leaf in bad
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        ),
+        TypeError,
+        "trainable parameters must be real: complex numbers differ in what their gradient and their square mean",
+    )
+    raise_all(
         (f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in bad),
         TypeError,
         "trainable parameters must be real floating-point arrays; move these to the state of js.Model(params, state), "

@@ -32,6 +32,7 @@ from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.proof.stacking import require_same_stacked
+from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import (
@@ -71,8 +72,10 @@ def make_step(
 
     Args:
       loss_fn: `loss_fn(model, batch, key) -> scalar | js.Mean | js.Loss`, where `model` is what `init_fn` returned.
-      tx: an optax transform. It runs on the stored arrays where it is proven elementwise, otherwise on logical ones
-        (`Step.update_view` tells which, and the cost).
+      tx: an optax transform. One that asks for more than gradients (`value`, `grad`, `value_fn`: line searches,
+        Polyak's step, a rate that falls on a plateau) is given the loss of this batch, as a number and as a function,
+        and `optax.lookahead` the gradients of the fast parameters. It runs on the stored arrays where it is proven
+        elementwise, otherwise on logical ones (`Step.update_view` tells which, and the cost).
       layout: says where everything lives.
       engine: `js.auto(...)` (the default), `js.explicit(...)` or `js.pipelined(...)`: how the gradient is computed.
       guarded: a step whose loss or gradient is not finite returns the run that it received, bit for bit, with only its
@@ -143,20 +146,29 @@ class Step:
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))
         self.objective = resolve(loss_fn)
-        self.guarded = guarded and not handles_non_finite(tx, params)
-        self._tx, self._params, self._checked_stacking = tx, params, False
+        tx = take_fast_gradients(tx, params)
+        extra = find_extra_args(tx, params)
+        readable = extra.fill_in(tx)
+        # A line search tests whether the losses that it tries are finite, which is no rule for gradients that are not.
+        self.guarded = guarded and not handles_non_finite(tx if extra.uses_loss else readable, params)
+        self._tx, self._params, self._checked_stacking = readable, params, False
         if layout.stacked_for_user or self.objective.stacked_for_user:
             self._check_stacking()
         self._sums = engine.sums(layout)
-        self.elementwise = check_stored(tx, params, layout.opt_params, layout.opt_state)
+        self.elementwise = check_stored(readable, params, layout.opt_params, layout.opt_state)
         # The optimizer runs on stored arrays where it can't tell them from logical ones: none of them differs, or it is
         # elementwise. Where sums are taken in one order, sums over all parameters (a global norm) are no obstacle: they
         # are replaced by ordered ones, to which the zeros of the padding add nothing.
         stored = self.elementwise is None or bool(self.elementwise)
-        self._totals_in_order = self._sums.in_order and not check_elementwise(tx, params)
+        self._totals_in_order = self._sums.in_order and not check_elementwise(readable, params)
         if self._totals_in_order:
+            if extra.names:
+                raise ValueError(
+                    "reduction='ordered' orders the sums of an optimizer that takes gradients alone, but this one "
+                    f"asks for {', '.join(extra.names)} too; use reduction='native'"
+                )
             tx, stored = with_ordered_sums(tx, params, layout), True
-        self._update = make_update(tx, layout, self._sums, stored=stored)
+        self._update = make_update(tx, layout, self._sums, stored=stored, extra=extra)
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(self.objective, layout)
         self._batch: PyTree = None
@@ -292,13 +304,18 @@ class Step:
             outcome, grads = self._value_and_grad(run.params, state, batch, key)
         if any(one.model.stacked_for_user for one in runs):
             self._check_stacking()
+
+        def loss_at(params: PyTree) -> tuple[jax.Array, PyTree]:
+            outcome, grads = self._value_and_grad(params, state, batch, key)
+            return outcome.value, grads
+
         squares = self._sum_squares(grads)
         found = find_bad(outcome.value, squares)
         ok = ~found.any() if self.guarded else jnp.ones((), bool)
         # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
         # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
         # needed whole at once, and the gather could not write into the donated array.
-        params, opt_state, changes = self._update(run.params, grads, run.opt_state, ok)
+        params, opt_state, changes = self._update(run.params, grads, run.opt_state, ok, outcome.value, loss_at)
         norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
         metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
         if self.guarded:

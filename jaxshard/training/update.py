@@ -13,14 +13,19 @@ from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
+from jaxshard.training.extra_args import ExtraArgs, LossAt
 from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
 from jaxshard.training.views import hold_stored, move_stored, store, unstore
 
-Update = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[PyTree, PyTree, jax.Array]]
+NO_EXTRA_ARGS = ExtraArgs()
+
+Update = Callable[[PyTree, PyTree, PyTree, jax.Array, jax.Array, LossAt], tuple[PyTree, PyTree, jax.Array]]
 
 
-def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *, stored: bool) -> Update:
-    """Make `update(params, grads, opt_state, ok) -> (params, opt_state, changes)` of stored arrays.
+def make_update(
+    tx: optax.GradientTransformation, layout: Layout, sums: Sums, *, stored: bool, extra: ExtraArgs = NO_EXTRA_ARGS
+) -> Update:
+    """Make `update(params, grads, opt_state, ok, loss, loss_at) -> (params, opt_state, changes)` of stored arrays.
 
     A gradient comes in as the layout's `grads` say, is moved to where its optimizer state is, and meets `tx.update`
     there; the new parameter goes back to its own `store`.
@@ -30,6 +35,8 @@ def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *,
       layout: says where everything lives.
       sums: how numbers are added over devices.
       stored: whether `tx` runs on the stored arrays; otherwise on logical ones, unpadded and in model order.
+      extra: the extra arguments that `tx` uses. They are made of `loss`, a scalar, and
+        `loss_at(stored parameters) -> (loss, gradients as the layout stores them)`.
 
     Returns:
       The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. They are chosen where the
@@ -37,7 +44,7 @@ def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *,
       f32[trained parameters], is the sum of squares of what each changed by, or NaN if an element of it is no longer
       finite that was.
     """
-    tx = as_transform(tx)
+    tx = tx if extra.names else as_transform(tx)
     old_params, seen = select(layout.trainable, layout.params), layout.opt_params
     specs = [placement.store for placement in jax.tree.leaves(seen)]
 
@@ -49,12 +56,23 @@ def make_update(tx: optax.GradientTransformation, layout: Layout, sums: Sums, *,
             return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
         return store(placements, tree)
 
-    def update(params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array) -> tuple[PyTree, PyTree, jax.Array]:
+    def see(grads: PyTree) -> PyTree:
+        return view(seen, move_stored(layout, grads, layout.grads, seen))
+
+    def update(
+        params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array, loss: jax.Array, loss_at: LossAt
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        def seen_loss_at(at: PyTree) -> tuple[jax.Array, PyTree]:
+            at = jax.tree.map(lambda x, like: x.astype(like.dtype), at, chosen)  # an optimizer may hold them in f32
+            at = move_stored(layout, hold_stored(layout, restore_view(seen, at), seen), seen, old_params)
+            loss, grads = loss_at(put_back(layout.trainable, at, params))
+            return loss, see(grads)
+
         # Gradients and parameters go to where the optimizer state is: a slice where that is split more (ZeRO-1 and 2).
         chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
-        grads = view(seen, move_stored(layout, grads, layout.grads, seen))
+        grads = see(grads)
         old_state = view(layout.opt_state, opt_state)
-        updates, new_state = tx.update(grads, old_state, chosen)
+        updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))
         check_same_tree(
             abstract(old_state), abstract(new_state), "tx.update returned another state than tx.init",
             "a compiled step needs the same arrays before and after; initialise them all in tx.init",

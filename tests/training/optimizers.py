@@ -86,16 +86,8 @@ class Refusal(NamedTuple):
     message: str
 
 
-VALUE = "missing 1 required keyword-only argument: 'value'"
 OBJECTIVE = "obj_fn must be provided to hutchinson update function"
 REFUSED = {
-    "lbfgs": Refusal(
-        optax.lbfgs, TypeError, "missing 3 required keyword-only arguments: 'value', 'grad', and 'value_fn'"
-    ),
-    "polyak_sgd": Refusal(lambda: optax.polyak_sgd(0.1), TypeError, VALUE),
-    "contrib.momo": Refusal(lambda: contrib.momo(0.1), TypeError, VALUE),
-    "contrib.momo_adam": Refusal(lambda: contrib.momo_adam(0.1), TypeError, VALUE),
-    "contrib.reduce_on_plateau": Refusal(contrib.reduce_on_plateau, TypeError, VALUE),
     "contrib.sophia": Refusal(lambda: contrib.sophia(0.1), ValueError, OBJECTIVE),
     "contrib.hutchinson_estimator_diag_hessian": Refusal(
         contrib.hutchinson_estimator_diag_hessian, ValueError, OBJECTIVE
@@ -111,6 +103,17 @@ REFUSED = {
         "expects `grads` to have a batch dimension in the 0th axis",
     ),
 }
+
+
+GIVEN = {
+    "lbfgs": "the loss, its gradient and the loss as a function of the parameters, for its line search",
+    "polyak_sgd": "the loss",
+    "contrib.momo": "the loss",
+    "contrib.momo_adam": "the loss",
+    "contrib.reduce_on_plateau": "the loss",
+    "lookahead": "parameters that are an `optax.LookaheadParams`, and the gradients of the fast ones",
+}
+"""What asks for more than gradients and gets it; `test_extra_args.py` compares with one device."""
 
 
 PARTS = {

@@ -30,7 +30,7 @@ from jaxshard.core.placement import axes_of
 from jaxshard.core.tree import bytes_of
 from jaxshard.engines.engine import Engine, Outcome
 from tests.optim.proof.aliases import ALIASES, TYPICAL, WRAPPERS
-from tests.training.optimizers import CASES, PARTS, REFUSED, Case
+from tests.training.optimizers import CASES, GIVEN, PARTS, REFUSED, Case
 
 PyTree = Any
 TOLERANCE = 1e-5
@@ -248,7 +248,7 @@ def test_the_list_is_complete() -> None:
         if inspect.isfunction(f) and "GradientTransformation" in str(inspect.signature(f).return_annotation)
     }
     transforms = {name for name in transforms if not name.startswith(("_", "scale_by_"))}
-    listed = {name.removeprefix("contrib.") for name in (*CASES, *REFUSED)}
+    listed = {name.removeprefix("contrib.") for name in (*CASES, *GIVEN, *REFUSED)}
     assert transforms <= listed | PARTS
     assert len(CASES) >= 40
 
@@ -286,7 +286,14 @@ from being split (`min_size=0`).
 |---|---|---|---|---|---|
 {chr(10).join(_row(name) for name in CASES)}
 
-These need more than gradients, on one device as well, and say so when the step is compiled:
+These ask for more than gradients, and a step gives it; `tests/training/test_extra_args.py` compares them with one
+device. Any other transform that asks for `value`, `grad` or `value_fn` gets them as well, of the batch of the step:
+
+| transform | what it asks for |
+|---|---|
+{chr(10).join(f"| `{name}` | {asked} |" for name, asked in GIVEN.items())}
+
+These need something else, on one device as well, and say so when the step is compiled:
 
 | transform | error |
 |---|---|

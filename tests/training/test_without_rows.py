@@ -82,8 +82,11 @@ def test_graphs_run_unmarked_under_auto_and_what_is_whole_is_said_once():
 
 @pytest.mark.parametrize(
     "engine",
-    [js.auto(), js.auto(microbatches=2), js.explicit(microbatches=2)],
-    ids=["auto", "auto-2", "explicit-2"],
+    [
+        js.explicit(microbatches=2),
+        *(pytest.param(engine, marks=pytest.mark.slow) for engine in (js.auto(), js.auto(microbatches=2))),
+    ],
+    ids=["explicit-2", "auto", "auto-2"],
 )
 def test_named_tables_are_whole_in_every_micro_batch(engine):
     """As `assert_equal_runs`."""
@@ -136,7 +139,11 @@ def test_a_table_is_not_communicated():
     ] and js.audit(step, table_batch()).ok  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", [js.explicit(), js.auto(microbatches=2)], ids=["explicit", "auto-2"])
+@pytest.mark.parametrize(
+    "engine",
+    [js.explicit(), pytest.param(js.auto(microbatches=2), marks=pytest.mark.slow)],
+    ids=["explicit", "auto-2"],
+)
 def test_where_the_loss_sees_some_rows_arrays_without_rows_must_be_named(engine):
     tx = optax.sgd(0.1)
     layout = js.layout(FSDP, mesh(), init_fn, tx)

@@ -1,0 +1,135 @@
+"""What an optimizer asks for beside gradients: the loss (`value`), the gradient, and the loss as a function.
+
+Optax's transforms take them as extra arguments of `update`. A step finds out by tracing which ones an optimizer uses,
+so that all others run as if there were none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxshard.core.jaxpr import Program, needed_equations
+from jaxshard.core.transform import as_transform
+from jaxshard.core.types import PyTree
+
+_GIVEN = (("value", "grad", "value_fn"), ("value", "grad"), ("value",), ())
+"""The sets of extra arguments that are tried, for a transform may refuse those that it does not know."""
+
+LossAt = Callable[[PyTree], tuple[jax.Array, PyTree]]
+"""`loss_at(parameters) -> (loss, gradients)` of the step's batch, as the optimizer sees parameters and gradients."""
+
+
+class ExtraArgs(NamedTuple):
+    """The extra arguments of an optimizer.
+
+    Attributes:
+      names: those that its update is called with; none where it uses none.
+      uses_loss: whether the update evaluates the loss itself.
+    """
+
+    names: tuple[str, ...] = ()
+    uses_loss: bool = False
+
+    def make(self, grads: PyTree, loss: jax.Array, loss_at: LossAt) -> dict[str, Any]:
+        """Make the arguments: of this step's loss, of its gradients, and of the function behind both."""
+        made = {"value": loss, "grad": grads, "value_fn": _make_value_fn(loss_at)}
+        return {name: made[name] for name in self.names}
+
+    def fill_in(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return `tx` with stand-ins for the arguments, for proofs that read its program.
+
+        A stand-in for the loss function sums over all parameters, as a loss mixes them.
+        """
+        if not self.names:
+            return tx
+
+        def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+            extra = self.make(grads, jnp.float32(0.7), _stand_in)
+            updated: tuple[PyTree, PyTree] = tx.update(grads, state, params, **extra)
+            return updated
+
+        return optax.GradientTransformation(tx.init, update)
+
+
+def find_extra_args(tx: optax.GradientTransformation, params: PyTree) -> ExtraArgs:
+    """Find the extra arguments that the update of a transform uses.
+
+    Args:
+      tx: an optax transform; one that asks for more than this file knows gets nothing, and says so when it is traced.
+      params: the trained parameters, which may be abstract.
+    """
+    # Not by its class: `optax.MultiSteps` is none of optax's transforms, and takes extra arguments.
+    parameters = inspect.signature(tx.update).parameters.values()
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name in _GIVEN[0] for p in parameters):
+        return ExtraArgs()
+    state = jax.eval_shape(tx.init, params)
+    for names in _GIVEN:
+        asked: list[PyTree] = []
+
+        def loss_at(at: PyTree, asked: list[PyTree] = asked) -> tuple[jax.Array, PyTree]:
+            asked.append(at)
+            return _stand_in(at)
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array, grad: PyTree) -> PyTree:
+            extra = ExtraArgs(names).make(grad, value, loss_at)  # noqa: B023, traced at once
+            return tx.update(grads, state, params, **extra)
+
+        try:
+            scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            program = Program.trace(update, params, state, params, scalar, params)
+        except (AttributeError, NameError, TypeError, ValueError):
+            continue
+        _, used = needed_equations(program.eqns, jax.tree.leaves(program.out), set())
+        uses = asked or not used.isdisjoint(jax.tree.leaves(program.args[3:]))
+        return ExtraArgs(names if uses else (), bool(asked))
+    return ExtraArgs()
+
+
+def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
+    """Return a transform of the gradients of all parameters for `optax.lookahead`, which takes the fast ones' alone.
+
+    Args:
+      tx: an optax transform; it comes back as it is unless its parameters are an `optax.LookaheadParams`.
+      params: the trained parameters, which may be abstract.
+    """
+    if not isinstance(params, optax.LookaheadParams):
+        return tx
+    extended = as_transform(tx)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        updated: tuple[PyTree, PyTree] = extended.update(grads.fast, state, params, **extra)
+        return updated
+
+    try:
+        jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+    except (AttributeError, TypeError, ValueError):
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+    return tx
+
+
+def _make_value_fn(loss_at: LossAt) -> Callable[[PyTree], jax.Array]:
+    """Make the function of parameters alone that line searches evaluate and differentiate, once, in either mode."""
+
+    # A rule of our own: an engine makes value and gradient in one program, and brings the gradient to where it rests.
+    @jax.custom_jvp
+    def value_fn(params: PyTree) -> jax.Array:
+        return loss_at(params)[0]
+
+    def differentiate(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
+        value, grads = loss_at(*primals)
+        slopes = [jnp.sum(g * t, dtype=value.dtype) for g, t in zip(jax.tree.leaves(grads), jax.tree.leaves(*tangents))]
+        return value, sum(slopes, start=jnp.zeros((), value.dtype))
+
+    value_fn.defjvp(differentiate)
+    return value_fn
+
+
+def _stand_in(params: PyTree) -> tuple[jax.Array, PyTree]:
+    leaves = jax.tree.leaves(params)
+    return sum((jnp.sum(jnp.square(x), dtype=jnp.float32) for x in leaves), start=jnp.float32(0)), params
