@@ -1,14 +1,23 @@
-"""How long a save blocks the training loop, in the background and not, and what the checksums cost.
+"""How long a save blocks the training loop, what the checksums cost, and what Orbax alone takes for the same 1 GB.
 
-    python benchmarks/checkpoint.py [--width 1024] [--depth 16] [--rounds 3] [--folder DIR] [--json FILE]
+    python benchmarks/checkpoint.py [--width 1024] [--depth 16] [--rounds 3] [--orbax-rounds 7] [--folder DIR]
+        [--json FILE]
 
 Eight simulated CPU devices hold stacked matrices and Adam's state under FSDP and in a pipeline; each figure is the
 median of the rounds. The folder should lie on the disk that counts; a warm page cache makes reads look fast.
+
+Then 1 GB under FSDP is saved and restored by `js.save` and `js.restore`, and by Orbax's own `StandardCheckpointer`,
+which computes no checksums of files and does not flush them to the disk. The two take turns, each round the other one
+first, and the ratio of each round is taken before the median, so that whoever else loads the machine loads both.
+Besides seconds of the clock there are those of the CPU, which depend less on others, and the peak of memory above what
+was used before, with the restored run in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import shutil
 import statistics
@@ -77,9 +86,74 @@ def measure(folder: Path, run: js.TrainState, layout: js.Layout) -> dict[str, fl
     }
 
 
+def memory_kb(field: str) -> int:
+    """Kilobytes of this process: VmRSS now, VmHWM at most since the last reset."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def cost(fn: Callable[[], Any]) -> dict[str, float]:
+    """Seconds, CPU seconds and peak memory of a call, with what it returns."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would count as used already
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
+    before, cpu = memory_kb("VmRSS"), time.process_time()
+    seconds, result = timed(lambda: jax.block_until_ready(fn()))
+    peak = memory_kb("VmHWM") - before
+    del result
+    return {"seconds": seconds, "CPU seconds": time.process_time() - cpu, "peak GB": peak / 1e6}
+
+
+def beside_orbax(root: Path, rounds: int) -> dict[str, Any]:
+    """Save and restore 1 GB by ours and by Orbax in turns; the medians, and those of the ratios of each round."""
+    import orbax.checkpoint as ocp
+
+    made, tx = model(2048, 20), optax.adam(1e-3)
+    layout = js.layout(js.fsdp("data"), js.make_mesh(data=8), made.init, tx)
+    run = jax.block_until_ready(js.init(made.init, tx, layout, 0))
+    arrays = run._replace(key=jax.random.key_data(run.key))
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+    def orbax(work: Callable[[Any], Any]) -> Any:
+        with ocp.StandardCheckpointer() as checkpointer:
+            result = work(checkpointer)
+            checkpointer.wait_until_finished()
+        return result
+
+    ways: dict[str, dict[str, Callable[[], Any]]] = {
+        "save": {
+            "jaxshard": lambda: js.save(root / "ours", run, layout) and None,
+            "Orbax": lambda: orbax(lambda one: one.save(root / "theirs", arrays)),
+        },
+        "restore": {
+            "jaxshard": lambda: js.restore(root / "ours", layout),
+            "Orbax": lambda: orbax(lambda one: one.restore(root / "theirs", wanted)),
+        },
+    }
+    figures: dict[str, Any] = {}
+    for number in range(rounds + 1):
+        for folder in ("ours", "theirs"):
+            shutil.rmtree(root / folder, ignore_errors=True)
+        for what, both in ways.items():
+            names = list(both) if number % 2 else list(both)[::-1]
+            costs = {name: cost(both[name]) for name in names}
+            if number:  # the first round compiles, and imports Orbax
+                figures.setdefault(what, []).append(costs)
+    return {what: _summarize(costs) for what, costs in figures.items()}
+
+
+def _summarize(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    made: dict[str, dict[str, float]] = {}
+    for unit in rounds[0]["Orbax"]:
+        made[unit] = {name: statistics.median(one[name][unit] for one in rounds) for name in rounds[0]}
+        ratios = [one["jaxshard"][unit] / max(one["Orbax"][unit], 1e-3) for one in rounds]
+        made[unit] |= {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in (("width", 1024), ("depth", 16), ("rounds", 3)):
+    for name, value in (("width", 1024), ("depth", 16), ("rounds", 3), ("orbax-rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--folder", metavar="DIR", help="where to save; a temporary folder by default")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -107,6 +181,15 @@ def main() -> None:
         for what, seconds in medians.items():
             print(f"  {what:26} {seconds:7.4f} s  {size / 1e6 / seconds:7.0f} MB/s")
         print(f"  the loop is blocked for {medians['background save, blocked'] / medians['save']:.1%} of a save")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        figures["beside Orbax"] = beside_orbax(Path(folder), options.orbax_rounds)
+    print(f"1 GB beside Orbax alone, {options.orbax_rounds} rounds in turns")
+    for what, units in figures["beside Orbax"].items():
+        for unit, row in units.items():
+            both = f"jaxshard {row['jaxshard']:6.2f}  Orbax {row['Orbax']:6.2f}"
+            print(
+                f"  {what:8} {unit:12} {both}  ratio {row['ratio']:5.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"
+            )
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

@@ -19,6 +19,7 @@ from jaxshard.checkpoint.manifest import (
     read_manifest,
 )
 from jaxshard.commands.checkpoint import _describe_step, _step_line
+from jaxshard.commands.main import main
 
 GOOD = Manifest(
     step=3,
@@ -129,6 +130,19 @@ def test_messages(content, message, tmp_path):
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=f"manifest.json: .*{message}"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999", b"1" + b"0" * 400, b"9" * 5000], ids=len)
+@pytest.mark.parametrize("place", [b"[2, 3]", b"2.5", b'"step": 3', b'"data": 2'])
+def test_numbers_that_are_none_are_told_by_every_command(number, place, tmp_path, capsys):
+    """As a size, in the position of the data, as the step and in what was noted of the save."""
+    (tmp_path / "3").mkdir()
+    value = place.replace(b"3", number) if b"3" in place else place.replace(b"2", number).replace(b".5", b"")
+    (tmp_path / "3" / "manifest.json").write_bytes(resealed(place, value))
+    for action in ("list", "show", "verify"):
+        assert main(["checkpoint", action, str(tmp_path)]) == 1
+        shown = capsys.readouterr()
+        assert "3: damaged" in shown.out and "Traceback" not in shown.out + shown.err
 
 
 @settings(max_examples=100, deadline=None)
