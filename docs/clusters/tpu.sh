@@ -9,6 +9,7 @@ NAME=${NAME:-jaxshard}
 ZONE=${ZONE:-us-west4-a}
 TYPE=${TYPE:-v5litepod-16}
 VERSION=${VERSION:-v2-alpha-tpuv5-lite}
+JAXSHARD=${JAXSHARD:-git+https://github.com/jaxshard/jaxshard}  # or the URL of a wheel
 SHARE=${SHARE:-10.0.0.2:/share}   # NFS that all hosts reach, such as Filestore: they write one checkpoint together
 STARTS=${STARTS:-20}
 
@@ -18,7 +19,7 @@ everywhere() { tpu ssh --worker=all --command="$1"; }
 make() {
     tpu create --accelerator-type="$TYPE" --version="$VERSION" --spot
     everywhere "sudo apt-get -q install -y nfs-common && sudo mkdir -p /share && sudo mount $SHARE /share &&
-        python3 -m venv ~/env && ~/env/bin/pip install -q 'jaxshard[tpu]'"
+        python3 -m venv ~/env && ~/env/bin/pip install -q 'jaxshard[tpu] @ $JAXSHARD'"
 }
 
 # The same command on every host. After a common step all save and end on SIGTERM, which a preemption may send to one.

@@ -39,7 +39,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f"compiling for the topology {name!r} needs the TPU compiler, and libtpu is not installed; "
-            'pip install "jaxshard[tpu]" (no TPU is needed)'
+            f'pip install "jax[tpu]=={jax.__version__}" (no TPU is needed)'
         )
     # libtpu takes a lock file for its chip; without this a second process that only compiles would abort on it.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

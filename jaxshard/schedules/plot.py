@@ -43,7 +43,7 @@ def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  #
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('pictures need matplotlib; install it with pip install "jaxshard[viz]"') from error
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     stats = schedule.stats(costs)
     figure = Figure(figsize=(14, 1.6 + 0.7 * schedule.stages), layout="constrained")
     panels: Any = figure.subplots(2, 1, sharex=True)

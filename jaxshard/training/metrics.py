@@ -89,7 +89,7 @@ def tensorboard(folder: str | Path) -> Writer:
         from tensorboardX import summary
         from tensorboardX.proto.event_pb2 import Event
     except ImportError as error:
-        raise ImportError('TensorBoard files need tensorboardX: pip install "jaxshard[viz]"') from error
+        raise ImportError("TensorBoard files need tensorboardX: pip install tensorboardX") from error
     file: _Events | None = None
 
     def write(record: Record) -> None:

@@ -25,26 +25,59 @@ nbformat.write(notebook, sys.argv[2])
 """
 
 
-def check_output(pictures: int, text: str) -> None:
+def check_output(pictures: int, text: str, devices: int = 8) -> None:
     assert pictures == 2
     spread = float(text.split("largest relative difference from ddp:")[1].split()[0])
     assert spread < 1e-4  # Adam amplifies rounding: thirty steps of it
-    assert "over replica x data" in text
+    assert ("dim 0 over replica x data" in text) == (devices > 1)
 
 
+@pytest.mark.parametrize("devices", [8, 1])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_cells_run_and_draw(path: Path) -> None:
-    """In this process, and for three steps instead of thirty."""
+def test_the_cells_run_and_draw(path: Path, devices: int) -> None:
+    """In this process, for three steps instead of thirty, on all devices and as on a single GPU."""
     plt.switch_backend("Agg")
     plt.close("all")
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     code = "\n".join(cell for cell in cells if "%pip" not in cell)
-    assert code.count("steps=30") == 1
+    assert code.count("steps=30") == code.count("jax.device_count()") == code.count("make_mesh(") == 1
+    code = code.replace("jax.device_count()", str(devices))
+    code = code.replace("make_mesh(", f"make_mesh(jax.devices()[:{devices}], ")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code.replace("steps=30", "steps=3"), str(path), "exec"), namespace)
-    check_output(len(plt.get_fignums()), printed.getvalue())
+    check_output(len(plt.get_fignums()), printed.getvalue(), devices)
     plt.close("all")
+
+
+GIT = "git+https://github.com/jaxshard/jaxshard"
+WHEEL = "file:///wheels/jaxshard-0.1.0-py3-none-any.whl"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("source", "gpu", "requirement"),
+    [
+        (None, False, f"jaxshard[viz] @ {GIT}"),
+        (None, True, f"jaxshard[viz,cuda12] @ {GIT}"),
+        (WHEEL, False, f"jaxshard[viz] @ {WHEEL}"),
+        ("jaxshard", True, "jaxshard[viz,cuda12]"),
+    ],
+)
+def test_the_first_cell_installs_from_where_the_variable_says(
+    path: Path, source: str | None, gpu: bool, requirement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = (cell.source for cell in nbformat.read(path, as_version=4).cells if "%pip" in cell.source)
+    magic = '%pip install --quiet "$requirement"'
+    assert cell.count("%") == cell.count(magic) == 1
+    monkeypatch.delenv("JAXSHARD", raising=False)
+    if source is not None:
+        monkeypatch.setenv("JAXSHARD", source)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(os.path, "exists", lambda path: gpu and path == "/dev/nvidia0")
+    installed: list[str] = []
+    exec(cell.replace(magic, "install(requirement)"), {"install": installed.append})
+    assert installed == [requirement]
 
 
 @pytest.mark.slow

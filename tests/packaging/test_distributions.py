@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
@@ -56,9 +58,28 @@ def test_the_wheel_says_what_it_is(wheel: Path):
     assert metadata["Version"] == jaxshard.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["License-File"] == "LICENSE"
+    assert metadata["Author"] == "The jaxshard authors" and "sharding" in metadata["Keywords"].split(",")
+    assert {"cuda12", "tpu", "viz", "grain"} <= set(metadata.get_all("Provides-Extra", []))
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     urls = {url.split(",")[0] for url in metadata.get_all("Project-URL", [])}
     assert urls == {"Homepage", "Documentation", "Changelog", "Issues"}
+
+
+def test_every_extra_that_is_named_exists_and_no_index_is_promised():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    folders = [ROOT / name for name in ("jaxshard", "docs", "notebooks", "benchmarks", "examples")]
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for one in folders for path in one.rglob("*.*"))]
+    texts = {path: path.read_text() for path in files if path.suffix in (".py", ".md", ".sh", ".ipynb", ".yaml")}
+    named = [
+        (path, name) for path, text in texts.items() for name in re.findall(r'(?:jaxshard|")\.?\[([\w,]+)\]"', text)
+    ]
+    assert len(named) > 3
+    wrong = [(path.name, name) for path, name in named if not extras.keys() >= set(name.split(","))]
+    assert not wrong
+    promised = [
+        path.name for path, text in texts.items() if re.search(r"install (-\S+ )*['\"]?jaxshard\b(?!.* @ )", text)
+    ]
+    assert not promised, "jaxshard is not in the package index: install it from a checkout, a Git URL or a wheel"
 
 
 def test_the_sdist_holds_what_a_contributor_needs(sdist: Path):

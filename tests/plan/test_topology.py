@@ -1,6 +1,7 @@
 """Programs compiled for TPU topologies: real reduce-scatters, loops without notes, asynchronous fusions."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ MB = 2**20
 
 def test_a_missing_libtpu_names_the_extra(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'pip install "jaxshard\[tpu\]"'):
+    with pytest.raises(ImportError, match=rf'pip install "jax\[tpu\]=={re.escape(jax.__version__)}"'):
         topology_mesh("v5e:2x4", data=8)
 
 

@@ -43,5 +43,5 @@ def test_long_schedules_have_no_numbers_in_their_bars():
 
 def test_without_matplotlib_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pictures need matplotlib; .* pip install "jaxshard\[viz\]"'):
+    with pytest.raises(ImportError, match="pictures need matplotlib: pip install matplotlib"):
         plot_schedule(gpipe(1, 1), tmp_path / "a.png")
