@@ -10,6 +10,9 @@ from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import check_positive
 from jaxshard.commands.supervisor import WRONG_USAGE, run_together, say
 
+MOST_PROCESSES = 4096
+"""More are refused: each has threads and pipes of its own."""
+
 
 def run(command: tuple[str, ...], *, processes: int, max_restarts: int, grace: float) -> int:
     """Run a command as several processes that live and die together; the arguments are the flags.
@@ -19,6 +22,8 @@ def run(command: tuple[str, ...], *, processes: int, max_restarts: int, grace: f
     """
     with usage_errors():
         check_positive(processes=processes, grace=grace)
+        if processes > MOST_PROCESSES:
+            raise ValueError(f"--processes {processes}: at most {MOST_PROCESSES} can be started on a machine")
         if max_restarts < 0:
             raise ValueError(f"--max-restarts {max_restarts}: give 0 or more")
         if not hasattr(os, "killpg"):

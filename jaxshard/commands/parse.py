@@ -30,7 +30,7 @@ def parse(command: Callable[..., int | None], name: str, words: Sequence[str]) -
     Raises:
       SystemExit: with status 0 after the help, and with status 2 after a line on standard error for a flag that does
         not exist or a value of another type.
-      UsageError: a word that is not UTF-8.
+      UsageError: a word that is not UTF-8, or empty.
     """
     own = words[: words.index("--")] if "--" in words else words  # what follows is handed on as it is
     for word in own:
@@ -38,6 +38,9 @@ def parse(command: Callable[..., int | None], name: str, words: Sequence[str]) -
             os.fsencode(word).decode()
         except UnicodeDecodeError as error:
             raise UsageError(f"{word!r} is not UTF-8; rename the file, or give another one") from error
+    for before, word in zip(["", *own], own):  # as of a variable of the shell that is not set
+        if not word or re.fullmatch("--[a-z-]+=", word):
+            raise UsageError(f"{word.rstrip('=') or before} '' is empty: give a value, or leave the flag out".lstrip())
 
     @functools.wraps(command)
     def bind(*args: Any, **flags: Any) -> Callable[[], int | None]:

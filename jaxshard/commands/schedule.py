@@ -10,6 +10,7 @@ from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import check_files, check_positive
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
+from jaxshard.core.file_errors import naming
 from jaxshard.schedules.chart import WIDTH
 from jaxshard.schedules.file import COLUMNS
 from jaxshard.schedules.named import NAMES, full_name, named
@@ -33,13 +34,14 @@ def run(
         check_positive(stages=stages, microbatches=microbatches, chunks=chunks)
         check_files(plot=plot, json=json)
         the_schedule = _load_or_make(name, stages, microbatches, chunks)
-        if plot is not None:
-            plot_schedule(the_schedule, plot)
     stats = the_schedule.stats()
     console.print(the_schedule.chart(width=console.width if console.is_terminal else WIDTH))
     console.print()
     facts(console, _facts(stats))
     write_json(json, _result(the_schedule, stats))
+    if plot is not None:  # last: without matplotlib there is still the table
+        with usage_errors(), naming(plot):
+            plot_schedule(the_schedule, plot)
 
 
 def _load_or_make(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:

@@ -193,8 +193,11 @@ def checkpoint(
     return run(action, dir, step=step, key_file=key_file, json=json)
 
 
-def doctor() -> None:
-    """Say which devices and versions are here, and what is missing."""
+def doctor() -> int:
+    """Say which devices and versions are here, what is missing, and what does not fit together; status 1 if so.
+
+    Packages are compared with what jaxshard and JAX say that they need. Extras that are absent are no failure.
+    """
     from jaxshard.commands.doctor import run
 
-    run()
+    return run()

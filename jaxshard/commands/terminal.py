@@ -6,16 +6,17 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from jaxshard.commands.result import mean_speed
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import align_columns
-from jaxshard.training.records import Record
+
+if TYPE_CHECKING:  # `jaxshard doctor` prints even where Flax does not import
+    from jaxshard.training.records import Record
 
 _ROLES = {
     "param": "parameters",
@@ -158,6 +159,8 @@ def _print_table(console: Console, rows: Iterable[Sequence[str]], sides: str) ->
 
 def _speed(records: deque[Record]) -> str:
     """The mean speed over the latest records, in the unit of the first speed they hold."""
+    from jaxshard.commands.result import mean_speed
+
     name = next(iter(records[-1].speed))
     return f"{mean_speed(records, name):,.0f} {name.removesuffix('_per_second')}/s"
 

@@ -12,6 +12,7 @@ from jaxshard.schedules.stats import Costs, Span, asynchronous_spans, lockstep_s
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
 _NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
@@ -51,26 +52,39 @@ def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  #
     _draw(panels[1], schedule, asynchronous_spans(schedule, costs), f"asynchronously: bubble {stats.bubble_async:.1%}")
     panels[1].set_xlabel("time")
     figure.suptitle(f"{schedule.name}; micro-batches: {schedule.microbatches}, chunks per device: {schedule.chunks}")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.legend(handles=_legend(schedule), loc="outside right upper")
     return figure
+
+
+def _legend(schedule: Schedule) -> list[Patch]:
+    """The colours of the operations, and the shades of the chunks where there are several."""
+    from matplotlib.patches import Patch
+
+    kinds = {op.kind for op in schedule.ops}
+    patches = [Patch(facecolor=colour, label=_NAMES[kind]) for kind, colour in _COLOURS.items() if kind in kinds]
+    chunks = schedule.chunks
+    shades = [Patch(facecolor="black", alpha=_shade(chunk, chunks), label=f"chunk {chunk}") for chunk in range(chunks)]
+    return patches + (shades if chunks > 1 else [])
+
+
+def _shade(chunk: int, chunks: int) -> float:
+    """How opaque a chunk's bars are; the last ones fully."""
+    return (chunk + 1) / chunks * 0.6 + 0.4
 
 
 def _draw(axes: Axes, schedule: Schedule, spans: Sequence[Span], title: str) -> None:
     bars: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     for op, start, end in spans:
         bars.setdefault((op.kind, op.chunk, op.device), []).append((start, end - start))
-    named = set()
     for (kind, chunk, device), places in bars.items():
         axes.broken_barh(
             places,
             (device - 0.4, 0.8),
             facecolors=_COLOURS[kind],
-            alpha=(chunk + 1) / schedule.chunks * 0.6 + 0.4,
+            alpha=_shade(chunk, schedule.chunks),
             edgecolor="white",
             linewidth=0.3,
-            label="" if kind in named else _NAMES[kind],
         )
-        named.add(kind)
     if len(spans) <= _LABELLED:
         for op, start, end in spans:
             axes.text((start + end) / 2, op.device, str(op.microbatch), ha="center", va="center", fontsize=6)

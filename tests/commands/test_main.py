@@ -7,6 +7,7 @@ import sys
 import jax
 import pytest
 
+from jaxshard.commands import doctor
 from jaxshard.commands.main import COMMANDS, main
 
 LOADED = """
@@ -88,6 +89,38 @@ def test_doctor_names_devices_versions_and_what_is_missing(monkeypatch, capsys):
     assert "8 simulated CPU devices" in output and f"jax         {jax.__version__}" in output
     assert "missing: libtpu, for compiling for TPU topologies (extra tpu)\n" in output
     assert "tested      with JAX up to 0." in output and "warning: " not in output
+
+
+REQUIRES = {
+    "jax": ["jaxlib<=0.10.2,>=0.10.2", 'libtpu==0.0.42.*; extra == "tpu"', 'jaxlib==0.1; extra == "ci"'],
+    "jaxshard": ["jax>=0.10", 'matplotlib>=3.9; extra == "viz"', "flax>=0.12"],
+}
+
+
+@pytest.mark.parametrize(
+    ("installed", "problems"),
+    [
+        ({}, []),
+        ({"libtpu": "0.0.42.1", "matplotlib": "3.9"}, []),
+        ({"libtpu": "0.0.50"}, ["libtpu 0.0.50 is installed, but jax[tpu] 0.10.2 needs libtpu==0.0.42.*"]),
+        ({"jaxlib": "0.9"}, ["jaxlib 0.9 is installed, but jax 0.10.2 needs jaxlib<=0.10.2,>=0.10.2"]),
+        ({"flax": None}, ["flax is not installed, but jaxshard 0.1.0 needs flax>=0.12"]),
+    ],
+)
+def test_doctor_compares_with_what_packages_require(installed, problems, monkeypatch, capsys):
+    versions = {"jaxshard": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8"} | installed
+    monkeypatch.setattr(doctor, "installed_version", versions.get)
+    monkeypatch.setattr(doctor.metadata, "requires", REQUIRES.get)
+    assert main(["doctor"]) == bool(problems)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("broken: ")]
+    assert len(lines) == len(problems)
+    assert all(line.startswith(f"broken: {problem}; pip install ") for line, problem in zip(lines, problems))
+
+
+def test_doctor_names_what_does_not_import(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "flax.linen", None)
+    assert main(["doctor"]) == 1
+    assert "\nbroken: import flax.linen fails with ModuleNotFoundError: " in capsys.readouterr().out
 
 
 def test_doctor_warns_of_a_jax_that_is_newer_than_the_tested_ones(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """`jaxshard schedule`: the figures of named schedules and of files, and what is refused."""
 
 import json
+import sys
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_a_file_is_shown_like_a_name_and_json_goes_to_a_file(tmp_path, capsys):
     assert main(["schedule", str(bare), "--stages", "2", "--chunks", "2", "--json", str(out)]) == 0
     assert json.loads(out.read_text()) == expected | {"name": "bare"}
     assert capsys.readouterr().out.startswith("bare: 2 stages of 2 chunks each, 4 micro-batches")
+
+
+def test_without_matplotlib_the_table_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["schedule", "gpipe", *SIZES, "--plot", str(tmp_path / "a.svg")]) == 2
+    output = capsys.readouterr()
+    assert output.out.startswith("gpipe: ") and "bubble" in output.out
+    assert output.err == "jaxshard: pictures need matplotlib: pip install matplotlib\n"
 
 
 def test_a_picture(tmp_path, capsys):
