@@ -200,7 +200,7 @@ def as_loss(output: Any) -> Loss:
     if not isinstance(loss.metrics, dict):
         raise TypeError(f"metrics must be a dict of js.Mean, js.Sum or js.Max, got {type(loss.metrics).__name__}")
     for name, metric in loss.metrics.items():
-        if name in ("loss", "grad_norm", "bad"):
+        if name in ("loss", "grad_norm", "update_norm", "bad"):
             raise TypeError(f"metric {name!r} is what a step reports by itself; give yours another name")
         if not isinstance(metric, (Mean, Sum, Max)):
             raise TypeError(f"metric {name!r} must be a js.Mean, js.Sum or js.Max, got {type(metric).__name__}")

@@ -74,7 +74,9 @@ class Recovery:
 
     def leave_out(self, run: TrainState) -> tuple[TrainState, Metrics]:
         """Count a step without training on its batch."""
-        return run._replace(step=run.step + 1), {"loss": math.nan, "grad_norm": math.nan, "bad": 1.0}
+        return run._replace(step=run.step + 1), dict.fromkeys(("loss", "grad_norm", "update_norm"), math.nan) | {
+            "bad": 1.0
+        }
 
     def recover(
         self, run: TrainState, records: list[Record], callbacks: Sequence[Callable[[Record], Any]], *, ends: bool

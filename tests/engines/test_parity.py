@@ -178,7 +178,7 @@ def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
     assert_equal_runs(trace, two_part_reference())
 
     metrics, expected = trace.metrics[0], toy.loss_fn(start_of(toy.init_fn), toy.batch, None).metrics
-    assert set(metrics) == {"loss", "grad_norm", "bad", *expected}
+    assert set(metrics) == {"loss", "grad_norm", "update_norm", "bad", *expected}
     assert float(metrics["penalty"]) == pytest.approx(float(expected["penalty"].value), rel=1e-6)
     assert float(metrics["largest"]) == pytest.approx(float(expected["largest"].value), rel=1e-6)
     assert int(metrics["rows"]) == (toy.batch["weights"] > 0).sum()

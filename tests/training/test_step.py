@@ -50,7 +50,7 @@ def test_a_step_counts_and_returns_global_scalars():
     for number in range(3):
         assert int(run.step) == number
         run, metrics = step(run, batch_of())
-    assert set(metrics) == {"loss", "grad_norm", "bad"}
+    assert set(metrics) == {"loss", "grad_norm", "update_norm", "bad"}
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(metrics))
     assert metrics["loss"].shape == metrics["grad_norm"].shape == () and not metrics["bad"]
     assert jax.tree.map(lambda x: x.sharding, run) == jax.tree.map(lambda x: x.sharding, start()[0])
@@ -85,6 +85,7 @@ def test_a_step_is_lowered_and_compiled_without_a_run():
     assert compiled.memory_analysis().argument_size_in_bytes >= step.layout.argument_bytes(shapes)
 
 
+@pytest.mark.filterwarnings("ignore:the batch is narrowed")
 def test_batches_may_lie_anywhere():
     layout = layout_of()
     places = [lambda x: x, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[5]), lambda x: x.astype(np.float64)]

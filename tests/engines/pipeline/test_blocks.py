@@ -175,7 +175,7 @@ def test_trees_of_activations_and_sums_of_means_and_metrics_equal_one_device(sch
     trace, _ = Ring(4, 1).run(toy, js.pipelined(microbatches=6, schedule=schedule, stash=stash))
     assert_equal_runs(trace, reference(tree_toy))
     metrics, expected = trace.metrics[0], toy.loss_fn(start_of(toy.init_fn), toy.batch, None).metrics
-    assert set(metrics) == {"loss", "grad_norm", "bad", *expected}
+    assert set(metrics) == {"loss", "grad_norm", "update_norm", "bad", *expected}
     assert float(metrics["penalty"]) == pytest.approx(float(expected["penalty"].value), rel=1e-6)
     assert float(metrics["largest"]) == pytest.approx(float(expected["largest"].value), rel=1e-6)
     start = toy.batch["start"]
