@@ -21,9 +21,9 @@ class Record(NamedTuple):
 
     Attributes:
       step: the number of optimizer steps that the run has taken.
-      metrics: "loss", "grad_norm", "update_norm" and what else the step returned, as Python floats. "bad" is 1.0 if the loss or a
-        gradient was not finite, so that the batch changed nothing, else 0.0. For a batch that `js.Rollback` left out
-        "bad" is 1.0 and the others are NaN.
+      metrics: "loss", "grad_norm", "update_norm" and what else the step returned, as Python floats. "bad" is 1.0 if the
+        loss, a gradient or a new parameter was not finite, else 0.0. For a batch that `js.Rollback` left out "bad" is
+        1.0 and the others are NaN.
       seconds: wall time since the step before, evaluation excluded. The first of a `fit` may include compilation.
       speed: "tokens_per_second" or "rows_per_second", over all devices; where they are known "flops_per_second" over
         all devices, and "mfu", the model FLOPs utilisation: the share of the chips' peak, from 0 to 1.
