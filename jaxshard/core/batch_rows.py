@@ -7,6 +7,7 @@ can't tell from the truth.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxshard.core.rules import ends_with
 from jaxshard.core.strategy_parts import Strategy, WithoutRows, parts_of
-from jaxshard.core.tree import map_with_path, path_str
+from jaxshard.core.tree import map_with_path, path_str, paths
 from jaxshard.core.types import PyTree
 
 
@@ -51,6 +52,21 @@ def rows_mask(strategy: Strategy, parts: int, batch: PyTree) -> PyTree:
     return map_with_path(lambda path, x: np.shape(x)[:1] == (rows,) and not _named(strategy, path), batch)
 
 
+def warn_of_patterns(strategy: Strategy, batch: PyTree) -> None:
+    """Warn of patterns of `js.without_rows` that fit no array of a batch, such as misspelt ones."""
+    found = paths(batch)
+    unused = [p for p in _patterns(strategy) if not any(ends_with(path, p) for path in found)]
+    if unused:
+        warnings.warn(
+            f"without_rows: no array of the batch fits {', '.join(map(repr, unused))}; its arrays are "
+            f"{', '.join(found)}",
+            stacklevel=5,
+        )
+
+
 def _named(strategy: Strategy, path: Any) -> bool:
-    patterns = [pattern for part in parts_of(strategy) if isinstance(part, WithoutRows) for pattern in part.patterns]
-    return any(ends_with(path_str(path), pattern) for pattern in patterns)
+    return any(ends_with(path_str(path), pattern) for pattern in _patterns(strategy))
+
+
+def _patterns(strategy: Strategy) -> list[str]:
+    return [pattern for part in parts_of(strategy) if isinstance(part, WithoutRows) for pattern in part.patterns]

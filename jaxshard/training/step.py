@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
-from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts
+from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts, warn_of_patterns
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
@@ -265,6 +265,7 @@ class Step:
     def _program(self, run: TrainState, batch: PyTree) -> Any:
         shapes = abstract(batch)
         if self._jitted is None or (self._compiled is None and shapes != self._batch):
+            warn_of_patterns(self.layout.strategy, shapes)
             check_batch(self.layout, shapes, self.engine.microbatches, whole=self.engine.shows_whole_batch)
             check_run(self.layout, run)
             shardings = run_shardings(self.layout)

@@ -14,7 +14,7 @@ import jaxshard as js
 from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, sharded
 
 FSDP = js.fsdp(min_size=0)
-SPLIT = js.compose(FSDP, js.without_rows("graph/*", "table"))
+SPLIT = js.compose(FSDP, js.without_rows("table"))
 RNG = np.random.default_rng(0)
 
 
@@ -189,6 +189,13 @@ def test_batches_place_tables_whole():
     plain = js.layout(FSDP, mesh(), init_fn, optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"local_batches: .* got table: 9, x: 16, y: 16; name those"):
         next(iter(js.local_batches([local], plain)))
+
+
+def test_a_name_that_fits_nothing_is_said():
+    strategy = js.compose(FSDP, js.without_rows("table", "graph/*"))
+    step = js.make_step(table_loss, optax.sgd(0.1), js.layout(strategy, mesh(), init_fn, optax.sgd(0.1)))
+    with pytest.warns(UserWarning, match=r"no array of the batch fits 'graph/\*'; its arrays are scale, table, x, y"):
+        step.lower(table_batch())
 
 
 def test_the_size_that_most_arrays_have_is_that_of_the_rows():
