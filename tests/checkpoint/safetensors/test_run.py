@@ -1,5 +1,7 @@
 """A whole run as bytes, out of one layout and onto another: bit for bit, or refused by name."""
 
+import errno
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.checkpoint.safetensors import writer
 from jaxshard.checkpoint.safetensors.header import decode_header
 from jaxshard.core.tree import paths
 from tests.checkpoint import small
@@ -105,6 +108,16 @@ def test_random_keys_of_another_kind_are_refused_by_name():
     js.run_from_bytes(raw, rbg)
     with pytest.raises(ValueError, match=r"state/key: key<rbg>\[\], expected key<urbg>\[\]"):
         js.run_from_bytes(raw, unsafe)
+
+
+def test_a_file_that_may_not_be_written_is_a_permission_error(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(writer, "_write_draft", refuse)
+    with pytest.raises(PermissionError, match="the model could not be written, and nothing of it is left") as caught:
+        js.save_safetensors(tmp_path / "model.safetensors", small.at(3), small.layout())
+    assert caught.value.errno == errno.EACCES and not list(tmp_path.iterdir())
 
 
 def test_what_can_not_be_saved_is_refused():
