@@ -224,10 +224,14 @@ def cast_primitive(name: str) -> Primitive:
 
     Undocumented: `jax.interpreters.mlir`. Loud: an AttributeError with the import.
     """
+
+    def cast(x: jax.Array, dtype: Any) -> jax.Array:
+        return jax.lax.convert_element_type(x, dtype)
+
     primitive = Primitive(name)
-    primitive.def_impl(jax.lax.convert_element_type)
+    primitive.def_impl(cast)
     primitive.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
-    mlir.register_lowering(primitive, mlir.lower_fun(jax.lax.convert_element_type, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(cast, multiple_results=False))
     return primitive
 
 

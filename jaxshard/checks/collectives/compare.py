@@ -11,11 +11,11 @@ from jaxshard.checks.collectives.compiler_choices import explain_substitutes
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
 from jaxshard.checks.collectives.found import KINDS, Collective, add_counts, arrays_only, collectives, pick, summary
-from jaxshard.checks.collectives.matching import Allowances
+from jaxshard.checks.collectives.matching import Allowances, Taken
 from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.checks.collectives.source import is_outside_engines
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.text_table import align_columns, first_words
 from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
@@ -79,8 +79,9 @@ class Comparison:
       surprises: what nothing promised, in the order of the program. None of them: the promise was kept.
       missing: what was promised to happen and did not, or more seldom; a compiler drops what nothing needs.
       tolerated: bytes that were not expected, but left to the compiler.
-      substitutes: collectives that stand for promised ones of another kind, which move less: an all-reduce moves about
-        twice the bytes of a reduce-scatter or an all-gather. They are no surprises.
+      substitutes: collectives that stand for promised ones of another kind or dtype: an all-reduce moves about twice
+        the bytes of a reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16
+        where their products round them anyway. They are no surprises. A sum in a narrower dtype than promised is one.
     """
 
     promised: tuple[Expected, ...]
@@ -124,7 +125,7 @@ class Comparison:
     def __str__(self) -> str:
         small = f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
         missing = _listed("promised, but not found", self.missing)
-        substitutes = _listed("other kinds than promised", self.substitutes)
+        substitutes = _listed("other kinds or dtypes than promised", self.substitutes)
         parts = (_table(self), _listed("surprises", self.surprises), missing, substitutes, small)
         return "\n\n".join(part for part in parts if part)
 
@@ -152,7 +153,8 @@ def audit(step: Step, batch: PyTree) -> Comparison:
 def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     """Match every collective that is found with one that was promised, by kind, axes and number of elements.
 
-    An all-reduce may stand for a reduce-scatter or an all-gather of the same array. What is left over is a surprise,
+    An all-reduce may stand for a reduce-scatter or an all-gather of the same array, and a wider dtype for a narrower
+    one. A sum in a narrower dtype than promised is a surprise. So is what is left over,
     but for what the promise leaves to the compiler: up to `promised.slack` bytes, the smallest first. An array that
     must never travel is always one.
 
@@ -174,12 +176,23 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     for at, array in sorted(arrays.items(), key=lambda item: (_is_users(item[1]), -(item[1].count or 0))):
         if banned := [one for one in promised.never if is_forbidden(one, array)]:
             problems[at] = explain_forbidden(banned, array)
-        elif not allowances.take(array):
+        else:
             left.append((at, array))
-    # Only after all own kinds are matched may an all-reduce use up what was promised of another kind.
-    stands_for = {at: allowances.take(array, as_other=True) for at, array in left}
-    substitutes = _explain_substitutes(promised, ((array, stands_for[at]) for at, array in left if stands_for[at]))
-    left = [(at, array) for at, array in left if not stands_for[at]]
+    # Only after all own kinds are matched may an all-reduce use up what was promised of another kind, and only then an
+    # array what was promised in a wider dtype. For a sum that is a surprise. A weight whose only use is a product that
+    # rounds it to bf16, as a TPU's does by default, may just as well be rounded before it is gathered.
+    taken: list[tuple[Collective, Taken]] = []
+    for options in ({}, {"as_other": True}, {"narrower": True}, {"as_other": True, "narrower": True}):
+        rest = []
+        for at, array in left:
+            covered = allowances.take(array, **options)
+            if covered is None:
+                rest.append((at, array))
+            elif "narrower" in options and covered.kind != "all-gather":
+                problems[at] = f"wire dtype {array.dtype}, promised {covered.dtype}: {first_words(covered.what)}"
+            else:
+                taken.append((array, covered))
+        left = rest
     slack = promised.slack
     for at, array in sorted(left, key=lambda item: (item[1].bytes is None, item[1].bytes or 0)):
         if array.bytes is not None and array.bytes <= slack:
@@ -188,6 +201,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
             problems[at] = allowances.explain(array)
     missing = tuple(allowances.missing())
     surprises = _merge_surprises(found, problems)
+    substitutes = _explain_substitutes(promised, taken)
     return Comparison(promised.expected, found, surprises, missing, promised.slack - slack, substitutes)
 
 
@@ -206,17 +220,21 @@ def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int]
     return tuple(merged.values())
 
 
-def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, str]]) -> tuple[str, ...]:
-    """One line for every kind, what it stands for and axes: how often, how much, and where a TPU needs other axes."""
+def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Taken]]) -> tuple[str, ...]:
+    """One line for every other kind or dtype than promised, and axes: how often, how much, and the remedy."""
     sums: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
-    for one, kind in taken:
-        total = sums.setdefault((one.kind, kind, one.axes), [0, 0])
-        total[0] += one.count or 0
-        total[1] += one.bytes or 0
+    for one, covered in taken:
+        other_dtype = covered.dtype not in ("", one.dtype)
+        if other_dtype or one.kind != covered.kind:
+            pair = (f"{one.kind} in {one.dtype}", f"{covered.kind} in {covered.dtype}")
+            total = sums.setdefault((*(pair if other_dtype else (one.kind, covered.kind)), one.axes), [0, 0])
+            total[0] += one.count or 0
+            total[1] += one.bytes or 0
     lines = []
-    for (found, kind, axes), (count, size) in sums.items():
-        remedy = "" if promised.mesh is None else explain_substitutes(promised.mesh, axes)
-        line = f"{found} in place of {kind} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}"
+    for (found, instead, axes), (count, size) in sums.items():
+        other_kind = found.split()[0] != instead.split()[0]
+        remedy = explain_substitutes(promised.mesh, axes) if promised.mesh is not None and other_kind else ""
+        line = f"{found} in place of {instead} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}"
         lines.append(f"{line}\n    {remedy}" if remedy else line)
     return tuple(lines)
 

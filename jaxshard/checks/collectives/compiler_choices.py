@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,7 +57,7 @@ def splits_sequence(layout: Layout) -> bool:
     return any(rule.fate(name) in ("split", "split or whole") for rule in rules for name in _SEQUENCE)
 
 
-def feature_gathers(layout: Layout, parameters: Sequence[Parameter]) -> Iterator[Expected]:
+def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dtype: Any) -> Iterator[Expected]:
     """Yield gathers of vectors that are whole over the tensor axes, but made by features that are split there.
 
     Such are scale and bias of a norm after a product whose columns are split, and the norm's averages.
@@ -67,6 +68,7 @@ def feature_gathers(layout: Layout, parameters: Sequence[Parameter]) -> Iterator
     vectors += [(path_str(path), tuple(x.shape), x.dtype) for path, x in state]
     for path, shape, dtype in vectors:
         if rank_of(path, shape) == 1:
+            dtype = compute_dtype or dtype
             yield Expected("all-gather", tensor, shape[-1:], dtype, 0, 2 * math.prod(shape[:-1]), f"features of {path}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxshard.core.tree import bytes_of
@@ -22,7 +23,7 @@ class Expected:
       kind: one of `found.KINDS`.
       axes: the mesh axes, in mesh order; () for any.
       shape: the whole, unscattered array; None for activations, whatever their shape.
-      dtype: of the array; the CPU compiler promotes narrower ones to f32. None where the loss decides.
+      dtype: in which the array travels; the CPU compiler widens narrower ones to f32. None where the loss decides.
       least: executions per step that there will be (0 where the compiler has a choice).
       most: executions per step that there may be; None where the loss decides.
       what: the array in words, with its path.
@@ -51,6 +52,13 @@ class Expected:
         assert self.shape is not None, self
         size = math.prod(self.shape)
         return min(size, self.unpadded or size), size
+
+    @property
+    def wire_dtype(self) -> str:
+        """The floating dtype as a compiled program writes it, such as "bf16"; "" of other dtypes and where none is."""
+        if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
+            return ""
+        return str(jnp.dtype(self.dtype).name).replace("float", "f").replace("_", "")
 
     @property
     def bytes(self) -> int | None:

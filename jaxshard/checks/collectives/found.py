@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -326,8 +327,15 @@ def split_scalars(
 
 def pick(one: Collective, parts: Sequence[int]) -> Collective:
     """Return a collective with some of its arrays, given by their numbers."""
-    shapes = tuple(one.shapes[part] for part in parts)
-    return replace(one, shapes=shapes, sizes=tuple(one.sizes[part] for part in parts))
+    shapes, sizes = tuple(one.shapes[part] for part in parts), tuple(one.sizes[part] for part in parts)
+    dtypes = one.dtype.split("+")
+    if len(dtypes) > 1:  # those that the arrays have by their sizes
+        dtypes = [dtype for dtype in dtypes if any(map(partial(_has_dtype, dtype), shapes, sizes))]
+    return replace(one, shapes=shapes, sizes=sizes, dtype="+".join(dtypes))
+
+
+def _has_dtype(dtype: str, shape: tuple[int, ...], size: int) -> bool:
+    return hlo.nbytes((dtype, shape)) == size
 
 
 def summary(found: Iterable[Collective]) -> tuple[Row, ...]:

@@ -235,8 +235,16 @@ def arrays(type_text: str) -> tuple[Array, ...]:
 def nbytes(array: Array) -> int:
     """Return the bytes of one array without padding; types narrower than a byte count as packed."""
     dtype, shape = array
-    bits = "8" if dtype == "pred" else _BITS.findall(dtype)[0]
-    return -(-math.prod(shape) * int(bits) // 8)
+    return -(-math.prod(shape) * bits_of(dtype) // 8)
+
+
+def bits_of(dtype: str) -> int:
+    """Return the bits of an element of a dtype, as HLO writes it.
+
+    >>> bits_of("bf16")
+    16
+    """
+    return 8 if dtype == "pred" else int(_BITS.findall(dtype)[0])
 
 
 def _parse_stack_frames(lines: list[str]) -> dict[int, tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """The matching of collectives with promises: each promise covers so many executions and no more.
 
-Compilers rewrite shapes, so an array is known by its number of elements, its axes and its kind of collective:
+Compilers rewrite shapes, so an array is known by its number of elements, its axes and its kind of collective. What it
+takes has the promised dtype, else a wider one, and only if nothing is left of these a narrower one:
 
     promised    all-gather over data, 8 x 4, twice: weight w     an allowance of 2 executions of 32 elements
     found       all-gather over data, f32[4, 8], once            takes 1, leaves 1
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.core.text_table import first_words
@@ -35,11 +37,26 @@ class _Allowance:
     axes: tuple[str, ...]
     elements: tuple[int, int]
     stack: int
+    dtype: str
     least: int = 0
     most: int = 0
     used: int = 0
     what: list[str] = field(default_factory=list)
     forms: set[tuple[int, Shape]] = field(default_factory=set)
+
+
+class Taken(NamedTuple):
+    """The promise that covered an array.
+
+    Attributes:
+      kind: of the promise.
+      dtype: that was promised, as compiled programs write it; "" where any will do.
+      what: the arrays of the promise in words.
+    """
+
+    kind: str
+    dtype: str
+    what: Sequence[str]
 
 
 class Allowances:
@@ -50,55 +67,60 @@ class Allowances:
         # Promises without a number: "as needed" covers any number of executions.
         self._open = [one for one in expected if one.shape is None or not one.axes]
         self._counted: dict[tuple[Any, ...], _Allowance] = {}
-        self._pools: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._pools: Counter[tuple[str, tuple[str, ...], str]] = Counter()
         for one in expected:
             if one.pooled:
-                self._pools[one.kind, one.axes] += one.elements[1] * (one.most or 0)
+                self._pools[one.kind, one.axes, one.wire_dtype] += one.elements[1] * (one.most or 0)
             elif one.shape is not None and one.axes and one.most:
-                key = (one.kind, one.axes, one.elements, one.stack)
+                key = (one.kind, one.axes, one.elements, one.stack, one.wire_dtype)
                 known = self._counted.setdefault(key, _Allowance(*key))
                 known.least, known.most = known.least + one.least, known.most + one.most
                 known.what.append(one.what)
                 known.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
-    def take(self, array: Collective, *, as_other: bool = False) -> str:
+    def take(self, array: Collective, *, as_other: bool = False, narrower: bool = False) -> Taken | None:
         """Use up what was promised of an array, for all its executions.
 
         Args:
           array: what the program moves, a collective of one array.
           as_other: look among the promises of the kinds that it may stand for, not of its own.
+          narrower: look among the promises of a wider dtype than it has, not of its own or a narrower one.
 
         Returns:
-          The kind of the promise; "", and nothing is used up, if none has room for all of them.
+          What covers it; None, and nothing is used up, if no promise has room for all executions.
         """
         count = array.count
         for kind in _STANDS_FOR.get(array.kind, ()) if as_other else (array.kind,):
             for times, known in self._fitting(kind, array):
-                if count is not None and known.used + times * count <= known.most:
-                    known.used += times * count
-                    return kind
-            if count is not None and count * array.elements <= self._pools[kind, array.axes]:
-                self._pools[kind, array.axes] -= count * array.elements
-                return kind
-        return array.kind if not as_other and any(_covers(one, array) for one in self._open) else ""
+                has_room = count is not None and known.used + times * count <= known.most
+                if has_room and _is_narrower(array.dtype, known.dtype) is narrower:
+                    known.used += times * (count or 0)
+                    return Taken(kind, known.dtype, known.what)
+            for (*of, dtype), left in sorted(self._pools.items(), key=lambda item: item[0][2] != array.dtype):
+                has_room = count is not None and count * array.elements <= left
+                if has_room and of == [kind, array.axes] and _is_narrower(array.dtype, dtype) is narrower:
+                    self._pools[kind, array.axes, dtype] -= (count or 0) * array.elements
+                    return Taken(kind, dtype, ["what goes over several slices"])
+        is_open = not as_other and not narrower and any(_covers(one, array) for one in self._open)
+        return Taken(array.kind, "", []) if is_open else None
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, _Allowance]]:
         """The allowances that an array may fall under, and how many promised executions one of its own stands for.
 
         That is one, or as many as there are blocks where the compiler joined those of a loop. Several arrays of a model
-        often have as many elements: those of the same shape come first, then the smallest, so that room is left for
-        arrays that were padded.
+        often have as many elements: those of the same dtype come first, of these those of the same shape, then the
+        smallest, so that room is left for arrays that were padded.
         """
-        fits: list[tuple[bool, int, int, _Allowance]] = []
+        fits: list[tuple[tuple[bool, bool, int], int, _Allowance]] = []
+        shape = normal_shape(array.shapes[0])
         for known in self._counted.values():
             if (known.kind, known.axes) == (kind, array.axes):
                 least, most = known.elements
-                fits += [
-                    ((times, normal_shape(array.shapes[0])) not in known.forms, times * most, times, known)
-                    for times in dict.fromkeys((1, known.stack))
-                    if times * least <= array.elements <= times * most
-                ]
-        return [(times, known) for *_, times, known in sorted(fits, key=lambda fit: fit[:2])]
+                for times in dict.fromkeys((1, known.stack)):
+                    if times * least <= array.elements <= times * most:
+                        order = (known.dtype != array.dtype, (times, shape) not in known.forms, times * most)
+                        fits.append((order, times, known))
+        return [(times, known) for _, times, known in sorted(fits, key=lambda fit: fit[0])]
 
     def explain(self, array: Collective) -> str:
         """Return what was promised of an array of this size over these axes, if anything."""
@@ -118,6 +140,12 @@ class Allowances:
                     f"{known.kind} over {'+'.join(known.axes)} of {known.elements[1]:,} elements, {known.used} times "
                     f"instead of {known.least}: {', '.join(known.what[:3])}"
                 )
+
+
+def _is_narrower(found: str, promised: str) -> bool:
+    """Return True if floats travel in fewer bits than promised."""
+    both = bool(promised) and found.startswith(("f", "bf"))
+    return both and hlo.bits_of(found) < hlo.bits_of(promised)
 
 
 def _covers(one: Expected, array: Collective) -> bool:

@@ -117,7 +117,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *_metric_sums(step),
         *_stage_permutes(step),
         *_norm_gathers(step),
-        *feature_gathers(layout, parameters),
+        *feature_gathers(layout, parameters, engine.compute_dtype),
         *activations(layout, engine.compiler_chooses),
     ]
     total = sum(bytes_of(one.shape, one.dtype) for one in parameters)

@@ -312,3 +312,32 @@ def test_an_optimizer_that_gathers_whole_trees_is_named():
     assert {one.found.shapes for one in comparison.surprises} == {((13, 32),), ((27, 1008),), ((1008, 7),)}
     assert sum(one.found.bytes for one in comparison.surprises) == 2 * F32 * (13 * 32 + 27 * 1008 + 1008 * 7)
     assert all("optax" in one.place for one in comparison.surprises)
+
+
+def test_a_cpu_that_widens_bf16_is_named_and_not_counted():
+    comparison = audited(
+        linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), js.explicit(compute_dtype=jnp.bfloat16)
+    )
+    assert comparison.ok, str(comparison)
+    (line,) = comparison.substitutes
+    assert line.startswith("all-gather in f32 in place of all-gather in bf16 over data, ")
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
+def test_gradients_travel_on_a_tpu_in_the_dtype_that_was_promised(strategy, monkeypatch):
+    """Without the widening of their sums they are in bf16, and every one of them is named."""
+    axes, made = setups(2**12)[strategy]
+    toy = gpt_shapes(32, vocab=512, width=256, depth=2, heads=4, seq=128)
+    layout = js.layout(made, topology_mesh("v5e:2x4", **axes), toy.init_fn, ADAM)
+
+    def wire_dtypes(**options):
+        engine = js.auto(compute_dtype=jnp.bfloat16, **options)
+        comparison = audit(js.make_step(toy.loss_fn, ADAM, layout, engine=engine), toy.batch)
+        return [one for one in comparison.surprises if "wire dtype bf16, promised f32" in one.why]
+
+    assert not wire_dtypes()
+    assert not wire_dtypes(reduce_dtype=jnp.bfloat16)
+    monkeypatch.setattr("jaxshard.engines.auto.widen_sums", lambda fn: fn)
+    assert len(wire_dtypes()) >= 4

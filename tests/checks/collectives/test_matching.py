@@ -90,3 +90,40 @@ def test_where_no_line_of_a_model_is_known_the_operation_is_named():
     assert compared([], [lost]).surprises[0].place == "jit/x"
     ours = replace(ONE, source=f"{js.__path__[0]}/training/step.py:7", frames=(f"{js.__path__[0]}/training/step.py:7",))
     assert compared([], [ours]).surprises[0].place.endswith("training/step.py:7 (jit/x)")
+
+
+def test_a_sum_in_a_narrower_dtype_than_promised_is_a_surprise_and_other_changes_of_dtype_are_named():
+    narrow = replace(ONE, dtype="bf16", sizes=(64,))
+    for kind in ("all-reduce", "reduce-scatter"):
+        gradient = replace(WEIGHT, kind=kind, what="gradient of w")
+        (surprise,) = compared([gradient], [replace(narrow, kind=kind)], slack=10**6).surprises
+        assert surprise.why == "wire dtype bf16, promised f32: gradient of w"
+    comparison = compared([WEIGHT], [narrow])
+    assert comparison.ok
+    assert comparison.substitutes == ("all-gather in bf16 in place of all-gather in f32 over data, 2 times, 128 B",)
+    comparison = compared([replace(WEIGHT, dtype=jnp.bfloat16)], [ONE])
+    assert comparison.ok
+    assert comparison.substitutes == ("all-gather in f32 in place of all-gather in bf16 over data, 2 times, 256 B",)
+    assert "other kinds or dtypes than promised:\n- all-gather in f32" in str(comparison)
+    assert not compared([WEIGHT], [ONE]).substitutes
+
+
+def test_what_has_the_promised_dtype_comes_first():
+    """Of two promises of one size each takes its own, in any order; a sum in bf16 finds only what is left."""
+    both = [WEIGHT, replace(WEIGHT, kind="all-reduce", dtype=jnp.bfloat16)]
+    narrow = replace(ONE, kind="all-reduce", dtype="bf16", sizes=(64,))
+    for found in ([ONE, narrow], [narrow, ONE]):
+        comparison = compared(both, found)
+        assert comparison.ok
+        assert not comparison.substitutes
+
+
+def test_the_arrays_of_a_combined_collective_have_their_own_dtypes():
+    combined = replace(ONE, dtype="bf16+f32", shapes=((8, 4), (8, 4)), sizes=(64, 128))
+    combined = replace(combined, kind="reduce-scatter")
+    (surprise,) = compared([replace(WEIGHT, kind="reduce-scatter", most=4)], [combined]).surprises
+    assert surprise.found.dtype == "bf16"
+
+
+def test_indices_have_any_dtype():
+    assert compared([replace(WEIGHT, dtype=jnp.int32)], [replace(ONE, dtype="s8", sizes=(32,))]).ok

@@ -150,7 +150,7 @@ def test_a_single_axis_over_a_torus_of_three_dimensions_is_named_with_the_remedy
     (gathers,) = [line for line in single.substitutes if "all-reduce in place of all-gather over data" in line]
     assert "'data' covers 3 dimensions of the torus" in gathers
     assert "data0=4, data1=4, data2=4" in gathers
-    assert "other kinds than promised" in str(single)
+    assert "other kinds or dtypes than promised" in str(single)
     split = compared(js.fsdp(("x", "y", "z")), x=4, y=4, z=4)
     assert split.ok
     assert not any("all-gather" in line or "torus" in line for line in split.substitutes)
