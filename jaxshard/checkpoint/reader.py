@@ -15,6 +15,7 @@ from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.manifest import Manifest, SavedArray, encode_manifest, read_manifest
 from jaxshard.checkpoint.signature import check_key, check_signature
 from jaxshard.core.layout import Layout
+from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import run_facts
@@ -23,6 +24,7 @@ from jaxshard.distributed.together import raise_together
 from jaxshard.training.state import TrainState
 
 
+@with_own_settings
 def restore(
     dir: str | os.PathLike[str],
     layout: Layout,

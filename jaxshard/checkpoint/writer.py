@@ -40,6 +40,7 @@ from jaxshard.checkpoint.signature import agree_on_key, check_key, new_digest, s
 from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout
+from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import call_in_first_process, failed_processes
 from jaxshard.training.state import TrainState, check_is_run, check_run
@@ -87,6 +88,7 @@ def save(
     return begin_save(absolute_root(dir), run, layout, data, key)()
 
 
+@with_own_settings
 def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: bytes | None = None) -> Callable[[], Path]:
     """Start a save: all of it that needs the devices or other processes.
 

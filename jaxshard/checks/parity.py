@@ -29,10 +29,11 @@ from jaxshard.core.layout import Layout, join_model, put_back, select, split_mod
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.make_layout import layout
 from jaxshard.core.mesh import axis_size, mesh_str
+from jaxshard.core.settings import no_mesh, own_settings
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import align_columns
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract
+from jaxshard.core.tree import abstract, check_arrays
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
@@ -207,14 +208,17 @@ def parity(
     if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
     check_transform(tx)
-    engine, seed, first = engine or auto(), typed_key(key), mesh.devices.flat[0]
+    engine, first = engine or auto(), mesh.devices.flat[0]
+    with own_settings(mesh):
+        seed = typed_key(key)
     notes: list[str] = []
     # What is no engine is refused with the step.
     if isinstance(engine, Engine) and not (engine.compute_dtype is None and engine.reduce_dtype is None):
         notes.append("compute_dtype and reduce_dtype of the engine were left out: all is computed in f32")
         engine = replace(engine, compute_dtype=None, reduce_dtype=None)
-    with jax.default_matmul_precision("float32"):
-        with jax.default_device(first):
+    check_arrays("the batch", batch)
+    with own_settings(mesh), jax.default_matmul_precision("float32"):
+        with no_mesh(), jax.default_device(first):
             batch = _to_f32("batch", jax.tree.map(np.asarray, batch), notes)
             model = jax.jit(init_fn)(jax.device_put(seed, first))
             start = _to_f32("parameters", model, notes)

@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
-from jax._src import clusters, distributed, xla_bridge
+from jax._src import api_util, clusters, distributed, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
@@ -69,6 +69,14 @@ KEEP_REPEATED_GATHERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 Undocumented: the name of a pass of XLA. It expands the barrier of `jax.checkpoint` too early (JAX 0.10), after which
 equal gathers are merged. Silent: under another name nothing is disabled, and gathered weights are kept for the backward
 pass. Tested by its effect.
+"""
+
+
+NonFiniteResult = api_util.InternalFloatingPointError
+"""Raised under `jax.debug_nans` by a program that was compiled ahead of its call.
+
+Private: `jax._src.api_util`. `jax.jit` itself catches it and runs the function again, operation by operation. Loud: an
+AttributeError with `import jaxshard`.
 """
 
 

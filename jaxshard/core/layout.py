@@ -15,7 +15,7 @@ from jaxshard.core.layout_text import Contents, explain, summarize, to_html
 from jaxshard.core.layout_text import human_bytes as human_bytes
 from jaxshard.core.layout_text import spec_str as spec_str
 from jaxshard.core.loss import Model
-from jaxshard.core.mesh import axis_size
+from jaxshard.core.mesh import MeshById, axis_size
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
@@ -59,6 +59,14 @@ class Layout:
     shapes: Shapes
     trainable: PyTree
     stacked_for_user: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Describe the layout for `pickle`: devices can't leave their process, so the mesh is one of device ids."""
+        return {**self.__dict__, "mesh": MeshById.of(self.mesh) if isinstance(self.mesh, Mesh) else self.mesh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        mesh = state["mesh"]
+        self.__dict__.update(state | {"mesh": mesh.find() if isinstance(mesh, MeshById) else mesh})
 
     @property
     def pipeline(self) -> Pipeline | None:

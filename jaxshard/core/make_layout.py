@@ -26,6 +26,7 @@ from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, Shapes, select, split_model, split_rows
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.placement import Placement, axes_of, whole
+from jaxshard.core.settings import own_mesh
 from jaxshard.core.strategy import check_strategy
 from jaxshard.core.strategy_parts import Strategy, pipeline_of
 from jaxshard.core.transform import check_transform
@@ -85,7 +86,7 @@ def layout(
     avoid_compilation_cache(mesh)
     split_rows(strategy, mesh)  # an error about rows now rather than with the first batch
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with models_run() as runs:
+    with own_mesh(mesh), models_run() as runs:
         model = _shapes_of_model(init_fn, key)
     params, state = split_model(model)
     if not jax.tree.leaves(params):
@@ -94,7 +95,8 @@ def layout(
         )
     mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
     _check_trainable(params, mask)
-    leaves = name_dims(strategy, mesh, runs, params)
+    with own_mesh(mesh):
+        leaves = name_dims(strategy, mesh, runs, params)
     _check_blocks(strategy, leaves)
     placer = Placer(strategy, mesh)
 
@@ -104,7 +106,8 @@ def layout(
     placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
     # The update happens where the optimizer state is, so that is where the optimizer sees parameters and gradients.
     opt_params = select(mask, placed["opt"])
-    opt_state = jax.eval_shape(tx.init, select(mask, params))
+    with own_mesh(mesh):
+        opt_state = _shapes_of_opt_state(tx, select(mask, params))
 
     def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
         return lambda path, x: placer.place(role, leaf_of(path, x))
@@ -193,30 +196,38 @@ def _check_trainable(params: PyTree, mask: PyTree) -> None:
 
 def _shapes_of_model(init_fn: InitFn, key: Any) -> PyTree:
     """Return the shapes and dtypes of what `init_fn` returns; raise TypeError for leaves that are no arrays."""
-    others: dict[str, str] = {}
+    headline = (
+        "init_fn must return a tree of arrays. Return the arrays alone and let loss_fn put the rest back; of an "
+        "Equinox module, eqx.partition and eqx.combine do that (docs/models.md). These leaves are none:"
+    )
 
     def checked(key: Any) -> PyTree:
         model = init_fn(key)
         check_narrowing(model, "the model")
         return model
 
-    def note_others(key: Any) -> tuple[()]:
-        for path, x in jax.tree_util.tree_leaves_with_path(init_fn(key)):
+    return _shapes_of(checked, key, headline)
+
+
+def _shapes_of_opt_state(tx: Any, params: PyTree) -> PyTree:
+    return _shapes_of(tx.init, params, "tx.init must return a tree of arrays; these leaves are none:")
+
+
+def _shapes_of(fn: Callable[[Any], Any], argument: Any, headline: str) -> PyTree:
+    others: dict[str, str] = {}
+
+    def note_others(argument: Any) -> tuple[()]:
+        for path, x in jax.tree_util.tree_leaves_with_path(fn(argument)):
             if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
                 others[path_str(path)] = f"{type(x).__name__} {getattr(x, '__name__', repr(x)[:40])}"
         return ()
 
     try:
-        return jax.eval_shape(checked, key)
+        return jax.eval_shape(fn, argument)
     except TypeError:
         with contextlib.suppress(TypeError):
-            jax.eval_shape(note_others, key)
-        raise_all(
-            (f"{path}: {what}" for path, what in others.items()),
-            TypeError,
-            "init_fn must return a tree of arrays. Return the arrays alone and let loss_fn put the rest back; of an "
-            "Equinox module, eqx.partition and eqx.combine do that (docs/models.md). These leaves are none:",
-        )
+            jax.eval_shape(note_others, argument)
+        raise_all((f"{path}: {what}" for path, what in others.items()), TypeError, headline)
         raise
 
 

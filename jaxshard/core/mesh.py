@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -93,6 +94,46 @@ def simulate_devices(count: int) -> None:
             f"simulate_devices({count}): JAX already runs on {jax.device_count()} {jax.default_backend()} device(s); "
             "call it at the top of the program, before anything creates an array"
         )
+
+
+class MeshById(NamedTuple):
+    """A mesh without its devices, which can't leave their process: what is pickled in its place.
+
+    Attributes:
+      platform: that of the devices, such as "tpu".
+      ids: the ids of the devices, an array of the mesh's shape as nested lists.
+      axes: the names of the axes.
+    """
+
+    platform: str
+    ids: Any
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshById:
+        """Describe a mesh by the ids of its devices."""
+        ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+        return cls(mesh.devices.flat[0].platform, ids.tolist(), mesh.axis_names)
+
+    def find(self) -> Mesh:
+        """Return the mesh of the devices of this process with these ids.
+
+        Raises:
+          ValueError: there are no such devices.
+        """
+        here = {device.id: device for device in jax.devices()}
+        platform, ids = jax.default_backend(), np.array(self.ids)
+        missing = [int(number) for number in ids.flat if number not in here]
+        if missing or platform != self.platform:
+            listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            without = f", without those of ids {listed}" if missing else ""
+            raise ValueError(
+                f"this layout is of a mesh of {ids.size} {self.platform} devices, and here are {len(here)} {platform} "
+                f"ones{without}; load it where it was made, or make it anew with js.layout(strategy, "
+                "js.make_mesh(...), init_fn, tx)"
+            )
+        devices = np.vectorize(here.__getitem__, otypes=[object])(ids)
+        return Mesh(devices, self.axes, axis_types=(AxisType.Auto,) * len(self.axes))
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.core.keys import words_of
+from jaxshard.core.kinds import group_by_kind
 from jaxshard.core.types import PyTree
 
 BLOCKS = "blocks"
@@ -143,6 +144,27 @@ def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
     """Return the bytes of an array without padding; a typed random key counts its words."""
     words = words_of(jax.ShapeDtypeStruct(shape, dtype))
     return int(math.prod(words.shape) * jnp.dtype(words.dtype).itemsize)
+
+
+def check_arrays(what: str, tree: PyTree) -> None:
+    """Raise TypeError for leaves that are neither arrays nor numbers, by their paths; `what` is the tree's name."""
+    bad = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if not _is_numeric(x)]
+    groups = group_by_kind(bad, lambda leaf: leaf[0], lambda leaf: type(leaf[1]).__name__)
+    raise_all(
+        (
+            f"{path}: {kind} {repr(same[0][1])[:40]}{f' and {len(same) - 1} more' if len(same) > 1 else ''}"
+            for (path, kind), same in groups.items()
+        ),
+        TypeError,
+        f"{what} must be a tree of arrays and numbers; leave out, or keep beside it, these leaves",
+    )
+
+
+def _is_numeric(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:  # a Python number; a string may name a dtype, so JAX is not asked about it
+        return isinstance(x, (bool, int, float, complex))
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
 
 
 def abstract(tree: PyTree) -> PyTree:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts
 from jaxshard.core.narrowing import check_narrowing
-from jaxshard.core.tree import map_with_path, path_str
+from jaxshard.core.tree import check_arrays, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.data.examples import Indexed
 from jaxshard.data.resumable import batches_in_turn, to_step
@@ -174,6 +174,7 @@ def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
     """Place a batch that this host has whole."""
 
+    check_arrays("a batch", batch)
     # A copy: some iterators fill one buffer over and over, and on a CPU JAX goes on using the array it is given.
     batch = jax.tree.map(np.array, batch)
 
@@ -187,6 +188,7 @@ def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
 def _place_local(batch: PyTree, layout: Layout) -> PyTree:
     """Place a batch of which this host has its own rows."""
 
+    check_arrays("a batch", batch)
     counts = row_counts(layout.strategy, batch)
     if len(set(counts.values())) > 1:
         raise ValueError(f"local_batches: {describe_differing(counts)}; {NAME_THOSE_WITHOUT}")

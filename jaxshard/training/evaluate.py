@@ -25,7 +25,8 @@ from jaxshard.core.layout import Layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
-from jaxshard.core.tree import abstract, row_count
+from jaxshard.core.settings import own_settings, settings_of, with_own_settings
+from jaxshard.core.tree import abstract, check_arrays, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.engine import Engine
@@ -97,6 +98,7 @@ def make_eval_step(
     def eval_step(run: TrainState, batch: PyTree) -> Results:
         nonlocal size, checked
         check_run(layout, run)
+        check_arrays("the batch", batch)
         mask, counts = layout.rows_mask(batch), row_counts(layout.strategy, batch)
         differ, rows = len(set(counts.values())) > 1, row_count(select(mask, batch))
         if differ and checked not in (None, abstract(batch)):
@@ -111,8 +113,9 @@ def make_eval_step(
             check_batch(layout, abstract(padded), 1, whole=on_devices is None)
             checked = abstract(padded)
         check_narrowing(batch, "the batch")
-        placed = jax.tree.map(_place, padded, layout.batch_shardings(abstract(padded)))
-        result: Results = evaluate_full(run, placed) if rows == size else evaluate_short(run, placed, rows)
+        with own_settings(layout.mesh):
+            placed = jax.tree.map(_place, padded, layout.batch_shardings(abstract(padded)))
+            result: Results = evaluate_full(run, placed) if rows == size else evaluate_short(run, placed, rows)
         jax.block_until_ready(result)
         return result
 
@@ -148,11 +151,13 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def apply(run: TrainState, *args: Any) -> Any:
         check_run(layout, run)
         check_narrowing(args, "the arguments")
-        return jax.block_until_ready(jitted(run, *args))
+        with own_settings(layout.mesh):
+            return jax.block_until_ready(jitted(run, *args))
 
     return apply
 
 
+@with_own_settings
 def averaged(run: TrainState, layout: Layout) -> TrainState:
     """Replace the parameters of a run by their average, for evaluation.
 
@@ -206,10 +211,12 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
     total: Results = {}
     for batch in batches:
         result = eval_step(run, batch)
-        total = {name: combine(total[name], metric) for name, metric in result.items()} if total else result
+        with settings_of(result):
+            total = {name: combine(total[name], metric) for name, metric in result.items()} if total else result
     if not total:
         raise ValueError("there are no batches to evaluate: the held-out data is empty or the iterator is used up")
-    return {name: float(metric.value) for name, metric in total.items()}
+    with settings_of(total):
+        return {name: float(metric.value) for name, metric in total.items()}
 
 
 Evaluate = Callable[..., Results]

@@ -13,8 +13,9 @@ from jaxshard.core.keys import typed_key
 from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, join_model, select, split_model
 from jaxshard.core.placement import Placement
+from jaxshard.core.settings import no_mesh, with_own_settings
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
+from jaxshard.core.tree import abstract, check_arrays, check_same_tree, path_str, raise_all
 from jaxshard.core.types import InitFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
@@ -41,6 +42,7 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
+@with_own_settings
 def init(
     init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout, key: jax.Array | int, *, init_from: PyTree = None
 ) -> TrainState:
@@ -112,6 +114,7 @@ def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = 
       ValueError: an array with another shape or dtype than the layout has; each is named.
     """
     expected = join_model(layout.shapes.params, layout.shapes.state if with_state else ())
+    check_arrays(what, model)
     check_same_tree(expected, model, f"{what} does not fit the layout", "give what init_fn returns")
     _check_dtypes(expected, model, what)
     params, state = split_model(model)
@@ -172,6 +175,7 @@ def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: An
     return TrainState(step, params, opt_state, state, key)
 
 
+@with_own_settings
 def logical(run: TrainState, layout: Layout) -> TrainState:
     """Return the run in model order without padding, as `init_fn` and `tx.init` would have made it on one device.
 
@@ -319,7 +323,8 @@ def put_stored(x: Any, placement: Placement, layout: Layout) -> jax.Array:
         if x.committed and x.sharding.device_set != sharding.device_set:
             # A step donates its run, and what the caller gave must outlive that: device_put alone may share a buffer,
             # may_alias=False or not (JAX 0.10 and 0.12).
-            placed: jax.Array = jax.device_put(view.apply(jnp.copy(x)), sharding)
+            with no_mesh():
+                placed: jax.Array = jax.device_put(view.apply(jnp.copy(x)), sharding)
         else:
             placed = jax.jit(view.apply, out_shardings=sharding)(x)
         return placed

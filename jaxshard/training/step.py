@@ -16,12 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
 from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts, warn_of_patterns
+from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
+from jaxshard.core.settings import own_settings
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import BLOCKS, abstract, check_same_tree, paths, row_count
+from jaxshard.core.tree import BLOCKS, abstract, check_arrays, check_same_tree, paths, row_count
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
@@ -203,12 +205,19 @@ class Step:
         check_not_donated(run)
         check_narrowing(batch, "the batch")
         check_batch_not_donated(batch)
-        program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
-        try:
-            run, metrics = program(run, jax.device_put(batch, self._rows))
-        except (TypeError, ValueError):
-            check_run(self.layout, run)
-            raise
+        with own_settings(self.layout.mesh):
+            program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
+            try:
+                run, metrics = program(run, jax.device_put(batch, self._rows))
+            except (TypeError, ValueError):
+                check_run(self.layout, run)
+                raise
+            except NonFiniteResult as found:
+                raise FloatingPointError(
+                    f"a step made {found.args[-1]}, and jax.debug_nans or jax.debug_infs is on. Run the same steps "
+                    "without them: metrics['bad'] then names the loss or the parameters whose gradients are not "
+                    "finite (js.fit(bad_steps='raise') does it for you), and a bad step changes nothing"
+                ) from None
         if self.layout.mesh.devices.flat[0].platform == "cpu" and self.layout.mesh.size > 1:
             # Simulated devices starve each other when two programs are in flight: the rendezvous aborts after 40 s.
             jax.block_until_ready(metrics)
@@ -232,7 +241,8 @@ class Step:
           run: a run or its shapes; by default the shapes of the layout.
         """
         run = run_shapes(self.layout) if run is None else run
-        lowered: jax.stages.Lowered = self._program(run, batch).lower(run, abstract(batch))
+        with own_settings(self.layout.mesh):
+            lowered: jax.stages.Lowered = self._program(run, batch).lower(run, abstract(batch))
         return lowered
 
     def compile(self, batch: PyTree) -> jax.stages.Compiled:
@@ -241,7 +251,8 @@ class Step:
         Args:
           batch: global arrays or ShapeDtypeStructs.
         """
-        return self._compile(run_shapes(self.layout), batch)
+        with own_settings(self.layout.mesh):
+            return self._compile(run_shapes(self.layout), batch)
 
     def _compile(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
         program = self._program(run, batch)
@@ -263,6 +274,7 @@ class Step:
         return self._compile(run, batch)
 
     def _program(self, run: TrainState, batch: PyTree) -> Any:
+        check_arrays("the batch", batch)
         shapes = abstract(batch)
         if self._jitted is None or (self._compiled is None and shapes != self._batch):
             warn_of_patterns(self.layout.strategy, shapes)

@@ -18,6 +18,7 @@ from jaxshard.checkpoint.safetensors.writer import INDEX
 from jaxshard.checkpoint.strict_json import check_plain_file, decode_object, read_plain_file
 from jaxshard.core.keys import keys_of
 from jaxshard.core.layout import Layout
+from jaxshard.core.settings import with_own_settings
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.together import raise_together
 
@@ -43,6 +44,7 @@ class StoredTensor(NamedTuple):
         return self.raw.view(self.tensor.dtype).reshape(self.tensor.shape)
 
 
+@with_own_settings
 def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bool = True) -> PyTree:
     """Load the model in a safetensors file, or in the files of its index. Every process calls this.
 
@@ -70,6 +72,7 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
     return _load_onto(layout, str(path), found, problems, verify=verify)
 
 
+@with_own_settings
 def from_bytes(raw: bytes, layout: Layout) -> PyTree:
     """Load the model in the bytes of a safetensors file. Every process calls this with the same bytes.
 

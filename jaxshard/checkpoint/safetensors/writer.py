@@ -24,6 +24,7 @@ from jaxshard.checkpoint.safetensors.header import Tensor, encode_header
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays, tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch_bytes, stream_pieces
 from jaxshard.core.layout import Layout
+from jaxshard.core.settings import with_own_settings
 from jaxshard.distributed.together import failed_processes
 
 MAX_BYTES = 5_000_000_000
@@ -35,6 +36,7 @@ NamedPiece = tuple[str, Piece]
 """The name of a tensor, and some of its bytes."""
 
 
+@with_own_settings
 def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, max_bytes: int = MAX_BYTES) -> Path:
     """Write the model of a run as a safetensors file, or as several with an index. Every process calls this.
 
@@ -76,6 +78,7 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
     return path
 
 
+@with_own_settings
 def to_bytes(run: Any, layout: Layout) -> bytes:
     """Encode the model of a run as the bytes of one safetensors file. Every process calls this.
 

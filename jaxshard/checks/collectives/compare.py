@@ -15,7 +15,9 @@ from jaxshard.checks.collectives.matching import Allowances, Taken
 from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.checks.collectives.source import is_outside_engines
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import align_columns, first_words
+from jaxshard.core.tree import check_arrays
 from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
@@ -146,7 +148,9 @@ def audit(step: Step, batch: PyTree) -> Comparison:
       comparison = js.audit(js.make_step(loss_fn, tx, layout), batch_shapes)
       assert comparison.ok, str(comparison)
     """
-    promised = promise(step.layout, step.engine, step.loss_fn, batch)
+    check_arrays("the batch", batch)
+    with own_settings(step.layout.mesh):
+        promised = promise(step.layout, step.engine, step.loss_fn, batch)
     return compare(promised, collectives(step.compile(batch), step.layout.mesh))
 
 

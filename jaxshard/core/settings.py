@@ -1,0 +1,79 @@
+"""The settings of JAX under which this library's own programs are made and run, whatever the caller's are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jaxshard.core.types import PyTree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextlib.contextmanager
+def own_settings(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Make and run programs for a mesh, whatever the caller set.
+
+    A mesh that the caller activated (`jax.set_mesh`) gives way to this one: JAX takes the active mesh for that of every
+    array. A transfer guard is lifted: seeds, batches and constants that go to devices here do so on purpose.
+
+    Raises:
+      RuntimeError: `jax.disable_jit` is on. Without compilation nothing is split: JAX would leave every array whole on
+        one device.
+    """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "jax.disable_jit is on, but layouts exist in compiled programs only. Leave it around loss_fn(model, batch, "
+            "key) alone, which is an ordinary function; inside of a step jax.debug.print and jax.debug.breakpoint show "
+            "values"
+        )
+    with jax.transfer_guard("allow"), own_mesh(mesh):
+        yield
+
+
+def own_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
+    """Return a context in which a mesh that the caller activated gives way to this one; without one nothing changes."""
+    active = jax.sharding.get_abstract_mesh()
+    if active.empty or active == (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
+        return contextlib.nullcontext()
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    context: AbstractContextManager[Any] = jax.set_mesh(mesh)
+    return context
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """Return a context without an active mesh, for programs of one device."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    context: AbstractContextManager[Any] = jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+    return context
+
+
+def settings_of(results: PyTree) -> AbstractContextManager[None]:
+    """Return the settings under which arrays of a mesh are computed with; none if they are of no mesh."""
+    shardings = (x.sharding for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
+    mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    return contextlib.nullcontext() if mesh is None else own_settings(mesh)
+
+
+def with_own_settings(fn: Callable[P, R]) -> Callable[P, R]:
+    """Run a function that has a parameter `layout` under `own_settings(layout.mesh)`."""
+    signature = inspect.signature(fn)
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        layout: Any = signature.bind(*args, **kwargs).arguments["layout"]
+        with own_settings(layout.mesh):
+            return fn(*args, **kwargs)
+
+    return run
