@@ -72,8 +72,11 @@ def with_own_settings(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        layout: Any = signature.bind(*args, **kwargs).arguments["layout"]
-        with own_settings(layout.mesh):
+        try:
+            mesh = signature.bind(*args, **kwargs).arguments["layout"].mesh
+        except (TypeError, AttributeError):  # other arguments than `fn` takes, or no layout: it says so itself
+            return fn(*args, **kwargs)
+        with own_settings(mesh):
             return fn(*args, **kwargs)
 
     return run

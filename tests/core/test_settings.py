@@ -51,7 +51,7 @@ def train(engine, folder):
     saved = js.logical(js.restore(folder, layout), layout)
     weights = js.to_bytes(run, layout)
     assert js.from_bytes(weights, layout)["up"].sharding == run.params["up"].sharding
-    return float(metrics["loss"]), results["loss"], np.asarray(saved.params["up"])
+    return jax.device_get(metrics["loss"]), results["loss"], jax.device_get(saved.params["up"])
 
 
 SETTINGS = {
