@@ -253,7 +253,7 @@ def parity(
         report, tried = compare(batch, expected), [GIVEN]
         parts = 1 if engine.compiler_chooses else engine.microbatches * axis_size(mesh, plan.batch_axes)
         for name, other in make_separating(batch, plan.rows_mask(batch), parts) if report.ok else ():
-            with jax.default_device(first):
+            with no_mesh(), jax.default_device(first):
                 expected = alone.step(other)
             if not all(np.isfinite(to_numpy(x)).all() for x in jax.tree.leaves((expected.loss, expected.grads))):
                 notes.append(f"{name}: not finite on one device, so that this batch says nothing")
