@@ -1,0 +1,254 @@
+"""Command lines that can't be meant, drawn over all commands and flags: one line, no status 0, no traceback, no hang.
+
+Every one has exactly one thing wrong with it. They run as users run them, by the real `main`, each in a process that is
+forked from one that has imported the commands, with a limit of ten seconds of computing.
+"""
+
+import json
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxshard.commands.main import COMMANDS
+
+COUNT = 300
+SECONDS = 10
+
+RUNNER = """
+import importlib, json, os, resource, signal, sys
+from jaxshard.commands.main import COMMANDS, main
+
+for name in COMMANDS:
+    importlib.import_module(f"jaxshard.commands.{name}")
+
+def child(words):
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2]) + 1))
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv[1:] = words
+    sys.exit(main())
+
+for words in json.load(open(sys.argv[1])):
+    pid = os.fork()
+    if not pid:
+        child(words)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps([words, status, open("err", errors="replace").read()]), flush=True)
+"""
+
+HUGE = "9" * 25
+NUMBERS = ["0", "-1", "x", "1.5", "", "nan", HUGE, "-" + HUGE, "1e3"]
+RATES = ["0", "-1", "x", "", "nan", "inf", "-inf"]
+CHOICES = ["x", "", "FSDP", "None,"]
+FILES = ["/nonexistent/x", "/proc/x", ".", "text.txt/x", "", "text.txt/../x"]
+FOLDERS = ["text.txt", "text.txt/x", "/proc/x", "/dev/null", ""]
+MESHES = [
+    "x",
+    "data=0",
+    "data=3,data=1",
+    "data==8",
+    "data=-2",
+    "model=8",
+    "data=8x",
+    "",
+    ",",
+    f"data={HUGE}",
+    "data=-1,pipe=-1",
+]
+SHARDING = {
+    "--mesh": MESHES,
+    "--strategy": CHOICES,
+    "--engine": [*CHOICES, "pipelined"],
+    "--schedule": ["nope", "missing.csv", "gpipe", ""],
+    "--chunks": NUMBERS,
+    "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
+    "--microbatches": [*NUMBERS, "100000"],
+}
+TARGETS = [
+    "nope",
+    "nope.py:f",
+    "good.py:nope",
+    "good.py",
+    "x.y:z",
+    ":",
+    "a:b:c",
+    "..:x",
+    "good.py:a_number",
+    "good.py:make()",
+    "",
+]
+TINY = ["--steps", "1", "--batch", "8", "--seq", "8", "--sample", "0", "--data", "text.txt"]
+
+# Words with which a command would work (each with the flag that is drawn, and its wrong value), and the flags.
+GOOD = {
+    "train": TINY,
+    "launch": ["-n", "1"],
+    "audit": ["good.py:make"],
+    "parity": ["good.py:make"],
+    "schedule": ["gpipe", "--stages", "2", "--microbatches", "2"],
+    "checkpoint": ["list", "runs"],
+    "doctor": [],
+}
+FLAGS = {
+    "train": SHARDING | {
+        "--model": ["nope", "", "gpt-1m "],
+        "--data": ["/nonexistent", "empty.txt", "renamed.npy", "broken.npy", "ids.bin", "", " "],
+        "--dtype": ["S", "i4,,", "uint16", ""],
+        "--vocab": NUMBERS,
+        "--remat": CHOICES,
+        "--steps": NUMBERS,
+        "--batch": [*NUMBERS, "7"],
+        "--seq": NUMBERS,
+        "--seed": ["-1", "x", "1.5", "", HUGE, str(2**63)],
+        "--lr": RATES,
+        "--eval-every": NUMBERS,
+        "--patience": NUMBERS,
+        "--bad-steps": [*CHOICES, "rollback"],
+        "--checkpoint": [*FOLDERS, "full", "gs://bucket/run"],
+        "--checkpoint-every": NUMBERS,
+        "--keep": NUMBERS,
+        "--sample": ["-1", "x", "", "nan", HUGE],
+        "--json": FILES,
+        "--log": FILES,
+        "--tensorboard": FOLDERS,
+        "--profile": FOLDERS,
+        "--resume": ["x"],
+        "--fall-back": ["x"],
+        "--ordered": ["x"],
+    },
+    "launch": {"-n": NUMBERS, "--processes": NUMBERS, "--max-restarts": ["-1", "x", "", "1.5"], "--grace": [*RATES]},
+    "audit": SHARDING | {
+        "--batch": NUMBERS,
+        "--seq": NUMBERS,
+        "--remat": CHOICES,
+        "--topology": ["", "x", "v5e", "v5e:x"],
+        "--json": FILES,
+    },
+    "parity": SHARDING | {"--batch": NUMBERS, "--seed": ["-1", "x", "1.5", "", HUGE], "--json": FILES},
+    "schedule": {
+        "--stages": NUMBERS,
+        "--microbatches": [*NUMBERS, "9999999999"],
+        "--chunks": [*NUMBERS, "2"],
+        "--plot": [*FILES, "a.xyz"],
+        "--json": FILES,
+    },
+    "checkpoint": {"--step": [*NUMBERS, "7"], "--json": FILES},
+    "doctor": {},
+}  # fmt: skip
+SWITCHES = {"--resume", "--fall-back", "--ordered"}
+
+GOOD_PY = """
+import jax.numpy as jnp, numpy as np, optax, jaxshard as js
+
+a_number = 3
+
+def make():
+    def loss(params, batch, key):
+        return js.Mean((batch["x"] @ params["w"]).sum(), batch["x"].shape[0])
+    return lambda key: {"w": jnp.ones((8, 8))}, loss, optax.sgd(0.1), {"x": np.ones((8, 8), np.float32)}
+"""
+
+
+def drawn(number, rng):
+    """A command line with one thing wrong; numbers below the count of all flags go through them in turn."""
+    flags = [(command, flag) for command in COMMANDS for flag in FLAGS[command]]
+    if number < len(flags):
+        command, flag = flags[number]
+        return with_flag(command, flag, rng)
+    command = rng.choice([*COMMANDS, *["train"] * 3])
+    kind = rng.randrange(4)
+    if kind == 0 and FLAGS[command]:
+        return with_flag(command, rng.choice([*FLAGS[command]]), rng)
+    if kind == 1 and command in ("audit", "parity"):
+        return [command, rng.choice(TARGETS)]
+    if kind == 1 and command == "checkpoint":
+        return [command, *rng.choice([["look", "runs"], ["list", "absent"], ["list"], ["show", "text.txt"], []])]
+    if kind == 1 and command == "launch":
+        return [
+            command,
+            *rng.choice([["--", "true"], ["-n", "1"], ["-n", "1", "--"], ["-n", "1", "--", "no-such-program"]]),
+        ]
+    if kind == 2 and FLAGS[command]:
+        flag = rng.choice([*FLAGS[command]])
+        wrong = flag[:-1] + rng.choice("zq") if flag.startswith("--") else "-z"
+        return [command, *GOOD[command], wrong, *(["1"] if rng.random() < 0.5 else [])]
+    wrong = rng.choice(["--bogus", "--bogus=1", "-q", "extra", "\N{HALFWIDTH KATAKANA LETTER A}", "--=", "-"])
+    words = [command, *GOOD[command], wrong]
+    return words if command != "launch" else [command, wrong]
+
+
+def with_flag(command, flag, rng):
+    values = FLAGS[command][flag]
+    value = rng.choice(values)
+    words = list(GOOD[command])
+    if flag in words:  # its right value goes
+        at = words.index(flag)
+        del words[at : at + 2]
+    shape = rng.randrange(5)
+    if shape == 0 and flag not in SWITCHES:
+        given = [flag]  # its value is missing, for it is the last word
+    elif shape == 1 and flag.startswith("--"):
+        given = [f"{flag}={value}"]
+    else:
+        given = [flag, value]
+    if command == "train" and flag in ("--dtype", "--vocab") and "--data" in words:
+        words = [word for word in words if word not in ("--data", "text.txt")]
+    if command == "launch":
+        return [
+            command,
+            *([] if flag in ("-n", "--processes") else words),
+            *given,
+            *([] if shape == 0 else ["--", "true"]),
+        ]
+    return [command, *words, *given]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 200)
+    (tmp_path / "good.py").write_text(GOOD_PY)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "ids.bin").write_bytes(bytes(64))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").write_text("")
+    np.savez("renamed.npz", np.arange(9))
+    (tmp_path / "renamed.npz").rename("renamed.npy")
+    np.save("broken.npy", np.arange(9))
+    (tmp_path / "broken.npy").write_bytes((tmp_path / "broken.npy").read_bytes().replace(b"(9,)", b"(9,("))
+    (tmp_path / "runs" / "3").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.slow(sampled=False)
+@pytest.mark.parametrize("seed", [0])
+def test_bad_invocations_end_with_one_line(seed, folder):
+    rng = random.Random(seed)
+    invocations = [drawn(number, rng) for number in range(COUNT)]
+    assert {words[0] for words in invocations} == set(COMMANDS)
+    (folder / "invocations").write_text(json.dumps(invocations))
+    command = [sys.executable, "-W", "ignore", "-c", RUNNER, "invocations", str(SECONDS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == COUNT, done.stderr[-3000:]
+    wrong = [
+        f"{words} ended with {status}: {err[-500:]}"
+        for words, status, err in results
+        if status not in (1, 2) or err.count("\n") != 1 or not err.startswith("jaxshard")
+    ]
+    assert not wrong, f"{len(wrong)} of {COUNT}\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_is_drawn(command, capsys):
+    from jaxshard.commands.main import main
+
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
+    own = {flag for flag in shown if not flag.startswith("--no-")}
+    assert set(FLAGS[command]) - {"-n"} <= shown and own - set(FLAGS[command]) <= {"--checkpoint"}
