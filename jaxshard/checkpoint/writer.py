@@ -172,7 +172,7 @@ def _delete_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of Orbax, TensorStore or the disk: whatever it is, half a step must not stay
-        raise _save_error(folder, error) from None
+        raise (failure := _save_error(folder, error)) from failure.__cause__
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -191,7 +191,7 @@ def _is_saved_or_prepare(folder: Path, key: bytes | None) -> bool:
             delete_step(folder)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise _save_error(folder, error) from None
+        raise (failure := _save_error(folder, error)) from failure.__cause__
     return False
 
 
@@ -249,12 +249,18 @@ def _wait_for(file: Path, folder: Path) -> None:
 
 
 def _save_error(folder: Path, error: Exception) -> OSError:
-    """Delete what there is of a step, and return the error to raise. Orbax hides the reason in a chain of causes."""
+    """Delete what there is of a step, and return the error to raise.
+
+    Orbax hides the reason in a chain of causes. Of an operating system's error the text says all; another one is the
+    cause by itself.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     cause = first_cause(error)
     reason = " ".join(str(cause).split()) or type(cause).__name__
     message = f"{folder}: this step could not be saved, and the steps before it stay as they are: {reason}"
-    return os_error(message, cause)
+    failure = os_error(message, cause)
+    failure.__cause__ = cause if failure.errno is None else None
+    return failure
 
 
 def _describe_origin(layout: Layout) -> dict[str, Any]:

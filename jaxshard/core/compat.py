@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
-from jax._src import api_util, clusters, distributed, xla_bridge
+from jax._src import api_util, clusters, distributed, profiler, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
@@ -241,6 +241,16 @@ def cast_primitive(name: str) -> Primitive:
     primitive.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
     mlir.register_lowering(primitive, mlir.lower_fun(cast, multiple_results=False))
     return primitive
+
+
+def forget_profile() -> None:
+    """Drop a profile that could not be written, so that another one can be started.
+
+    Private: `jax._src.profiler._profile_state`, which `jax.profiler.stop_trace` resets only where it succeeds. Loud: an
+    AttributeError.
+    """
+    with profiler._profile_state.lock:
+        profiler._profile_state.reset()
 
 
 def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxshard.core.compat import forget_profile
 from jaxshard.core.file_errors import errno_of
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
@@ -155,12 +156,15 @@ def _profiled(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        try:
             jax.profiler.stop_trace()
+        except jax.errors.JaxRuntimeError:
+            forget_profile()
         raise
     try:
         jax.profiler.stop_trace()
     except jax.errors.JaxRuntimeError as error:
+        forget_profile()
         number = errno_of(error) or errno.EIO
         raise OSError(number, f"the profile could not be written: {os.strerror(number)}", str(folder)) from None
 

@@ -111,6 +111,7 @@ FLAGS = {
         "--checkpoint": [*FOLDERS, "full", "gs://bucket/run"],
         "--checkpoint-every": NUMBERS,
         "--keep": NUMBERS,
+        "--key-file": ["/nonexistent", "", "."],
         "--sample": ["-1", "x", "", "nan", HUGE],
         "--json": FILES,
         "--log": FILES,
@@ -136,7 +137,7 @@ FLAGS = {
         "--plot": [*FILES, "a.xyz"],
         "--json": FILES,
     },
-    "checkpoint": {"--step": [*NUMBERS, "7"], "--json": FILES},
+    "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
     "doctor": {},
 }  # fmt: skip
 SWITCHES = {"--resume", "--fall-back", "--ordered"}

@@ -66,6 +66,7 @@ def command_of(name):
     return launch
 
 main.command_of = command_of
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.exit(main.main(["launch"]))
 """
 

@@ -168,8 +168,8 @@ def test_batches_are_made_ahead_and_no_further():
 
 
 def failing():
-    yield {"x": np.zeros(8)}
-    yield {"x": np.ones(8)}
+    yield {"x": np.zeros(8, np.float32)}
+    yield {"x": np.ones(8, np.float32)}
     raise OSError("the disk is gone")
 
 
@@ -202,7 +202,7 @@ def test_threads_end_with_their_batches():
     gc.collect()
     wait_for(lambda: threads() <= before)
 
-    assert len(list(data.local_batches([{"x": np.zeros(8)}], Rows("data", data=8)))) == 1
+    assert len(list(data.local_batches([{"x": np.zeros(8, np.float32)}], Rows("data", data=8)))) == 1
     assert threads() <= before
 
 
@@ -216,7 +216,7 @@ def test_doubles_stay_doubles(prefetch):
 def test_placing_runs_no_program(caplog):
     """Another thread must not start programs: on simulated devices two programs at once wait for each other."""
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        rows = data.local_batches([{"x": np.zeros((24, 5), np.float64)}], Rows("data", data=8), prefetch=0)
+        rows = data.local_batches([{"x": np.zeros((24, 5), np.float32)}], Rows("data", data=8), prefetch=0)
         whole = data.batches([{"x": np.zeros((40, 5), np.int64)}], Rows("data", data=4, tensor=2), prefetch=0)
         spied = data.batches(Spy(), Rows("data", data=4, tensor=2), prefetch=0)
         for stream in (rows, whole, spied):
@@ -268,7 +268,7 @@ class Counter:
 
     def __next__(self):
         self.state["next"] += 1
-        return {"x": np.full(8, self.state["next"] - 1.0)}
+        return {"x": np.full(8, self.state["next"] - 1.0, np.float32)}
 
 
 class Grainlike(Counter):
