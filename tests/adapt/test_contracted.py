@@ -95,7 +95,7 @@ def test_heads_are_split(kind):
     ("kind", "engine"),
     [
         ("linen", js.explicit()),
-        ("nnx", js.auto()),
+        pytest.param("nnx", js.auto(), marks=pytest.mark.slow),
         pytest.param("linen", js.auto(), marks=pytest.mark.slow),
         pytest.param("nnx", js.explicit(), marks=pytest.mark.slow),
     ],

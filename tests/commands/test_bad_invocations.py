@@ -175,7 +175,7 @@ def drawn(number, rng):
         ]
     if kind == 2 and FLAGS[command]:
         flag = rng.choice([*FLAGS[command]])
-        wrong = flag[:-1] + rng.choice("zq") if flag.startswith("--") else "-z"
+        wrong = flag[:-1] + rng.choice("zx") if flag.startswith("--") else "-z"
         return [command, *GOOD[command], wrong, *(["1"] if rng.random() < 0.5 else [])]
     wrong = rng.choice(["--bogus", "--bogus=1", "-q", "extra", "\N{HALFWIDTH KATAKANA LETTER A}", "--=", "-"])
     words = [command, *GOOD[command], wrong]

@@ -44,6 +44,7 @@ def killed(tmp_path, moments, steps, processes_of_the_whole):
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_kill_changes_nothing(tmp_path):
     """The whole run is one process with two devices: of two numbers the sum has the same bits in either order."""
     killed(tmp_path, ["save"], 12, 1)
