@@ -262,13 +262,16 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
         try:
             yield
         except NameError as error:
-            if unbound_axis_name(error) is None:
+            if (name := unbound_axis_name(error)) is None:
                 raise
             axes = ", ".join(map(repr, layout.batch_axes)) or "of which there are none"
             raise ValueError(
                 f"{what} names an axis that it does not run over ({error}). Under js.auto() it sees the whole batch: "
-                "make the module without axis_name, and BatchNorm takes the statistics of all rows. Under js.explicit()"
-                f" name the axes of the batch: {axes}"
+                "make the module without axis_name, and BatchNorm takes the statistics of all rows; or, of a module "
+                "that stays as it is, give the name an axis of size 1: "
+                f"jax.vmap(fn, in_axes=None, out_axes=None, axis_size=1, axis_name={name!r}). Under js.explicit()"
+                f" name the axes of the batch: {axes}; or call the mesh's axis as the module does: "
+                f"js.make_mesh({name}=-1), js.fsdp({name!r})"
             ) from error
 
 

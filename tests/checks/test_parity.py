@@ -209,6 +209,30 @@ def test_batch_statistics_of_local_rows():
     run(partial(norm, None), init=init_norm, engine=js.auto()).check()
 
 
+def test_a_penalty_is_not_blamed_for_batch_statistics():
+    """Its weight is 1 on every device, and its mean is the same on all of them."""
+
+    def penalized(model, batch, key):
+        loss = norm(None, model, batch, key)
+        penalty = 0.1 * jnp.square(model.params["Dense_0"]["kernel"]).sum()
+        return js.Loss(loss.value + js.Mean(penalty, 1), loss.state)
+
+    report = run(penalized, init=init_norm)
+    check_fails(report, [NUMBERS + "the rows are not independent"], kinds=("gradient", "loss", "state"))
+
+
+def test_a_module_that_stays_as_it_is_and_names_the_axis_of_pmap():
+    """Both ways that the error names. Loss to 1e-6, gradients, updates and state to 1e-5."""
+    loss = partial(norm, "batch")
+    with pytest.raises(
+        ValueError, match=r"axis_size=1, axis_name='batch'\).*js.make_mesh\(batch=-1\), js.fsdp\('batch'\)"
+    ):
+        run(loss, init=init_norm, engine=js.auto())
+    bound = jax.vmap(loss, in_axes=None, out_axes=None, axis_size=1, axis_name="batch")
+    run(bound, init=init_norm, engine=js.auto(), strategy=js.fsdp(min_size=0)).check()
+    run(loss, init=init_norm, axes={"batch": 8}, strategy=js.fsdp("batch", min_size=0)).check()
+
+
 def local_mean(params, batch, key):
     return js.Mean(plain(params, batch, key).value, 1.0)
 
