@@ -317,8 +317,8 @@ def _make_bind(fn: Callable[..., Any], plan: Layout, args: tuple[Any, ...], note
     try:
         jax.eval_shape(fn, *args)
         return lambda fn: fn
-    except NameError as error:
-        if unbound_axis_name(error) not in mesh.axis_names:
+    except (NameError, ValueError, RuntimeError) as error:
+        if not isinstance(error, NameError) or unbound_axis_name(error) not in mesh.axis_names:
             with users_code(plan):  # says what to do about it
                 raise
     notes.append("the loss names mesh axes, so that on one device they were given size 1")

@@ -288,6 +288,21 @@ def unbound_axis_name(error: NameError) -> str | None:
     return found[1] if found else None
 
 
+_REFUSED_SPEC = re.compile(
+    r"PartitionSpec.*(mesh context|Auto or Manual)|non-empty mesh.*PartitionSpec|can only refer to Auto axes",
+    re.DOTALL,
+)
+
+
+def is_refused_spec(error: Exception) -> bool:
+    """Return whether JAX refused a sharding that a function asked for: `out_sharding=P(...)`, a constraint, `reshard`.
+
+    Undocumented: the texts of JAX's ValueErrors and RuntimeErrors. Silent: the user would see JAX's own error, which
+    suggests `jax.set_mesh`, instead of the explanation. Tested by text.
+    """
+    return bool(_REFUSED_SPEC.search(str(error)))
+
+
 # The end of a program, and its cache.
 
 

@@ -26,7 +26,7 @@ from jaxshard.adapt.objective import Objective, OfBlocks, OfModule
 from jaxshard.adapt.offer import Offer, offering
 from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, make_save_policy
 from jaxshard.adapt.units import Adapted, Pending, Units
-from jaxshard.core.compat import unbound_axis_name
+from jaxshard.core.compat import is_refused_spec, unbound_axis_name
 from jaxshard.core.constrain import follow_layout
 from jaxshard.core.keys import advance
 from jaxshard.core.known_model import KnownModel
@@ -257,7 +257,7 @@ def why_not_by_block(layout: Layout) -> str:
 
 @contextmanager
 def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
-    """Enter a context for the user's functions: constraints follow the layout, unknown axis names are explained."""
+    """Enter a context for the user's functions: constraints follow the layout, refused axes are explained."""
     with follow_layout(layout):
         try:
             yield
@@ -272,6 +272,14 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
                 f"jax.vmap(fn, in_axes=None, out_axes=None, axis_size=1, axis_name={name!r}). Under js.explicit()"
                 f" name the axes of the batch: {axes}; or call the mesh's axis as the module does: "
                 f"js.make_mesh({name}=-1), js.fsdp({name!r})"
+            ) from error
+        except (ValueError, RuntimeError) as error:
+            if not is_refused_spec(error):
+                raise
+            raise ValueError(
+                f"{what} places arrays by itself, over axes that jaxshard places ({error}). Leave out_sharding=, "
+                "jax.sharding.reshard and with_sharding_constraint with a PartitionSpec out of the model, or set its "
+                "configuration to no sharding: js.layout places the parameters, js.constrain(x, names) activations"
             ) from error
 
 

@@ -220,6 +220,27 @@ def test_an_axis_that_nobody_bound_is_found_in_the_error(fn):
     assert compat.unbound_axis_name(caught.value) == "other"
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: jnp.einsum("ab->ba", x, out_sharding=PartitionSpec("data", None)),
+        lambda x: lax.with_sharding_constraint(x, PartitionSpec("data", None)),
+        lambda x: jax.sharding.reshard(x, PartitionSpec("data", None)),
+    ],
+    ids=["einsum", "constraint", "reshard"],
+)
+def test_a_sharding_that_jax_refuses_is_found_in_the_error(place):
+    """Outside of any mesh, and over a manual axis."""
+    x, mesh = jnp.ones((8, 8)), js.make_mesh(data=8)
+    whole = PartitionSpec()
+    manual = jax.shard_map(place, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    for fn in (place, manual):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            jax.make_jaxpr(fn)(x)
+        assert compat.is_refused_spec(caught.value), caught.value
+    assert not compat.is_refused_spec(ValueError("PartitionSpec('data',) has more entries than the array dimensions"))
+
+
 def test_other_name_errors_name_no_axis():
     assert compat.unbound_axis_name(NameError("name 'axis' is not defined")) is None
 

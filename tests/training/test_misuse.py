@@ -93,6 +93,22 @@ def test_a_loss_that_names_an_axis_it_does_not_run_over():
         js.make_apply(lambda params, batch: pmapped(params, batch, None), layout)(run, BATCH)
 
 
+def test_a_loss_that_places_arrays_by_itself():
+    """A model made for axes of type Explicit, such as one with out_sharding=P("data", None)."""
+    layout, run = made(js.fsdp(min_size=0))
+
+    def placing(params, batch, key):
+        out = jnp.einsum("bd,d->b", batch["x"], params["w"], out_sharding=jax.P("data"))
+        return js.Mean(out.sum(), out.size)
+
+    explained = r"(?s)places arrays by itself.*PartitionSpec.*to no sharding: js.layout .* js.constrain\(x, names\)"
+    for engine in (js.auto(), js.explicit()):
+        with pytest.raises(ValueError, match=explained):
+            js.make_step(placing, TX, layout, engine=engine)(run, BATCH)
+        with pytest.raises(ValueError, match=explained):
+            js.parity(init_fn, placing, TX, js.fsdp(), layout.mesh, BATCH, engine=engine)
+
+
 def test_a_run_that_was_donated_is_refused_by_fit():
     layout, run = made(js.fsdp(min_size=0))
     step = js.make_step(loss_fn, TX, layout)
