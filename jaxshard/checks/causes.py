@@ -73,10 +73,9 @@ def find_causes(
     return (*factors, *found)
 
 
-_STATISTICS = (
-    "under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or use js.auto(), which is "
-    "right for any loss (and takes no js.pipeline)"
-)
+_AUTO = "use js.auto(), which is right for any loss (and takes no js.pipeline)"
+
+_STATISTICS = f"under js.explicit() give normalisations the mesh axis (nn.BatchNorm(axis_name=...)), or {_AUTO}"
 
 
 def _describe_factors(failures: Sequence[Difference], layout: Layout) -> tuple[str, ...]:
@@ -128,7 +127,8 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
         return (
             f"the weight of js.Mean is no sum over rows: that of the whole batch is {_as_sum(whole_weights)}, those of "
             f"its {parts} parts add up to {_as_sum(weights)}; return js.Mean(total, weight) with the sum of the "
-            "weighted values and the sum of the weights of the rows at hand",
+            "weighted values and the sum of the weights of the rows at hand; where the weight of a row depends on "
+            f"other rows, as in batches of graphs, {_AUTO}",
         )
     if _near(totals, whole_totals):
         return ()

@@ -26,6 +26,15 @@ def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
     return {path_str(path): np.shape(x)[0] for path, x in found if np.ndim(x) and not _named(strategy, path)}
 
 
+def describe_no_rows(batch: PyTree) -> str:
+    """Return the sentence for a batch in which no array has rows, with the way out where the strategy is the cause."""
+    if any(np.ndim(x) for x in jax.tree.leaves(batch)):
+        way = "js.without_rows names all of its arrays; name fewer, or use js.shard(axis, roles), which splits no batch"
+    else:
+        way = "expected a tree of arrays [rows, ...]"
+    return f"the batch has no array with rows: {way}"
+
+
 def describe_differing(counts: dict[str, int]) -> str:
     """Say that arrays of a batch have different numbers of rows, given what `row_counts` returned."""
     listed = ", ".join(f"{path}: {count}" for path, count in counts.items())

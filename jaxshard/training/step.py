@@ -15,7 +15,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
-from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts, warn_of_patterns
+from jaxshard.core.batch_rows import (
+    NAME_THOSE_WITHOUT,
+    describe_differing,
+    describe_no_rows,
+    row_counts,
+    warn_of_patterns,
+)
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
@@ -379,7 +385,7 @@ def check_batch(layout: Layout, batch: PyTree, microbatches: int, *, whole: bool
     """
     counts = row_counts(layout.strategy, batch)
     if not counts:
-        raise ValueError("the batch has no array with rows: expected a tree of arrays [rows, ...]")
+        raise ValueError(describe_no_rows(batch))
     mask = layout.rows_mask(batch)
     count = row_count(select(mask, batch))
     if len(set(counts.values())) > 1:
@@ -389,11 +395,12 @@ def check_batch(layout: Layout, batch: PyTree, microbatches: int, *, whole: bool
                 f"or {NAME_THOSE_WITHOUT}"
             )
         others = ", ".join(f"{path}: {size}" for path, size in counts.items() if size != count)
-        warnings.warn(
-            f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which devices "
-            f"share, and every device has these whole: {others}. To choose yourself, {NAME_THOSE_WITHOUT}",
-            stacklevel=4,
-        )
+        if axis_size(layout.mesh, layout.batch_axes) > 1:
+            warnings.warn(
+                f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which devices "
+                f"share, and every device has these whole: {others}. To choose yourself, {NAME_THOSE_WITHOUT}",
+                stacklevel=4,
+            )
     layout.batch_shardings(batch)
     parts = microbatches * axis_size(layout.mesh, layout.batch_axes)
     if count == 0 or count % parts:

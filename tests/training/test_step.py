@@ -211,6 +211,14 @@ def test_batches_that_do_not_divide(batch, message):
         step(run, batch)
 
 
+def test_a_batch_of_which_the_strategy_says_that_no_array_has_rows():
+    """The error names js.shard, which trains it: loss to 1e-6, gradients and updates to 1e-5."""
+    mesh, tx, batch = js.make_mesh(data=8), optax.sgd(0.1), batch_of(12) | {"unused": np.ones(5, np.float32)}
+    with pytest.raises(ValueError, match=r"js.without_rows names all of its arrays; .* js.shard\(axis, roles\)"):
+        js.parity(init_fn, loss_fn, tx, js.compose(js.fsdp(), js.without_rows("*")), mesh, batch)
+    js.parity(init_fn, loss_fn, tx, js.shard("data", ["param", "grad", "opt"], min_size=0), mesh, batch).check()
+
+
 def test_micro_batches_that_do_not_divide():
     run, step = start(engine=js.explicit(microbatches=4))
     message = (
