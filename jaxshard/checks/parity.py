@@ -39,9 +39,10 @@ from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
+from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.state import init, put_stored, run_key
-from jaxshard.training.step import Step, check_batch
+from jaxshard.training.step import Step
 from jaxshard.training.views import unstore
 
 GIVEN = "the given one"

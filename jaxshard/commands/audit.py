@@ -16,7 +16,8 @@ from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.tree import abstract
-from jaxshard.training.step import check_batch, make_step
+from jaxshard.training.batch import check_batch
+from jaxshard.training.step import make_step
 
 
 def run(

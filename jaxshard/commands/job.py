@@ -22,7 +22,7 @@ from jaxshard.data import windows
 from jaxshard.data.corpus import Corpus
 from jaxshard.data.windows import eval_batches
 from jaxshard.models.recipe import Size
-from jaxshard.training.step import check_batch
+from jaxshard.training.batch import check_batch
 
 EVAL_TOKENS = 2**16
 """The number of held-out tokens in an evaluation, evenly spaced over all of them."""

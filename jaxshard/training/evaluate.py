@@ -36,8 +36,8 @@ from jaxshard.engines.just_in_time import MakeMove, make_opaque_run, users_code
 from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.optim.averaging import averaged_params
+from jaxshard.training.batch import check_batch
 from jaxshard.training.state import TrainState, check_run
-from jaxshard.training.step import check_batch
 from jaxshard.training.views import move_stored, use_stored
 
 EvalFn = Callable[[PyTree, PyTree], "Results"]

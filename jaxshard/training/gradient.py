@@ -15,8 +15,8 @@ from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
+from jaxshard.training.batch import check_batch
 from jaxshard.training.state import TrainState, check_not_donated, check_run
-from jaxshard.training.step import check_batch
 from jaxshard.training.views import unstore, use_stored
 
 

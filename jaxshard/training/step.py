@@ -6,7 +6,6 @@ joins them into one compiled program and knows the inside of none of them.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -16,20 +15,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import resolve
 from jaxshard.core.batch_rows import (
-    NAME_THOSE_WITHOUT,
-    describe_differing,
-    describe_no_rows,
-    row_counts,
     warn_of_patterns,
 )
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
-from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import BLOCKS, abstract, check_arrays, check_same_tree, paths, row_count
+from jaxshard.core.tree import BLOCKS, abstract, check_arrays, check_same_tree, paths
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
@@ -40,6 +34,7 @@ from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.proof.stacking import require_same_stacked
+from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
@@ -367,44 +362,3 @@ class Step:
             )
         # Last, so that a step that was refused is refused again.
         self._checked_stacking = True
-
-
-def check_batch(layout: Layout, batch: PyTree, microbatches: int, *, whole: bool = False) -> None:
-    """Check the rows of a batch.
-
-    Args:
-      layout: says which mesh axes split the rows.
-      batch: a tree of arrays or ShapeDtypeStructs [rows, ...]; scalars, and arrays without rows, are ignored.
-      microbatches: the engine's number of micro-batches.
-      whole: True where the loss sees the whole batch. Then arrays with different first sizes are taken as they are,
-        with a warning that names those that every device has whole.
-
-    Raises:
-      ValueError: no array has rows, they have different numbers of them, or devices and micro-batches do not divide
-        the rows.
-    """
-    counts = row_counts(layout.strategy, batch)
-    if not counts:
-        raise ValueError(describe_no_rows(batch))
-    mask = layout.rows_mask(batch)
-    count = row_count(select(mask, batch))
-    if len(set(counts.values())) > 1:
-        if not whole:
-            raise ValueError(
-                f"{describe_differing(counts)}; use js.auto() without micro-batches, whose loss sees the whole batch, "
-                f"or {NAME_THOSE_WITHOUT}"
-            )
-        others = ", ".join(f"{path}: {size}" for path, size in counts.items() if size != count)
-        if axis_size(layout.mesh, layout.batch_axes) > 1:
-            warnings.warn(
-                f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which devices "
-                f"share, and every device has these whole: {others}. To choose yourself, {NAME_THOSE_WITHOUT}",
-                stacklevel=4,
-            )
-    layout.batch_shardings(batch)
-    parts = microbatches * axis_size(layout.mesh, layout.batch_axes)
-    if count == 0 or count % parts:
-        raise ValueError(
-            f"a batch of {count} rows does not divide into {microbatches} micro-batches over {parts // microbatches} "
-            f"devices; use a multiple of {parts} rows, such as {max(parts, count + -count % parts)}"
-        )
