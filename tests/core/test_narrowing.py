@@ -9,9 +9,15 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.core import narrowing
 from jaxshard.core.narrowing import check_narrowing
 
 TX = optax.sgd(0.1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_told_yet():
+    narrowing._warn_once.cache_clear()
 
 
 def init_fn(key):
