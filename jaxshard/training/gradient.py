@@ -10,13 +10,14 @@ from jaxshard.adapt.objective import resolve
 from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout
 from jaxshard.core.narrowing import check_narrowing
+from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
 from jaxshard.training.batch import check_batch
-from jaxshard.training.state import TrainState, check_not_donated, check_run
+from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import unstore, use_stored
 
 
@@ -58,10 +59,10 @@ def value_and_grad(
     @waits_for_devices
     def gradient(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         check_run(layout, run)
-        check_not_donated(run)
         check_batch(layout, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
         check_narrowing(batch, "the batch")
-        results: tuple[jax.Array, PyTree] = jitted(run, jax.device_put(batch, layout.batch_shardings(batch)))
+        with own_settings(layout.mesh):
+            results: tuple[jax.Array, PyTree] = jitted(run, jax.device_put(batch, layout.batch_shardings(batch)))
         jax.block_until_ready(results)
         return results
 

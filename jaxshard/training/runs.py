@@ -12,6 +12,7 @@ import optax
 from jaxshard.core.jaxpr import dependent_variables, inline_calls, open_jaxpr
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.loss import Model
+from jaxshard.core.settings import settings_of, with_own_settings
 from jaxshard.core.text_table import first_words
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import paths
@@ -44,10 +45,12 @@ def clone(run: TrainState) -> TrainState:
     check_is_run(run)
     check_not_donated(run)
     shardings = jax.tree.map(lambda x: x.sharding, run)
-    copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(run)
+    with settings_of(run):
+        copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(run)
     return copied
 
 
+@with_own_settings
 def replace_params(
     run: TrainState,
     model: PyTree,
@@ -82,7 +85,6 @@ def replace_params(
     """
     check_transform(tx)
     check_run(layout, run)
-    check_not_donated(run)
     if opt_state not in ("keep", "reset"):
         raise ValueError(f'replace_params: opt_state must be "keep" or "reset", got {opt_state!r}')
     trained = select(layout.trainable, layout.shapes.params)

@@ -261,7 +261,8 @@ def check_batch_not_donated(batch: PyTree) -> None:
 
 def _taken_arrays(tree: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [path_str(path) for path, x in leaves if isinstance(x, jax.Array) and x.is_deleted()]
+    arrays = [(path, x) for path, x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    return [path_str(path) for path, x in arrays if x.is_deleted()]
 
 
 def _few(names: list[str]) -> str:
@@ -269,8 +270,9 @@ def _few(names: list[str]) -> str:
 
 
 def check_run(layout: Layout, run: TrainState) -> None:
-    """Raise unless a run has the arrays of the layout, where it stores them; names every other leaf."""
+    """Raise unless a run has the arrays of the layout, where it stores them, not donated; names every other leaf."""
     check_is_run(run)
+    check_not_donated(run)
     expected, fix = run_shapes(layout), "make it with js.init and the same layout"
     check_same_tree(abstract(expected), abstract(run), "the run does not fit the layout", fix)
     pairs = zip(jax.tree_util.tree_leaves_with_path(run), jax.tree.leaves(expected), strict=True)

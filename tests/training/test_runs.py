@@ -43,6 +43,43 @@ def test_a_clone_outlives_the_step_and_goes_on_alike():
         js.clone({"a": 1})
 
 
+def test_nobody_reads_a_run_that_was_donated():
+    """A compiled program that is given such arrays ends the process."""
+    layout, run, step = made(optax.sgd(0.1))
+    apply = js.make_apply(lambda model, x: x @ model.params["a"]["kernel"], layout)
+    evaluate = js.make_eval_step(lambda model, batch: {"n": js.Sum(batch["x"].sum())}, layout)
+    uses = [
+        lambda run: apply(run, BATCH["x"]),
+        lambda run: evaluate(run, BATCH),
+        lambda run: js.evaluate(evaluate, run, [BATCH]),
+        lambda run: js.to_bytes(run, layout),
+        lambda run: js.logical(run, layout),
+        lambda run: js.run_to_bytes(run, layout),
+    ]
+    for use in uses:
+        use(run)
+    step(run, BATCH)
+    for use in uses:
+        with pytest.raises(ValueError, match="this run was donated to an earlier step"):
+            use(run)
+
+
+def test_other_meshes_and_guards_make_no_difference():
+    tx = optax.sgd(0.1)
+    layout, run, _ = made(tx)
+    gradient, params = js.value_and_grad(loss_fn, layout), js.logical(run, layout).params
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))):
+        with jax.transfer_guard("disallow"):
+            copied = js.clone(run)
+            loss, _ = gradient(run, BATCH)
+            raw = js.run_to_bytes(run, layout)
+            back, _ = js.run_from_bytes(raw, layout)
+        replaced = js.replace_params(run, params, tx, layout, opt_state="reset")
+    for one in (copied, back, replaced):
+        assert_same(one, run)
+    assert float(loss) == float(gradient(run, BATCH)[0])
+
+
 @pytest.mark.parametrize("opt_state", ["keep", "reset"])
 def test_other_parameters_keep_or_reset_the_optimizer(opt_state):
     """Against plain optax with the same choice."""

@@ -11,7 +11,7 @@ from jaxshard.checkpoint.safetensors.header import CODES, METADATA, Tensor
 from jaxshard.core.layout import Layout, join_model, split_model
 from jaxshard.core.tree import abstract, check_same_tree, path_str, paths, raise_all
 from jaxshard.core.types import PyTree
-from jaxshard.training.state import TrainState, run_shapes
+from jaxshard.training.state import TrainState, check_not_donated, run_shapes
 
 ModelArray = tuple[Entry, jax.Array]
 """One array of a model: what it is in model order, and the array as it is stored."""
@@ -61,6 +61,8 @@ def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
     Raises:
       ValueError: the arrays are not those of the layout, or do not lie where it stores them; each one is named.
     """
+    if isinstance(run, TrainState):
+        check_not_donated(run)
     made, _ = model_entries(layout)
     model: PyTree = join_model(run.params, run.state) if isinstance(run, TrainState) else run
     given, shapes, fix = join_model(*split_model(model)), run_shapes(layout), "give a run of this layout"

@@ -26,6 +26,7 @@ from jaxshard.checkpoint.safetensors.writer import sort_widest_first, stream_arr
 from jaxshard.checkpoint.strict_json import decode_object
 from jaxshard.checkpoint.writer import check_arrays, check_data
 from jaxshard.core.layout import Layout
+from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import raise_together
 from jaxshard.training.state import TrainState
@@ -33,6 +34,7 @@ from jaxshard.training.state import TrainState
 _ABOUT = "jaxshard.run"
 
 
+@with_own_settings
 def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
     """Encode a whole run: parameters, optimizer and model state, step and random key. Every process calls this.
 
@@ -71,6 +73,7 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
     return opened.getvalue()
 
 
+@with_own_settings
 def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
     """Decode the bytes of a whole run, as `layout` stores it. Every process calls this with the same bytes.
 
