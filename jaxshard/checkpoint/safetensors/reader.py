@@ -116,7 +116,7 @@ def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor]
         mine = sorted(found)[jax.process_index() :: jax.process_count()]
         wrong = (f"{found[name].file}: tensor {name!r}" for name in mine if _is_damaged(found[name]))
         problems = [f"{text}: its bytes are not those that were saved" for text in wrong]
-        raise_together(problems, ValueError, f"{what}: damaged", point=point)
+        raise_together(problems, ValueError, f"{what} is damaged", point=point)
 
 
 def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
