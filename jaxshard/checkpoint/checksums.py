@@ -10,6 +10,9 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +21,9 @@ from jaxshard.checkpoint.signature import check_signature, new_digest
 from jaxshard.checkpoint.store import ARRAYS, Extent, find_arrays
 
 _BLOCK = 1 << 22
-"""Bytes that are read at once."""
+"""Bytes that a thread reads at once."""
+_THREADS = 8
+"""Threads that read a file at most: more are no faster, and training needs the cores too."""
 
 
 class Damaged(ValueError):
@@ -36,13 +41,11 @@ def checksum_file(file: Path, extents: Sequence[Extent], digest: Any = None) -> 
     Returns:
       Segments that cover the whole file, one for each extent and for each gap.
     """
-    segments = []
     with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        for length, array in _cover_file(size, extents):
-            segments.append(Segment(length, _checksum_next(opened, length, digest)[1], array))
+        cover = list(_cover_file(os.fstat(opened.fileno()).st_size, extents))
+        found = _checksum_parts(opened, [length for length, _ in cover], digest)
         os.fsync(opened.fileno())
-    return tuple(segments)
+    return tuple(Segment(length, crc, array) for (length, array), (_, crc) in zip(cover, found, strict=True))
 
 
 def list_files(folder: Path) -> list[str]:
@@ -178,10 +181,11 @@ def _compare_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            changed = [one for one in segments if _checksum_next(opened, one.size, digest) != (one.size, one.crc32)]
+            found = _checksum_parts(opened, [one.size for one in segments], digest)
     except OSError as error:
         return [f"{file}: can't be read: {error.strerror}; {_describe_arrays(manifest, name, segments)}"]
     expected = sum(segment.size for segment in segments)
+    changed = [one for one, part in zip(segments, found, strict=True) if part != (one.size, one.crc32)]
     if size == expected and not changed:
         same = manifest.sha256 is None or manifest.sha256.get(name) == digest.hexdigest()
         return [] if same else [f"{file}: its SHA-256 is another one: it was changed, and its checksums too"]
@@ -216,11 +220,43 @@ def _cover_file(size: int, extents: Sequence[Extent]) -> Iterator[tuple[int, int
         yield size - at, None
 
 
-def _checksum_next(opened: BinaryIO, size: int, digest: Any) -> tuple[int, int]:
-    """Read the next bytes of a file: (how many of `size` there were, their CRC-32); update a digest with them."""
+def _checksum_parts(opened: BinaryIO, sizes: Sequence[int], digest: Any) -> list[tuple[int, int]]:
+    """Compute the checksums of the parts of a file that follow one another, several at once.
+
+    Args:
+      opened: the file.
+      sizes: the bytes of each part, from the file's start on.
+      digest: an object of hashlib that is updated with the whole file meanwhile, or None.
+
+    Returns:
+      Of each part how many of its bytes there are, and their CRC-32.
+    """
+    starts = accumulate(sizes, initial=0)
+    # zlib, hashlib and reads let go of Python's lock, so that threads use all cores.
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        whole = None if digest is None else threads.submit(_update_digest, opened, digest)
+        found = list(threads.map(partial(_checksum_part, opened), starts, sizes))
+        if whole is not None:
+            whole.result()
+    return found
+
+
+def _checksum_part(opened: BinaryIO, start: int, size: int) -> tuple[int, int]:
+    """Read `size` bytes of a file from `start` on: (how many of them there are, their CRC-32)."""
     crc = done = 0
-    while done < size and (block := opened.read(min(_BLOCK, size - done))):
+    for block in _read_blocks(opened, start, size):
         crc, done = zlib.crc32(block, crc), done + len(block)
-        if digest is not None:
-            digest.update(block)
     return done, crc
+
+
+def _update_digest(opened: BinaryIO, digest: Any) -> None:
+    for block in _read_blocks(opened, 0, os.fstat(opened.fileno()).st_size):
+        digest.update(block)
+
+
+def _read_blocks(opened: BinaryIO, start: int, size: int) -> Iterator[bytes]:
+    """Yield the bytes of a file from `start` on, `size` of them, or fewer where it ends. Moves no position."""
+    end = start + size
+    while start < end and (block := os.pread(opened.fileno(), min(_BLOCK, end - start), start)):
+        start += len(block)
+        yield block

@@ -18,7 +18,7 @@ A change that nobody would notice but for the tests:
 - `[os_error_code='28']` in the errors of TensorStore: os_errors.py takes the errno of a failed save from there.
 - `tensorstore.ocdbt.dump`: the fields of its JSON, and the text that locates a value. They tell which bytes of a file
   belong to which array. Without them a damaged file is still found, but the arrays in it are not named.
-- That Orbax's options (in store.py) lead to OCDBT, which keeps all arrays of a process in one file, and to plain bytes.
+- That Orbax's options (in store.py) lead to OCDBT, which keeps a process's arrays in few files, and to plain bytes.
   Without that there are as many files as chunks, or saves spend their time compressing what does not compress.
 - That Orbax names its barriers by `barrier_sync_key_prefix`: without it two saves at one time would meet each other's
   barriers. (Tested with two processes, in tests/checkpoint/test_processes.py.)

@@ -1,11 +1,11 @@
 """Named arrays into a folder and back, by Orbax and TensorStore, and which bytes of which file belong to which array.
 
-However many arrays there are, Orbax writes one data file per process (the database OCDBT), an index and small files:
+However many arrays there are, Orbax writes few data files per process (the database OCDBT), an index and small files:
 
     arrays/_CHECKPOINT_METADATA      times, written by Orbax
     arrays/state/_METADATA           names and types of the arrays
     arrays/state/manifest.ocdbt      the index over all processes, its nodes in d/
-    arrays/state/ocdbt.process_<p>/  what process p wrote: its own index, and its data in one file in d/
+    arrays/state/ocdbt.process_<p>/  what process p wrote: its own index, and its data in files of some 256 MB in d/
 
 Orbax is imported in the functions that need it: that takes half a second, which only those pay who save.
 """
@@ -24,6 +24,8 @@ from jaxshard.checkpoint.snapshot import HostBlocks
 ARRAYS = "arrays"
 """The folder of Orbax in the folder of a step."""
 _STATE = "state"
+_FILE_SIZE = 1 << 28
+"""Bytes of a data file, about: several are written at once, and a larger one waits for one disk write."""
 
 
 class Extent(NamedTuple):
@@ -47,7 +49,8 @@ def save_arrays(folder: Path, arrays: Mapping[str, HostBlocks], name: str) -> No
     from orbax.checkpoint import args
 
     with _checkpointer(name, set(range(jax.process_count()))) as checkpointer:
-        checkpointer.save(folder / ARRAYS, args.Composite(**{_STATE: args.PyTreeSave(dict(arrays))}))
+        state = args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=_FILE_SIZE)
+        checkpointer.save(folder / ARRAYS, args.Composite(**{_STATE: state}))
 
 
 def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
