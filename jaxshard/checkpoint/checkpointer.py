@@ -15,6 +15,7 @@ import jax
 
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, delete_step, step_folders
 from jaxshard.checkpoint.lock import hold, release
+from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.signature import check_key
 from jaxshard.checkpoint.writer import begin_save
@@ -59,6 +60,10 @@ class Checkpointer:
     Raises:
       ValueError: `every` or `keep` is less than 1, `key` too short, or `best_mode` something else.
       BlockingIOError: another process trains into this folder; the message names it.
+      OSError: the folder can't be written (no permission, a read-only disk), with the errno of the cause.
+
+    Attributes:
+      best: the metric whose best run is kept, or None. `js.fit` wants `evaluate=` then.
     """
 
     def __init__(
@@ -91,7 +96,8 @@ class Checkpointer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._saved: int | None = None
-        self._is_locked = call_in_first_process(lambda: self._lock(may_fail=True), "js.Checkpointer")
+        self._is_locked = call_in_first_process(self._lock, "js.Checkpointer")
+        self.best = best
         self._best = None if best is None else _Best(self._root / "best", layout, best, best_mode, data, key)
         call_before_exit(self._wait_at_exit)
 
@@ -121,8 +127,6 @@ class Checkpointer:
           ValueError, OSError: as `js.save`, of this save or of the one before.
         """
         self.wait_until_finished()
-        if not self._is_locked:  # the folder could not be written then
-            self._is_locked = call_in_first_process(self._lock, "js.Checkpointer")
         step = int(run.step)
         if step == self._saved:
             return
@@ -187,16 +191,16 @@ class Checkpointer:
             print(f"jaxshard: {error}", file=sys.stderr, flush=True)
         self._unlock()
 
-    def _lock(self, *, may_fail: bool = False) -> bool:
-        """Lock the folder; with `may_fail` return False if it can't be written, which the first save then raises."""
+    def _lock(self) -> bool:
+        """Lock the folder, which makes it; an OSError that names it where that can't be done."""
         try:
             hold(self._root)
         except BlockingIOError:
             raise
-        except OSError:
-            if not may_fail:
-                raise
-            return False
+        except OSError as error:
+            where = error.filename or self._root
+            problem = f"{where}: checkpoints can't be saved here: {error.strerror}; give a folder that can be written"
+            raise os_error(problem, error) from None
         return True
 
     def _unlock(self) -> None:

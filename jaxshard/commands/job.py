@@ -22,7 +22,6 @@ from jaxshard.data import windows
 from jaxshard.data.corpus import Corpus
 from jaxshard.data.windows import eval_batches
 from jaxshard.models.recipe import Size
-from jaxshard.training.batch import check_batch
 
 EVAL_TOKENS = 2**16
 """The number of held-out tokens in an evaluation, evenly spaced over all of them."""
@@ -53,13 +52,16 @@ class Job:
     def __init__(self, name: str, how: Parallel, size: Size, corpus: Corpus, seed: int):
         self.name, self.how, self.size, self.corpus, self.seed = name, how, size, corpus, seed
         batch, self.seq = size.recipe.batch, size.shape["seq"]
+        if batch % how.rows_multiple:
+            parts = f"{how.rows_multiple}, the devices that share the rows times the micro-batches"
+            fitting = batch + -batch % how.rows_multiple
+            raise ValueError(f"--batch {batch}: use a multiple of {parts}, such as {fitting}")
         self.tokens = batch * self.seq
         self.network, self.tx = size.model(vocab=corpus.vocab), size.recipe.optimizer()
         self.layout = make_layout(how.strategy, how.mesh, self.network.init, self.tx)
         self.source = windows(corpus.train, batch=batch, seq=self.seq, seed=seed, vocab=corpus.vocab)
         self.held_out = _held_out(corpus, 4 * batch // how.engine.microbatches, self.seq)
         self.rows: PyTree = jax.eval_shape(lambda: self.source.rows(0, np.arange(batch)))
-        check_batch(self.layout, self.rows, how.engine.microbatches)
 
     @property
     def flops(self) -> float | None:

@@ -32,6 +32,9 @@ COMMANDS = {
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as a shell says of a program that SIGINT ended."""
 
+CRASHED = 70
+"""The exit status after an error that is no refusal (EX_SOFTWARE of sysexits.h): 1 says that a check found something."""
+
 _AGAIN = 0.02
 """Seconds after which a Ctrl-C that was lost comes again."""
 
@@ -48,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
       0, or what the command returned: 1 where a check failed. 1 also where a step was bad or a file could not be
       written, 2 for wrong flags or data, where several processes were given different ones and where standard output
       can't be written, 75 where one of several processes never came, 130 after Ctrl-C, each with a line on standard
-      error. 141, without a line, where the reader of standard output is gone, as under `| head -1`. Where another
+      error. 70, with a traceback, where the user's function raised. 141, without a line, where the reader of standard output is gone, as under `| head -1`. Where another
       process failed, its status.
 
     Raises:
@@ -65,6 +68,11 @@ def main(args: Sequence[str] | None = None) -> int:
         status = error.status
         if str(error):
             _print_if_possible(f"jaxshard: {error}")
+    except Exception:
+        if args is not None:
+            raise
+        sys.excepthook(*sys.exc_info())
+        status = CRASHED
     if status and "jax" in sys.modules:  # without JAX this process has joined no others
         import jax
 

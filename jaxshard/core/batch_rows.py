@@ -41,10 +41,15 @@ def describe_differing(counts: dict[str, int]) -> str:
     return f"the arrays of a batch must have the same number of rows (dim 0), got {listed}"
 
 
-NAME_THOSE_WITHOUT = (
-    "name those that have no rows in the strategy: js.compose(..., js.without_rows('table', 'graph/*'))"
-)
-"""What to do where arrays of a batch have different first sizes, for errors."""
+def name_those_without(counts: dict[str, int]) -> str:
+    """Say what to do where arrays have different first sizes, given what `row_counts` returned.
+
+    The example names those that differ from most of them.
+    """
+    sizes = Counter(counts.values())
+    rows = max(sizes, key=lambda size: (sizes[size], size))
+    others = ", ".join([repr(path) for path, size in counts.items() if size != rows][:4])
+    return f"name those that have no rows in the strategy, such as js.compose(..., js.without_rows({others}))"
 
 
 def rows_mask(strategy: Strategy, parts: int, batch: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts
+from jaxshard.core.batch_rows import describe_differing, name_those_without, row_counts
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.tree import check_arrays, map_with_path, path_str
 from jaxshard.core.types import PyTree
@@ -191,7 +191,7 @@ def _place_local(batch: PyTree, layout: Layout) -> PyTree:
     check_arrays("a batch", batch)
     counts = row_counts(layout.strategy, batch)
     if len(set(counts.values())) > 1:
-        raise ValueError(f"local_batches: {describe_differing(counts)}; {NAME_THOSE_WITHOUT}")
+        raise ValueError(f"local_batches: {describe_differing(counts)}; {name_those_without(counts)}")
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         array = np.array(leaf)  # a copy, as in `_place_whole`

@@ -6,6 +6,7 @@ single file or token array is split at its end.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import sysconfig
 import warnings
@@ -20,6 +21,7 @@ HELD_OUT = 0.08
 
 _BYTES = 256
 _SEPARATOR = b"\0"
+_TELL_VOCAB = "give the size of its vocabulary (vocab=50257, on the command line --vocab 50257)"
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _CHUNK = 2**24
 """Tokens that are checked and hashed at a time."""
@@ -74,7 +76,7 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
       with a warning. Files are held out by a hash of their relative path, at least one.
     - A `.npy` file: a one-dimensional integer array, memory-mapped; needs `vocab` unless it is uint8.
     - A `.bin` file: raw integers, memory-mapped; needs `dtype` and `vocab`.
-    - Any other file: its bytes, memory-mapped.
+    - Any other file: its bytes, memory-mapped; with a warning if they are not UTF-8.
 
     Of a single file the last 8 % are held out. Token ids are compared with the vocabulary here (of more than 2**30
     tokens in evenly spaced pieces) and, if `windows` is given the vocabulary, again in every row that is read.
@@ -99,14 +101,29 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
     if path.is_file() and path.suffix in (".npy", ".bin"):
         tokens = _map_tokens(path, dtype)
         if vocab is None and tokens.dtype != np.uint8:
-            raise ValueError(f"data: the vocabulary of the {tokens.dtype} tokens in {path} is unknown; pass vocab=")
+            raise ValueError(f"data: the vocabulary of the {tokens.dtype} tokens in {path} is unknown; {_TELL_VOCAB}")
         return _split_tokens(path.name, tokens, _BYTES if vocab is None else vocab)
     if dtype is not None or vocab not in (None, _BYTES):
         raise ValueError(
-            f"data: {path} is read as bytes, a vocabulary of {_BYTES}, but dtype={dtype}, vocab={vocab} were given; "
-            "they are for .npy and .bin token arrays"
+            f"data: {path} is read as bytes, a vocabulary of {_BYTES}, but it came with the dtype {dtype} and the vocabulary "
+            f"{vocab}; they are for token ids in .npy and .bin files"
         )
-    return _load_folder(path) if path.is_dir() else _split_tokens(path.name, _map_tokens(path, np.uint8), _BYTES)
+    if path.is_dir():
+        return _load_folder(path)
+    if not _begins_as_text(path):
+        warnings.warn(f"data: {path} is not UTF-8; its bytes are the tokens, whatever they mean", stacklevel=2)
+    return _split_tokens(path.name, _map_tokens(path, np.uint8), _BYTES)
+
+
+def _begins_as_text(path: Path) -> bool:
+    """True if the beginning of a file is UTF-8; a character may be cut at its end."""
+    with path.open("rb") as opened:
+        beginning = opened.read(1 << 16)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _load_folder(root: Path) -> Corpus:
@@ -166,10 +183,12 @@ def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
     if path.suffix == ".npy":
         tokens = _map_npy(path)
         if dtype is not None and np.dtype(dtype) != tokens.dtype:
-            raise ValueError(f"data: {path} holds {tokens.dtype}, but dtype={np.dtype(dtype)} was given; leave it out")
+            raise ValueError(
+                f"data: {path} holds {tokens.dtype}, but the dtype {np.dtype(dtype)} was given; leave it out"
+            )
     else:
         if dtype is None:
-            raise ValueError(f"data: {path} is raw, so its dtype must be given (such as uint16), and its vocab")
+            raise ValueError(f"data: {path} is raw, so its dtype must be given (such as uint16); also {_TELL_VOCAB}")
         size, item = path.stat().st_size, np.dtype(dtype).itemsize
         if size % item:
             raise ValueError(f"data: {path} has {size} bytes, no multiple of the {item} bytes of {np.dtype(dtype)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, describe_no_rows, row_counts
+from jaxshard.core.batch_rows import describe_differing, describe_no_rows, name_those_without, row_counts
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import row_count
@@ -34,13 +34,13 @@ def check_batch(layout: Layout, batch: PyTree, microbatches: int, *, whole: bool
         if not whole:
             raise ValueError(
                 f"{describe_differing(counts)}; use js.auto() without micro-batches, whose loss sees the whole batch, "
-                f"or {NAME_THOSE_WITHOUT}"
+                f"or {name_those_without(counts)}"
             )
         others = ", ".join(f"{path}: {size}" for path, size in counts.items() if size != count)
         if axis_size(layout.mesh, layout.batch_axes) > 1:
             warnings.warn(
                 f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which devices "
-                f"share, and every device has these whole: {others}. To choose yourself, {NAME_THOSE_WITHOUT}",
+                f"share, and every device has these whole: {others}. To choose yourself, {name_those_without(counts)}",
                 stacklevel=4,
             )
     layout.batch_shardings(batch)

@@ -65,7 +65,7 @@ class EarlyStopping:
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
         """Take in the metrics of an evaluation; return True if training should stop."""
-        needed = [self.metric] if self.patience is not None or self.max_worse is not None else []
+        needed = [self.metric] if self.judges_evaluations else []
         needed += ["update_norm"] if self.min_update is not None else []
         if missing := [name for name in needed if name not in metrics]:
             raise ValueError(
@@ -81,6 +81,11 @@ class EarlyStopping:
         self.waited = 0 if first or improved else self.waited + 1
         self.reason = self._reason()
         return bool(self.reason)
+
+    @property
+    def judges_evaluations(self) -> bool:
+        """True if a rule looks at the metric, rather than at the step's own update."""
+        return self.patience is not None or self.max_worse is not None
 
     def _gain(self, value: float, other: float) -> float:
         """Return by how much `value` is better; any number is better than NaN, which is better than nothing."""

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.core.batch_rows import NAME_THOSE_WITHOUT, describe_differing, row_counts
+from jaxshard.core.batch_rows import describe_differing, name_those_without, row_counts
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.known_model import check_function, known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
@@ -102,7 +102,7 @@ def make_eval_step(
         mask, counts = layout.rows_mask(batch), row_counts(layout.strategy, batch)
         differ, rows = len(set(counts.values())) > 1, row_count(select(mask, batch))
         if differ and checked not in (None, abstract(batch)):
-            raise ValueError(f"{describe_differing(counts)}, so that none can be padded; {NAME_THOSE_WITHOUT}")
+            raise ValueError(f"{describe_differing(counts)}, so that none can be padded; {name_those_without(counts)}")
         size = size or (rows if differ else _round_up(rows, layout))
         if rows > size:
             raise ValueError(

@@ -97,8 +97,12 @@ def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> opt
     Args:
       tx: an optax transform; it comes back as it is unless its parameters are an `optax.LookaheadParams`.
       params: the trained parameters, which may be abstract.
+
+    Raises:
+      TypeError: `tx` is a lookahead, and the parameters are no `optax.LookaheadParams`.
     """
     if not isinstance(params, optax.LookaheadParams):
+        _refuse_lookahead(tx, params)
         return tx
     extended = as_transform(tx)
 
@@ -111,6 +115,18 @@ def take_fast_gradients(tx: optax.GradientTransformation, params: PyTree) -> opt
     except (AttributeError, TypeError, ValueError):
         return optax.GradientTransformationExtraArgs(tx.init, update)
     return tx
+
+
+def _refuse_lookahead(tx: optax.GradientTransformation, params: PyTree) -> None:
+    def is_lookahead(x: Any) -> bool:
+        return isinstance(x, optax.LookaheadState)
+
+    # Optax's own `init` takes other parameters with a warning, and `update` then fails for want of an attribute.
+    if any(map(is_lookahead, jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=is_lookahead))):
+        raise TypeError(
+            f"optax.lookahead trains an optax.LookaheadParams, and the parameters are a {type(params).__name__}: let "
+            "init_fn return optax.LookaheadParams.init_synced(params), and compute the loss of params.fast"
+        )
 
 
 def _make_value_fn(loss_at: LossAt) -> Callable[[PyTree], jax.Array]:

@@ -58,7 +58,7 @@ def fit(
         `stop=js.EarlyStopping(patience)`.
       stop: `stop(metrics) -> bool`, called with the result of every evaluation and the step's "update_norm"; without
         `evaluate` with the metrics of every step that was not bad. True ends the training. A `js.EarlyStopping` tells
-        afterwards why it ended, and with which metrics.
+        afterwards why it ended, and with which metrics; its rules but `min_update` need `evaluate`.
       callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host.
       on_run: each is called with the number of the step and the run after it, right after the step was started, so that
         it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away. One that
@@ -71,10 +71,11 @@ def fit(
       profile: a folder for a `jax.profiler` trace of the third to the fifth step.
       bad_steps: what to do about a loss or gradient that is not finite, known as late as all numbers. Such a step
         changes nothing but its number, so that later steps have the batches and random keys that they would have had.
-        "raise" stops; "skip" goes on, and the records count; `js.Rollback(checkpointer.restore)` goes back to a saved
-        run and takes its steps again without that batch: their records come again, and `batches` must be those of
-        `js.batches` or `js.local_batches`, or have their `seek`. All three need the "bad" of `js.make_step`; without
-        it every step counts as good. A training whose steps were all bad raises at its end.
+        "raise" stops; "skip" goes on, and the records count; both raise where an update spoils the parameters, for no
+        step can follow. `js.Rollback(checkpointer.restore)` goes back to a saved run and takes its steps again without
+        that batch: their records come again, and `batches` must be those of `js.batches` or `js.local_batches`, or have
+        their `seek`. All three need the "bad" of `js.make_step`; without it every step counts as good. A training
+        whose steps were all bad raises at its end.
 
     Returns:
       The run after the last step.
@@ -83,8 +84,9 @@ def fit(
       OSError: the profile can't be written.
       BadStep: a step that is bad, with the run in its attribute `run`; for "skip" the 50th in a row; for a rollback
         one that goes on being bad; at the end, if all steps were bad.
-      ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1;
-        `patience` beside `stop`, or with an evaluation that has no "loss"; a run that was donated to an earlier step.
+      ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1; a
+        `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` beside `stop`, or
+        with an evaluation that has no "loss"; a run that was donated to an earlier step.
       TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
 
     Example:
@@ -94,8 +96,9 @@ def fit(
     """
     check_is_run(run)
     check_not_donated(run)
-    stop = _check_evaluation(evaluate, eval_every, patience, stop)
     callbacks, on_run = tuple(callbacks), tuple(on_run)
+    stop = _check_evaluation(evaluate, eval_every, patience, stop)
+    _check_judges(evaluate, stop, on_run)
     start = done = int(run.step)
     devices = run.step.sharding.device_set
     reader = Reader(devices, tokens=tokens, flops=flops)
@@ -202,6 +205,19 @@ def _check_evaluation(
     if eval_every is None:
         raise ValueError(f"fit: patience={patience} counts evaluations, so it needs eval_every=")
     return EarlyStopping(patience)
+
+
+def _check_judges(evaluate: Any, stop: Any, on_run: Sequence[Callable[..., Any]]) -> None:
+    """Raise if something waits for evaluations that never come."""
+    if evaluate is not None:
+        return
+    if isinstance(stop, EarlyStopping) and stop.judges_evaluations:
+        raise ValueError("fit: the patience= and max_worse= of js.EarlyStopping judge evaluations; give evaluate=, too")
+    if best := [function for function in on_run if getattr(function, "best", None) is not None]:
+        raise ValueError(
+            f"fit: {type(best[0]).__name__} keeps the run with the best {best[0].best!r} of the evaluations; "  # type: ignore[attr-defined]
+            "give evaluate=, too"
+        )
 
 
 def _check_end(start: int, done: int, steps: int) -> None:

@@ -19,7 +19,7 @@ def find_hyperparams(opt_state: PyTree) -> dict[str, Any]:
         tx = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
 
     Args:
-      opt_state: an optimizer's state, or its placements or shapes.
+      opt_state: an optimizer's state, or its shapes.
 
     Returns:
       {name: scalar}: those that the last update used. A name that several transforms have is preceded by the path of

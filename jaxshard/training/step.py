@@ -84,9 +84,9 @@ def make_step(
       guarded: a step whose loss or gradient is not finite returns the run that it received, bit for bit, with only its
         step counted on. Of a step that makes a parameter infinite or NaN from a finite gradient "bad" tells, but its
         run is spoiled: keeping the old one as well would need another pass over all parameters in every step. False
-        leaves all that to `tx`, and there is no "bad" among the metrics. An optimizer that itself
-        tests whether its gradients are finite, such as `optax.apply_if_finite` and `optax.zero_nans`, is always left
-        to its own rule, which then does what it does on one device (`Step.guarded` is False).
+        leaves all that to `tx`, and there is no "bad" among the metrics. An optimizer that itself tests whether its
+        gradients are finite, such as `optax.apply_if_finite` and `optax.zero_nans`, is always left to its own rule,
+        which then does what it does on one device (`Step.guarded` is False).
       donate: False leaves the run that goes in as it is, for two runs that share arrays (two losses of one set of
         parameters, as of a GAN) and for going back; both runs are then in memory.
 

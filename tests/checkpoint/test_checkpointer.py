@@ -151,12 +151,14 @@ def test_no_permission(tmp_path, monkeypatch):
     with pytest.raises(PermissionError, match=r"run/2: this step could not be saved, .*Permission denied") as caught:
         js.save(tmp_path / "run", at(2), layout())
     assert caught.value.errno == errno.EACCES
-    checkpointer = js.Checkpointer(tmp_path / "run", layout(), every=1)
-    with pytest.raises(PermissionError, match="Permission denied"):
-        checkpointer(2, at(2))
+    with pytest.raises(
+        PermissionError, match=r"run: checkpoints can't be saved here: Permission denied; give"
+    ) as caught:
+        js.Checkpointer(tmp_path / "run", layout(), every=1)  # before the first step of training, not at the first save
+    assert caught.value.errno == errno.EACCES
     monkeypatch.undo()
-    checkpointer(2, at(2))
-    checkpointer.wait_until_finished()
+    with js.Checkpointer(tmp_path / "run", layout(), every=1) as checkpointer:
+        checkpointer(2, at(2))
     assert steps_of(tmp_path / "run") == [2]
 
 

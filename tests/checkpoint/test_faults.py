@@ -144,11 +144,8 @@ def test_a_read_only_disk(disk):
     with disk.read_only():
         with pytest.raises(OSError, match=r"run/3: this step could not be saved, .*Read-only file system"):
             js.save(root, run, layout())
-        with (
-            js.Checkpointer(root, layout(), every=1) as checkpointer,
-            pytest.raises(OSError, match="Read-only file system"),
-        ):
-            checkpointer(3, run)
+        with pytest.raises(OSError, match="checkpoints can't be saved here: Read-only file system"):
+            js.Checkpointer(root, layout(), every=1)
         assert js.save(root, at(2), layout()) == saved[2]  # it is there already
         assert js.latest_step(root, intact=True) == 2
         assert_same(js.restore(root, layout()), at(2))

@@ -33,6 +33,15 @@ def test_help_names_every_command(capsys):
     assert all(f"  {name:<10}  {what}" in lines for name, what in COMMANDS.items())
 
 
+def test_an_error_in_the_users_function_is_no_finding_of_a_check(tmp_path, monkeypatch, capsys):
+    """Status 1 says that something differs; a traceback comes with another one."""
+    (tmp_path / "program.py").write_text("def make():\n    raise KeyError('mine')\n")
+    for command in ("parity", "audit"):
+        monkeypatch.setattr(sys, "argv", ["jaxshard", command, f"{tmp_path}/program.py:make"])
+        assert main() == 70
+        assert capsys.readouterr().err.rstrip().endswith("KeyError: 'mine'")
+
+
 @pytest.mark.parametrize(
     ("args", "hint"),
     [

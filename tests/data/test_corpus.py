@@ -2,6 +2,7 @@
 
 import io
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -135,16 +136,28 @@ def test_what_a_token_file_needs(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"12345")
     (tmp_path / "a.txt").write_bytes(b"12345")
     for match, name, options in [
-        ("is unknown; pass vocab=", "a.npy", {}),
-        ("holds uint16, but dtype=int32 was given", "a.npy", {"dtype": "int32"}),
+        ("is unknown; give the size of its vocabulary", "a.npy", {}),
+        ("holds uint16, but the dtype int32 was given", "a.npy", {"dtype": "int32"}),
         (r"one-dimensional integer array, got uint16\(3, 3\)", "matrix.npy", {"vocab": 5}),
         ("its dtype must be given", "a.bin", {"vocab": 5}),
         ("5 bytes, no multiple of the 2 bytes of uint16", "a.bin", {"vocab": 5, "dtype": "uint16"}),
-        ("is unknown; pass vocab=", "a.bin", {"dtype": "int8"}),
-        ("dtype=uint16, vocab=5 were given; they are for", "a.txt", {"vocab": 5, "dtype": "uint16"}),
+        ("is unknown; give the size of its vocabulary", "a.bin", {"dtype": "int8"}),
+        ("it came with the dtype uint16 and the vocabulary 5; they are for", "a.txt", {"vocab": 5, "dtype": "uint16"}),
     ]:
         with pytest.raises(ValueError, match=match):
             data.load(tmp_path / name, **options)
+
+
+def test_a_file_that_is_no_text_is_read_as_bytes_with_a_warning(tmp_path):
+    (tmp_path / "text").write_bytes(
+        "é".encode() * 40_000 + b"end"
+    )  # a character lies across the end of what is looked at
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(data.load(tmp_path / "text").train) == int(80_003 * 0.92)
+    (tmp_path / "program").write_bytes(b"\x7fELF\xff\xfe" * 100)
+    with pytest.warns(UserWarning, match="program is not UTF-8; its bytes are the tokens"):
+        assert data.load(tmp_path / "program").vocab == 256
 
 
 def test_a_python_without_library_source(tmp_path, monkeypatch):

@@ -147,6 +147,15 @@ def test_sums_in_one_order_are_not_promised_to_a_line_search():
         js.make_step(loss_fn, optax.lbfgs(), layout, engine=js.explicit(reduction="ordered"))
 
 
+def test_lookahead_without_its_parameters_says_how_to_make_them():
+    tx = optax.chain(optax.clip(1.0), optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5))
+    layout = js.layout(FSDP, js.make_mesh(data=8), init_fn, tx)
+    with pytest.raises(
+        TypeError, match=r"the parameters are a dict: let init_fn return optax\.LookaheadParams\.init_syn"
+    ):
+        js.make_step(loss_fn, tx, layout)
+
+
 @pytest.mark.parametrize("engine", [js.auto(), pytest.param(js.explicit(), marks=pytest.mark.slow)])
 def test_lookahead_takes_the_gradients_of_the_fast_parameters_within_1e_5(engine):
     tx = optax.chain(

@@ -31,6 +31,15 @@ def ones(count=None):
     return itertools.repeat(batch) if count is None else itertools.repeat(batch, count)
 
 
+class KeepsBest:
+    """A callback that waits for evaluations, as js.Checkpointer(best="loss") does."""
+
+    best = "loss"
+
+    def __call__(self, number, run):
+        pass
+
+
 def evaluations(losses):
     """An `evaluate` that returns these losses one after the other."""
     losses = iter(losses)
@@ -157,6 +166,9 @@ def test_batches_that_end_too_soon():
         ({"eval_every": 3}, "eval_every=3 needs evaluate="),
         ({"patience": 3}, "patience=3 needs evaluate="),
         ({"patience": 3, "evaluate": evaluations([1.0])}, "needs eval_every="),
+        ({"stop": js.EarlyStopping(3)}, "judge evaluations; give evaluate=, too"),
+        ({"stop": js.EarlyStopping(max_worse=1.0)}, "judge evaluations; give evaluate=, too"),
+        ({"on_run": [KeepsBest()]}, "KeepsBest keeps the run with the best 'loss' of the evaluations; give evaluate="),
         (
             {"patience": 3, "eval_every": 1, "evaluate": evaluations([1.0]), "stop": js.EarlyStopping(3)},
             r"patience=3 beside stop=; write stop=js.EarlyStopping\(3, ...\) alone",
