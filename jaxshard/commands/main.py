@@ -33,7 +33,7 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as a shell says of a program that SIGINT ended."""
 
 CRASHED = 70
-"""The exit status after an error that is no refusal (EX_SOFTWARE of sysexits.h): 1 says that a check found something."""
+"""The exit status after an error that is no refusal (EX_SOFTWARE of sysexits.h), unlike 1, by which checks fail."""
 
 _AGAIN = 0.02
 """Seconds after which a Ctrl-C that was lost comes again."""
@@ -51,8 +51,8 @@ def main(args: Sequence[str] | None = None) -> int:
       0, or what the command returned: 1 where a check failed. 1 also where a step was bad or a file could not be
       written, 2 for wrong flags or data, where several processes were given different ones and where standard output
       can't be written, 75 where one of several processes never came, 130 after Ctrl-C, each with a line on standard
-      error. 70, with a traceback, where the user's function raised. 141, without a line, where the reader of standard output is gone, as under `| head -1`. Where another
-      process failed, its status.
+      error. 70, with a traceback, where the user's function raised. 141, without a line, where the reader of standard
+      output is gone, as under `| head -1`. Where another process failed, its status.
 
     Raises:
       SystemExit: with status 2, as in argparse, for a command or flag that does not exist or a value of another type;

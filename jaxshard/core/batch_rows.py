@@ -41,13 +41,13 @@ def describe_differing(counts: dict[str, int]) -> str:
     return f"the arrays of a batch must have the same number of rows (dim 0), got {listed}"
 
 
-def name_those_without(counts: dict[str, int]) -> str:
-    """Say what to do where arrays have different first sizes, given what `row_counts` returned.
+def name_those_without(counts: dict[str, int], rows: int) -> str:
+    """Say what to do where arrays have different first sizes: an example that names those with other sizes than `rows`.
 
-    The example names those that differ from most of them.
+    Args:
+      counts: what `row_counts` returned.
+      rows: the number of rows.
     """
-    sizes = Counter(counts.values())
-    rows = max(sizes, key=lambda size: (sizes[size], size))
     others = ", ".join([repr(path) for path, size in counts.items() if size != rows][:4])
     return f"name those that have no rows in the strategy, such as js.compose(..., js.without_rows({others}))"
 

@@ -10,6 +10,7 @@ What differs is who has which rows. With two hosts and a batch of 8 rows, split 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,8 @@ def _place_local(batch: PyTree, layout: Layout) -> PyTree:
     check_arrays("a batch", batch)
     counts = row_counts(layout.strategy, batch)
     if len(set(counts.values())) > 1:
-        raise ValueError(f"local_batches: {describe_differing(counts)}; {name_those_without(counts)}")
+        fix = name_those_without(counts, Counter(counts.values()).most_common(1)[0][0])
+        raise ValueError(f"local_batches: {describe_differing(counts)}; {fix}")
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         array = np.array(leaf)  # a copy, as in `_place_whole`

@@ -105,8 +105,8 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
         return _split_tokens(path.name, tokens, _BYTES if vocab is None else vocab)
     if dtype is not None or vocab not in (None, _BYTES):
         raise ValueError(
-            f"data: {path} is read as bytes, a vocabulary of {_BYTES}, but it came with the dtype {dtype} and the vocabulary "
-            f"{vocab}; they are for token ids in .npy and .bin files"
+            f"data: {path} is read as bytes, a vocabulary of {_BYTES}, but it came with the dtype {dtype} and the "
+            f"vocabulary {vocab}; they are for token ids in .npy and .bin files"
         )
     if path.is_dir():
         return _load_folder(path)

@@ -34,13 +34,14 @@ def check_batch(layout: Layout, batch: PyTree, microbatches: int, *, whole: bool
         if not whole:
             raise ValueError(
                 f"{describe_differing(counts)}; use js.auto() without micro-batches, whose loss sees the whole batch, "
-                f"or {name_those_without(counts)}"
+                f"or {name_those_without(counts, count)}"
             )
         others = ", ".join(f"{path}: {size}" for path, size in counts.items() if size != count)
         if axis_size(layout.mesh, layout.batch_axes) > 1:
+            fix = name_those_without(counts, count)
             warnings.warn(
                 f"arrays of the batch differ in their first sizes: those of {count} are taken for rows, which devices "
-                f"share, and every device has these whole: {others}. To choose yourself, {name_those_without(counts)}",
+                f"share, and every device has these whole: {others}. To choose yourself, {fix}",
                 stacklevel=4,
             )
     layout.batch_shardings(batch)

@@ -102,7 +102,8 @@ def make_eval_step(
         mask, counts = layout.rows_mask(batch), row_counts(layout.strategy, batch)
         differ, rows = len(set(counts.values())) > 1, row_count(select(mask, batch))
         if differ and checked not in (None, abstract(batch)):
-            raise ValueError(f"{describe_differing(counts)}, so that none can be padded; {name_those_without(counts)}")
+            fix = name_those_without(counts, rows)
+            raise ValueError(f"{describe_differing(counts)}, so that none can be padded; {fix}")
         size = size or (rows if differ else _round_up(rows, layout))
         if rows > size:
             raise ValueError(
