@@ -234,7 +234,7 @@ def _checksum_parts(opened: BinaryIO, sizes: Sequence[int], digest: Any) -> list
     starts = accumulate(sizes, initial=0)
     # zlib, hashlib and reads let go of Python's lock, so that threads use all cores.
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        whole = None if digest is None else threads.submit(_update_digest, opened, digest)
+        whole = None if digest is None else threads.submit(_update_digest, opened, sum(sizes), digest)
         found = list(threads.map(partial(_checksum_part, opened), starts, sizes))
         if whole is not None:
             whole.result()
@@ -249,8 +249,9 @@ def _checksum_part(opened: BinaryIO, start: int, size: int) -> tuple[int, int]:
     return done, crc
 
 
-def _update_digest(opened: BinaryIO, digest: Any) -> None:
-    for block in _read_blocks(opened, 0, os.fstat(opened.fileno()).st_size):
+def _update_digest(opened: BinaryIO, size: int, digest: Any) -> None:
+    """Update a digest with the first bytes of a file: as many as were saved, however large it may have become."""
+    for block in _read_blocks(opened, 0, size):
         digest.update(block)
 
 

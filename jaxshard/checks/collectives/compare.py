@@ -198,6 +198,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
                 taken.append((array, covered))
         left = rest
     slack = promised.slack
+    left = [(at, array) for at, array in left if allowances.take_joined(array) is None]
     for at, array in sorted(left, key=lambda item: (item[1].bytes is None, item[1].bytes or 0)):
         if array.bytes is not None and array.bytes <= slack:
             slack -= array.bytes

@@ -11,6 +11,7 @@ takes has the promised dtype, else a wider one, and only if nothing is left of t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,10 @@ from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.core.text_table import first_words
 
+_SCALARS = 16
+"""Elements of no promise that may be joined with arrays."""
+_MAX_SUMS = 1 << 16
+"""Sums of promises that are tried for one joined array at most."""
 _STANDS_FOR = {"all-reduce": ("reduce-scatter", "all-gather")}
 """A compiler may reduce everywhere and slice, or add up arrays that are zero elsewhere."""
 
@@ -103,6 +108,44 @@ class Allowances:
                     return Taken(kind, dtype, ["what goes over several slices"])
         is_open = not as_other and not narrower and any(_covers(one, array) for one in self._open)
         return Taken(array.kind, "", []) if is_open else None
+
+    def take_joined(self, array: Collective) -> Taken | None:
+        """Use up what was promised of several arrays whose sum the compiler moves end to end, as a GPU's joins them.
+
+        A few elements may be of no promise: the loss, its weight, metrics.
+
+        Args:
+          array: what the program moves: an all-reduce of one dimension is looked at.
+
+        Returns:
+          What covers it; None, and nothing is used up, if no promises add up to it.
+        """
+        if array.kind != "all-reduce" or len(array.shapes[0]) != 1 or not array.count:
+            return None
+        parts = [
+            known
+            for known in self._counted.values()
+            if (known.kind, known.axes, known.dtype) == (array.kind, array.axes, array.dtype)
+            and known.elements[0] == known.elements[1]
+        ]
+        # Every number of elements that some of the promises add up to, with one choice of executions that does.
+        sums: dict[int, tuple[int, ...]] = {0: ()}
+        for known in parts:
+            room = (known.most - known.used) // array.count
+            times = sorted({*range(min(room, 64) + 1), known.stack, room})
+            longer = {
+                total + some * known.elements[0]: (*chosen, some)
+                for total, chosen in sums.items()
+                for some in times
+                if some <= room and total + some * known.elements[0] <= array.elements
+            }
+            sums = dict(itertools.islice(longer.items(), _MAX_SUMS))
+        if array.elements - (best := max(sums)) > _SCALARS or not best:
+            return None
+        for known, some in zip(parts, sums[best], strict=True):
+            known.used += some * array.count
+        names = [name for known, some in zip(parts, sums[best], strict=True) if some for name in known.what]
+        return Taken(array.kind, array.dtype, names)
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, _Allowance]]:
         """The allowances that an array may fall under, and how many promised executions one of its own stands for.

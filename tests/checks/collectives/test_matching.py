@@ -61,6 +61,22 @@ def test_a_compiler_may_join_the_blocks_of_a_loop():
     assert comparison.ok and not comparison.missing
 
 
+def test_a_compiler_may_lay_sums_of_several_arrays_end_to_end():
+    """As a GPU's does: 32 elements twice, 5 and the loss in one array of 70."""
+    weight = replace(WEIGHT, kind="all-reduce", stack=2)
+    bias = replace(weight, shape=(5,), least=1, most=1, stack=1, what="weight b")
+    joined = replace(ONE, kind="all-reduce", count=1, shapes=((70,),), sizes=(280,))
+    comparison = compared([weight, bias], [joined])
+    assert comparison.ok and not comparison.missing and not comparison.substitutes
+    twice = compared([weight, bias], [joined, joined])
+    assert [one.why for one in twice.surprises] == ["nothing of 70 elements is promised there"]
+    for other in ({"shapes": ((7, 10),)}, {"dtype": "bf16"}, {"axes": ("tensor",)}, {"kind": "reduce-scatter"}):
+        assert not compared([weight, bias], [replace(joined, **other)]).ok, other
+    longer = replace(joined, shapes=((90,),), sizes=(360,))
+    assert not compared([weight, bias], [longer]).ok  # 21 elements of no promise
+    assert compared([weight, bias], [joined, replace(ONE, kind="all-reduce", count=1)]).surprises
+
+
 def test_small_movements_are_left_to_the_compiler_the_smallest_first():
     small = replace(ONE, shapes=((2,),), sizes=(8,), count=1)
     tolerated = compared([], [small, ONE], slack=256 + 8)
