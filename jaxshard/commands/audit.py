@@ -23,6 +23,7 @@ from jaxshard.training.step import make_step
 def run(
     target: str,
     *,
+    change: str | None,
     sharding: ShardingFlags,
     batch: int | None,
     seq: int | None,
@@ -38,8 +39,8 @@ def run(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        how = make_parallel(sharding, remat=remat, topology=topology, depth=depth_of(target), batch=batch)
-    program = program_of(target, rows=batch, seq=seq, rows_multiple=how.rows_multiple)
+        how = make_parallel(sharding, remat=remat, topology=topology, depth=depth_of(target, change), batch=batch)
+    program = program_of(target, change=change, rows=batch, seq=seq, rows_multiple=how.rows_multiple)
     rows = abstract(program.batch)
     with usage_errors(), refusals():
         layout = make_layout(how.strategy, how.mesh, program.init_fn, program.tx)

@@ -38,6 +38,15 @@ Target = Annotated[
         "without arguments that returns (init_fn, loss_fn, tx, batch).",
     ),
 ]
+Change = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="NAME=VALUE,...",
+        help="arguments of js.models.gpt or js.models.llama in the place of the size's own, such as "
+        "depth=4,rope_scaling=8.",
+        help_behavior_hint="",
+    ),
+]
 Remat = Annotated[
     RematName | None,
     tyro.conf.arg(

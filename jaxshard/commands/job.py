@@ -31,7 +31,7 @@ class Job:
     """A model, its data, and how it is trained.
 
     Attributes:
-      name: the name of the ready-made size.
+      name: the name of the ready-made size, with what was changed of it.
       how: mesh, strategy and engine.
       size: the size's numbers and recipe, with those that were given by flags.
       corpus: the tokens.

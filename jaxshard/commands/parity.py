@@ -15,7 +15,7 @@ from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import ShardingFlags, check_files, check_positive, check_seed
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.program import Program, depth_of, program_of
+from jaxshard.commands.program import Program, depth_of, parse_changes, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.models.sizes import SIZES
@@ -25,7 +25,15 @@ _ROWS, _SEQ = 16, 32
 """The batch of a ready-made size: at most 512 tokens, since long sums lose digits."""
 
 
-def run(target: str, *, sharding: ShardingFlags, batch: int | None, seed: int, json: Path | None) -> int:
+def run(
+    target: str,
+    *,
+    change: str | None,
+    sharding: ShardingFlags,
+    batch: int | None,
+    seed: int,
+    json: Path | None,
+) -> int:
     """Compare a sharded step with the same step on one device; the arguments are the flags.
 
     Returns:
@@ -36,8 +44,8 @@ def run(target: str, *, sharding: ShardingFlags, batch: int | None, seed: int, j
         check_positive(batch=batch)
         check_seed(seed)
         check_files(json=json)
-        how = make_parallel(sharding, depth=depth_of(target), batch=batch)
-    program = _small_program(target, batch, seed, how.rows_multiple)
+        how = make_parallel(sharding, depth=depth_of(target, change), batch=batch)
+    program = _small_program(target, change, batch, seed, how.rows_multiple)
     facts(console, how.shown | {"model": program.name})
     started = time.perf_counter()
     with working(console, "running both"), refusals():
@@ -60,12 +68,13 @@ def run(target: str, *, sharding: ShardingFlags, batch: int | None, seed: int, j
     return 0 if report.ok else 1
 
 
-def _small_program(target: str, batch: int | None, seed: int, rows_multiple: int) -> Program:
+def _small_program(target: str, change: str | None, batch: int | None, seed: int, rows_multiple: int) -> Program:
     """The program; a ready-made size has a small batch."""
     if target not in SIZES:
-        return program_of(target, rows=batch)
-    rows, seq = batch or _ROWS + -_ROWS % rows_multiple, min(_SEQ, SIZES[target].shape["seq"])
-    return program_of(target, rows=rows, seq=seq, seed=seed, rows_multiple=rows_multiple)
+        return program_of(target, change=change, rows=batch)
+    rows, changes = batch or _ROWS + -_ROWS % rows_multiple, parse_changes(change)
+    seq = None if "seq" in changes else min(_SEQ, SIZES[target].shape["seq"])
+    return program_of(target, change=change, rows=rows, seq=seq, seed=seed, rows_multiple=rows_multiple)
 
 
 def _style(line: str) -> Text:

@@ -20,6 +20,7 @@ from jaxshard.commands.flags import RecipeFlags, check_positive
 from jaxshard.core.transform import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.models.recipe import Size
+from jaxshard.models.rope import RopeScaling
 from jaxshard.models.sizes import SIZES
 
 _ORDER = "(init_fn, loss_fn, tx, batch)"
@@ -36,18 +37,26 @@ class Program(NamedTuple):
     name: str
 
 
-def size_of(model: str, given: RecipeFlags, rows_multiple: int) -> Size:
+def size_of(model: str, change: str | None, given: RecipeFlags, rows_multiple: int) -> Size:
     """Look up a ready-made size and replace its numbers by those that are given.
 
     Without --batch the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
 
     Raises:
-      ValueError: no such size, or a number that is not above zero.
+      ValueError: no such size or argument, or a number that is not above zero.
     """
     if model not in SIZES:
         raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}")
     check_positive(seq=given.seq, batch=given.batch, steps=given.steps, lr=given.lr)
-    shape, recipe, make = SIZES[model]
+    size, changes = SIZES[model], parse_changes(change)
+    try:
+        size.check_changes(changes)
+        size.model(**changes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--change {change}: {error}") from error
+    if given.seq is not None and "seq" in changes:
+        raise ValueError(f"--seq {given.seq} and --change {change} both say seq; leave one out")
+    shape, recipe, make = size.shape | changes, size.recipe, size.make
     recipe = recipe._replace(
         batch=given.batch or recipe.batch + -recipe.batch % rows_multiple,
         steps=given.steps or recipe.steps,
@@ -56,13 +65,52 @@ def size_of(model: str, given: RecipeFlags, rows_multiple: int) -> Size:
     return Size(shape | {"seq": given.seq or shape["seq"]}, recipe, make)
 
 
-def depth_of(target: str) -> int | None:
+def depth_of(target: str, change: str | None = None) -> int | None:
     """Return the number of blocks of a ready-made size, or None for what a user's function makes."""
-    return SIZES[target].shape["depth"] if target in SIZES else None
+    return (SIZES[target].shape | parse_changes(change))["depth"] if target in SIZES else None
+
+
+def name_with_changes(model: str, change: str | None) -> str:
+    """Return a size's name with what was changed of it: "llama-1m (depth=2)"."""
+    return model if change is None else f"{model} ({change})"
+
+
+def parse_changes(text: str | None) -> dict[str, Any]:
+    """Parse the value of --change; a rope_scaling may be its factor, or factor:low:high:original.
+
+        >>> parse_changes("depth=4,tied=true,norm_epsilon=1e-6")
+        {'depth': 4, 'tied': True, 'norm_epsilon': 1e-06}
+
+    Raises:
+      ValueError: a part that is not name=value, a name that comes twice, or a value that is no number, true or false.
+    """
+    changes: dict[str, Any] = {}
+    for part in [] if text is None else text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            changes[name] = _value(value) if name.isidentifier() and name not in changes else _value("")
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"--change {text}: write each argument once, as name=number, name=true or name=false, such as depth=4"
+            ) from None
+    return changes
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    numbers = [float(x) if set(x) & set(".en") else int(x) for x in text.split(":")]
+    return numbers[0] if len(numbers) == 1 else RopeScaling(*numbers)  # type: ignore[arg-type]
 
 
 def program_of(
-    target: str, *, rows: int | None = None, seq: int | None = None, seed: int = 0, rows_multiple: int = 1
+    target: str,
+    *,
+    change: str | None = None,
+    rows: int | None = None,
+    seq: int | None = None,
+    seed: int = 0,
+    rows_multiple: int = 1,
 ) -> Program:
     """Make the program that `target` names.
 
@@ -75,38 +123,40 @@ def program_of(
     Args:
       target: a size such as "gpt-1m", or "path/to/file.py:make" or "package.module:make", where `make` is a function
         without arguments that returns (init_fn, loss_fn, tx, batch).
+      change: arguments of a ready-made size that are replaced, see `parse_changes`.
       rows: the rows of a ready-made size's batch; by default the recipe's number.
       seq: the tokens in a row of a ready-made size's batch; by default what the size says.
       seed: draws the tokens of a ready-made size.
       rows_multiple: the recipe's number of rows is rounded up to a multiple of it.
 
     Raises:
-      UsageError: no such size, file, module or function, a function that returns something else, or `rows` or `seq` for
-        a function.
+      UsageError: no such size, file, module or function, a function that returns something else, or `change`, `rows`
+        or `seq` for a function.
     """
     if ":" not in target:
-        return _ready_made(target, RecipeFlags(batch=rows, seq=seq, seed=seed), rows_multiple)
-    if rows is not None or seq is not None:
+        return _ready_made(target, change, RecipeFlags(batch=rows, seq=seq, seed=seed), rows_multiple)
+    if (change, rows, seq) != (None, None, None):
         raise UsageError(
-            f"--batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own batch: change "
-            "it there"
+            f"--change, --batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own model "
+            "and batch: change them there"
         )
     where, _, name = target.rpartition(":")
     make = _find_function(_import_module(where, target), name, target)
     return _check_program(make(), target)
 
 
-def _ready_made(name: str, given: RecipeFlags, rows_multiple: int) -> Program:
+def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple: int) -> Program:
     if name not in SIZES:
         raise UsageError(
             f"{name}: there is no such size; give one of {', '.join(SIZES)}, or path/to/file.py:function or "
             f"package.module:function, {_RETURNS}"
         )
     with usage_errors():
-        size = size_of(name, given, rows_multiple)
+        size = size_of(name, change, given, rows_multiple)
     model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
     tokens = np.random.default_rng(given.seed).integers(0, size.shape["vocab"], shape, dtype=np.int32)
-    return Program(model.init, model.loss, size.recipe.optimizer(), {"tokens": tokens}, name)
+    tx = size.recipe.optimizer()
+    return Program(model.init, model.loss, tx, {"tokens": tokens}, name_with_changes(name, change))
 
 
 def _import_module(where: str, target: str) -> ModuleType:

@@ -13,6 +13,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 
 from jaxshard.commands.flags import (
+    Change,
     Count,
     DataFlags,
     File,
@@ -31,6 +32,7 @@ from jaxshard.commands.flags import (
 def train(
     *,
     model: Annotated[str, tyro.conf.arg(metavar="NAME")] = "gpt-1m",
+    change: Change = None,
     data: OmitArgPrefixes[DataFlags],
     sharding: Sharding,
     remat: Remat = None,
@@ -46,7 +48,8 @@ def train(
     of all.
 
     Args:
-      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m or llama3-8b.
+      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
+        llama3-8b, llama3-70b or llama3-405b.
       ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
         processes that the devices are spread over.
     """
@@ -54,6 +57,7 @@ def train(
 
     run(
         model=model,
+        change=change,
         data=data,
         sharding=sharding,
         remat=remat,
@@ -97,6 +101,7 @@ def audit(
     target: Target,
     /,
     *,
+    change: Change = None,
     sharding: Sharding,
     batch: Count = None,
     seq: Count = None,
@@ -115,13 +120,16 @@ def audit(
     """
     from jaxshard.commands.audit import run
 
-    return run(target, sharding=sharding, batch=batch, seq=seq, remat=remat, topology=topology, json=json)
+    return run(
+        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, topology=topology, json=json
+    )
 
 
 def parity(
     target: Target,
     /,
     *,
+    change: Change = None,
     sharding: Sharding,
     batch: Count = None,
     seed: Number = 0,
@@ -137,7 +145,7 @@ def parity(
     """
     from jaxshard.commands.parity import run
 
-    return run(target, sharding=sharding, batch=batch, seed=seed, json=json)
+    return run(target, change=change, sharding=sharding, batch=batch, seed=seed, json=json)
 
 
 def schedule(

@@ -24,7 +24,7 @@ from jaxshard.commands.flags import (
 )
 from jaxshard.commands.job import Job, load_corpus
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.program import depth_of, size_of
+from jaxshard.commands.program import depth_of, name_with_changes, parse_changes, size_of
 from jaxshard.commands.result import describe_step, draw_sample, summarize, write_json
 from jaxshard.commands.saving import make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
@@ -46,6 +46,7 @@ from jaxshard.training.step import make_step
 def run(
     *,
     model: str,
+    change: str | None,
     data: DataFlags,
     sharding: ShardingFlags,
     remat: RematName | None,
@@ -72,10 +73,12 @@ def run(
         saves = make_saving(saving, others=files)
         if recipe.bad_steps == "rollback" and saving.checkpoint is None:
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
-        how = make_parallel(sharding, remat=remat, ordered=ordered, depth=depth_of(model), batch=recipe.batch)
-        size = size_of(model, recipe, how.rows_multiple)
+        how = make_parallel(sharding, remat=remat, ordered=ordered, depth=depth_of(model, change), batch=recipe.batch)
+        size = size_of(model, change, recipe, how.rows_multiple)
         facts(console, how.shown)
-        job = Job(model, how, size, load_corpus(console, data), recipe.seed)
+        if "vocab" in parse_changes(change):
+            raise ValueError(f"--change {change}: the vocabulary is that of the corpus; leave vocab out")
+        job = Job(name_with_changes(model, change), how, size, load_corpus(console, data), recipe.seed)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
         saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there

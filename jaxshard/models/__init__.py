@@ -10,4 +10,6 @@ from jaxshard.models.gpt import gpt as gpt
 from jaxshard.models.llama import llama as llama
 from jaxshard.models.recipe import Recipe as Recipe
 from jaxshard.models.recipe import Size as Size
+from jaxshard.models.rope import RopeScaling as RopeScaling
 from jaxshard.models.sizes import SIZES as SIZES
+from jaxshard.models.sizes import make as make

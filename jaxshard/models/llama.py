@@ -1,7 +1,7 @@
 """Llama 3 as a `js.Stacked` model of Flax modules, and its ready-made sizes. `models/decoder.py` describes the batch.
 
-Shape suffixes: B rows, T positions, C width, F the MLP's hidden width, H heads, K heads of keys and values, D = C / H,
-V vocabulary.
+Shape suffixes: B rows, T positions, C width, F the MLP's hidden width, H heads, K heads of keys and values, D the
+width of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -31,6 +30,7 @@ from jaxshard.models.parts import (
     residual_stddev,
 )
 from jaxshard.models.recipe import Recipe, Size
+from jaxshard.models.rope import RopeScaling, as_scaling, rotary_rates
 
 _KV_HEADS = ("batch", None, "kv_heads", None)
 
@@ -44,7 +44,10 @@ def llama(
     kv_heads: int,
     hidden: int,
     seq: int,
+    head_dim: int | None = None,
     rope_base: float = 500_000,
+    rope_scaling: RopeScaling | float | None = None,
+    norm_epsilon: float = 1e-5,
     tied: bool = False,
 ) -> Decoder:
     """Build a Llama 3: `model.init(key)` and `model.loss(params, batch, key)`.
@@ -58,38 +61,51 @@ def llama(
 
     Args:
       vocab: the number of token ids.
-      width: the width C of the residual stream; `heads` divides it into an even number of dimensions per head.
+      width: the width C of the residual stream.
       depth: the number of blocks.
       heads: the number of query heads.
       kv_heads: the number of heads of keys and values, a divisor of `heads`. A tensor axis that does not divide it
         leaves keys and values, and their weights, whole.
       hidden: the MLP's hidden width.
       seq: the largest number of positions in a row.
+      head_dim: the width D of a head, an even number; by default width / heads.
       rope_base: base of the rotary angles, see `rotate`.
+      rope_scaling: the scaling of the rotary angles, `js.models.RopeScaling(...)`; a number is the factor, with the
+        other numbers of Llama 3.1 (whose factor is 8).
+      norm_epsilon: what RMS norms add to the mean square.
       tied: use the token embedding as the output matrix.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
 
     Raises:
-      ValueError: a size below 1, sizes that do not divide each other, or a `rope_base` of at most 1.
+      ValueError: a size below 1, sizes that do not divide each other, a `rope_base` of at most 1, or a scaling or
+        epsilon that is none.
+      TypeError: a size that is no whole number.
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.2; Su et al. 2021, "RoFormer".
     """
     sizes = {"vocab": vocab, "width": width, "depth": depth, "heads": heads, "kv_heads": kv_heads, "hidden": hidden}
-    check_sizes("llama", sizes | {"seq": seq})
-    if width % heads or width // heads % 2:
+    check_sizes("llama", sizes | {"seq": seq} | ({} if head_dim is None else {"head_dim": head_dim}))
+    if head_dim is None and (width % heads or width // heads % 2):
         raise ValueError(
-            f"llama: width {width} over heads {heads} must give heads of an even size; pass a multiple of {2 * heads}"
+            f"llama: width {width} over heads {heads} must give heads of an even size; pass a multiple of {2 * heads}, "
+            "or head_dim"
         )
+    D = head_dim or width // heads
+    if D % 2:
+        raise ValueError(f"llama: head_dim must be even, got {D}: rotary positions turn pairs of dimensions")
     if heads % kv_heads:
         raise ValueError(f"llama: heads {heads} is not divisible by kv_heads {kv_heads}; pass a divisor of {heads}")
     if rope_base <= 1:
         raise ValueError(f"llama: rope_base must be above 1, got {rope_base}")
+    if norm_epsilon < 0:
+        raise ValueError(f"llama: norm_epsilon must not be negative, got {norm_epsilon}")
+    scaling = as_scaling(rope_scaling)
 
     embedding = Embedding(vocab, width)
-    one_block = Block(heads, kv_heads, hidden, rope_base, residual_stddev(depth))
-    output = Output(None if tied else vocab, partial(nn.RMSNorm, epsilon=1e-5, name="norm"))
+    one_block = Block(heads, kv_heads, D, hidden, rope_base, scaling, norm_epsilon, residual_stddev(depth))
+    output = Output(None if tied else vocab, partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm"))
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         return constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE_ROWS)
@@ -106,6 +122,17 @@ def llama(
     return Decoder("llama", seq, embed, block, readout, num_blocks=depth, init=init)
 
 
+def _llama3(width: int, depth: int, heads: int, hidden: int, learning_rate: float) -> Size:
+    # Table 3 of Grattafiori et al. 2024, with the vocabulary of the published weights, which pads 128,000 tokens;
+    # batch (the first one), warm-up and steps of its section 3.4.1, which are the 405B's. Llama 3.1, which reads rows
+    # of 131,072, is seq=131_072, rope_scaling=8.
+    shape = {
+        "vocab": 128_256, "width": width, "depth": depth, "heads": heads, "kv_heads": 8, "hidden": hidden, "seq": 8192,
+        "rope_base": 500_000,
+    }  # fmt: skip
+    return Size(shape, Recipe(batch=512, steps=1_200_000, learning_rate=learning_rate, warmup=8000), llama)
+
+
 SIZES = {
     # Not tuned: gpt-1m's recipe. On the standard library 1.67 nats per held-out byte (one seed), in 67 CPU seconds.
     "llama-1m": Size(
@@ -113,15 +140,20 @@ SIZES = {
         Recipe(batch=64, steps=320, learning_rate=2.5e-3, warmup=80),
         llama,
     ),
-    # Table 3 of Grattafiori et al. 2024; batch, warm-up and steps of its section 3.4.1, which are the 405B's.
-    "llama3-8b": Size(
+    # Table 1 and section 2.2 of Touvron et al. 2023, "Llama 2": 2T tokens, 4M a step, rows of 4096. The shape is that
+    # of table 2 in their "LLaMA", with the MLP's width of the published weights (two thirds of 4 width, rounded up to a
+    # multiple of 256).
+    "llama2-7b": Size(
         {
-            "vocab": 128_256, "width": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "hidden": 14_336, "seq": 8192,
-            "rope_base": 500_000,
+            "vocab": 32_000, "width": 4096, "depth": 32, "heads": 32, "kv_heads": 32, "hidden": 11_008, "seq": 4096,
+            "rope_base": 10_000,
         },
-        Recipe(batch=512, steps=1_200_000, learning_rate=3e-4, warmup=8000),
+        Recipe(batch=1024, steps=500_000, learning_rate=3e-4, warmup=2000),
         llama,
     ),
+    "llama3-8b": _llama3(4096, 32, 32, 14_336, 3e-4),
+    "llama3-70b": _llama3(8192, 80, 64, 28_672, 1.5e-4),
+    "llama3-405b": _llama3(16_384, 126, 128, 53_248, 8e-5),
 }  # fmt: skip
 """Ready-made sizes of this family; `js.models.SIZES` has those of all families."""
 
@@ -144,44 +176,48 @@ class Block(nn.Module):
 
     heads: int
     kv_heads: int
+    head_dim: int
     hidden: int
     rope_base: float
+    rope_scaling: RopeScaling | None
+    norm_epsilon: float
     residual_stddev: float
 
     @nn.compact
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        C = x_BTC.shape[-1]
-        D = C // self.heads
+        C, D = x_BTC.shape[-1], self.head_dim
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
 
         def dense(name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer) -> jax.Array:
             inputs = tuple(range(2 - x.ndim, 0))  # all dimensions but rows and positions
             return apply_to_rows(nn.DenseGeneral(features, axis=inputs, use_bias=False, kernel_init=init, name=name), x)
 
-        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=1e-5, name="attn_norm")(x_BTC))
+        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
         q_BTHD = constrain(dense("q_proj", h_BTC, (self.heads, D), init), HEADS)
         k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
         v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
-        q_BTHD, k_BTKD = rotate(q_BTHD, self.rope_base), rotate(k_BTKD, self.rope_base)
+        q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling) for x in (q_BTHD, k_BTKD))
         h_BTHD = jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, is_causal=True)
         h_BTC = dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init)
         x_BTC = x_BTC + constrain(h_BTC, RESIDUAL)
 
-        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=1e-5, name="mlp_norm")(x_BTC))
+        h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="mlp_norm")(x_BTC))
         gate_BTF = constrain(dense("gate_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
         up_BTF = constrain(dense("up_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
         h_BTC = dense("down_proj", nn.silu(gate_BTF) * up_BTF, (C,), residual_init)
         return x_BTC + constrain(h_BTC, RESIDUAL)
 
 
-def rotate(x_BTHD: Float[Array, "batch seq heads dim"], base: float) -> Float[Array, "batch seq heads dim"]:
+def rotate(
+    x_BTHD: Float[Array, "batch seq heads dim"], base: float, scaling: RopeScaling | None = None
+) -> Float[Array, "batch seq heads dim"]:
     """Apply rotary positions: turn the pair of dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
 
     Computed in f32. Source: Su et al. 2021, "RoFormer", section 3.2, with the pairs of dimensions of Llama's weights in
-    the form of Hugging Face.
+    the form of Hugging Face; `RopeScaling` says what a scaling does to the angles.
     """
     T, D = x_BTHD.shape[1], x_BTHD.shape[3]
-    rates = jnp.asarray(base ** (-np.arange(0, D, 2) / D), jnp.float32)
+    rates = jnp.asarray(rotary_rates(D, base, scaling), jnp.float32)
     angles_T1D = jnp.arange(T, dtype=jnp.float32)[:, None, None] * rates
     cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)
     first, second = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)

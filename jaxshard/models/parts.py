@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, cast
 
 import jax
@@ -92,7 +93,11 @@ def residual_stddev(depth: int) -> float:
     return STDDEV / math.sqrt(2 * depth)
 
 
-def check_sizes(family: str, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless all sizes are at least 1."""
+def check_sizes(family: str, sizes: Mapping[str, Any]) -> None:
+    """Raise TypeError unless all sizes are whole numbers, and ValueError unless they are at least 1."""
+    if other := {
+        name: size for name, size in sizes.items() if not isinstance(size, Integral) or isinstance(size, bool)
+    }:
+        raise TypeError(f"{family}: sizes must be whole numbers, got {other}")
     if wrong := {name: size for name, size in sizes.items() if size < 1}:
         raise ValueError(f"{family}: sizes must be at least 1, got {wrong}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import optax
 
@@ -56,10 +57,24 @@ class Size(NamedTuple):
       make: the function that builds the model, `js.models.gpt` or `js.models.llama`.
     """
 
-    shape: dict[str, int]
+    shape: dict[str, Any]
     recipe: Recipe
     make: Callable[..., Decoder]
 
-    def model(self, **changes: int) -> Decoder:
-        """Build the model, with some arguments of `make` replaced: `SIZES["gpt2"].model(vocab=256)`."""
+    def model(self, **changes: Any) -> Decoder:
+        """Build the model, with some arguments of `make` replaced: `SIZES["gpt2"].model(vocab=256)`.
+
+        Raises:
+          ValueError: `make` has no such argument, or refuses its value.
+        """
+        self.check_changes(changes)
         return self.make(**self.shape | changes)
+
+    def check_changes(self, changes: Iterable[str]) -> None:
+        """Raise ValueError for a change that is no argument of `make`; lists those that there are."""
+        known = inspect.signature(self.make).parameters
+        if unknown := [name for name in changes if name not in known]:
+            raise ValueError(
+                f"js.models.{self.make.__name__} has no {', '.join(map(repr, unknown))}; what can be changed: "
+                f"{', '.join(known)}"
+            )

@@ -1,8 +1,35 @@
-"""The ready-made sizes of all families, by name."""
+"""The ready-made sizes of all families, by name, and `make`, which builds one of them."""
 
+from typing import Any
+
+from jaxshard.models.decoder import Decoder
 from jaxshard.models.gpt import SIZES as GPT_SIZES
 from jaxshard.models.llama import SIZES as LLAMA_SIZES
 from jaxshard.models.recipe import Size
 
 SIZES: dict[str, Size] = GPT_SIZES | LLAMA_SIZES
-"""Every ready-made size; `SIZES["gpt2"].model(vocab=256)` builds one of them with another vocabulary."""
+"""Every ready-made size; `SIZES["gpt2"].recipe` says how it is trained."""
+
+
+def make(name: str, /, **changes: Any) -> Decoder:
+    """Build the ready-made model of a name: one with `init`, `loss` and `evaluate`.
+
+    Args:
+      name: one of `js.models.SIZES`, such as "llama3-8b".
+      **changes: arguments of `js.models.gpt` or `js.models.llama` in the place of the size's own.
+
+    Returns:
+      The model, a `js.Stacked` that every engine can run. It holds no arrays.
+
+    Raises:
+      ValueError: no such size, a change that is no argument of its function (the message lists those that there are),
+        or one of a value that the function refuses.
+
+    Example:
+        model = js.models.make("llama3-8b", seq=131_072, rope_scaling=8)
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
+        step = js.make_step(model.loss, tx, layout, engine=js.explicit(precision="bf16"))
+    """
+    if name not in SIZES:
+        raise ValueError(f"js.models.make: there is no size {name!r}; use one of {', '.join(SIZES)}")
+    return SIZES[name].model(**changes)

@@ -81,6 +81,7 @@ TARGETS = [
     "good.py:make()",
     "",
 ]
+CHANGES = ["", "depth", "dept=2", "depth=x", "depth=0", "depth=1.5", "depth=2,depth=2", "heads=5", "vocab=8", "seq=1:2"]
 TINY = ["--steps", "1", "--batch", "8", "--seq", "8", "--sample", "0", "--data", "text.txt"]
 
 # Words with which a command would work (each with the flag that is drawn, and its wrong value), and the flags.
@@ -96,6 +97,7 @@ GOOD = {
 FLAGS = {
     "train": SHARDING | {
         "--model": ["nope", "", "gpt-1m "],
+        "--change": CHANGES,
         "--data": ["/nonexistent", "empty.txt", "renamed.npy", "broken.npy", "ids.bin", "", " "],
         "--dtype": ["S", "i4,,", "uint16", ""],
         "--vocab": NUMBERS,
@@ -123,13 +125,19 @@ FLAGS = {
     },
     "launch": {"-n": NUMBERS, "--processes": NUMBERS, "--max-restarts": ["-1", "x", "", "1.5"], "--grace": [*RATES]},
     "audit": SHARDING | {
+        "--change": CHANGES,
         "--batch": NUMBERS,
         "--seq": NUMBERS,
         "--remat": CHOICES,
         "--topology": ["", "x", "v5e", "v5e:x"],
         "--json": FILES,
     },
-    "parity": SHARDING | {"--batch": NUMBERS, "--seed": ["-1", "x", "1.5", "", HUGE], "--json": FILES},
+    "parity": SHARDING | {
+        "--change": CHANGES,
+        "--batch": NUMBERS,
+        "--seed": ["-1", "x", "1.5", "", HUGE],
+        "--json": FILES,
+    },
     "schedule": {
         "--stages": NUMBERS,
         "--microbatches": [*NUMBERS, "9999999999"],

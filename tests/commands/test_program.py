@@ -2,12 +2,13 @@
 
 import sys
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 from jaxshard.commands.errors import UsageError
-from jaxshard.commands.program import program_of
+from jaxshard.commands.program import depth_of, program_of
 
 FILE = """
 import numpy as np
@@ -82,7 +83,7 @@ def test_what_is_expected_is_said_in_one_line(folder, target, message):
 
 
 def test_numbers_are_for_ready_made_sizes(folder):
-    with pytest.raises(UsageError, match=r"users_program\.py:make makes its own batch"):
+    with pytest.raises(UsageError, match=r"users_program\.py:make makes its own model and batch"):
         program_of("users_program.py:make", rows=8)
     with pytest.raises(UsageError, match="--batch 0: give a number above 0"):
         program_of("gpt-1m", rows=0)
@@ -93,3 +94,30 @@ def test_faults_of_the_user_keep_their_kind(folder):
         program_of("users_program.py:fault")
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_absent"):
         program_of("lacking:make")
+
+
+def test_a_ready_made_size_with_other_arguments():
+    program = program_of("llama-1m", change="depth=2,head_dim=8,rope_scaling=4:1:2:16,tied=true", rows=8)
+    assert program.name == "llama-1m (depth=2,head_dim=8,rope_scaling=4:1:2:16,tied=true)"
+    shapes = jax.eval_shape(program.init_fn, jax.random.key(0))
+    assert shapes["blocks"]["k_proj"]["kernel"].shape == (2, 144, 4, 8) and "lm_head" not in shapes["head"]
+    assert program_of("llama-1m", change="seq=16", rows=8).batch["tokens"].shape == (8, 17)
+    assert depth_of("llama3-70b") == 80 and depth_of("llama3-70b", "depth=3") == 3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("dept=2", "--change dept=2: js.models.llama has no 'dept'; what can be changed: vocab, width, depth"),
+        ("depth=2,depth=3", "write each argument once, as name=number"),
+        ("depth", "write each argument once, as name=number"),
+        ("kv_heads=3", "--change kv_heads=3: llama: heads 8 is not divisible by kv_heads 3"),
+        ("depth=1.5", "sizes must be whole numbers, got {'depth': 1.5}"),
+    ],
+)
+def test_arguments_that_a_size_does_not_have_are_refused(change, message):
+    with pytest.raises(UsageError) as error:
+        program_of("llama-1m", change=change)
+    assert message in str(error.value)
+    with pytest.raises(UsageError, match="--change, --batch and --seq are for ready-made sizes"):
+        program_of("users_program.py:make", change=change)

@@ -14,6 +14,7 @@ import jaxshard as js
 from jaxshard.models import SIZES
 from jaxshard.models.decoder import logits, sample
 from jaxshard.models.llama import llama, rotate
+from jaxshard.models.rope import RopeScaling, rotary_rates
 from tests.engines.programs import Program, elements
 from tests.toys import quick_compile
 
@@ -67,10 +68,17 @@ def test_the_small_size():
         ({"kv_heads": 3}, "heads 4 is not divisible by kv_heads 3; pass a divisor of 4"),
         ({"hidden": 0}, r"llama: sizes must be at least 1, got \{'hidden': 0\}"),
         ({"rope_base": 1}, "rope_base must be above 1, got 1"),
+        ({"head_dim": 9}, "head_dim must be even, got 9"),
+        ({"head_dim": 0}, r"sizes must be at least 1, got \{'head_dim': 0\}"),
+        ({"norm_epsilon": -1e-5}, "norm_epsilon must not be negative, got -1e-05"),
+        ({"rope_scaling": 0.5}, "rope_scaling: factor must be at least 1"),
+        ({"rope_scaling": RopeScaling(low=4)}, "rope_scaling: factor must be at least 1, 0 < low < high"),
+        ({"rope_scaling": "8"}, "rope_scaling must be a factor such as 8 or a js.models.RopeScaling, got '8'"),
+        ({"depth": 2.5}, r"llama: sizes must be whole numbers, got \{'depth': 2.5\}"),
     ],
 )
 def test_wrong_sizes(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         llama(**SMALL | change)
 
 
@@ -82,16 +90,16 @@ def test_errors_name_the_model():
 # The function.
 
 
-def reference_logits(params, tokens, heads, kv_heads, base):
+def reference_logits(params, tokens, heads, kv_heads, base, epsilon=1e-5, scaled=lambda rates: rates):
     """Llama 3 in loops of NumPy, f64; a pair of dimensions is turned as a complex number."""
     params = jax.tree.map(partial(np.asarray, dtype=np.float64), params)
 
     def norm(x, p):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * p["scale"]
 
     def turn(x, position):
         half = len(x) // 2
-        turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * base ** (-np.arange(half) / half))
+        turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * scaled(base ** (-np.arange(half) / half)))
         return np.concatenate([turned.real, turned.imag])
 
     rows = []
@@ -133,6 +141,46 @@ def test_logits_and_loss_equal_a_plain_reference(tied, kv_heads):
     picked = np.take_along_axis(shares / shares.sum(-1, keepdims=True), np.asarray(batch["tokens"])[:, 1:, None], -1)
     loss = jax.jit(model.evaluate)(params, batch)
     assert float(loss["loss"].value) == pytest.approx(-np.log(picked).mean(), rel=1e-6)
+
+
+def test_head_width_epsilon_and_scaling_equal_a_plain_reference():
+    """f32 against f64: 2e-5 of the largest logit; each of the three matters."""
+    scaling = RopeScaling(factor=4, low=1, high=3, original=16)
+    model = small(head_dim=12, norm_epsilon=0.1, rope_scaling=scaling)
+    params, tokens = noisy(model), batch_of(rows=2, positions=12)["tokens"][:, :-1]
+    assert params["blocks"]["q_proj"]["kernel"].shape == (2, 32, 4, 12)
+    assert params["blocks"]["o_proj"]["kernel"].shape == (2, 4, 12, 32)
+    expected = reference_logits(params, tokens, 4, 2, SMALL["rope_base"], 0.1, partial(scaled_rates, scaling))
+    got = jax.jit(partial(logits, model))(params, tokens)
+    assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
+    for other in (small(head_dim=12, norm_epsilon=0.1), small(head_dim=12, rope_scaling=scaling)):
+        assert np.abs(logits(other, params, tokens) - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+def scaled_rates(scaling, rates):
+    """Meta's loop over the rates, as its reference code has it."""
+    longest, shortest = scaling.original / scaling.low, scaling.original / scaling.high
+    new = []
+    for rate in rates:
+        wavelength = 2 * math.pi / rate
+        if wavelength < shortest:
+            new.append(rate)
+        elif wavelength > longest:
+            new.append(rate / scaling.factor)
+        else:
+            smooth = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
+            new.append((1 - smooth) * rate / scaling.factor + smooth * rate)
+    return np.array(new)
+
+
+@pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling(32, 1, 4, 8192), RopeScaling(1)])
+def test_scaled_rates_are_metas(scaling):
+    """1e-12 relative, 64 rates of Llama 3.1's heads: some are kept, some divided, some between."""
+    plain, scaled = rotary_rates(128, 500_000), rotary_rates(128, 500_000, scaling)
+    np.testing.assert_allclose(scaled, scaled_rates(scaling, plain), rtol=1e-12)
+    ratios = plain / scaled
+    assert ratios[0] == 1 and ratios[-1] == scaling.factor
+    assert scaling.factor == 1 or ((ratios > 1.01) & (ratios < scaling.factor - 0.01)).sum() >= 5
 
 
 def test_rotations_depend_on_distances_alone():
