@@ -70,4 +70,4 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
         "missing": list(comparison.missing),
         "substitutes": list(comparison.substitutes),
         "tolerated_bytes": comparison.tolerated,
-    }
+    } | (comparison.program.as_dict() if comparison.program else {})

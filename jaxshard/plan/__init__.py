@@ -14,6 +14,10 @@ from jaxshard.checks.collectives.found import arrays_only as arrays_only
 from jaxshard.checks.collectives.found import split_scalars as split_scalars
 from jaxshard.checks.collectives.found import summary as summary
 from jaxshard.checks.collectives.found import table as table
+from jaxshard.checks.collectives.instructions import Instruction as Instruction
+from jaxshard.checks.collectives.instructions import in_host_memory as in_host_memory
+from jaxshard.checks.collectives.instructions import rematerialized as rematerialized
+from jaxshard.checks.collectives.program import Program as Program
 from jaxshard.checks.collectives.promise import Promise as Promise
 from jaxshard.checks.collectives.promise import promise as promise
 from jaxshard.cost.flops import model_flops as model_flops

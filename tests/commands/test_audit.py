@@ -104,6 +104,7 @@ def test_a_surprise_is_named_with_its_line_and_ends_with_status_1(model, capsys,
     assert out.rstrip().endswith("1 surprise")
     result = json.loads(file.read_text())
     assert not result["ok"] and result["mesh"] == {"data": 4, "tensor": 2}
+    assert result["synchronous"] == result["rematerialized"] == result["host"] == []  # of a CPU there is nothing to say
     (surprise,) = result["surprises"]
     assert (surprise["kind"], surprise["axis"], surprise["count"], surprise["bytes"]) == (
         "all-gather",

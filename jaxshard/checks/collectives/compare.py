@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxshard.checks.collectives import describe
 from jaxshard.checks.collectives.compiler_choices import explain_substitutes
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
-from jaxshard.checks.collectives.found import KINDS, Collective, add_counts, arrays_only, collectives, pick, summary
+from jaxshard.checks.collectives.found import KINDS, Collective, arrays_only, collectives, pick, summary
+from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
 from jaxshard.checks.collectives.matching import Allowances, Taken
+from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.promise import Promise, promise
-from jaxshard.checks.collectives.source import is_outside_engines
+from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import align_columns, first_words
@@ -36,39 +39,15 @@ class Surprise:
 
     @property
     def place(self) -> str:
-        """The line in the user's model, or the one that uses the result; else the operation's name in the program.
-
-        A line of an engine alone would not help: it moves every weight.
-        """
-        if _is_users(self.found):
-            return self.found.source
-        if self.found.user:
-            return self.found.user
-        name = self.found.op_name or self.found.op
-        return name if self.found.source in (name, self.found.op) else f"{self.found.source} ({name})"
+        """The line in the user's model, or the one that uses the result; else the operation's name in the program."""
+        return describe.place_of(self.found)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the surprise for JSON."""
-        one = self.found
-        return {
-            "kind": one.kind,
-            "axis": "+".join(one.axes),
-            "count": one.count,
-            "bytes": one.bytes,
-            "dtype": one.dtype,
-            "shapes": [list(shape) for shape in one.shapes],
-            "place": self.place,
-            "op": one.op,
-            "op_name": one.op_name,
-            "why": self.why,
-        }
+        return describe.as_dict(self.found) | {"why": self.why}
 
     def __str__(self) -> str:
-        one = self.found
-        times = "? times" if one.count is None else "once" if one.count == 1 else f"{one.count:,} times"
-        size = "? bytes" if one.bytes is None else human_bytes(one.bytes)
-        shapes = ", ".join(f"{one.dtype}{list(shape)}" for shape in one.shapes)
-        return f"{one.kind} over {'+'.join(one.axes)}, {times}, {size}: {shapes}\n    at {self.place}\n    {self.why}"
+        return f"{describe.describe(self.found)}\n    {self.why}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +63,7 @@ class Comparison:
       substitutes: collectives that stand for promised ones of another kind or dtype: an all-reduce moves about twice
         the bytes of a reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16
         where their products round them anyway. They are no surprises. A sum in a narrower dtype than promised is one.
+      program: what the program's text says beside its collectives; None where only those were given.
     """
 
     promised: tuple[Expected, ...]
@@ -92,6 +72,7 @@ class Comparison:
     missing: tuple[str, ...]
     tolerated: int = 0
     substitutes: tuple[str, ...] = ()
+    program: Program | None = None
 
     @property
     def ok(self) -> bool:
@@ -128,8 +109,8 @@ class Comparison:
         small = f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
         missing = _listed("promised, but not found", self.missing)
         substitutes = _listed("other kinds or dtypes than promised", self.substitutes)
-        parts = (_table(self), _listed("surprises", self.surprises), missing, substitutes, small)
-        return "\n\n".join(part for part in parts if part)
+        parts = (_table(self), _listed("surprises", self.surprises), missing, substitutes, small, self.program)
+        return "\n\n".join(text for part in parts if part and (text := str(part)))
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
@@ -151,7 +132,12 @@ def audit(step: Step, batch: PyTree) -> Comparison:
     check_arrays("the batch", batch)
     with own_settings(step.layout.mesh):
         promised = promise(step.layout, step.engine, step.loss_fn, batch)
-    return compare(promised, collectives(step.compile(batch), step.layout.mesh))
+    compiled, mesh = step.compile(batch), step.layout.mesh
+    found = collectives(compiled, mesh)
+    # A CPU has no asynchronous collectives, so there is nothing to report of it.
+    waited = () if mesh.devices.flat[0].platform == "cpu" else (one for one in found if one.synchronous)
+    program = Program(tuple(waited), rematerialized(compiled), in_host_memory(compiled))
+    return replace(compare(promised, found), program=program)
 
 
 def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
@@ -177,7 +163,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     left: list[tuple[tuple[int, int], Collective]] = []
     # What an engine issues is matched first: of equal arrays the user's own collective is to be the one left over. And
     # what happens often before what happens seldom: it needs a promise with room for all of its executions.
-    for at, array in sorted(arrays.items(), key=lambda item: (_is_users(item[1]), -(item[1].count or 0))):
+    for at, array in sorted(arrays.items(), key=lambda item: (describe.is_users(item[1]), -(item[1].count or 0))):
         if banned := [one for one in promised.never if is_forbidden(one, array)]:
             problems[at] = explain_forbidden(banned, array)
         else:
@@ -242,11 +228,6 @@ def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Ta
         line = f"{found} in place of {instead} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}"
         lines.append(f"{line}\n    {remedy}" if remedy else line)
     return tuple(lines)
-
-
-def _is_users(one: Collective) -> bool:
-    """True if the source is a line of a model: the user's own, or one of the ready-made ones."""
-    return bool(one.frames) and is_outside_engines(one.source)
 
 
 def _table(comparison: Comparison) -> str:

@@ -27,10 +27,11 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.dataflow import trip_count
 from jaxshard.checks.collectives.groups import UNKNOWN, Groups, find_groups
+from jaxshard.checks.collectives.overlap import is_synchronous
 from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.transfers import is_transfer, transfer_kind
+from jaxshard.checks.collectives.walk import add_counts, executed, is_fused, users
 from jaxshard.core.compat import device_order
 from jaxshard.core.mesh import mesh_str, slice_indices
 from jaxshard.core.text_table import align_columns
@@ -49,7 +50,6 @@ KINDS = (
 
 # Only lines that match one of these are parsed.
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(| (?:send|recv)\(.*_xla_megascale_transfer_type=")
-_CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-call)\(")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Collective:
       groups: groups, or pairs of source and target, of positions in `mesh.devices.flat`.
       conditional: True in a branch of a conditional; `count` is then of a step that always takes that branch.
       user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
+      synchronous: True if the device waits for it, False if it computes meanwhile (see `overlap.py`).
     """
 
     kind: str
@@ -87,6 +88,7 @@ class Collective:
     groups: Groups
     conditional: bool = False
     user: str = ""
+    synchronous: bool = True
 
     @property
     def bytes(self) -> int | None:
@@ -148,7 +150,7 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
     module = hlo.parse(text or "")
     _check_mesh(compiled, module, mesh)
     records: dict[tuple[str, str], Collective] = {}
-    for scope, op, times, conditional in _find(hlo.Scope(module, module.computations[module.entry]), 1, False):
+    for scope, op, times, conditional in executed(module, _COLLECTIVE):
         record = _make_record(mesh, scope, op)
         key = (scope.computation.name, op.name)
         # A computation that is called from several places is found several times.
@@ -174,38 +176,6 @@ def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> Non
         )
 
 
-def _find(
-    scope: hlo.Scope, times: int | None, conditional: bool
-) -> Iterator[tuple[hlo.Scope, hlo.Op, int | None, bool]]:
-    """What may be a collective when a computation runs `times`, in the computations it calls too: where, how often.
-
-    The last element is True in a branch of a conditional.
-    """
-    for name, line in scope.computation.lines.items():
-        if _COLLECTIVE.search(line):
-            yield scope, scope.computation[name], times, conditional
-        elif _CALLING.search(line):
-            op = scope.computation[name]
-            for inner, turns in _calls(scope, op):
-                total = None if times is None or turns is None else times * turns
-                yield from _find(inner, total, conditional or op.opcode == "conditional")
-
-
-def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
-    """The computations that an operation runs, and how often each; the branches of a conditional once."""
-    if op.opcode == "while":
-        turns = trip_count(scope, op)
-        body, condition = (scope.enter(op, op.callee(name)) for name in ("body", "condition"))
-        yield body, turns
-        yield condition, add_counts(turns, 1)  # the last time it ends the loop
-    elif op.opcode == "conditional":  # the first operand chooses, each branch has one of the others
-        for name, operand in zip(op.callees, op.operands[1:], strict=True):
-            yield scope.enter(op, name, (operand,)), 1
-    else:
-        for name in op.callees:
-            yield scope.enter(op, name), 1
-
-
 def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     """The kind of a collective; None where the line only mentions one, or continues one that is counted elsewhere."""
     if is_transfer(op):
@@ -213,27 +183,15 @@ def _kind_of(scope: hlo.Scope, op: hlo.Op) -> str | None:
     kind = op.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    if not _is_fused(scope):
+    if not is_fused(scope):
         return kind
     # TPU repeats an asynchronous collective in every fusion that overlaps with it; the first one starts it.
-    users = list(_users(scope.computation, op.name))
-    if "chain_id=" in op.notes and not any('"AsyncCollectiveStart"' in user.attributes for user in users):
+    used_by = list(users(scope.computation, op.name))
+    if "chain_id=" in op.notes and not any('"AsyncCollectiveStart"' in user.attributes for user in used_by):
         return None
     # An all-reduce of which each device keeps its slice is how TPU writes a reduce-scatter.
-    sliced = kind == "all-reduce" and any(user.opcode == "dynamic-slice" for user in users)
+    sliced = kind == "all-reduce" and any(user.opcode == "dynamic-slice" for user in used_by)
     return "reduce-scatter" if sliced else kind
-
-
-def _is_fused(scope: hlo.Scope) -> bool:
-    return scope.caller is not None and scope.caller.opcode == "fusion"
-
-
-def _users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
-    """The operations that use a value, also as an element of a tuple or in another shape."""
-    for op in (computation[user] for user in computation.users.get(name, ())):
-        yield op
-        if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):
-            yield from _users(computation, op.name)
 
 
 def _make_record(mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
@@ -259,6 +217,7 @@ def _make_record(mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
         op_name=source.op_name,
         groups=groups,
         user=find_user(scope, op),
+        synchronous=is_synchronous(scope, op),
     )
 
 
@@ -270,7 +229,7 @@ def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[
     """
     computation = scope.computation
     sources = [computation[name] for name in op.operands]
-    if kind == "reduce-scatter" and _is_fused(scope):
+    if kind == "reduce-scatter" and is_fused(scope):
         # TPU pads inside its fusions, so that every shard has whole tiles. Elsewhere a pad is the program's own.
         sources = [computation[one.operands[0]] if one.opcode == "pad" else one for one in sources]
     operands = tuple(array for one in sources for array in hlo.arrays(one.type))
@@ -283,11 +242,6 @@ def _whole_arrays(scope: hlo.Scope, op: hlo.Op, kind: str, width: int) -> tuple[
     # These write into an output that is an operand too, and have offsets as further operands.
     in_place = "slice_sizes=" in op.attributes or kind == "ragged-all-to-all"
     return operands[:1] if in_place else operands
-
-
-def add_counts(left: int | None, right: int | None) -> int | None:
-    """Add two numbers of executions, or of bytes; None stands for one that is not known."""
-    return None if left is None or right is None else left + right
 
 
 def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collective, ...]:

@@ -1,0 +1,91 @@
+"""Which collectives a device waits for, and which run while it computes.
+
+A compiler that lets a collective overlap with computation splits it in two, and schedules work in between:
+
+    %s = (f32[8], f32[64]) all-gather-start(%x), ...         or async-start(%x), calls=%of_an_all_gather
+    %w = f32[256,256] fusion(%a, %b), kind=kOutput, ...      the work that hides it
+    %d = f32[64] all-gather-done(%s)
+
+Between such a pair there may also be nothing; then the device waits, as it does for an operation that is whole. A TPU
+has a third form: fusions that compute a product and move the collective on meanwhile. Each repeats the collective, and
+hands its state on:
+
+    %s = (...) fusion(%x), kind=kCustom, calls=%begin       in it: all-gather, custom-call "AsyncCollectiveStart"
+    %f = (...) fusion(%a, %b, %s#0), kind=kOutput, calls=%go  in it: the same, and a convolution
+    %d = f32[64] fusion(%f#1), kind=kCustom, calls=%end       in it: the same, custom-call "AsyncCollectiveDone"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.walk import is_fused
+
+_NO_WORK = (
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+)
+"""Opcodes that take no time."""
+_HALVES = ("-start", "-update", "-done")
+_HANDS_ON = ("get-tuple-element", "tuple", "bitcast")
+
+
+def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
+    """Return True if a device that runs this collective computes nothing until it has ended.
+
+    Args:
+      scope: the computation that the collective stands in.
+      op: the collective itself, or its start.
+    """
+    if is_fused(scope):
+        if "chain_id=" not in op.notes:
+            return True
+    elif scope.caller is None or scope.caller.opcode != "async-start":
+        if not op.opcode.endswith("-start") and op.opcode not in ("send", "recv"):
+            return True
+        # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.
+        return '"is_sync":true' in op.notes or _ends_at_once(scope, op)
+    assert scope.parent is not None and scope.caller is not None
+    return _ends_at_once(scope.parent, scope.caller)
+
+
+def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
+    """True if nothing is computed between a start and what ends it, in the order of the schedule."""
+    state = {start.name}
+    for op in _after(scope.computation, start.name):
+        uses = not state.isdisjoint(op.operands)
+        if uses and op.opcode in _HANDS_ON:
+            state.add(op.name)
+        elif _is_work(scope, op):
+            return False
+        elif uses:
+            if not op.opcode.endswith("-update"):
+                return True
+            state.add(op.name)
+    return False  # it ends in another turn of the loop
+
+
+def _after(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
+    names = iter(computation.lines)
+    for one in names:
+        if one == name:
+            break
+    yield from (computation[one] for one in names)
+
+
+def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
+    """True for what takes time, other than the start or the end of something asynchronous."""
+    if op.opcode == "fusion":
+        inside = scope.module.computations[op.callees[0]]
+        return not any(
+            '"AsyncCollectiveStart"' in line or '"AsyncCollectiveDone"' in line for line in inside.lines.values()
+        )
+    return op.opcode not in (*_NO_WORK, "send", "recv") and not op.opcode.endswith(_HALVES)

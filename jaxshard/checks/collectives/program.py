@@ -1,0 +1,64 @@
+"""What a compiled program costs beside its collectives' bytes: waiting, computing again, arrays in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxshard.checks.collectives import describe
+from jaxshard.checks.collectives.found import Collective, arrays_only
+from jaxshard.checks.collectives.instructions import Instruction
+from jaxshard.core.layout import human_bytes
+
+_SHOWN = 8
+"""The number of entries of a list that are printed; JSON has them all."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Facts about the program that a compiler made of a step. None breaks a promise, but each takes time.
+
+    Attributes:
+      synchronous: the collectives for which a device waits; () on a CPU, which has no others.
+      rematerialized: what the compiler computes again on its own, because the step would not fit otherwise.
+      host: the arrays in host memory.
+    """
+
+    synchronous: tuple[Collective, ...] = ()
+    rematerialized: tuple[Instruction, ...] = ()
+    host: tuple[Instruction, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the lists for JSON."""
+        return {
+            "synchronous": [describe.as_dict(one) for one in self.synchronous],
+            "rematerialized": [one.as_dict() for one in self.rematerialized],
+            "host": [one.as_dict() for one in self.host],
+        }
+
+    def __str__(self) -> str:
+        """The three lists, the largest first; one that is empty is left out, and so are scalars."""
+        waited = arrays_only(self.synchronous)
+        parts = (
+            _largest("collectives that the device waits for", waited, describe.describe),
+            _largest("computed again by the compiler on its own, to save memory", self.rematerialized, str),
+            _largest("in host memory", self.host, str),
+        )
+        return "\n\n".join(part for part in parts if part)
+
+
+def _largest(title: str, entries: Sequence[Any], write: Callable[[Any], str]) -> str:
+    if not entries:
+        return ""
+    entries = sorted(entries, key=lambda one: -(one.bytes or 0))
+    lines = [f"- {write(one)}" for one in entries[:_SHOWN]]
+    if rest := entries[_SHOWN:]:
+        lines.append(f"- and {len(rest)} more, {_total(rest)}")
+    return "\n".join([f"{title}: {len(entries)}, {_total(entries)}", *lines])
+
+
+def _total(entries: Iterable[Any]) -> str:
+    sizes = [one.bytes for one in entries]
+    known = human_bytes(sum(size for size in sizes if size is not None))
+    return known if None not in sizes else f"at least {known}"

@@ -1,0 +1,93 @@
+"""What a compiled program executes: its operations in the computations that it calls, and how often each runs.
+
+%w = (...) while(%init), condition=%cond, body=%body      of 12 turns
+in %body:  %f = f32[64] fusion(%x), calls=%fused          12 times, and so is every operation of %fused
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.dataflow import trip_count
+
+_CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-call)\(")
+
+
+class Executed(NamedTuple):
+    """An operation at one place of a program.
+
+    Attributes:
+      scope: the computation that it stands in, as called there.
+      op: the operation.
+      times: executions per step; None where a loop's number of turns is not known.
+      conditional: True in a branch of a conditional; `times` is then of a step that always takes that branch.
+    """
+
+    scope: hlo.Scope
+    op: hlo.Op
+    times: int | None
+    conditional: bool
+
+
+def executed(module: hlo.Module, wanted: re.Pattern[str], *, fused: bool = True) -> Iterator[Executed]:
+    """Yield the operations whose line matches a pattern, in the order of the program.
+
+    One whose computation is called from several places is yielded for each of them.
+
+    Args:
+      module: the program.
+      wanted: searched in lines of the form `name = type opcode(operands), ...`.
+      fused: look into fusions too, whose operations are not executed one by one.
+    """
+    return _executed(hlo.Scope(module, module.computations[module.entry]), wanted, fused, 1, False)
+
+
+def _executed(
+    scope: hlo.Scope, wanted: re.Pattern[str], fused: bool, times: int | None, conditional: bool
+) -> Iterator[Executed]:
+    for name, line in scope.computation.lines.items():
+        if wanted.search(f"{name} = {line}"):
+            yield Executed(scope, scope.computation[name], times, conditional)
+        if _CALLING.search(line):
+            op = scope.computation[name]
+            if op.opcode == "fusion" and not fused:
+                continue
+            for inner, turns in _calls(scope, op):
+                total = None if times is None or turns is None else times * turns
+                yield from _executed(inner, wanted, fused, total, conditional or op.opcode == "conditional")
+
+
+def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None]]:
+    """The computations that an operation runs, and how often each; the branches of a conditional once."""
+    if op.opcode == "while":
+        turns = trip_count(scope, op)
+        body, condition = (scope.enter(op, op.callee(name)) for name in ("body", "condition"))
+        yield body, turns
+        yield condition, add_counts(turns, 1)  # the last time it ends the loop
+    elif op.opcode == "conditional":  # the first operand chooses, each branch has one of the others
+        for name, operand in zip(op.callees, op.operands[1:], strict=True):
+            yield scope.enter(op, name, (operand,)), 1
+    else:
+        for name in op.callees:
+            yield scope.enter(op, name), 1
+
+
+def add_counts(left: int | None, right: int | None) -> int | None:
+    """Add two numbers of executions, or of bytes; None stands for one that is not known."""
+    return None if left is None or right is None else left + right
+
+
+def is_fused(scope: hlo.Scope) -> bool:
+    """Return True for a computation that a fusion calls."""
+    return scope.caller is not None and scope.caller.opcode == "fusion"
+
+
+def users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
+    """Yield the operations that use a value, also as an element of a tuple or in another shape."""
+    for op in (computation[user] for user in computation.users.get(name, ())):
+        yield op
+        if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):
+            yield from users(computation, op.name)

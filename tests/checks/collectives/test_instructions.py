@@ -1,0 +1,106 @@
+"""Instructions that tell about memory: computed again by the compiler, and arrays on the host."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxshard as js
+from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
+from jaxshard.checks.collectives.program import Program
+from jaxshard.plan.topology import topology_mesh
+from tests.checks.collectives.programs import program
+from tests.engines.programs import tpu
+
+META = 'metadata={op_name="jit(f)/mul" source_file="/home/user/model.py" source_line=22}'
+FUSED = """%fused (q: f32[64,16]) -> f32[64,16] {
+  %q = f32[64,16]{1,0} parameter(0)
+  ROOT %inner.remat = f32[64,16]{1,0} multiply(%q, %q)
+}
+"""
+LOOP = """%body (c: (s32[], f32[64,16])) -> (s32[], f32[64,16]) {
+  %c = (s32[], f32[64,16]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[64,16]{1,0} get-tuple-element(%c), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %fusion.7.remat2 = f32[64,16]{1,0} fusion(%x), kind=kLoop, calls=%fused, META
+  ROOT %t = (s32[], f32[64,16]) tuple(%next, %fusion.7.remat2)
+}
+%cond (c: (s32[], f32[64,16])) -> pred[] {
+  %c = (s32[], f32[64,16]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+""".replace("META", META)
+
+
+def test_what_the_compiler_computes_again_is_counted_with_loops_and_named():
+    entry = f"""%zero = s32[] constant(0)
+    %copy.remat_compressed = f32[64,16]{{0,1}} copy(%p), {META}
+    %checkpoint.remat_policy_of_mine = f32[64,16]{{1,0}} copy(%p)
+    %rematted.3 = f32[64,16]{{1,0}} copy(%p)
+    %init = (s32[], f32[64,16]) tuple(%zero, %copy.remat_compressed)
+    %w = (s32[], f32[64,16]) while(%init), condition=%cond, body=%body
+    ROOT %r = f32[64,16] get-tuple-element(%w), index=1"""
+    text = program(entry, FUSED, LOOP)
+    found = {one.op: one for one in rematerialized(text)}
+    assert {op: one.count for op, one in found.items()} == {"copy.remat_compressed": 1, "fusion.7.remat2": 5}
+    again = found["fusion.7.remat2"]
+    assert (again.opcode, again.size, again.bytes, again.dtype) == ("fusion", 4096, 5 * 4096, "f32")
+    assert again.source == "/home/user/model.py:22"
+    shown = str(Program(rematerialized=rematerialized(text)))
+    assert "computed again by the compiler on its own" in shown
+    assert "fusion.7.remat2, 5 times, 4.10 kB: f32[64, 16]\n    at /home/user/model.py:22" in shown
+    assert rematerialized(program("ROOT %r = f32[64,16]{1,0} copy(%p)")) == ()
+
+
+def test_arrays_in_host_memory_are_those_that_are_made_there_once():
+    host = "{1,0:T(8,128)S(5)}"
+    entry = f"""%alloc = f32[8,16]{host} custom-call(), custom_call_target="AllocateBuffer"
+    %start = (f32[64,16]{host}, f32[64,16]{{1,0}}, u32[]) copy-start(%p), {META}
+    %done = f32[64,16]{host} copy-done(%start), {META}
+    %update = f32[8,16]{host} dynamic-update-slice(%alloc, %p), {META.replace("22", "30")}
+    %bits = f32[8,16]{host} bitcast(%update)
+    %fetch = (f32[64,16]{{1,0}}, f32[64,16]{host}, u32[]) copy-start(%done)
+    ROOT %back = f32[64,16]{{1,0}} copy-done(%fetch)"""
+    found = in_host_memory(program(entry))
+    assert [(one.op, one.size, one.source) for one in found] == [
+        ("alloc", 512, "near /home/user/model.py:30"),
+        ("done", 4096, "/home/user/model.py:22"),
+    ]
+    assert "in host memory: 2, 4.61 kB" in str(Program(host=found))
+    assert in_host_memory(program("ROOT %r = f32[64,16]{1,0:T(8,128)S(1)} copy(%p)")) == ()
+
+
+def test_parameters_in_host_memory_are_those_of_the_program():
+    text = program("ROOT %r = f32[64,16]{1,0} copy(%p)").replace(
+        "%p = f32[64,16]{1,0} parameter(0)", "%p = f32[64,16]{1,0:S(5)} parameter(0)"
+    )
+    assert [one.opcode for one in in_host_memory(text)] == ["parameter"]
+
+
+@tpu
+@pytest.mark.slow
+def test_what_a_checkpoint_policy_offloads_on_a_tpu_is_in_host_memory():
+    def block(x, w):
+        h = checkpoint_name(jnp.tanh(x @ w), "h")
+        return jnp.sin(h @ w.T), None
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def loss(w, x):
+        y, _ = jax.lax.scan(jax.checkpoint(block, policy=policy), x, w)
+        return y.astype(jnp.float32).sum()
+
+    mesh = topology_mesh("v5e:2x2", x=4)
+    w = jax.ShapeDtypeStruct((4, 512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((65536, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+    (kept,) = js.plan.in_host_memory(jax.jit(jax.grad(loss)).lower(w, x).compile())
+    assert kept.shapes == ((4, 16384, 512),) and kept.dtype == "bf16" and kept.count == 1
+    assert kept.source.startswith(f"near {__file__}:")
