@@ -9,7 +9,7 @@ from typing import Any
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import RematName, ShardingFlags, check_files
+from jaxshard.commands.flags import PrecisionName, RematName, ShardingFlags, check_files
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import depth_of, program_of
 from jaxshard.commands.result import write_json
@@ -28,6 +28,7 @@ def run(
     batch: int | None,
     seq: int | None,
     remat: RematName | None,
+    precision: PrecisionName | None,
     topology: str | None,
     json: Path | None,
 ) -> int:
@@ -39,7 +40,9 @@ def run(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        how = make_parallel(sharding, remat=remat, topology=topology, depth=depth_of(target, change), batch=batch)
+        how = make_parallel(
+            sharding, remat=remat, precision=precision, topology=topology, depth=depth_of(target, change), batch=batch
+        )
     program = program_of(target, change=change, rows=batch, seq=seq, rows_multiple=how.rows_multiple)
     rows = abstract(program.batch)
     with usage_errors(), refusals():

@@ -19,6 +19,7 @@ import tyro
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 RematName = Literal["everything", "dots", "nothing"]
+PrecisionName = Literal["bf16"]
 
 # Optional flags; without the hint their help would end in "(default: None)".
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
@@ -52,6 +53,14 @@ Remat = Annotated[
     tyro.conf.arg(
         help="what the forward pass of a block saves for the backward pass; by default everything, nothing in a "
         "pipeline.",
+    ),
+]
+Precision = Annotated[
+    PrecisionName | None,
+    tyro.conf.arg(
+        help="bf16 computes, gathers weights and reduces gradients in bfloat16; parameters and optimizer state stay "
+        "f32. By default all is f32.",
+        help_behavior_hint="",
     ),
 ]
 JsonFile = Annotated[

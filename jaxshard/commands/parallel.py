@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from jaxshard.commands.devices import choose_devices, describe
-from jaxshard.commands.flags import EngineName, RematName, ShardingFlags, check_positive, refuse
+from jaxshard.commands.flags import EngineName, PrecisionName, RematName, ShardingFlags, check_positive, refuse
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.engines.auto import auto
@@ -54,6 +55,7 @@ class Parallel(NamedTuple):
         """The facts that a command prints, by name."""
         about = self.about
         engine = about["engine"] + (", sums in one order" if about.get("reduction") == "ordered" else "")
+        engine += f", computes and reduces gradients in {dtype}" if (dtype := about.get("compute_dtype")) else ""
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
         if "schedule" in about:
             shown["schedule"] = f"{about['schedule']}, {self.engine.microbatches} micro-batches"
@@ -70,6 +72,7 @@ def make_parallel(
     flags: ShardingFlags,
     *,
     remat: RematName | None = None,
+    precision: PrecisionName | None = None,
     ordered: bool = False,
     topology: str | None = None,
     depth: int | None = None,
@@ -80,6 +83,7 @@ def make_parallel(
     Args:
       flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline.
       remat: what the forward pass saves; by default everything, or nothing in a pipeline.
+      precision: of weights where they are used, and of the sums of gradients; by default f32.
       ordered: add over devices in one fixed order.
       topology: make the mesh of chips that are not here, such as "v5e:2x4"; such a mesh compiles and holds no arrays.
       depth: the number of blocks where it is known, to choose the chunks of a pipeline.
@@ -101,13 +105,14 @@ def make_parallel(
     shards = axis_size(mesh, tuple(data_axes))
     engine: Engine
     if "pipe" in axes:
-        engine, chunks = _make_pipelined(flags, mesh.shape["pipe"], shards, remat=remat, depth=depth, batch=batch)
+        make, chunks = _plan_pipeline(flags, mesh.shape["pipe"], shards, remat=remat, depth=depth, batch=batch)
+        engine = make(precision=precision)
         strategy = compose(strategy, pipeline("pipe", chunks=chunks))
     else:
         _check_no_pipeline(flags)
-        options = {"reduction": "ordered"} if ordered else {}
+        options: dict[str, Any] = {"reduction": "ordered"} if ordered else {}
         engine = _ENGINES[flags.engine or "explicit"](
-            microbatches=flags.microbatches or 1, remat=remat or "everything", **options
+            microbatches=flags.microbatches or 1, remat=remat or "everything", precision=precision, **options
         )
     return Parallel(mesh, strategy, engine, shards * engine.microbatches, flags.strategy, topology or describe(devices))
 
@@ -149,10 +154,10 @@ def _check_no_pipeline(flags: ShardingFlags) -> None:
     )
 
 
-def _make_pipelined(
+def _plan_pipeline(
     flags: ShardingFlags, stages: int, shards: int, *, remat: RematName | None, depth: int | None, batch: int | None
-) -> tuple[Engine, int]:
-    """The engine of a pipeline, and its chunks per device."""
+) -> tuple[Callable[..., Engine], int]:
+    """What makes the engine of a pipeline, and its chunks per device."""
     if flags.engine not in (None, "pipelined"):
         raise ValueError(
             f"--engine {flags.engine}: a mesh with the axis pipe runs under engine pipelined; leave out the flag or "
@@ -164,7 +169,7 @@ def _make_pipelined(
     microbatches = given.microbatches or _default_microbatches(stages, shards, batch)
     stash = "layer" if remat in (None, "nothing") else remat  # a block's input, from which it is recomputed
     schedule = table or flags.schedule or "interleaved"
-    return pipelined(microbatches=microbatches, schedule=schedule, stash=stash), chunks
+    return partial(pipelined, microbatches=microbatches, schedule=schedule, stash=stash), chunks
 
 
 def _read_table(flags: ShardingFlags, stages: int) -> Schedule | None:

@@ -20,6 +20,7 @@ from jaxshard.commands.flags import (
     JsonFile,
     Number,
     OutputFlags,
+    Precision,
     RecipeFlags,
     Remat,
     SavingFlags,
@@ -36,6 +37,7 @@ def train(
     data: OmitArgPrefixes[DataFlags],
     sharding: Sharding,
     remat: Remat = None,
+    precision: Precision = None,
     ordered: bool = False,
     recipe: OmitArgPrefixes[RecipeFlags],
     saving: OmitArgPrefixes[SavingFlags],
@@ -61,6 +63,7 @@ def train(
         data=data,
         sharding=sharding,
         remat=remat,
+        precision=precision,
         ordered=ordered,
         recipe=recipe,
         saving=saving,
@@ -106,6 +109,7 @@ def audit(
     batch: Count = None,
     seq: Count = None,
     remat: Remat = None,
+    precision: Precision = None,
     topology: Words = None,
     json: JsonFile = None,
 ) -> int:
@@ -121,7 +125,15 @@ def audit(
     from jaxshard.commands.audit import run
 
     return run(
-        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, topology=topology, json=json
+        target,
+        change=change,
+        sharding=sharding,
+        batch=batch,
+        seq=seq,
+        remat=remat,
+        precision=precision,
+        topology=topology,
+        json=json,
     )
 
 

@@ -13,6 +13,7 @@ from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import (
     DataFlags,
     OutputFlags,
+    PrecisionName,
     RecipeFlags,
     RematName,
     SavingFlags,
@@ -50,6 +51,7 @@ def run(
     data: DataFlags,
     sharding: ShardingFlags,
     remat: RematName | None,
+    precision: PrecisionName | None,
     ordered: bool,
     recipe: RecipeFlags,
     saving: SavingFlags,
@@ -73,7 +75,14 @@ def run(
         saves = make_saving(saving, others=files)
         if recipe.bad_steps == "rollback" and saving.checkpoint is None:
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
-        how = make_parallel(sharding, remat=remat, ordered=ordered, depth=depth_of(model, change), batch=recipe.batch)
+        how = make_parallel(
+            sharding,
+            remat=remat,
+            precision=precision,
+            ordered=ordered,
+            depth=depth_of(model, change),
+            batch=recipe.batch,
+        )
         size = size_of(model, change, recipe, how.rows_multiple)
         facts(console, how.shown)
         if "vocab" in parse_changes(change):

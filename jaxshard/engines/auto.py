@@ -23,7 +23,15 @@ from jaxshard.core.loss import Loss
 from jaxshard.core.placement import Placement, spec_entry
 from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
-from jaxshard.engines.engine import Engine, Outcome, Scatter, ValueAndGrad, WholeModelEngine
+from jaxshard.engines.engine import (
+    Engine,
+    Outcome,
+    Precision,
+    Scatter,
+    ValueAndGrad,
+    WholeModelEngine,
+    precision_dtypes,
+)
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.wide_sums import sum_in, widen_sums
 
@@ -76,6 +84,7 @@ def auto(
     *,
     microbatches: int = 1,
     scatter: Scatter = "each",
+    precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
     remat: RematPolicy = "everything",
@@ -92,6 +101,9 @@ def auto(
         has every `microbatches`-th row from row j on, on any mesh. Needs a loss with a `js.Mean`.
       scatter: constrain the gradient of each micro-batch ("each", least memory) or their sum once ("end", least
         traffic).
+      precision: "bf16" is mixed precision in one word: parameters and optimizer state stay as they are (f32), weights
+        are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
+        before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
       remat: what the forward pass of a block or unit saves; as in `js.explicit`.
@@ -102,9 +114,10 @@ def auto(
         micro-batches when the step is traced.
 
     Example:
-          step = js.make_step(loss_fn, tx, layout, engine=js.auto(microbatches=4, compute_dtype=jnp.bfloat16))
+          step = js.make_step(loss_fn, tx, layout, engine=js.auto(microbatches=4, precision="bf16"))
     """
-    return Auto(microbatches, scatter, compute_dtype, reduce_dtype, remat, units)
+    dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
+    return Auto(microbatches, scatter, *dtypes, remat, units)
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:

@@ -22,6 +22,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.engines.just_in_time import Call, MakeMove, make_call
 
 Scatter = Literal["each", "end"]
+Precision = Literal["bf16"]
 Reduction = Literal["native", "ordered"]
 
 
@@ -138,7 +139,9 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's name and its choices, as commands print them and write them into JSON."""
-        return {"engine": self.name, "microbatches": self.microbatches}
+        dtypes = {"compute_dtype": self.compute_dtype, "reduce_dtype": self.reduce_dtype}
+        names = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items() if dtype is not None}
+        return {"engine": self.name, "microbatches": self.microbatches} | names
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,30 @@ def _check_dtype(name: str, dtype: Any) -> None:
         floating = False
     if not floating:
         raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, got {dtype!r}")
+
+
+def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dtype: Any) -> tuple[Any, Any]:
+    """Return (compute_dtype, reduce_dtype) of an engine that is made with a precision in one word.
+
+    Args:
+      precision: "bf16" computes and reduces gradients in bfloat16; None leaves both dtypes as they are given.
+      compute_dtype: as given beside it; only that of the precision may be.
+      reduce_dtype: as given beside it, which goes before that of the precision.
+
+    Raises:
+      ValueError: no such precision, or another `compute_dtype` beside it.
+    """
+    if precision is None:
+        return compute_dtype, reduce_dtype
+    if precision != "bf16":
+        raise ValueError(f"precision must be 'bf16' or None, which leaves parameters in their dtype, got {precision!r}")
+    _check_dtype("compute_dtype", compute_dtype)
+    if compute_dtype is not None and jnp.dtype(compute_dtype) != jnp.bfloat16:
+        raise ValueError(
+            f"precision='bf16' computes in bfloat16, but compute_dtype={jnp.dtype(compute_dtype).name} is beside it; "
+            "leave one of them out (reduce_dtype may be any)"
+        )
+    return jnp.bfloat16, jnp.bfloat16 if reduce_dtype is None else reduce_dtype
 
 
 def check_engine(engine: Any) -> None:

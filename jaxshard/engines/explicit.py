@@ -22,7 +22,16 @@ from jaxshard.core.placement import Placement, axes_of, only_axes
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
-from jaxshard.engines.engine import Engine, Outcome, Reduction, Scatter, ValueAndGrad, WholeModelEngine
+from jaxshard.engines.engine import (
+    Engine,
+    Outcome,
+    Precision,
+    Reduction,
+    Scatter,
+    ValueAndGrad,
+    WholeModelEngine,
+    precision_dtypes,
+)
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import manual_axes_of, nest_in_shard_map, on_each_device, row_specs, stored_specs
 
@@ -105,6 +114,7 @@ def explicit(
     *,
     microbatches: int = 1,
     scatter: Scatter = "each",
+    precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
     remat: RematPolicy = "everything",
@@ -130,6 +140,9 @@ def explicit(
       microbatches: the number of turns in which the rows of a batch are computed, and their gradients added. A device's
         turn j has its rows from j * rows / microbatches on.
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
+      precision: "bf16" is mixed precision in one word: parameters and optimizer state stay as they are (f32), weights
+        are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
+        before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
       remat: what the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing", "dots",
@@ -154,10 +167,11 @@ def explicit(
       the gathers and reductions; Zhao et al. 2023, "PyTorch FSDP", section 3, for units.
 
     Example:
-          engine = js.explicit(microbatches=4, remat="nothing", compute_dtype=jnp.bfloat16)
+          engine = js.explicit(microbatches=4, remat="nothing", precision="bf16")
           step = js.make_step(loss_fn, tx, layout, engine=engine)
     """
-    return Explicit(microbatches, scatter, compute_dtype, reduce_dtype, remat, units, reduction)
+    dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
+    return Explicit(microbatches, scatter, *dtypes, remat, units, reduction)
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:

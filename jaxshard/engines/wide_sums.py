@@ -16,6 +16,10 @@ product, a convolution, a sum or a scatter-add in the wider dtype of the same op
 and the mark (transposed and reshaped gradients, sums of several, those that a loop stacks or adds up). Nothing is
 computed twice: a value with other users is not looked behind. Where an operation is none of these the gradient is cast
 behind it, as written, and `js.audit` shows the dtype of the sum.
+
+A narrower dtype is moved to the sum in the same way, `sum_in(gradient, bf16)` of a norm's scale that is computed in
+f32, but only behind products and sums, and what moves their results: a difference of two large sums would lose its
+digits. Each device still adds up its positions in f32.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -44,6 +49,14 @@ _LINEAR = frozenset({
 })  # fmt: skip
 """Primitives that stand between such a sum and a gradient, and compute the same in a wider dtype."""
 
+_MOVES = frozenset({
+    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint", "squeeze", "transpose",
+})  # fmt: skip
+"""Those of them that round nothing."""
+
+_NARROWED = _MOVES | {"dot_general", "conv_general_dilated", "reduce_sum"}
+"""Primitives whose result a narrower dtype is moved behind."""
+
 _CALLS = {name: parameter for name, parameter in CALLS.items() if parameter == "jaxpr"} | {"scan": "jaxpr"}
 """Primitives whose inner program is widened too; calls with a derivative of their own are forward code."""
 
@@ -52,7 +65,7 @@ Dtypes = Sequence[Any]
 
 
 def sum_in(gradient: jax.Array, dtype: Any) -> jax.Array:
-    """Cast a gradient; inside `widen_sums` a wider dtype is also that of the sums that it is made of."""
+    """Cast a gradient; inside `widen_sums` the dtype is also that of the sums over devices that it is made of."""
     marked: jax.Array = _mark.bind(gradient, dtype=jnp.dtype(dtype))
     return marked
 
@@ -109,12 +122,25 @@ def _evaluate(eqn: Any, wanted: Dtypes, read: Callable[..., Any]) -> Sequence[An
         return [lax.scatter_add(*(read(atom, dtype) for atom in eqn.invars), **{name: params[name] for name in names})]
     elif dtype is not None and name == "convert_element_type":
         return [lax.convert_element_type(read(eqn.invars[0], dtype), dtype)]
+    elif (
+        dtype is not None and name == "reduce_sum" and _is_narrower(dtype, eqn.outvars[0]) and not _only_drops_ones(eqn)
+    ):
+        return [_narrow_sum(operands[0], params["axes"], dtype)]
     elif dtype is not None and "preferred_element_type" in params:
         params = params | {"preferred_element_type": dtype}
     elif dtype is not None and name in _LINEAR | _SUMS:
         operands = [read(atom, dtype) for atom in eqn.invars]
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return results if primitive.multiple_results else [results]
+
+
+def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
+    """Sum over dimensions, the first of which are rows, split over devices: these alone in the narrower dtype."""
+    rows, *rest = sorted(dims)
+    zero = np.zeros((), x.dtype)
+    partial = lax.convert_element_type(lax.reduce(x, zero, lax.add, rest) if rest else x, dtype)
+    total: jax.Array = lax.reduce(partial, zero.astype(dtype), lax.add, [rows])
+    return total
 
 
 def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
@@ -132,13 +158,15 @@ def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
     """Find the variables of a program, arguments included, that are wanted in a wider dtype, and in which."""
     used = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
     uses = Counter(atom for atom in used if not isinstance(atom, Literal))
+    made_by = {var: eqn.primitive.name for eqn in jaxpr.eqns for var in eqn.outvars}
     wanted: dict[Any, Any] = {}
 
     def want(atoms: Sequence[Any], dtypes: Dtypes) -> None:
         for atom, dtype in zip(atoms, dtypes, strict=True):
-            narrow = dtype is not None and _is_float(atom) and jnp.finfo(atom.aval.dtype).bits <= jnp.finfo(dtype).bits
             # Behind a value that others use too, more than the gradient would change.
-            if narrow and not isinstance(atom, Literal) and uses[atom] == 1:
+            if dtype is None or isinstance(atom, Literal) or not _is_float(atom) or uses[atom] != 1:
+                continue
+            if not _is_narrower(dtype, atom) or made_by.get(atom) in _NARROWED:
                 wanted[atom] = dtype
 
     want(jaxpr.outvars, outs)
@@ -151,6 +179,11 @@ def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
         elif eqn.primitive.name in _LINEAR or _only_drops_ones(eqn):
             want(eqn.invars, dtypes * len(eqn.invars))
     return wanted
+
+
+def _is_narrower(dtype: Any, atom: Any) -> bool:
+    """Return True for a dtype that is narrower than that of a floating variable."""
+    return bool(jnp.finfo(dtype).bits < jnp.finfo(atom.aval.dtype).bits)
 
 
 def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
@@ -167,6 +200,10 @@ def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
 def _only_drops_ones(eqn: Any) -> bool:
     """Return True for a sum over dimensions of size one, which is how JAX undoes broadcasting."""
     return eqn.primitive.name == "reduce_sum" and bool(eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
+
+
+def _sums_several(eqn: Any) -> bool:
+    return eqn.primitive.name == "reduce_sum" and not _only_drops_ones(eqn)
 
 
 def _has_mark(eqn: Any) -> bool:

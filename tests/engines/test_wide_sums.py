@@ -136,6 +136,34 @@ def test_what_others_use_too_keeps_its_dtype():
     assert "preferred_element_type=bfloat16" in text
 
 
+def sums_of(fn, *args):
+    """The dtypes in which a traced function sums over several elements, and subtracts."""
+    eqns = [eqn for eqn in jax.make_jaxpr(widen_sums(fn))(*args).eqns if eqn.primitive.name in ("reduce_sum", "sub")]
+    return [(eqn.primitive.name, eqn.outvars[0].aval.dtype.name) for eqn in eqns]
+
+
+def test_a_narrower_sum_is_in_f32_over_positions_and_in_bf16_over_rows():
+    """The sum of 16 rows of 64 positions, as of a norm's scale in f32: wrong by 2 % if all of it were bf16."""
+    x = jnp.full((16, 64, 3), 1.01)
+
+    def fn(x):
+        return sum_in(jnp.sum(x, (0, 1)).reshape(1, 3), jnp.bfloat16)
+
+    assert sums_of(fn, x) == [("reduce_sum", "float32"), ("reduce_sum", "bfloat16")]
+    np.testing.assert_allclose(np.asarray(widen_sums(fn)(x), np.float32), 1.01 * 1024, rtol=2**-8)
+
+
+def test_a_difference_of_sums_keeps_its_digits():
+    """1000.5 - 1000 is 0.5; in bf16 it is 0 or 4."""
+    x = jnp.ones((1000, 1))
+
+    def fn(x):
+        return sum_in((x + 0.0005).sum(0) - x.sum(0), jnp.bfloat16)
+
+    assert [kind for kind in sums_of(fn, x) if kind[1] == "bfloat16"] == []
+    np.testing.assert_allclose(np.asarray(widen_sums(fn)(x), np.float32), 0.5, rtol=1e-2)
+
+
 def test_a_mark_that_nothing_widens_is_a_cast():
     assert jax.jit(lambda x: sum_in(x, jnp.float32))(jnp.ones(3, jnp.bfloat16)).dtype == jnp.float32
 
@@ -152,3 +180,31 @@ def test_tpu_programs_reduce_gradients_in_f32(name):
     assert {kind for kind, _ in elements(compiled, "bf16")} <= {"all-gather"}
     reduced = sum(n for (kind, _), n in elements(compiled, "f32").items() if kind in ("all-reduce", "reduce-scatter"))
     assert reduced >= 1_743_360  # every parameter once
+
+
+ENGINES = {
+    "auto": js.auto(precision="bf16"),
+    "explicit": js.explicit(precision="bf16"),
+    "pipelined": js.pipelined(microbatches=2, precision="bf16"),
+}
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_tpu_programs_of_precision_bf16_move_nothing_in_f32(name):
+    """Weights, gradients and the vectors of norms, which are computed in f32: all of them bf16 on the wire."""
+    axes = {"data": 4, "pipe": 2} if name == "pipelined" else {"data": 8}
+    strategy = js.compose(js.fsdp(), js.pipeline("pipe", chunks=1)) if name == "pipelined" else js.fsdp()
+    mesh = topology_mesh("v5e:2x4", **axes)
+    sizes = {"vocab": 512, "width": 256, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 512, "seq": 128}
+    model = js.models.make("llama-1m", **sizes)
+    layout = js.layout(strategy, mesh, model.init, optax.adamw(1e-3))
+    step = js.make_step(model.loss, optax.adamw(1e-3), layout, engine=ENGINES[name])
+    batch = {"tokens": jax.ShapeDtypeStruct((32, 129), jnp.int32)}
+    comparison = js.audit(step, batch)
+    assert comparison.ok, str(comparison)
+    assert not [text for text in comparison.substitutes if "in f32" in text], comparison.substitutes
+    arrays = js.plan.arrays_only(js.collectives(step.compile(batch), mesh), above=128)
+    assert {array.dtype for array in arrays} == {"bf16"}
+    assert sum(array.bytes for array in arrays if array.kind in ("all-reduce", "reduce-scatter")) > 0

@@ -17,7 +17,15 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
-from jaxshard.engines.engine import BlockPasses, Engine, Outcome, Scatter, ValueAndGrad
+from jaxshard.engines.engine import (
+    BlockPasses,
+    Engine,
+    Outcome,
+    Precision,
+    Scatter,
+    ValueAndGrad,
+    precision_dtypes,
+)
 from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
 from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
@@ -159,6 +167,7 @@ def pipelined(
     schedule: str | Schedule = "interleaved",
     stash: RematPolicy = "layer",
     scatter: Scatter = "end",
+    precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
 ) -> Pipelined:
@@ -182,6 +191,9 @@ def pipelined(
         "everything", "dots" or a function of `jax.checkpoint_policies`. What depends on weights alone is never kept.
       scatter: reduce a device's gradients once, after the last micro-batch ("end"), or each as it is made ("each"),
         for less memory and more traffic.
+      precision: "bf16" is mixed precision in one word: parameters and optimizer state stay as they are (f32), weights
+        are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
+        before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
       reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
 
@@ -192,7 +204,8 @@ def pipelined(
 
     Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2024 (zero bubble).
     """
-    return Pipelined(microbatches, scatter, compute_dtype, reduce_dtype, schedule=schedule, stash=stash)
+    dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
+    return Pipelined(microbatches, scatter, *dtypes, schedule=schedule, stash=stash)
 
 
 def _pipeline(layout: Layout) -> Pipeline:
