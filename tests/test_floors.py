@@ -22,7 +22,7 @@ FLOORS = {
     5: ("checks", "checkpoint"),
     4: ("training",),
     3: ("engines", "models", "data"),
-    2: ("adapt", "schedules", "optim", "distributed", "cost"),
+    2: ("adapt", "schedules", "optim", "distributed", "cost", "layers"),
     1: ("core",),
 }
 

@@ -77,6 +77,12 @@ def is_split(name: str, size: int | None = None) -> bool:
     )
 
 
+def split_count(name: str, size: int) -> int:
+    """Return into how many parts the current strategy splits a dimension of this name and size, 1 without one."""
+    activations: Activations | None = _current.value
+    return 1 if activations is None else activations.split_count(name, size)
+
+
 def follow_layout(layout: Layout) -> AbstractContextManager[None]:
     """Make a context in which `constrain` follows the layout."""
     context: AbstractContextManager[None] = _current(Activations(layout))
@@ -127,6 +133,14 @@ class Activations:
         # A name of its own: the constraints that bring weights are never saved for the backward pass, these may be.
         named: jax.Array = checkpoint_name(_constrain_both_ways(sharding(names), sharding(grad), x), "constrained")
         return named
+
+    def split_count(self, name: str, size: int) -> int:
+        """Do what the function `split_count` does, under this layout."""
+        mesh, manual = self._mesh()
+        if name != "batch" and not is_split(name, size):
+            return 1
+        axes = self._axes(name, size)
+        return 1 if axes is _FREE else axis_size(mesh, tuple(axis for axis in axes if axis not in manual))
 
     def _mesh(self) -> tuple[Mesh, frozenset[str]]:
         """Return the mesh, and the axes that an enclosing `shard_map` handles: nothing is constrained over these."""

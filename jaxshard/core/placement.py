@@ -149,6 +149,12 @@ class Placement:
         more = (None,) * (len(sizes) - 1)
         return replace(self, view=self.view.unfold_first(sizes), store=PartitionSpec(*more, *self.store))
 
+    def resize(self, dim: int, size: int) -> Placement:
+        """Return the placement of an array with another size along a dimension: of a chunk of it, without padding."""
+        view = self.view
+        shapes = ((*shape[:dim], size, *shape[dim + 1 :]) for shape in (view.logical, view.padded, view.stored))
+        return replace(self, view=View(*shapes))
+
     def drop_first(self) -> Placement:
         """Return the placement of one slice along the first logical dimension: of a single block."""
         use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.extra_dims :])

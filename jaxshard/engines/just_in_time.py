@@ -32,9 +32,10 @@ from jaxshard.core.keys import advance
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout import Layout, human_bytes, join_model, split_model
 from jaxshard.core.loss import Loss, as_loss
-from jaxshard.core.placement import Placement
+from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
+from jaxshard.core.weight_chunks import Offered, offer_chunks
 
 
 class Move(NamedTuple):
@@ -87,6 +88,30 @@ def use_weight(move: Move, stored: jax.Array, sink: jax.Array | None) -> jax.Arr
 def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree) -> PyTree:
     """Gather the weights of a tree; `params` and `grads` are placements, `grads` and `sinks` None where frozen."""
     return jax.tree.map(lambda p, g, x, sink: use_weight(make_move(p, g), x, sink), params, grads, stored, sinks)
+
+
+def list_offered(
+    layout: Layout, make_move: MakeMove, weights: PyTree, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree
+) -> list[Offered]:
+    """List the weights that a layer may gather in chunks instead: matrices that are gathered or reduced at all.
+
+    Args:
+      layout: where everything lives.
+      make_move: how the engine moves each weight.
+      weights: what the loss receives, gathered or `Pending`.
+      params, grads, stored, sinks: of the same parameters, as `use_weights` takes them.
+    """
+
+    def offer(param: Placement, grad: Placement | None, weight: Any, stored: jax.Array, sink: Any) -> list[Offered]:
+        moves = param.store != param.use or (grad is not None and grad.store != param.use)
+        # Of a weight that is split over axes of the batch while it is used, each device sees another part.
+        whole = not set(axes_of(param.use)) & set(layout.batch_axes)
+        if len(param.view.logical) != 2 or isinstance(weight, Pending) or not (moves and whole):
+            return []
+        return [Offered(weight, stored, sink, param, grad, make_move, layout.mesh)]
+
+    found = jax.tree.map(offer, params, grads, weights, stored, sinks)
+    return jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Offered))
 
 
 Call = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Loss]
@@ -156,7 +181,8 @@ def make_opaque_run(
             return known_run(stored, sinks, split_model(model)[1], batch, *start)
 
         offer = Offer(weights, run_known, accepts)
-        with offering(offer):
+        offered = list_offered(layout, make_move, weights, layout.params, layout.grads, stored, sinks)
+        with offering(offer), offer_chunks(offered):
             output = fn(join_model(weights, state), batch, own_key)
         if units and not offer.taken:
             name = getattr(fn, "__qualname__", fn)
@@ -215,7 +241,9 @@ def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
         weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
         key = None if key is None else advance(key, row)
-        return adapted.run(join_model(weights, state), batch, key, units=units, save=make_save_policy(remat))
+        offered = list_offered(layout, make_move, weights, layout.params, layout.grads, stored, sinks)
+        with offer_chunks(offered):
+            return adapted.run(join_model(weights, state), batch, key, units=units, save=make_save_policy(remat))
 
     return run
 
@@ -237,9 +265,11 @@ def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, rem
 
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
         del state  # a Stacked model has none
-        rest = use_weights(make_move, *map(without_blocks, (layout.params, layout.grads, stored, sinks)))
+        parts = [without_blocks(tree) for tree in (layout.params, layout.grads, stored, sinks)]
+        rest = use_weights(make_move, *parts)
         params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
-        return stacked.run(params, batch, key, fetch=fetch, remat=partial(checkpoint_body, remat), row=row)
+        with offer_chunks(list_offered(layout, make_move, rest, *parts)):
+            return stacked.run(params, batch, key, fetch=fetch, remat=partial(checkpoint_body, remat), row=row)
 
     return run
 

@@ -1,6 +1,6 @@
 """Ready-made models: decoder-only transformers described as `js.Stacked` models, with the sizes people ask for.
 
-Imports `core/` and `adapt/`.
+Imports `core/`, `adapt/` and `layers/`.
 """
 
 from jaxshard.models.decoder import Decoder as Decoder

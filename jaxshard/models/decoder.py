@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.core.cross_entropy import cross_entropy
 from jaxshard.core.keys import row_keys
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
+from jaxshard.layers.head_loss import head_loss
 
 
 class Decoder(Stacked):
@@ -38,7 +38,9 @@ class Decoder(Stacked):
       seq: the largest number of positions in a row.
       embed: `embed(params, tokens[B, T], key) -> x[B, T, C]`.
       block: `block(block_params, x[B, T, C], key) -> x[B, T, C]`, as `js.Stacked` takes it.
-      readout: `readout(params, x[B, T, C]) -> logits[B, T, V]`.
+      norm: `norm(params, x[B, T, C]) -> x[B, T, C]`, between the last block and the output matrix.
+      output: `output(params)`, the output matrix [C, V], or if tied the embedding table [V, C].
+      tied: whether it is the embedding table.
       num_blocks: the number of blocks.
       init: `init(key) -> {"embed": ..., "block": ..., "head": ...}`, as `js.Stacked` takes it.
     """
@@ -49,7 +51,9 @@ class Decoder(Stacked):
         seq: int,
         embed: Callable[[PyTree, jax.Array, jax.Array | None], jax.Array],
         block: Callable[[PyTree, jax.Array, jax.Array | None], jax.Array],
-        readout: Callable[[PyTree, jax.Array], jax.Array],
+        norm: Callable[[PyTree, jax.Array], jax.Array],
+        output: Callable[[PyTree], jax.Array],
+        tied: bool,
         num_blocks: int,
         init: Callable[[jax.Array], PyTree],
     ) -> None:
@@ -57,16 +61,14 @@ class Decoder(Stacked):
             return embed(params, _check_tokens(family, batch, seq)[:, :-1], key)
 
         def head(params: PyTree, x_BTC: jax.Array, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-            logits_BTV = readout(params, x_BTC).astype(jnp.float32)
             targets_BT = batch["tokens"][:, 1:]
             weights_BT = _token_weights(family, batch, targets_BT.shape)
-            nats_BT = cross_entropy(logits_BTV, targets_BT)
-            weight = weights_BT.sum()
-            loss = Mean((nats_BT * weights_BT).sum(), weight)
-            if key is not None:
-                return loss
-            hits_BT = targets_BT == logits_BTV.argmax(axis=-1)
-            return Loss(loss, metrics={"accuracy": Mean((hits_BT * weights_BT).sum(), weight)})
+            matrix = output(params)
+            return head_loss(norm(params, x_BTC), matrix, targets_BT, weights_BT, tied=tied, accuracy=key is None)
+
+        def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
+            matrix = output(params)
+            return norm(params, x_BTC) @ (matrix.T if tied else matrix)
 
         super().__init__(embed_batch, block, head, num_blocks, init)
         self.seq, self.readout = seq, readout

@@ -79,7 +79,7 @@ def gpt(
 
     embedding = Embedding(vocab, seq, width)
     one_block = Block(heads, expansion, dropout, residual_stddev(depth))
-    output = _output(None if tied else vocab)
+    norm = partial(nn.LayerNorm, epsilon=1e-5, name="ln_f")
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         x_BTC = constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE_ROWS)
@@ -88,8 +88,15 @@ def gpt(
     def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
         return apply(one_block, params, x_BTC, _dropout_keys(key, dropout, len(x_BTC)))
 
-    init = init_parts(embedding, one_block, output, width)
-    return Decoder("gpt", seq, embed, block, readout, num_blocks=depth, init=init)
+    def matrix(params: PyTree) -> jax.Array:
+        found: jax.Array = params["embed"]["wte"]["embedding"] if tied else params["head"]["lm_head"]["kernel"]
+        return found
+
+    def normalize(params: PyTree, x_BTC: jax.Array) -> jax.Array:
+        return apply(Output(None, norm), params["head"], x_BTC)
+
+    init = init_parts(embedding, one_block, Output(None if tied else vocab, norm), width)
+    return Decoder("gpt", seq, embed, block, normalize, matrix, tied, num_blocks=depth, init=init)
 
 
 def _gpt2(width: int, depth: int, heads: int, learning_rate: float) -> Size:
@@ -161,19 +168,6 @@ class Block(nn.Module):
         h_BTF = constrain(nn.gelu(dense("mlp_in", h_BTC, self.expansion * C, init)), ("batch", None, "mlp"))
         h_BTC = constrain(dense("mlp_out", h_BTF, C, residual_init), RESIDUAL)
         return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
-
-
-def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
-    """Compute logits[B, T, V] from the last block's x[B, T, C]; the model is tied if it has no matrix "lm_head"."""
-    head = params["head"]
-    if "lm_head" in head:
-        return apply(_output(head["lm_head"]["kernel"].shape[-1]), head, x_BTC)
-    embedding_VC: jax.Array = params["embed"]["wte"]["embedding"]
-    return apply(_output(None), head, x_BTC) @ embedding_VC.T
-
-
-def _output(vocab: int | None) -> Output:
-    return Output(vocab, partial(nn.LayerNorm, epsilon=1e-5, name="ln_f"))
 
 
 def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:

@@ -105,7 +105,7 @@ def llama(
 
     embedding = Embedding(vocab, width)
     one_block = Block(heads, kv_heads, D, hidden, rope_base, scaling, norm_epsilon, residual_stddev(depth))
-    output = Output(None if tied else vocab, partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm"))
+    norm = partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm")
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         return constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE_ROWS)
@@ -113,13 +113,16 @@ def llama(
     def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
         return apply(one_block, params, x_BTC)
 
-    def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
-        x_BTX = apply(output, params["head"], x_BTC)  # normalized if tied, else logits
-        embedding_VC: jax.Array = params["embed"]["embed_tokens"]["embedding"]
-        return x_BTX @ embedding_VC.T if tied else x_BTX
+    def matrix(params: PyTree) -> jax.Array:
+        embedding, head = params["embed"], params["head"]
+        found: jax.Array = embedding["embed_tokens"]["embedding"] if tied else head["lm_head"]["kernel"]
+        return found
 
-    init = init_parts(embedding, one_block, output, width)
-    return Decoder("llama", seq, embed, block, readout, num_blocks=depth, init=init)
+    def normalize(params: PyTree, x_BTC: jax.Array) -> jax.Array:
+        return apply(Output(None, norm), params["head"], x_BTC)
+
+    init = init_parts(embedding, one_block, Output(None if tied else vocab, norm), width)
+    return Decoder("llama", seq, embed, block, normalize, matrix, tied, num_blocks=depth, init=init)
 
 
 def _llama3(width: int, depth: int, heads: int, hidden: int, learning_rate: float) -> Size:

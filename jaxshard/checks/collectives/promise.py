@@ -42,7 +42,7 @@ from jaxshard.checks.collectives.compiler_choices import (
 from jaxshard.checks.collectives.expected import Expected, over_several
 from jaxshard.checks.collectives.forbidden import Never, forbidden_arrays
 from jaxshard.checks.collectives.parameters import Parameter, is_stacked, parameters_of, rank_of, tensor_axes
-from jaxshard.checks.collectives.weight_uses import Use, Uses, count_scheduled_uses, count_uses
+from jaxshard.checks.collectives.weight_uses import Uses, count_scheduled_uses, count_uses
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, axes_of, only_axes, split_dims, splits_per_dim
@@ -148,17 +148,26 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
     dtype, engine = parameter.dtype, step.engine
     if engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(engine.compute_dtype)
-    for sliced in (True, False):
-        if most := step.uses.counts.get(Use("weight", parameter.path, sliced), 0):
-            param = parameter.param.drop_first() if sliced else parameter.param
-            if engine.compiler_chooses:
-                least = 0
-            elif sliced or engine.microbatches == 1:
-                least = 0 if step.scheduled else most  # the slots of a schedule's ticks are conditional
-            else:
-                least = 1  # the same in each turn of the loop over micro-batches: the compiler may gather it once
-            one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
-            yield from _gather_stages(step.layout.mesh, param, axes_of(param.use), one, engine.compiler_chooses)
+    for shape, most in step.uses.of("weight", parameter.path):
+        param = _part_of(parameter.param, shape)
+        if engine.compiler_chooses:
+            least = 0
+        elif param != parameter.param or engine.microbatches == 1:
+            least = 0 if step.scheduled else most  # the slots of a schedule's ticks are conditional
+        else:
+            least = 1  # the same in each turn of the loop over micro-batches: the compiler may gather it once
+        one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
+        yield from _gather_stages(step.layout.mesh, param, axes_of(param.use), one, engine.compiler_chooses)
+
+
+def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
+    """The placement of a part of an array: of all of it, of one block of a stack, or of a chunk along a dimension."""
+    if len(shape) < len(placement.view.logical):
+        return placement.drop_first()
+    for dim, size in enumerate(shape):
+        if size != placement.view.logical[dim]:
+            placement = placement.resize(dim, size)
+    return placement
 
 
 def _gather_stages(
@@ -186,9 +195,8 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
     if step.engine.scatter == "end":
         yield from _reduce_stages(step, parameter, grad, 1)
         return
-    for sliced in (True, False):
-        if count := step.uses.counts.get(Use("gradient", parameter.path, sliced), 0):
-            yield from _reduce_stages(step, parameter, grad.drop_first() if sliced else grad, count)
+    for shape, count in step.uses.of("gradient", parameter.path):
+        yield from _reduce_stages(step, parameter, _part_of(grad, shape), count)
 
 
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:
@@ -201,7 +209,7 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     layout, mesh, compiler_chooses = step.layout, step.layout.mesh, step.engine.compiler_chooses
     owned = axes_of(parameter.param.use)
     is_slice = len(grad.view.logical) < len(parameter.shape)
-    if compiler_chooses and not is_slice:
+    if compiler_chooses and grad == parameter.grad:
         count *= 2  # a tied weight: the compiler sums each use over devices, then both
     row_axes = layout.batch_axes if is_stacked(parameter.path) else step.engine.row_axes(layout)
     free = tuple(axis for axis in row_axes if axis not in owned)

@@ -44,12 +44,12 @@ class Use(NamedTuple):
     Attributes:
       what: "weight" where it is gathered, "gradient" where its gradient is reduced.
       path: of the parameter.
-      sliced: True for one block of a stack, False for the whole array.
+      shape: the logical shape of what is moved: the whole array, one block of a stack, or a chunk.
     """
 
     what: str
     path: str
-    sliced: bool
+    shape: tuple[int, ...]
 
 
 class Uses(NamedTuple):
@@ -62,6 +62,12 @@ class Uses(NamedTuple):
 
     counts: Mapping[Use, int]
     metrics: dict[str, PyTree]
+
+    def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield (shape, how often) for all uses of one kind of a parameter."""
+        for use, count in self.counts.items():
+            if use[:2] == (what, path):
+                yield use.shape, count
 
 
 def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
@@ -77,7 +83,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     """
     # `make_move` sees placements alone, so the parameter's path travels in `Placement.rule`, which nothing here reads.
     named = replace(layout, params=map_with_path(lambda path, p: replace(p, rule=path_str(path)), layout.params))
-    call = engine.make_call(resolve(loss_fn), named, _make_marking_move(layout))
+    call = engine.make_call(resolve(loss_fn), named, _make_marking_move())
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
         return accumulate(
@@ -109,20 +115,17 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     return Uses(counts, outcome.metrics)
 
 
-def _make_marking_move(layout: Layout) -> MakeMove:
-    ranks = {path_str(path): x.ndim for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.params)}
-
+def _make_marking_move() -> MakeMove:
     def make_move(param: Placement, grad: Placement | None) -> Move:
-        path = param.rule
-        sliced = len(param.view.logical) < ranks[path]
+        path, shape = param.rule, param.view.logical
 
         def gather(stored: jax.Array) -> jax.Array:
-            marked: jax.Array = _mark.bind(stored, use=Use("weight", path, sliced))
+            marked: jax.Array = _mark.bind(stored, use=Use("weight", path, shape))
             return param.view.invert(marked)
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
-            return grad.view.apply(_mark.bind(cotangent, use=Use("gradient", path, sliced)))
+            return grad.view.apply(_mark.bind(cotangent, use=Use("gradient", path, shape)))
 
         return Move(gather, reduce)
 
@@ -149,9 +152,10 @@ def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, b
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
     counts: dict[Use, int] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(layout.shapes.params):
+    for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.params):
         stacked = path[0].key == BLOCKS
-        counts[Use("weight", path_str(path), stacked)] = passes.gathers if stacked else 1
-        counts[Use("gradient", path_str(path), stacked)] = passes.reductions if stacked else 1
+        shape = tuple(x.shape[1:] if stacked else x.shape)
+        counts[Use("weight", path_str(path), shape)] = passes.gathers if stacked else 1
+        counts[Use("gradient", path_str(path), shape)] = passes.reductions if stacked else 1
     loss = jax.eval_shape(lambda *args: as_loss(loss_fn(*args)), layout.shapes.params, batch, layout.shapes.key)
     return Uses(counts, loss.metrics)

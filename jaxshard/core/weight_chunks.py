@@ -1,0 +1,183 @@
+"""Weights in chunks: an engine offers, beside a whole weight, to gather it part by part along one of its dimensions.
+
+Each device stores an equal part of a split dimension, and a chunk takes the same share of every part: all devices then
+have as much to send, and the gradient of a chunk is scattered back to where it rests. For 12 columns on 2 devices, in
+3 chunks of 2 columns of each part:
+
+    device 0     0 1 | 2 3 | 4 5         chunk 0     0 1  6 7
+    device 1     6 7 | 8 9 | 10 11       chunk 1     2 3  8 9
+                                         chunk 2     4 5 10 11
+
+Where the width does not divide a part, the last chunk begins earlier, and `Chunks.numbers` marks what it has twice.
+
+An engine registers the weights that it hands to a loss (`offer_chunks`), and a layer finds what is offered for one by
+identity (`cut_weight`). A weight that is not found, such as one that the user computed, is cut as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxshard.core.mesh import axis_names, axis_size
+from jaxshard.core.placement import Placement
+
+_LANES = 128
+"""Wider chunks than this are a multiple of it: the width of a TPU's tiles."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How one weight is cut along a dimension; the drawing at the top of this file.
+
+    Attributes:
+      dim: the dimension.
+      size: its size, without padding.
+      parts: into how many parts it is cut where the weight or its gradient rests.
+      part: the size of a part.
+      width: what a chunk takes of every part.
+      gather: from a chunk as stored to the chunk of the weight, [..., parts * width, ...].
+      reduce: from the cotangent of that to the chunk of the gradient, as it is stored.
+    """
+
+    dim: int
+    size: int
+    parts: int
+    part: int
+    width: int
+    gather: Callable[[jax.Array], jax.Array]
+    reduce: Callable[[jax.Array], jax.Array]
+
+    @property
+    def count(self) -> int:
+        """The number of chunks."""
+        return -(-self.part // self.width)
+
+    def take(self, stored: jax.Array, index: jax.Array) -> jax.Array:
+        """Gather one chunk of the weight. Issues the engine's collectives."""
+        shape, dim = stored.shape, self.dim
+        parts = stored.reshape(*shape[:dim], -1, self.part, *shape[dim + 1 :])
+        chunk = lax.dynamic_slice_in_dim(parts, self._start(index), self.width, dim + 1)
+        return self.gather(chunk.reshape(*shape[:dim], -1, *shape[dim + 1 :]))
+
+    def numbers(self, index: jax.Array) -> jax.Array:
+        """Return the place in the whole dimension of each element of a chunk, int32[parts * width].
+
+        Those of padding and those that an earlier chunk has are -1.
+        """
+        inside = self._start(index) + jnp.arange(self.width, dtype=jnp.int32)
+        numbers = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * self.part + inside
+        return jnp.where((inside >= index * self.width) & (numbers < self.size), numbers, -1).reshape(-1)
+
+    def zeros(self, sink: jax.Array) -> jax.Array:
+        """Return zeros to add up the gradient in, with the dimension cut into parts."""
+        parts = -(-sink.shape[self.dim] // self.part)
+        return jnp.zeros((*sink.shape[: self.dim], parts, self.part, *sink.shape[self.dim + 1 :]), sink.dtype)
+
+    def add(self, total: jax.Array, cotangent: jax.Array, index: jax.Array) -> jax.Array:
+        """Reduce the cotangent of a chunk and add it to the gradient. Issues the engine's collectives."""
+        shape, start = total.shape, self._start(index)
+        new = self.reduce(cotangent.astype(total.dtype)).astype(total.dtype)
+        new = new.reshape(*shape[: self.dim + 1], self.width, *shape[self.dim + 2 :])
+        old = lax.dynamic_slice_in_dim(total, start, self.width, self.dim + 1)
+        return lax.dynamic_update_slice_in_dim(total, old + new, start, self.dim + 1)
+
+    def finish(self, total: jax.Array, sink: jax.Array) -> jax.Array:
+        """Return the added up gradient in the shape of the sink."""
+        whole = total.reshape(*sink.shape[: self.dim], -1, *sink.shape[self.dim + 1 :])
+        return lax.slice_in_dim(whole, 0, sink.shape[self.dim], axis=self.dim)
+
+    def _start(self, index: jax.Array) -> jax.Array:
+        return jnp.minimum(index * self.width, self.part - self.width)
+
+
+class Offered(NamedTuple):
+    """What an engine can do with one of the weights that it handed out.
+
+    Attributes:
+      weight: the whole weight.
+      stored: the parameter as it rests.
+      sink: zeros like the stored gradient, to which the gradient flows; None if the parameter is frozen.
+      param: where the parameter lives.
+      grad: where its gradient lives; None if it is frozen.
+      make_move: makes of both placements an object with `gather` and `reduce`.
+      mesh: of the layout.
+    """
+
+    weight: jax.Array
+    stored: jax.Array
+    sink: jax.Array | None
+    param: Placement
+    grad: Placement | None
+    make_move: Callable[[Placement, Placement | None], Any]
+    mesh: Mesh
+
+    def cut(self, dim: int, count: int, parts: int) -> Chunks | None:
+        """Return the chunks along a dimension that `parts` devices split in use; None if they can't be gathered."""
+        grad = self.grad or self.param
+        used, held, made = (axis_names(spec[dim]) for spec in (self.param.use, self.param.store, grad.store))
+        finest = max(held, made, key=len)
+        nested = all(finest[: len(axes)] == axes for axes in (used, held, made))
+        views = self.param.view, grad.view
+        padded = views[0].padded[dim]
+        alike = padded == views[1].padded[dim] and not any(view.extra_dims for view in views)
+        if not nested or not alike or axis_size(self.mesh, used) != parts:
+            return None
+        splits = axis_size(self.mesh, finest)
+        part = padded // splits
+        width = _width(part, count)
+        if views[0].logical[dim] <= part * (splits - 1):  # a part of nothing but padding
+            return None
+        resized = [one and one.resize(dim, splits * width) for one in (self.param, self.grad)]
+        move = self.make_move(*resized)
+        return Chunks(dim, views[0].logical[dim], splits, part, width, move.gather, move.reduce)
+
+
+_current: ContextVar[dict[int, Offered]] = ContextVar("chunks", default={})
+
+
+@contextmanager
+def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
+    """A context in which layers find what is offered for weights."""
+    token = _current.set({id(one.weight): one for one in offered})
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def cut_weight(
+    weight: jax.Array, dim: int, count: int, parts: int
+) -> tuple[Chunks, jax.Array, jax.Array | None]:
+    """Cut a weight into chunks along a dimension: of what is stored, if an engine offers that for this very array.
+
+    Args:
+      weight: the whole weight.
+      dim: the dimension.
+      count: the number of chunks; there may be fewer.
+      parts: over how many devices the weight is split along the dimension where it is used.
+
+    Returns:
+      The chunks, the array that they are taken of, and the one whose cotangent is their gradient (its values are not
+      used); None for the last if the weight is frozen.
+    """
+    offered = _current.get().get(id(weight))
+    chunks = None if offered is None else offered.cut(dim, count, parts)
+    if offered is not None and chunks is not None:
+        return chunks, offered.stored, offered.sink
+    part = weight.shape[dim] // parts
+    plain = Chunks(dim, weight.shape[dim], parts, part, _width(part, count), lambda x: x, lambda x: x)
+    return plain, lax.stop_gradient(weight), weight
+
+
+def _width(part: int, count: int) -> int:
+    width = -(-part // count)
+    return min(part, width + -width % _LANES) if width > _LANES else width

@@ -1,0 +1,334 @@
+"""The loss of a language model's head without logits: in chunks over the vocabulary, each gathered just before use.
+
+The head of an 8B model makes bf16[8192, 128256] logits of 8,192 tokens, 2.1 GB, and its output matrix is another 1 GB on
+every device that gathers it. Here both exist one chunk at a time:
+
+    forward     for each chunk: gather W[:, chunk]; logits = x W; update max, sum of exponentials, the label's own logit
+    backward    for each chunk: gather W[:, chunk] again; logits = x W; dlogits = (softmax - label) * cotangent;
+                dx += dlogits W^T; dW[:, chunk] = x^T dlogits, reduced over devices at once
+
+Both gradients come out of one loop, so those of the matrix are reduced before the backward pass of the blocks begins.
+
+Shape suffixes: N labels (rows times positions), C width, V vocabulary; of a chunk P parts over which a tensor axis
+splits the vocabulary (1 without) and W columns of each.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxshard.core.constrain import constrain, is_split, split_count
+from jaxshard.core.cross_entropy import cross_entropy
+from jaxshard.core.loss import Loss, Mean
+from jaxshard.core.weight_chunks import Chunks, cut_weight
+
+_ONE_CHUNK = 2**25
+"""Logits on a device up to which the vocabulary is not cut: 128 MiB in f32."""
+_NOWHERE = jnp.iinfo(jnp.int32).max
+"""The number of a logit that is not there, when the first number is looked for."""
+
+
+def head_loss(
+    x: Float[Array, "*batch width"],
+    kernel: Float[Array, "..."],
+    labels: Int[Array, "*batch"],
+    weights: Float[Array, "..."] | None = None,
+    *,
+    tied: bool = False,
+    chunks: int | None = None,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    accuracy: bool = False,
+) -> Mean | Loss:
+    """Compute the cross-entropy of labels under the logits `x @ kernel`, without the array of all logits.
+
+    The vocabulary is cut into chunks. For each the logits are computed in f32 of inputs in their own dtype, and again
+    in the backward pass, which costs one more product of the head. With one chunk the logits are kept instead, as
+    `js.cross_entropy` does.
+
+    If `kernel` is the very array that the engine handed to the loss, from the parameters and neither cast nor computed,
+    its chunks are gathered one after the other (under `js.auto` and `js.explicit`); else it is cut as it is. If a
+    tensor axis splits the vocabulary, each device computes on its own columns.
+
+    Collectives: with more than one chunk an all-gather of each chunk of a split kernel in the forward pass and again in
+    the backward pass, and the reduction of its gradient, as the layout says; over a tensor axis that splits the
+    vocabulary all-reduces of three numbers per label, and one of the gradient of `x`.
+
+    Args:
+      x: what the last block returned, normalized.
+      kernel: the output matrix [width, vocab], or with `tied` the embedding table [vocab, width].
+      labels: integers. One outside of 0 to vocab - 1 has no logit: its loss is the log of the normaliser, so give it
+        the weight 0.
+      weights: the weight of each label, which broadcasts to the shape of the labels; 1 by default.
+      tied: the kernel is an embedding table.
+      chunks: into how many chunks to cut; a few less are taken where that makes even ones. By default as many as make a
+        chunk of logits on one device at most twice as large as `x`, and one chunk where all are at most 128 MiB.
+      z_loss: adds `z_loss * log(normaliser)**2` to the loss of each label.
+      soft_cap: replaces logits by `soft_cap * tanh(logits / soft_cap)`.
+      accuracy: also report the share of labels that have the largest logit (of equal ones the first counts).
+
+    Returns:
+      A `js.Mean` of nats per label in f32; with `accuracy` a `js.Loss` of it with a metric "accuracy".
+
+    Raises:
+      ValueError: shapes or settings that don't fit; names them.
+
+    References:
+      Shoeybi et al. 2019, "Megatron-LM", section 3, for a vocabulary over devices; Wijmans et al. 2024, "Cut Your
+      Losses in Large-Vocabulary Language Models", for one that is not kept; Chowdhery et al. 2022, "PaLM", section 5,
+      for the z-loss.
+
+    Example:
+      The head of a `js.Stacked` model:
+
+        def head(params, x, batch, key):
+            return js.head_loss(norm(params, x), params["head"]["kernel"], batch["labels"])
+    """
+    _check(x, kernel, labels, tied, chunks, z_loss, soft_cap)
+    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else _broadcast(weights, labels.shape)
+    x_NC, labels_N = x.reshape(-1, x.shape[-1]), labels.reshape(-1).astype(jnp.int32)
+    labels_N = jnp.where(labels_N < 0, _NOWHERE, labels_N)  # -1 numbers what does not count in a chunk
+    vocab_dim = 0 if tied else 1
+    vocab, parts = kernel.shape[vocab_dim], split_count("vocab", kernel.shape[vocab_dim])
+    count = _default_count(x_NC, vocab // parts) if chunks is None else min(chunks, vocab // parts)
+    if count == 1:
+        nats_N, hits_N = _whole(x_NC, kernel.T if tied else kernel, labels_N, z_loss, soft_cap)
+    else:
+        cut, stored, sink = cut_weight(kernel, vocab_dim, count, parts)
+        terms = _ChunkedHead(cut, parts, tied, soft_cap, accuracy).terms(x_NC, stored, sink, labels_N)
+        nats_N, hits_N = terms.log_sum - terms.own + z_loss * terms.log_sum**2, terms.best == labels_N
+    total = weights.sum()
+    weights_N = weights.reshape(-1)
+    loss = Mean((nats_N * weights_N).sum(), total)
+    return Loss(loss, metrics={"accuracy": Mean((hits_N * weights_N).sum(), total)}) if accuracy else loss
+
+
+def _whole(
+    x_NC: jax.Array, kernel_CV: jax.Array, labels_N: jax.Array, z_loss: float, soft_cap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each label, and whether it has the largest logit, with all logits at once."""
+    logits_NV = _cap(_product(x_NC, kernel_CV), soft_cap)
+    if is_split("vocab", logits_NV.shape[-1]):
+        logits_NV = constrain(logits_NV, ("batch", "vocab"))
+    nats_N = cross_entropy(logits_NV, labels_N)
+    if z_loss:
+        nats_N = nats_N + z_loss * jax.nn.logsumexp(logits_NV, axis=-1) ** 2
+    return nats_N, labels_N == logits_NV.argmax(axis=-1)
+
+
+@jax.custom_vjp
+def _product(x_NC: jax.Array, kernel_CV: jax.Array) -> jax.Array:
+    """Logits in f32. A rule of its own, because JAX's would multiply narrower inputs with gradients in f32."""
+    return jnp.matmul(x_NC, kernel_CV, preferred_element_type=jnp.float32)
+
+
+def _product_forward(x_NC: jax.Array, kernel_CV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(x_NC, kernel_CV), (x_NC, kernel_CV)
+
+
+def _product_backward(inputs: tuple[jax.Array, jax.Array], d_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_NC, kernel_CV = inputs
+    d_NV = d_NV.astype(jnp.result_type(x_NC, kernel_CV))
+    dx_NC = jnp.matmul(d_NV, kernel_CV.T, preferred_element_type=x_NC.dtype)
+    return dx_NC, jnp.matmul(x_NC.T, d_NV, preferred_element_type=kernel_CV.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+class _Terms(NamedTuple):
+    """Of each label: the log of the normaliser, its own logit (0 without one), the number of the largest logit."""
+
+    log_sum: jax.Array
+    own: jax.Array
+    best: jax.Array
+
+
+class _Running(NamedTuple):
+    """Of the chunks so far, [N, P]: the largest logit, the sum of exponentials less it, the label's own logit, and the
+    first number of the largest logit (None where nobody asks for it)."""
+
+    most: jax.Array
+    total: jax.Array
+    own: jax.Array
+    best: jax.Array | None
+
+
+class _ChunkedHead(NamedTuple):
+    """A head that is computed in chunks.
+
+    Attributes:
+      chunks: how the kernel is cut.
+      parts: P.
+      tied: the kernel is [V, C].
+      soft_cap: of the logits.
+      with_best: whether the largest logit is wanted.
+    """
+
+    chunks: Chunks
+    parts: int
+    tied: bool
+    soft_cap: float | None
+    with_best: bool
+
+    def terms(self, x_NC: jax.Array, stored: jax.Array, sink: jax.Array | None, labels_N: jax.Array) -> _Terms:
+        """Return the terms of each label. Gradients flow to `x_NC` and to the sink."""
+        like = None if sink is None else jax.ShapeDtypeStruct(sink.shape, sink.dtype)
+
+        # A rule of its own: JAX's would keep what every chunk computed, and add up the gradients of `x` in its dtype.
+        @jax.custom_vjp
+        def run(x_NC: jax.Array, stored: jax.Array, sink: Any, labels_N: jax.Array) -> _Terms:
+            return self._forward(x_NC, stored, labels_N)
+
+        def forward(x_NC: jax.Array, stored: jax.Array, sink: Any, labels_N: jax.Array) -> tuple[_Terms, Any]:
+            terms = self._forward(x_NC, stored, labels_N)
+            return terms, (x_NC, stored, labels_N, terms.log_sum)
+
+        def backward(saved: Any, cotangents: _Terms) -> tuple[Any, ...]:
+            dx_NC, gradient = self._backward(*saved, cotangents.log_sum, cotangents.own, like)
+            return dx_NC, None, gradient, None
+
+        run.defvjp(forward, backward)
+        return run(x_NC, stored, sink, labels_N)
+
+    def _forward(self, x_NC: jax.Array, stored: jax.Array, labels_N: jax.Array) -> _Terms:
+        def add(before: _Running, index: jax.Array) -> tuple[_Running, None]:
+            numbers_PW = self._numbers(index)
+            logits_NPW = self._logits(x_NC, self._weight(stored, index), numbers_PW)
+            most = jnp.maximum(before.most, logits_NPW.max(-1))
+            total = before.total * jnp.exp(before.most - most) + jnp.exp(logits_NPW - most[..., None]).sum(-1)
+            own = before.own + jnp.where(numbers_PW == labels_N[:, None, None], logits_NPW, 0).sum(-1)
+            best = before.best
+            if best is not None:
+                first = jnp.where(logits_NPW == most[..., None], numbers_PW, _NOWHERE).min(-1)
+                best = jnp.where(most > before.most, first, jnp.minimum(best, first))
+            return _Running(most, total, own, best), None
+
+        zeros = jnp.zeros((len(labels_N), self.parts), jnp.float32)
+        best = jnp.full(zeros.shape, _NOWHERE, jnp.int32) if self.with_best else None
+        # Not -inf: where all columns of a part are padding, the difference to it would be NaN.
+        lowest = jnp.full(zeros.shape, jnp.finfo(jnp.float32).min)
+        found, _ = lax.scan(add, _Running(lowest, zeros, zeros, best), jnp.arange(self.chunks.count))
+        # The parts of the vocabulary are only added here, not in every chunk: that is what devices communicate for.
+        most_N = found.most.max(-1)
+        total_N = (found.total * jnp.exp(found.most - most_N[:, None])).sum(-1)
+        best_N = jnp.zeros(labels_N.shape, jnp.int32)
+        if found.best is not None:
+            best_N = jnp.where(found.most == most_N[:, None], found.best, _NOWHERE).min(-1)
+        return _Terms(jnp.log(total_N) + most_N, found.own.sum(-1), best_N)
+
+    def _backward(
+        self,
+        x_NC: jax.Array,
+        stored: jax.Array,
+        labels_N: jax.Array,
+        log_sum_N: jax.Array,
+        d_log_sum_N: jax.Array,
+        d_own_N: jax.Array,
+        sink: jax.ShapeDtypeStruct | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The gradients of `x_NC` and of the kernel, the latter reduced."""
+        labels_N11, log_sum_N11, d_log_sum_N11, d_own_N11 = (
+            one[:, None, None] for one in (labels_N, log_sum_N, d_log_sum_N, d_own_N)
+        )
+
+        def add(sums: tuple[jax.Array, Any], index: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+            dx_PNC, gradient = sums
+            numbers_PW, weight = self._numbers(index), self._weight(stored, index)
+            logits_NPW = self._logits(x_NC, weight, numbers_PW)
+            d_NPW = d_log_sum_N11 * jnp.exp(logits_NPW - log_sum_N11) + jnp.where(numbers_PW == labels_N11, d_own_N11, 0)
+            if self.soft_cap is not None:
+                d_NPW *= jnp.where(numbers_PW < 0, 0, 1 - (logits_NPW / self.soft_cap) ** 2)
+            d_NPW = d_NPW.astype(jnp.result_type(x_NC, weight))
+            new = jnp.einsum(f"npw,{self._letters}->pnc", d_NPW, weight, preferred_element_type=jnp.float32)
+            if gradient is not None:
+                d_weight = jnp.einsum(f"nc,npw->{self._letters}", x_NC, d_NPW, preferred_element_type=weight.dtype)
+                gradient = self.chunks.add(gradient, self._join(d_weight), index)
+            return (self._constrain_partial(dx_PNC + new), gradient), None
+
+        dx_PNC = self._constrain_partial(jnp.zeros((self.parts, *x_NC.shape), jnp.float32))
+        zeros = None if sink is None else self.chunks.zeros(sink)
+        (dx_PNC, gradient), _ = lax.scan(add, (dx_PNC, zeros), jnp.arange(self.chunks.count))
+        finished = None if sink is None else self.chunks.finish(gradient, sink)
+        return dx_PNC.sum(0).astype(x_NC.dtype), finished
+
+    def _numbers(self, index: jax.Array) -> jax.Array:
+        """The numbers of the columns of a chunk, int32[P, W]; -1 for those that don't count."""
+        return self.chunks.numbers(index).reshape(self.parts, -1)
+
+    def _weight(self, stored: jax.Array, index: jax.Array) -> jax.Array:
+        """A chunk of the kernel with its parts apart, [C, P, W] or, tied, [P, W, C]."""
+        weight, dim = self.chunks.take(stored, index), self.chunks.dim
+        return weight.reshape(*weight.shape[:dim], self.parts, -1, *weight.shape[dim + 1 :])
+
+    def _join(self, weight: jax.Array) -> jax.Array:
+        """Undo what `_weight` did to a chunk's shape."""
+        dim = self.chunks.dim
+        return weight.reshape(*weight.shape[:dim], -1, *weight.shape[dim + 2 :])
+
+    def _logits(self, x_NC: jax.Array, weight: jax.Array, numbers_PW: jax.Array) -> jax.Array:
+        logits_NPW = jnp.einsum(f"nc,{self._letters}->npw", x_NC, weight, preferred_element_type=jnp.float32)
+        if self.parts > 1:
+            logits_NPW = constrain(logits_NPW, ("batch", "vocab", None))
+        return jnp.where(numbers_PW < 0, -jnp.inf, _cap(logits_NPW, self.soft_cap))
+
+    def _constrain_partial(self, dx_PNC: jax.Array) -> jax.Array:
+        return constrain(dx_PNC, ("vocab" if self.parts > 1 else None, "batch", None))
+
+    @property
+    def _letters(self) -> str:
+        return "pwc" if self.tied else "cpw"
+
+
+def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def _default_count(x_NC: jax.Array, vocab: int) -> int:
+    """The number of chunks for `vocab` columns on each device; see `head_loss`."""
+    N, C = x_NC.shape
+    N = max(1, N // split_count("batch", N))
+    return -(-vocab // max(2 * C, _ONE_CHUNK // N))
+
+
+def _check(
+    x: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    tied: bool,
+    chunks: int | None,
+    z_loss: float,
+    soft_cap: float | None,
+) -> None:
+    if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(
+            f"head_loss: x [..., C] needs integer labels [...], got {x.dtype}{list(x.shape)} and "
+            f"{labels.dtype}{list(labels.shape)}"
+        )
+    if kernel.ndim != 2 or kernel.shape[int(tied)] != x.shape[-1]:
+        shape, other = ("[V, C]", "[C, V]") if tied else ("[C, V]", "[V, C]")
+        raise ValueError(
+            f"head_loss: x {list(x.shape)} needs a kernel {shape} with C = {x.shape[-1]}, got {list(kernel.shape)}; of a "
+            f"kernel {other} pass tied={not tied}"
+        )
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, Integral) or chunks < 1):
+        raise ValueError(f"head_loss: chunks must be a whole number from 1 on, got {chunks!r}")
+    if z_loss < 0 or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(
+            f"head_loss: z_loss must not be negative and soft_cap be positive, got {z_loss!r} and {soft_cap!r}"
+        )
+
+
+def _broadcast(weights: Any, shape: tuple[int, ...]) -> jax.Array:
+    try:
+        return jnp.broadcast_to(jnp.asarray(weights, jnp.float32), shape)
+    except ValueError:
+        raise ValueError(
+            f"head_loss: weights {list(jnp.shape(weights))} do not broadcast to the labels {list(shape)}"
+        ) from None
