@@ -93,7 +93,7 @@ def use_weights(make_move: MakeMove, params: PyTree, grads: PyTree, stored: PyTr
 def list_offered(
     layout: Layout, make_move: MakeMove, weights: PyTree, params: PyTree, grads: PyTree, stored: PyTree, sinks: PyTree
 ) -> list[Offered]:
-    """List the weights that a layer may gather in chunks instead: matrices that are gathered or reduced at all.
+    """List the weights that a layer may gather in chunks instead: all matrices.
 
     Args:
       layout: where everything lives.
@@ -103,10 +103,9 @@ def list_offered(
     """
 
     def offer(param: Placement, grad: Placement | None, weight: Any, stored: jax.Array, sink: Any) -> list[Offered]:
-        moves = param.store != param.use or (grad is not None and grad.store != param.use)
         # Of a weight that is split over axes of the batch while it is used, each device sees another part.
         whole = not set(axes_of(param.use)) & set(layout.batch_axes)
-        if len(param.view.logical) != 2 or isinstance(weight, Pending) or not (moves and whole):
+        if len(param.view.logical) != 2 or isinstance(weight, Pending) or not whole:
             return []
         return [Offered(weight, stored, sink, param, grad, make_move, layout.mesh)]
 
