@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from jaxshard.engines.auto import auto as auto
     from jaxshard.engines.explicit import explicit as explicit
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
+    from jaxshard.layers.attention import attention as attention
     from jaxshard.layers.head_loss import head_loss as head_loss
     from jaxshard.training import metrics as metrics
     from jaxshard.training.describe import describe as describe
@@ -151,6 +152,7 @@ _NAMES = {
     "engines.auto": ("auto",),
     "engines.explicit": ("explicit",),
     "engines.pipeline.engine": ("pipelined",),
+    "layers.attention": ("attention",),
     "layers.head_loss": ("head_loss",),
     "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),

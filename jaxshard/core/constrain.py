@@ -83,6 +83,12 @@ def split_count(name: str, size: int) -> int:
     return 1 if activations is None else activations.split_count(name, size)
 
 
+def activations_in_force() -> Activations | None:
+    """Return the placement of activations of the layout that is followed here; None outside of jaxshard's steps."""
+    activations: Activations | None = _current.value
+    return activations
+
+
 def follow_layout(layout: Layout) -> AbstractContextManager[None]:
     """Make a context in which `constrain` follows the layout."""
     context: AbstractContextManager[None] = _current(Activations(layout))
@@ -121,12 +127,12 @@ class Activations:
 
     def constrain(self, x: jax.Array, names: Sequence[str | None], grad: Sequence[str | None]) -> jax.Array:
         """Do what the function `constrain` does, under this layout."""
-        mesh, manual = self._mesh()
+        mesh, manual = self.mesh()
         if set(mesh.axis_names) <= manual:
             return x
 
         def sharding(names: Sequence[str | None]) -> NamedSharding:
-            axes = [self._axes(name, size) for name, size in zip(names, x.shape, strict=True)]
+            axes = [self.axes(name, size) for name, size in zip(names, x.shape, strict=True)]
             entries = [e if e is _FREE else spec_entry(tuple(a for a in e if a not in manual)) for e in axes]
             return NamedSharding(mesh, PartitionSpec(*entries))
 
@@ -136,25 +142,26 @@ class Activations:
 
     def split_count(self, name: str, size: int) -> int:
         """Do what the function `split_count` does, under this layout."""
-        mesh, manual = self._mesh()
+        mesh, manual = self.mesh()
         if name != "batch" and not is_split(name, size):
             return 1
-        axes = self._axes(name, size)
+        axes = self.axes(name, size)
         return 1 if axes is _FREE else axis_size(mesh, tuple(axis for axis in axes if axis not in manual))
 
-    def _mesh(self) -> tuple[Mesh, frozenset[str]]:
+    def mesh(self) -> tuple[Mesh, frozenset[str]]:
         """Return the mesh, and the axes that an enclosing `shard_map` handles: nothing is constrained over these."""
         inside = jax.sharding.get_abstract_mesh()
         manual = [name for name, kind in zip(inside.axis_names, inside.axis_types) if kind == AxisType.Manual]
         return (inside if manual else self.layout.mesh), frozenset(manual)  # type: ignore[return-value]
 
-    def _axes(self, name: str | None, size: int) -> Any:
+    def axes(self, name: str | None, size: int, who: str = "constrain") -> Any:
+        """Return the mesh axes that split a dimension of this name and size; the compiler's choice for odd rows."""
         if name is None:
             return ()
         if name == "batch":
             axes = self.layout.batch_axes
             return axes if size % axis_size(self.layout.mesh, axes) == 0 else _FREE
-        return tuple(axis for part in self.tensors() for axis in part.entry(name, size, self.layout.mesh))
+        return tuple(axis for part in self.tensors() for axis in part.entry(name, size, self.layout.mesh, who))
 
     def tensors(self) -> list[Tensor]:
         """Return the parts of the strategy that split dimensions by name."""

@@ -183,18 +183,16 @@ class Tensor:
             return ""
         return "the model's annotations split nothing of"
 
-    def entry(self, name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
+    def entry(self, name: str | None, size: int, mesh: Mesh, who: str = "constrain") -> tuple[str, ...]:
         """Return the mesh axes that split a dimension of an activation; raises ValueError if they do not divide it."""
         fate = self.rules.fate(name)
         if fate is None:
-            raise ValueError(
-                f"constrain: no rule knows the name {name!r}; add ({name!r}, 'split') or ({name!r}, 'whole')"
-            )
+            raise ValueError(f"{who}: no rule knows the name {name!r}; add ({name!r}, 'split') or ({name!r}, 'whole')")
         parts = axis_size(mesh, self.axis)
         if fate == "whole" or (fate == "split or whole" and size % parts):
             return ()
         if size % parts:
-            raise ValueError(_describe_indivisible("constrain", None, str(name), size, parts, self.axis))
+            raise ValueError(_describe_indivisible(who, None, str(name), size, parts, self.axis))
         return axis_names(self.axis)
 
 

@@ -154,9 +154,7 @@ def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
         _current.reset(token)
 
 
-def cut_weight(
-    weight: jax.Array, dim: int, count: int, parts: int
-) -> tuple[Chunks, jax.Array, jax.Array | None]:
+def cut_weight(weight: jax.Array, dim: int, count: int, parts: int) -> tuple[Chunks, jax.Array, jax.Array | None]:
     """Cut a weight into chunks along a dimension: of what is stored, if an engine offers that for this very array.
 
     Args:

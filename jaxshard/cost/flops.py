@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxshard.core.compat import contracted_kernel_dims, newly_manual_axes
+from jaxshard.core.counting import count_formulas
 
 
 def model_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
@@ -24,7 +25,7 @@ def model_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
     Nothing is computed and no device is touched. The body of a `scan` counts as often as it runs, of several branches
     the most expensive one counts, and per-device code (`shard_map`) counts on every device. Elementwise work,
     reductions, gathers and collectives count nothing. What a `custom_vjp` or a remat adds to a backward pass is counted
-    when `fn` contains that backward pass.
+    when `fn` contains that backward pass. `js.attention` counts as its formula, on every platform, with all positions.
 
     Args:
       fn: any function that JAX can trace; for a training step, a function that calls `jax.grad`.
@@ -42,7 +43,8 @@ def model_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
       >>> model_flops(lambda x, w: x @ w, x, w)
       1024
     """
-    return _count(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
+    with count_formulas():
+        return _count(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
 
 
 def train_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:

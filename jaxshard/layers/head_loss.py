@@ -242,7 +242,9 @@ class _ChunkedHead(NamedTuple):
             dx_PNC, gradient = sums
             numbers_PW, weight = self._numbers(index), self._weight(stored, index)
             logits_NPW = self._logits(x_NC, weight, numbers_PW)
-            d_NPW = d_log_sum_N11 * jnp.exp(logits_NPW - log_sum_N11) + jnp.where(numbers_PW == labels_N11, d_own_N11, 0)
+            d_NPW = d_log_sum_N11 * jnp.exp(logits_NPW - log_sum_N11) + jnp.where(
+                numbers_PW == labels_N11, d_own_N11, 0
+            )
             if self.soft_cap is not None:
                 d_NPW *= jnp.where(numbers_PW < 0, 0, 1 - (logits_NPW / self.soft_cap) ** 2)
             d_NPW = d_NPW.astype(jnp.result_type(x_NC, weight))

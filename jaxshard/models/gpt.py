@@ -14,6 +14,7 @@ from flax import linen as nn
 from jaxshard.core.constrain import constrain
 from jaxshard.core.keys import row_keys
 from jaxshard.core.types import PyTree
+from jaxshard.layers.attention import attention
 from jaxshard.models.decoder import Decoder
 from jaxshard.models.parts import (
     HEADS,
@@ -179,7 +180,7 @@ def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:
     B, T, X = qkv_BTX.shape
     qkv_BTHX = constrain(qkv_BTX.reshape(B, T, heads, 3, X // (3 * heads)), (*HEADS, None))
     q_BTHD, k_BTHD, v_BTHD = (constrain(qkv_BTHX[:, :, :, i], HEADS) for i in range(3))
-    x_BTHD = jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=True)
+    x_BTHD = attention(q_BTHD, k_BTHD, v_BTHD, causal=True)
     return constrain(x_BTHD, HEADS).reshape(B, T, X // 3)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxshard.core.constrain import constrain
 from jaxshard.core.types import PyTree
+from jaxshard.layers.attention import attention
 from jaxshard.models.decoder import Decoder
 from jaxshard.models.parts import (
     HEADS,
@@ -200,7 +201,7 @@ class Block(nn.Module):
         k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
         v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
         q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling) for x in (q_BTHD, k_BTKD))
-        h_BTHD = jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, is_causal=True)
+        h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True)
         h_BTC = dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init)
         x_BTC = x_BTC + constrain(h_BTC, RESIDUAL)
 

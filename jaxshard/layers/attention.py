@@ -1,0 +1,340 @@
+"""`js.attention`: which kernel computes it, and how the layout in force splits it.
+
+    checks of the arguments -> which kernel, by platform and shape -> this device's rows and heads -> kernel
+
+Shape suffixes as in `formula`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxshard.core.constrain import activations_in_force
+from jaxshard.core.counting import is_counting
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import spec_entry
+from jaxshard.layers.blockwise import blockwise
+from jaxshard.layers.cudnn import cudnn, is_rocm, why_not_cudnn
+from jaxshard.layers.formula import Extras, Form, formula
+from jaxshard.layers.splash import splash, why_not_splash
+
+_SHORT = 256
+"""Up to so many queries and keys all logits at once are faster than blocks, and small."""
+_SHORT_ON_TPU = 127
+"""The kernel's smallest block has 128 positions."""
+
+_Attend = Callable[[jax.Array, jax.Array, jax.Array, Extras, Form], jax.Array]
+
+
+def attention(
+    query: Float[Array, "*batch queries heads dim"],
+    key: Float[Array, "*batch keys kv_heads dim"],
+    value: Float[Array, "*batch keys kv_heads value_dim"],
+    *,
+    causal: bool | None = None,
+    window: int | None = None,
+    segment_ids: Int[Array, "*batch queries"] | None = None,
+    bias: Float[Array, ...] | None = None,
+    soft_cap: float | None = None,
+    mask: Bool[Array, ...] | None = None,
+    is_causal: bool | None = None,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = True,
+    deterministic: bool | None = None,
+    dtype: Any = None,
+    precision: Any = None,
+    force_fp32_for_softmax: bool = False,
+    module: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+) -> Float[Array, "*batch queries heads value_dim"]:
+    """Compute softmax(query key^T / sqrt(dim)) value, without an array of all logits.
+
+    On TPUs a Pallas kernel does it (JAX's splash attention), on NVIDIA GPUs cuDNN, elsewhere blocks with an online
+    softmax: all exact, with memory linear in the sequence, forward and backward. Short sequences are computed by the
+    formula. What a kernel can't do is computed in blocks, and a warning says so once. The platform is that of the
+    layout's mesh inside jaxshard's steps, else that of the default device.
+
+    It is split as the layout in force says: rows over the batch axes, heads over the axis to which `js.tensor` maps
+    "heads". Under `js.auto` it runs in a `shard_map` over all axes, under `js.explicit` and in stages of a pipeline on
+    the device's own rows. Keys and values of fewer heads than the axis has devices stay whole. There are no collectives
+    but the sum of the gradients of these.
+
+    It fits `attention_fn=` of Flax's attention layers; the arguments from `mask` on are those that Flax passes:
+
+        nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=js.attention)
+        nnx.MultiHeadAttention(8, 512, rngs=rngs, decode=False, attention_fn=js.attention)
+
+    The output has the name "attention_out" for `jax.checkpoint_policies`, together with the sums that the backward pass
+    needs: where that name is saved, the kernel does not run again.
+
+    Args:
+      query: of any number of batch dimensions.
+      key: `kv_heads` divides `heads`; neighbouring heads share keys and values.
+      value: as wide as the output.
+      causal: query t sees keys 0 to t. To be given but by Flax, which means no.
+      window: query t sees keys less than `window` positions from t, itself among them.
+      segment_ids: each position sees its own segment, such as one of several documents in a row.
+      bias: added to the logits (after `soft_cap`), of a shape that broadcasts to [*batch, heads, queries, keys].
+      soft_cap: logits x become soft_cap * tanh(x / soft_cap).
+      mask: False (or 0) is not seen, of a shape as `bias` has; in addition to all else. Kernels know no masks, unless
+        it is a constant and causal: prefer `causal`, `window` and `segment_ids`.
+      is_causal: NNX's word for `causal`.
+      dropout_rng: random key of dropout. The bits are those that Flax would draw, bool[queries, keys].
+      dropout_rate: share of the weights to drop, the same in all rows and heads.
+      broadcast_dropout: must be True where weights are dropped.
+      deterministic: drop nothing.
+      dtype: cast query, key and value to it; by default to their common dtype.
+      precision: of the products.
+      force_fp32_for_softmax: the softmax is in f32 anyway.
+      module: must be None: there are no weights to sow.
+      qk_attn_weights_einsum: must be None.
+      attn_weights_value_einsum: must be None.
+
+    Returns:
+      The output, in the common dtype. A query that a mask keeps from all keys takes the mean of all values.
+
+    Raises:
+      TypeError: `causal` is missing.
+      ValueError: shapes that do not fit each other, a window below 1, a soft_cap that is not positive; heads that the
+        axis does not divide; what is not supported, by name.
+
+    Source: Dao 2023, "FlashAttention-2"; Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory".
+
+    Example:
+          x = js.attention(q, k, v, causal=True, window=1024)    # q: [2, 8192, 32, 128], k and v: [2, 8192, 8, 128]
+    """
+    del force_fp32_for_softmax
+    refused = {
+        "module (sow_weights)": module,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    for name, given in refused.items():
+        if given is not None:
+            raise ValueError(f"attention: {name} needs all weights at once; use Flax's own attention_fn for that")
+    if causal is None and is_causal is None and deterministic is None:
+        raise TypeError("attention: say causal=True or causal=False")
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    arrays = tuple(jnp.asarray(x).astype(dtype) for x in (query, key, value))
+    batch, T, H, S = _check_shapes(*arrays)
+    form = Form(bool(causal or is_causal), window, soft_cap, 0.0, precision)
+    _check_form(form, T, S)
+    if mask is not None:
+        constant = max(T, S) > _SHORT and not isinstance(mask, jax.core.Tracer)
+        mask = _fit("mask", (np.asarray(mask) if constant else jnp.asarray(mask)) != 0, (*batch, H, T, S))
+    extras = Extras(
+        None if segment_ids is None else _fit_segments(segment_ids, batch, T, S),
+        None if bias is None else _fit("bias", jnp.asarray(bias), (*batch, H, T, S)),
+        mask,
+    )
+    if dropout_rate > 0 and not deterministic:
+        form = form._replace(dropout=dropout_rate)
+        extras = extras._replace(keep=_draw(dropout_rng, dropout_rate, broadcast_dropout, (T, S)))
+    rows = math.prod(batch)
+    q_BTHD, k_BSKD, v_BSKE = (x.reshape(rows, *x.shape[-3:]) for x in arrays)
+    out_BTHE = _dispatch(q_BTHD, k_BSKD, v_BSKE, *_without_known_mask(extras, form))
+    return out_BTHE.reshape(*batch, T, H, v_BSKE.shape[-1])
+
+
+# Arguments
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[tuple[int, ...], int, int, int]:
+    """Return (batch dimensions, queries, heads, keys)."""
+    shapes = f"query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim >= 3 or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"attention: query must be [*batch, queries, heads, dim], key and value [*batch, keys, kv_heads, dim] of "
+            f"the same batch, got {shapes}"
+        )
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(f"attention: key and value must have the same positions and heads, got {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"attention: query and key must have heads of the same width, got {shapes}")
+    if min(*q.shape, *k.shape, *v.shape) < 1:
+        raise ValueError(f"attention: there must be at least one of everything, got {shapes}")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"attention: the {q.shape[-2]} heads of the query are not divisible by the {k.shape[-2]} of key and value: "
+            f"{shapes}"
+        )
+    return q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3]
+
+
+def _check_form(form: Form, T: int, S: int) -> None:
+    if form.window is not None and (isinstance(form.window, bool) or not isinstance(form.window, int | np.integer)):
+        raise TypeError(f"attention: window must be an int, got {form.window!r}")
+    if form.window is not None and form.window < 1:
+        raise ValueError(f"attention: window must be at least 1 (a position sees itself), got {form.window}")
+    if form.soft_cap is not None and not form.soft_cap > 0:
+        raise ValueError(f"attention: soft_cap must be positive, got {form.soft_cap}")
+    if T != S and (form.causal or form.window is not None):
+        raise ValueError(
+            f"attention: causal and window compare positions of the same sequence, but there are {T} queries and {S} "
+            "keys; pass causal=False and a mask that says what each query sees"
+        )
+
+
+def _fit_segments(segment_ids: Any, batch: tuple[int, ...], T: int, S: int) -> jax.Array:
+    ids = jnp.asarray(segment_ids)
+    if ids.shape != (*batch, T) or T != S or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"attention: segment_ids must be integers of the shape {[*batch, T]}, one for each position of query and "
+            f"key alike ({T} queries, {S} keys), got {ids.dtype}{list(ids.shape)}"
+        )
+    return ids.reshape(math.prod(batch), T)
+
+
+def _fit(what: str, x: Any, shape: tuple[int, ...]) -> Any:
+    """Shape a bias or mask [1 or B, 1 or H, 1 or T, 1 or S]."""
+    given = x.shape
+    sizes = (1,) * (len(shape) - x.ndim) + given
+    if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape)):
+        raise ValueError(
+            f"attention: the {what} {list(given)} does not broadcast to [*batch, heads, queries, keys] = {list(shape)}"
+        )
+    batch = sizes[:-3]
+    if math.prod(batch) not in (1, math.prod(shape[:-3])):
+        batch = shape[:-3]
+        x = (
+            np.broadcast_to(x, (*batch, *sizes[-3:]))
+            if isinstance(x, np.ndarray)
+            else jnp.broadcast_to(x, (*batch, *sizes[-3:]))
+        )
+    return x.reshape(math.prod(batch), *sizes[-3:])
+
+
+def _draw(key: jax.Array | None, rate: float, broadcast: bool, shape: tuple[int, int]) -> jax.Array:
+    if key is None:
+        raise ValueError("attention: dropout needs a dropout_rng; or pass deterministic=True")
+    if not broadcast:
+        raise ValueError(
+            "attention: broadcast_dropout=False would draw bits for every row and head; leave it True, or use Flax's "
+            "own attention_fn"
+        )
+    return jax.random.bernoulli(key, 1 - rate, (1, 1, *shape))[0, 0]
+
+
+def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
+    """Leave out a mask that is a constant and hides nothing, or what is causal."""
+    seen = extras.mask
+    if not isinstance(seen, np.ndarray):
+        return extras, form
+    if seen.all():
+        return extras._replace(mask=None), form
+    if seen.shape[-1] == seen.shape[-2] and (seen == np.tri(seen.shape[-1], dtype=bool)).all():
+        return extras._replace(mask=None), form._replace(causal=True)
+    return extras._replace(mask=jnp.asarray(seen)), form
+
+
+# The kernel and the layout
+
+
+def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
+    """Compute attention by the kernel of the platform, on the part that the layout gives each device."""
+    device = _device()
+    platform = device.platform
+    short = max(q_BTHD.shape[1], k_BSKD.shape[1]) <= (_SHORT_ON_TPU if platform == "tpu" else _SHORT)
+    if short or is_counting():
+        return formula(q_BTHD, k_BSKD, v_BSKE, extras, form)
+    in_blocks = partial(blockwise, block=128 if platform == "cpu" else 512)
+    kernel: _Attend = in_blocks
+    reason = ""
+    if platform == "tpu":
+        kernel, reason = splash, why_not_splash(q_BTHD, extras, form)
+    elif platform == "gpu" and not is_rocm(device):
+        kernel, reason = cudnn, why_not_cudnn(device, q_BTHD, v_BSKE, extras, form)
+    attend, rows = _on_each_device(kernel, q_BTHD, k_BSKD, extras)
+    reason = reason or (rows if kernel is not in_blocks else "")
+    if reason:
+        _warn_once(
+            f"attention: query {list(q_BTHD.shape)} with key {list(k_BSKD.shape)} is computed in blocks, not by the "
+            f"kernel for {platform}, which does not take {reason}"
+        )
+        attend, _ = _on_each_device(in_blocks, q_BTHD, k_BSKD, extras)
+    return attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)  # over attention to its caller
+
+
+def _device() -> Any:
+    """Return a device that the program is made for: one of the layout's mesh, else the default one."""
+    activations = activations_in_force()
+    if activations is not None:
+        return activations.layout.mesh.devices.flat[0]
+    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return default if hasattr(default, "platform") else jax.local_devices(backend=default)[0]
+
+
+def _on_each_device(kernel: _Attend, q_BTHD: jax.Array, k_BSKD: jax.Array, extras: Extras) -> tuple[_Attend, str]:
+    """Return `kernel` of global arrays, run on each device's rows and heads; and why it can't be split so, or "".
+
+    Inside jaxshard's steps some mesh axes are manual already (under `js.explicit` those of the batch), over these the
+    arrays are a device's own. The others are made manual here: no kernel can be split by the compiler.
+    """
+    activations = activations_in_force()
+    if activations is None:
+        return kernel, ""
+    mesh, manual = activations.mesh()
+    automatic = set(mesh.axis_names) - manual
+    if not automatic or mesh.size == 1:
+        return kernel, ""
+    (B, _, H, _), K = q_BTHD.shape, k_BSKD.shape[2]
+    batch = tuple(axis for axis in activations.layout.batch_axes if axis in automatic)
+    if B % axis_size(mesh, batch):
+        return kernel, f"{B} rows over the {axis_size(mesh, batch)} devices of {batch}"
+    heads = tuple(axis for axis in activations.axes("heads", H, "attention") if axis in automatic)
+    split = axis_size(mesh, heads)
+    kv_heads = heads if K % split == 0 else ()
+
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form) -> jax.Array:
+        if heads != kv_heads:
+            k, v = (_heads_for(x, H // split, H // K, heads) for x in (k, v))
+        return kernel(q, k, v, extras, form)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form) -> jax.Array:
+        rows, of_heads, of_kv_heads = map(spec_entry, (batch, heads, kv_heads))
+
+        def spec(x: Any) -> Any:
+            if x is None:
+                return None
+            return PartitionSpec(rows if x.shape[0] > 1 else None, of_heads if x.shape[1] > 1 else None, None, None)
+
+        beside: dict[str, Any] = {name: spec(getattr(extras, name)) for name in ("bias", "mask")}
+        beside["segments"] = None if extras.segments is None else PartitionSpec(rows, None)
+        beside["keep"] = None if extras.keep is None else PartitionSpec()
+        mine, whole = (PartitionSpec(rows, None, entry, None) for entry in (of_heads, of_kv_heads))
+        return jax.shard_map(
+            partial(on_device, form=form),
+            mesh=None if manual else mesh,  # nested: the mesh of the shard_map around it
+            in_specs=(mine, whole, whole, Extras(**beside)),
+            out_specs=mine,
+            axis_names=automatic,
+            check_vma=False,
+        )(q, k, v, extras)
+
+    return run, ""
+
+
+def _heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
+    """Take the heads of keys or values that this device's `own` heads of queries need, of all of them."""
+    first = jax.lax.axis_index(axes) * own
+    if shared_by % own == 0:
+        return jax.lax.dynamic_slice_in_dim(x_BSKD, first // shared_by, 1, 2)
+    return jnp.take(x_BSKD, (first + jnp.arange(own)) // shared_by, axis=2)

@@ -1,0 +1,54 @@
+"""Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`.
+
+Shape suffixes as in `formula`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.layers.formula import Extras, Form
+
+_MOST_WIDTH = 128
+_OLDEST = 8.0
+
+
+def is_rocm(gpu: Any) -> bool:
+    """Return whether this is an AMD GPU, for which there is no cuDNN."""
+    return "rocm" in gpu.client.platform_version
+
+
+def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> str:
+    """Return why cuDNN can't compute this, or not without an array of all logits; "" where it can."""
+    D, E = q_BTHD.shape[-1], v_BSKE.shape[-1]
+    if float(gpu.compute_capability) < _OLDEST:
+        return f"compute capability {gpu.compute_capability}; it takes {_OLDEST} and up"
+    if q_BTHD.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the dtype {q_BTHD.dtype}; it takes bfloat16 and float16"
+    if D != E or D % 8 or D > _MOST_WIDTH:
+        return f"heads of {D} and values of {E}; it takes equal multiples of 8 up to {_MOST_WIDTH}"
+    if extras.segments is not None:
+        return "segment_ids"
+    if extras.mask is not None or extras.bias is not None:
+        return "a mask or a bias, which it would hold for every head"
+    if extras.keep is not None:
+        return "dropout"
+    if form.soft_cap is not None:
+        return "a soft_cap"
+    if form.window is not None and not form.causal:
+        return "a window without causal=True"
+    if form.precision is not None:
+        return f"precision={form.precision}"
+    return ""
+
+
+def cudnn(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
+    """Compute attention by cuDNN's fused kernels."""
+    del extras
+    window = None if form.window is None else (form.window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q_BTHD, k_BSKD, v_BSKE, is_causal=form.causal, local_window_size=window, implementation="cudnn"
+    )

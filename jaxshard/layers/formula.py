@@ -1,0 +1,141 @@
+"""Attention by its formula, and what every way to compute it shares: which keys a query may see, and the logits.
+
+    out = softmax(cap(q k^T / sqrt(D)) + bias) v          over the keys that are seen; softmax in f32
+
+Shape suffixes: B rows, T queries, S keys, H heads, K heads of keys and values, G = H / K heads that share them, D width
+of a head, E width of a head of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+UNSEEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""The logit of a key that is not seen. Finite, so that a query that sees nothing takes the mean of all values."""
+
+
+class Form(NamedTuple):
+    """The static part of a call of attention.
+
+    Attributes:
+      causal: query t sees keys up to t.
+      window: query t sees keys less than this far from t; None without a limit.
+      soft_cap: logits x become soft_cap * tanh(x / soft_cap); None leaves them.
+      dropout: the rate at which weights are dropped; 0 without `Extras.keep`.
+      precision: of the products, as `jax.lax.dot_general` takes it.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    precision: Any = None
+
+    def sees(self, first: Any, last: Any, first_key: Any, last_key: Any) -> Any:
+        """Return whether any of the queries first..last may see any of the keys first_key..last_key; elementwise."""
+        near = True if self.window is None else (first - last_key < self.window) & (first_key - last < self.window)
+        return near & (last >= first_key) if self.causal else near
+
+
+class Extras(NamedTuple):
+    """The arrays of a call beside q, k and v; each of them may be None.
+
+    Attributes:
+      segments: int[B, T]; queries see keys of their own number.
+      bias: float[1 or B, 1 or H, 1 or T, 1 or S], added to the logits.
+      mask: bool of such a shape; False is not seen.
+      keep: bool[T, S], the weights that dropout leaves, the same in all rows and heads.
+    """
+
+    segments: jax.Array | None = None
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    keep: jax.Array | None = None
+
+
+def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
+    """Compute attention with all logits [B, H, T, S] at once: for short sequences."""
+    B, T, H, D = q_BTHD.shape
+    S, K = k_BSKD.shape[1:3]
+    q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
+    logits_BKGTS = jnp.einsum(
+        "btkgd,bskd->bkgts", q_BTKGD, k_BSKD, precision=form.precision, preferred_element_type=jnp.float32
+    )
+    logits_BKGTS, _ = cap(logits_BKGTS / D**0.5, form)
+    if extras.bias is not None:
+        logits_BKGTS = add_bias(logits_BKGTS, by_group(extras.bias, K))
+    segments = None if extras.segments is None else (extras.segments, extras.segments)
+    mask = None if extras.mask is None else by_group(extras.mask, K)
+    seen = visible(form, jnp.arange(T), jnp.arange(S), segments, mask)
+    if seen is not None:
+        logits_BKGTS = jnp.where(seen, logits_BKGTS, UNSEEN)
+    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
+    if extras.keep is not None:
+        weights_BKGTS = drop(weights_BKGTS, extras.keep, form)
+    out = jnp.einsum("bkgts,bske->btkge", weights_BKGTS.astype(v_BSKE.dtype), v_BSKE, precision=form.precision)
+    return out.reshape(B, T, H, v_BSKE.shape[-1])
+
+
+def cap(logits: jax.Array, form: Form) -> tuple[jax.Array, jax.Array | None]:
+    """Cap the logits; also return the derivative, None where there is no cap."""
+    if form.soft_cap is None:
+        return logits, None
+    bent = jnp.tanh(logits / form.soft_cap)
+    return form.soft_cap * bent, 1 - bent * bent
+
+
+def add_bias(logits: jax.Array, bias: jax.Array) -> jax.Array:
+    """Add a bias, whose entries may be -inf."""
+    return jnp.maximum(logits + bias.astype(jnp.float32), UNSEEN)
+
+
+def drop(weights: jax.Array, keep: jax.Array, form: Form) -> jax.Array:
+    """Drop weights, or their gradient: 0 where `keep` is False, the rest larger."""
+    return jnp.where(keep, weights / (1 - form.dropout), 0)
+
+
+def by_group(x: jax.Array, kv_heads: int) -> jax.Array:
+    """Shape an array [B or 1, H or 1, T or 1, S or 1] as logits [B, K, G, T, S] have it."""
+    B, H, T, S = x.shape
+    return x.reshape(B, 1, 1, T, S) if H == 1 else x.reshape(B, kv_heads, H // kv_heads, T, S)
+
+
+def visible(
+    form: Form,
+    queries_T: jax.Array,
+    keys_S: jax.Array,
+    segments: Sequence[jax.Array] | None,
+    mask: jax.Array | None,
+) -> jax.Array | None:
+    """Return which keys are seen, bool that broadcasts to [B, K, G, T, S]; None if all are.
+
+    Args:
+      form: causal and window.
+      queries_T: positions of the queries.
+      keys_S: positions of the keys.
+      segments: int[B, T] of the queries, and int[B, S] of the keys.
+      mask: bool that broadcasts to [B, K, G, T, S].
+    """
+    seen = []
+    distance_TS = queries_T[:, None] - keys_S[None, :]
+    if form.causal:
+        seen.append(distance_TS >= 0)
+    if form.window is not None:
+        seen.append(distance_TS < form.window)
+        if not form.causal:
+            seen.append(distance_TS > -form.window)
+    if segments is not None:
+        of_queries_BT, of_keys_BS = segments
+        seen.append((of_queries_BT[:, :, None] == of_keys_BS[:, None, :])[:, None, None])
+    if mask is not None:
+        seen.append(mask)
+    if not seen:
+        return None
+    together = seen[0]
+    for one in seen[1:]:
+        together = together & one
+    return together

@@ -1,0 +1,123 @@
+"""Attention on TPUs by JAX's splash attention, a Pallas kernel: no logits in memory, and no work on what is not seen.
+
+The kernel takes [heads, positions, width] of one row, positions in multiples of 128. Other lengths are padded with keys
+that nobody sees and queries that nobody reads, which leaves the result as it is.
+
+Shape suffixes as in `formula`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.layers.blockwise import NAME
+from jaxshard.layers.formula import Extras, Form
+
+_LANES = 128
+
+
+def why_not_splash(q_BTHD: jax.Array, extras: Extras, form: Form) -> str:
+    """Return why the kernel can't compute this; "" where it can."""
+    if extras.mask is not None:
+        return "a mask whose values are not known when the program is made; causal=, window= and segment_ids= are"
+    if extras.bias is not None:
+        return "a bias"
+    if extras.keep is not None:
+        return "dropout"
+    if form.precision is not None:
+        return f"precision={form.precision}"
+    if not jnp.issubdtype(q_BTHD.dtype, jnp.floating) or q_BTHD.dtype.itemsize > 4:
+        return f"the dtype {q_BTHD.dtype}"
+    return ""
+
+
+def splash(
+    q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form, *, interpret: bool = False
+) -> jax.Array:
+    """Compute attention by the kernel; `interpret` runs it without a TPU, slowly."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    T, D, S, E = *q_BTHD.shape[1::2], k_BSKD.shape[1], v_BSKE.shape[-1]
+    block, key_block = _block_size(T), _block_size(S)
+
+    def prepare(x_BTHD: jax.Array, block: int) -> jax.Array:
+        x_BHTD = _pad(_pad(x_BTHD, 1, block), 3, _LANES).swapaxes(1, 2)
+        return x_BHTD
+
+    # The kernel does not scale.
+    scaled_BTHD = (q_BTHD.astype(jnp.float32) / D**0.5).astype(q_BTHD.dtype)
+    q_BHTD, k_BKSD, v_BKSE = prepare(scaled_BTHD, block), prepare(k_BSKD, key_block), prepare(v_BSKE, key_block)
+    segments = _segments(T, S, q_BHTD.shape, k_BKSD.shape[2], extras, form)
+    kernel = kernels.make_splash_mha(
+        mask=_mask((q_BHTD.shape[2], k_BKSD.shape[2]), q_BHTD.shape[1], form),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_block_sizes(block, key_block),
+        attn_logits_soft_cap=form.soft_cap,
+        residual_checkpoint_name=NAME,
+        interpret=interpret,
+    )
+    if segments is None:
+        out_BHTE = jax.vmap(kernel)(q_BHTD, k_BKSD, v_BKSE)
+    else:
+        out_BHTE = jax.vmap(kernel)(q_BHTD, k_BKSD, v_BKSE, kernels.SegmentIds(*segments))
+    out: jax.Array = out_BHTE.swapaxes(1, 2)[:, :T, :, :E]
+    return out
+
+
+def _block_size(length: int) -> int:
+    """Return a large block whose multiples pad the sequence by at most an eighth; 128 where none does."""
+    for block in (512, 256):
+        if -length % block <= length // 8:
+            return block
+    return _LANES
+
+
+def _pad(x: jax.Array, dim: int, multiple: int) -> jax.Array:
+    missing = -x.shape[dim] % multiple
+    return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)]) if missing else x
+
+
+def _segments(
+    T: int, S: int, padded: tuple[int, ...], padded_keys: int, extras: Extras, form: Form
+) -> tuple[jax.Array, jax.Array] | None:
+    """Return segments of queries and keys, the padding a segment of its own; None where they are not needed."""
+    B, _, padded_queries, _ = padded
+    if extras.segments is not None:
+        ids_BT = extras.segments.astype(jnp.int32)
+        missing = padded_queries - T
+        ids_BT = jnp.concatenate([ids_BT, jnp.broadcast_to(ids_BT.max(1, keepdims=True) + 1, (B, missing))], 1)
+        return ids_BT, ids_BT
+    if padded_keys == S or form.causal:  # the padding comes after every query
+        return None
+    ids_T, ids_S = (jnp.arange(n) >= real for n, real in ((padded_queries, T), (padded_keys, S)))
+    return tuple(jnp.broadcast_to(ids.astype(jnp.int32), (B, ids.size)) for ids in (ids_T, ids_S))  # type: ignore
+
+
+def _mask(shape: tuple[int, int], heads: int, form: Form) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    if form.window is not None:
+        near = form.window - 1
+        mask: Any = masks.LocalMask(shape, (near, 0 if form.causal else near), 0)
+    else:
+        mask = masks.CausalMask(shape) if form.causal else masks.FullMask(shape)
+    return masks.MultiHeadMask([mask] * heads)
+
+
+def _block_sizes(block: int, key_block: int) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
+
+    return BlockSizes(
+        block_q=block,
+        block_kv=key_block,
+        block_kv_compute=key_block,
+        block_q_dkv=block,
+        block_kv_dkv=key_block,
+        block_kv_dkv_compute=key_block,
+        block_q_dq=block,
+        block_kv_dq=key_block,
+    )
