@@ -97,9 +97,10 @@ class BufferPlan:
         - "f", "b", "w" [ticks]: 1 if any device has such an operation.
         - "embed", "head", "embed_grad" [ticks]: the number of the run that happens in the tick, -1 without one.
       runs: for "embed", "head" and "embed_grad" the arrays
-        members [runs, devices]: the micro-batch on which each device works, -1 without one;
-        slots [runs, devices, devices]: on each device the slot of each member's value. Only the first (for "head" the
-        last) device has the values, the others have the scratch slot throughout.
+        members [runs + 1, devices]: the micro-batch on which each device works, -1 without one;
+        slots [runs + 1, devices, devices]: on each device the slot of each member's value. Only the first (for "head"
+        the last) device has the values, the others have the scratch slot throughout.
+        The last row is that of no run, which the number -1 stands for: no micro-batches, and the scratch slot.
       sizes: the lengths of the buffers, scratch slot included.
     """
 
@@ -223,8 +224,8 @@ def _run_arrays(
     runs: list[Run], devices: int, kind: str, stage: int, owner: int, slots: dict[Value, int], sizes: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(members, slots) of runs whose values, of that kind and stage, are all on one device, the owner."""
-    members = np.full((len(runs), devices), -1)
-    places = np.full((len(runs), devices, devices), sizes[_BUFFER_OF[kind]] - 1)
+    members = np.full((len(runs) + 1, devices), -1)
+    places = np.full((len(runs) + 1, devices, devices), sizes[_BUFFER_OF[kind]] - 1)
     for number, run in enumerate(runs):
         for member, m in enumerate(run.microbatches):
             members[number, member] = m

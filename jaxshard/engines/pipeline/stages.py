@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,29 @@ from jaxshard.engines.pipeline.split_backward import Arrays, SplitBlock
 
 GradSums = list[jax.Array]
 """Sums of gradients: one array [blocks of the device, ...] per trained weight of a block."""
+
+
+class Slot(NamedTuple):
+    """What a chunk left for later, in a slot of a buffer, every leaf [slots, ...].
+
+    It is read where it is used, one block at a time: taken out first it would lie in memory twice.
+    """
+
+    buffer: PyTree
+    slot: jax.Array
+
+    def whole(self) -> PyTree:
+        """Return the value."""
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.slot, keepdims=False), self.buffer)
+
+    def of_block(self, turn: jax.Array) -> PyTree:
+        """Return a block's part of a value whose leaves are stacks [blocks of a chunk, ...]."""
+
+        def read(x: jax.Array) -> jax.Array:
+            start: list[Any] = [self.slot, turn, *[0] * (x.ndim - 2)]
+            return lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])).reshape(x.shape[2:])
+
+        return jax.tree.map(read, self.buffer)
 
 
 @dataclass(frozen=True)
@@ -61,7 +84,7 @@ class Stages:
         return y, jax.tree.leaves(x) if self.recompute else kept
 
     def backward(
-        self, chunk: jax.Array, microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: GradSums, active: jax.Array
+        self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums]:
         """Return (the cotangent of the chunk's input, the sums with its gradients added where `active`)."""
 
@@ -72,22 +95,22 @@ class Stages:
         return dx, sums
 
     def input_backward(
-        self, chunk: jax.Array, microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: GradSums, active: jax.Array
+        self, chunk: jax.Array, microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array
     ) -> tuple[PyTree, GradSums, Arrays]:
         """As `backward`, without the gradients that can wait; also returns what these need."""
         return self._backward(self.block.input_backward, chunk, microbatch, kept, dy, sums, active)
 
     def weight_backward(
-        self, chunk: jax.Array, microbatch: jax.Array, carried: Arrays, sums: GradSums, active: jax.Array
+        self, chunk: jax.Array, microbatch: jax.Array, carried: Slot, sums: GradSums, active: jax.Array
     ) -> GradSums:
         """Return the sums with the gradients added, where `active`, that `input_backward` left out."""
 
-        def block(sums: GradSums, turn: tuple[jax.Array, Arrays]) -> tuple[GradSums, None]:
-            index, weights, key, real = self._block(chunk, microbatch, turn[0])
-            grads = self.block.weight_backward(weights, key, turn[1])
+        def block(sums: GradSums, turn: jax.Array) -> tuple[GradSums, None]:
+            index, weights, key, real = self._block(chunk, microbatch, turn)
+            grads = self.block.weight_backward(weights, key, carried.of_block(turn))
             return self.add_gradients(sums, index, grads, active & real), None
 
-        return lax.scan(block, sums, (jnp.arange(self.blocks_per_chunk), carried))[0]
+        return lax.scan(block, sums, jnp.arange(self.blocks_per_chunk))[0]
 
     def _forward(self, chunk: jax.Array, microbatch: jax.Array, x: PyTree) -> tuple[PyTree, Arrays]:
         def block(x: PyTree, turn: jax.Array) -> tuple[PyTree, Arrays]:
@@ -99,26 +122,24 @@ class Stages:
 
     def _backward(
         self, block_backward: Callable[..., tuple[list[Any], PyTree, Arrays]], chunk: jax.Array,
-        microbatch: jax.Array, kept: Arrays, dy: PyTree, sums: GradSums, active: jax.Array,
+        microbatch: jax.Array, kept: Slot, dy: PyTree, sums: GradSums, active: jax.Array,
     ) -> tuple[PyTree, GradSums, Arrays]:  # fmt: skip
         """The blocks' backwards in reverse; what each carries comes out stacked like what it kept."""
         if self.recompute:
             # Kept was the chunk's input alone; its other half, what each block keeps, is made again now.
-            x = jax.tree.unflatten(jax.tree.structure(dy), kept)
-            _, kept = self._forward(chunk, microbatch, x)
+            x = jax.tree.unflatten(jax.tree.structure(dy), kept.whole())
+            _, again = self._forward(chunk, microbatch, x)
+            kept = Slot([values[None] for values in again], jnp.int32(0))
 
-        def block(
-            carry: tuple[PyTree, GradSums], turn: tuple[jax.Array, Arrays]
-        ) -> tuple[tuple[PyTree, GradSums], Arrays]:
+        def block(carry: tuple[PyTree, GradSums], turn: jax.Array) -> tuple[tuple[PyTree, GradSums], Arrays]:
             dy, sums = carry
-            index, weights, key, real = self._block(chunk, microbatch, turn[0])
-            grads, dx, carried = block_backward(weights, key, turn[1], dy)
+            index, weights, key, real = self._block(chunk, microbatch, turn)
+            grads, dx, carried = block_backward(weights, key, kept.of_block(turn), dy)
             # Sums are in the carry rather than stacked outputs: one set for all chunks and micro-batches.
             sums = self.add_gradients(sums, index, grads, active & real)
             return (_where(real, dx, dy), sums), carried
 
-        turns = (jnp.arange(self.blocks_per_chunk), kept)
-        (dx, sums), carried = lax.scan(block, (dy, sums), turns, reverse=True)
+        (dx, sums), carried = lax.scan(block, (dy, sums), jnp.arange(self.blocks_per_chunk), reverse=True)
         return dx, sums, carried
 
     def _block(

@@ -47,7 +47,7 @@ from jaxshard.core.layout import select
 from jaxshard.core.types import PyTree
 from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Metrics, Totals
 from jaxshard.engines.pipeline.floats import fill
-from jaxshard.engines.pipeline.stages import GradSums, Stages
+from jaxshard.engines.pipeline.stages import GradSums, Slot, Stages
 from jaxshard.schedules.buffers import BufferPlan
 from jaxshard.schedules.packing import pack_columns
 
@@ -90,11 +90,12 @@ def run_ticks(
     zero = jnp.int32(0)
     x = jax.eval_shape(embed_and_head.run_embed, zero)
     _, kept = jax.eval_shape(stages.forward, zero, zero, x)
+    buffers = {name: loop.empty_buffer(name, like) for name, like in {"inbox": x, "kept": kept, "outbox": x}.items()}
     carried: list[Any] = []
     if loop.splits_backward:
-        _, _, carried = jax.eval_shape(stages.input_backward, zero, zero, kept, x, grads, jnp.bool(True))
-    buffers = {"inbox": x, "kept": kept, "outbox": x, "carried": carried}
-    start = Carry(**{name: loop.empty_buffer(name, like) for name, like in buffers.items()}, grads=grads, totals=totals)
+        stashed = Slot(buffers["kept"], zero)
+        _, _, carried = jax.eval_shape(stages.input_backward, zero, zero, stashed, x, grads, jnp.bool(True))
+    start = Carry(**buffers, carried=loop.empty_buffer("carried", carried), grads=grads, totals=totals)
     end, _ = lax.scan(loop.tick, start, loop.rows)
     return end.grads, end.totals
 
@@ -128,11 +129,10 @@ class _Operation(NamedTuple):
 
 
 class _RunMember(NamedTuple):
-    """A device's part of a run: its micro-batch, whether it has one, and the slots of all members' values."""
+    """A device's part of a run: its micro-batch, and whether it has one."""
 
     microbatch: jax.Array
     active: jax.Array
-    slots: jax.Array
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _TickLoop:
       splits_backward: whether the table has W operations.
       rows: the table, packed, as arrays [ticks, ...] to scan over.
       read: `read(row of one tick) -> Tick` of this device.
-      runs: for each kind of run its members [runs, devices] and slots [runs, devices, devices].
+      runs: for each kind of run its members [runs + 1, devices] and slots [runs + 1, devices, devices].
     """
 
     ring: Ring
@@ -176,29 +176,37 @@ class _TickLoop:
     def tick(self, carry: Carry, row: Any) -> tuple[Carry, None]:
         """One tick of training.
 
-        A conditional receives only what it changes and closes over what it only reads, because a compiler may copy
-        every operand. So the head's conditional receives the gradient sums of the weights that the head reads, and the
-        embedding's those of the weights that the embedding reads.
+        Whatever a conditional returns may be copied, a whole buffer for one slot that a branch wrote. So conditionals
+        return new values, and these are written outside, in every tick: without the event zeros to the scratch slot.
+        Sums alone go through a conditional, because a gradient is as large as its sum: through the head's those of the
+        weights that the head reads, through the embedding's those of the weights that the embedding reads.
         """
         at, totals = self.read(row), carry.totals
         read_by_embed, read_by_head = self.embed_and_head.readers()
-        nothing = self._nothing_sent(carry.inbox)
+        no_x, no_kept, no_carried = map(self._empty_value, (carry.inbox, carry.kept, carry.carried))
+        no_run = [no_x] * self.ring.size
 
-        inbox = run_if(at["embed"] >= 0, partial(self.embed, at), carry.inbox)
-        forward = partial(self.forward, at, inbox)
-        kept, outbox, y = run_if(at["f"] > 0, forward, (carry.kept, carry.outbox, nothing))
+        inputs, _ = run_if(at["embed"] >= 0, partial(self.embed, at), no_run)
+        inbox = write_slots(carry.inbox, self._run_slots("embed", at), inputs)
+        (y, residuals), _ = run_if(at["f"] > 0, partial(self.forward, at, inbox), (no_x, no_kept))
+        kept = write_slot(carry.kept, at["f_kept"], residuals)
+        # Written before the head runs: waiting, they would add to what it needs.
+        kept, outbox = lax.optimization_barrier((kept, write_slot(carry.outbox, at["f_outbox"], y)))
         of_head = totals._replace(grads=select(read_by_head, totals.grads))
-        outbox, of_head = run_if(at["head"] >= 0, partial(self.head, at), (outbox, of_head))
+        dys, of_head = run_if(at["head"] >= 0, partial(self.head, at, outbox), no_run, of_head)
+        outbox = write_slots(outbox, self._run_slots("head", at), dys)
         totals = of_head._replace(grads=fill(of_head.grads, totals.grads))
         # After the head, so that a cotangent it just wrote can be read by a B of the same tick.
-        backward = partial(self.backward, at, kept)
-        outbox, carried, grads, dx = run_if(at["b"] > 0, backward, (outbox, carry.carried, carry.grads, nothing))
+        backward = partial(self.backward, at, kept, outbox)
+        (dx, values), grads = run_if(at["b"] > 0, backward, (no_x, no_carried), carry.grads)
+        outbox = write_slot(outbox, at["b_result"], dx)
+        carried = write_slot(carry.carried, at["b_carried"], values)
         embed_grad = partial(self.embed_grad, at, outbox)
-        of_embed = run_if(at["embed_grad"] >= 0, embed_grad, select(read_by_embed, totals.grads))
+        _, of_embed = run_if(at["embed_grad"] >= 0, embed_grad, (), select(read_by_embed, totals.grads))
         totals = totals._replace(grads=fill(of_embed, totals.grads))
         if self.splits_backward:
-            grads = run_if(at["w"] > 0, partial(self.weight_backward, at, carried), grads)
-        # Outside of conditionals: values travel in every tick, and what nobody needs arrives in the scratch slot.
+            _, grads = run_if(at["w"] > 0, partial(self.weight_backward, at, carried), (), grads)
+        # Values travel in every tick, and what nobody needs arrives in the scratch slot.
         inbox = write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1))
         outbox = write_slot(outbox, at["arrive_b"], self.ring.shift(dx, -1))
         return Carry(inbox, kept, outbox, carried, grads, totals), None
@@ -208,91 +216,92 @@ class _TickLoop:
     ) -> tuple[tuple[PyTree, PyTree, Metrics], None]:
         """One tick of evaluation; micro-batches add to the metrics where `counts` is True."""
         at, (inbox, outbox, metrics) = self.read(row), carry
-        inbox = run_if(at["embed"] >= 0, partial(self.embed, at), inbox)
-        forward = partial(self.forward, at, inbox)
-        _, outbox, y = run_if(at["f"] > 0, forward, ([], outbox, self._nothing_sent(inbox)))
-        metrics = run_if(at["head"] >= 0, partial(self.add_metrics, at, outbox, counts), metrics)
+        no_x = self._empty_value(inbox)
+        inputs, _ = run_if(at["embed"] >= 0, partial(self.embed, at), [no_x] * self.ring.size)
+        inbox = write_slots(inbox, self._run_slots("embed", at), inputs)
+        (y, _), _ = run_if(at["f"] > 0, partial(self.forward, at, inbox), (no_x, []))
+        outbox = write_slot(outbox, at["f_outbox"], y)
+        _, metrics = run_if(at["head"] >= 0, partial(self.add_metrics, at, outbox, counts), (), metrics)
         return (write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1)), outbox, metrics), None
 
-    # The events. Each takes what it changes last, and returns it changed.
+    # The events. Each takes the sums to which it adds last, and returns (new values, these sums).
 
-    def embed(self, at: Tick, inbox: PyTree) -> PyTree:
-        """Write the inputs of a run of micro-batches into the inbox of the first device."""
+    def embed(self, at: Tick, sums: tuple[()]) -> tuple[list[PyTree], tuple[()]]:
+        """Return, on the first device, the inputs of a run of micro-batches."""
         run = self._run("embed", at)
-        return write_slots(inbox, run.slots, self.ring.gather_to(self.embed_and_head.run_embed(run.microbatch), to=0))
+        return self.ring.gather_to(self.embed_and_head.run_embed(run.microbatch), to=0), sums
 
-    def forward(self, at: Tick, inbox: PyTree, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
-        """Run a forward on every device; `state` is (kept, outbox, what is sent)."""
-        kept, outbox, _ = state
+    def forward(self, at: Tick, inbox: PyTree, sums: tuple[()]) -> tuple[tuple[PyTree, PyTree], tuple[()]]:
+        """Run a forward on every device; the new values are (output, residuals)."""
         chunk, microbatch, _ = _Operation.of(at, "f")
-        y, residuals = self.stages.forward(chunk, microbatch, read_slot(inbox, at["f_inbox"]))
-        return write_slot(kept, at["f_kept"], residuals), write_slot(outbox, at["f_outbox"], y), y
+        return self.stages.forward(chunk, microbatch, Slot(inbox, at["f_inbox"]).whole()), sums
 
-    def head(self, at: Tick, state: tuple[PyTree, Totals]) -> tuple[PyTree, Totals]:
-        """Run the head on a run of micro-batches; in the last device's outbox cotangents take the place of outputs."""
-        outbox, totals = state
+    def head(self, at: Tick, outbox: PyTree, totals: Totals) -> tuple[list[PyTree], Totals]:
+        """Run the head on a run of micro-batches; the new values are, on the last device, the outputs' cotangents."""
         run = self._run("head", at)
-        dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(outbox, run.slots), totals, run.active)
-        return write_slots(outbox, run.slots, self.ring.gather_to(dy, to=self.ring.size - 1)), totals
+        dy, totals = self.embed_and_head.run_head(run.microbatch, self._outputs(at, outbox), totals, run.active)
+        return self.ring.gather_to(dy, to=self.ring.size - 1), totals
 
     def add_metrics(
         self, at: Tick, outbox: PyTree, counts: Callable[[jax.Array], jax.Array], metrics: Metrics
-    ) -> Metrics:
+    ) -> tuple[tuple[()], Metrics]:
         """Add the metrics of a run of micro-batches. Evaluation only."""
         run = self._run("head", at)
         active = run.active & counts(run.microbatch)
-        return self.embed_and_head.add_metrics(run.microbatch, self._outputs(outbox, run.slots), metrics, active)
+        y = self._outputs(at, outbox)
+        return (), self.embed_and_head.add_metrics(run.microbatch, y, metrics, active)
 
-    def backward(self, at: Tick, kept: PyTree, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run a backward on every device; `state` is (outbox, carried, gradients, what is sent)."""
-        outbox, carried, grads, _ = state
+    def backward(
+        self, at: Tick, kept: PyTree, outbox: PyTree, grads: GradSums
+    ) -> tuple[tuple[PyTree, PyTree], GradSums]:
+        """Run a backward on every device; the new values are (the input's cotangent, what a W needs)."""
         chunk, microbatch, active = _Operation.of(at, "b")
-        residuals, dy = read_slot(kept, at["b_kept"]), read_slot(outbox, at["b_outbox"])
+        residuals, dy = Slot(kept, at["b_kept"]), Slot(outbox, at["b_outbox"]).whole()
         if self.splits_backward:
             dx, grads, values = self.stages.input_backward(chunk, microbatch, residuals, dy, grads, active)
-            carried = write_slot(carried, at["b_carried"], values)
-        else:
-            dx, grads = self.stages.backward(chunk, microbatch, residuals, dy, grads, active)
-        return write_slot(outbox, at["b_result"], dx), carried, grads, dx
+            return (dx, values), grads
+        dx, grads = self.stages.backward(chunk, microbatch, residuals, dy, grads, active)
+        return (dx, []), grads
 
-    def embed_grad(self, at: Tick, outbox: PyTree, sums: PyTree) -> PyTree:
+    def embed_grad(self, at: Tick, outbox: PyTree, sums: PyTree) -> tuple[tuple[()], PyTree]:
         """Add the embedding's gradients of a run of micro-batches, whose dx are in the first device's outbox."""
         run = self._run("embed_grad", at)
-        dx = self.ring.scatter_from(read_slots(outbox, run.slots, self.ring.size), source=0)
-        return self.embed_and_head.add_embed_gradients(run.microbatch, dx, sums, run.active)
+        values = read_slots(outbox, self._run_slots("embed_grad", at), self.ring.size)
+        dx = self.ring.scatter_from(values, source=0)
+        return (), self.embed_and_head.add_embed_gradients(run.microbatch, dx, sums, run.active)
 
-    def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> GradSums:
+    def weight_backward(self, at: Tick, carried: PyTree, grads: GradSums) -> tuple[tuple[()], GradSums]:
         """Add, on every device, the gradients of weights that a B put off."""
         chunk, microbatch, active = _Operation.of(at, "w")
-        values = read_slot(carried, at["w_carried"])
-        return self.stages.weight_backward(chunk, microbatch, values, grads, active)
+        values = Slot(carried, at["w_carried"])
+        return (), self.stages.weight_backward(chunk, microbatch, values, grads, active)
 
     def empty_buffer(self, name: str, like: PyTree) -> PyTree:
         """Return a buffer of zeros for values like this one: every leaf [slots, ...]."""
         return jax.tree.map(lambda leaf: jnp.zeros((self.sizes[name], *leaf.shape), leaf.dtype), like)
 
-    def _nothing_sent(self, buffer: PyTree) -> PyTree:
-        """What devices send in a tick without the event: zeros like one slot of the buffer, to the scratch slot."""
+    def _empty_value(self, buffer: PyTree) -> PyTree:
+        """What stands for a value in a tick without the event that makes it: zeros like one slot of the buffer."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), buffer)
 
     def _run(self, name: str, at: Tick) -> _RunMember:
-        members, slots = self.runs[name]
-        mine = members[at[name], self.device].astype(jnp.int32)
-        return _RunMember(jnp.maximum(mine, 0), mine >= 0, slots[at[name], self.device])
+        mine = self.runs[name][0][at[name], self.device].astype(jnp.int32)
+        return _RunMember(jnp.maximum(mine, 0), mine >= 0)
 
-    def _outputs(self, outbox: PyTree, slots: jax.Array) -> PyTree:
+    def _run_slots(self, name: str, at: Tick) -> jax.Array:
+        """The slots [devices] of all members' values; the scratch slot in a tick without a run, whose number is -1."""
+        return self.runs[name][1][at[name], self.device]
+
+    def _outputs(self, at: Tick, outbox: PyTree) -> PyTree:
         """This device's output of a run, from the outbox of the last device."""
-        return self.ring.scatter_from(read_slots(outbox, slots, self.ring.size), source=self.ring.size - 1)
+        values = read_slots(outbox, self._run_slots("head", at), self.ring.size)
+        return self.ring.scatter_from(values, source=self.ring.size - 1)
 
 
-def run_if(condition: jax.Array, fn: Callable[[Any], Any], state: Any) -> Any:
-    """Return `fn(state)` where the condition, the same on every device, holds, else the state."""
-    return lax.cond(condition, fn, lambda state: state, state)
-
-
-def read_slot(buffer: PyTree, slot: jax.Array) -> PyTree:
-    """Return the value in a slot of a buffer, every leaf [slots, ...]."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), buffer)
+def run_if(condition: jax.Array, fn: Callable[[Any], tuple[Any, Any]], nothing: Any, sums: Any = ()) -> tuple[Any, Any]:
+    """Return (new values, sums) of `fn(sums)` where the condition, the same on every device, holds, else `nothing`."""
+    result: tuple[Any, Any] = lax.cond(condition, fn, lambda sums: (nothing, sums), sums)
+    return result
 
 
 def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
@@ -302,7 +311,7 @@ def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
 
 def read_slots(buffer: PyTree, slots: jax.Array, count: int) -> list[PyTree]:
     """Return the values in the first `count` of the slots [devices]."""
-    return [read_slot(buffer, slots[i].astype(jnp.int32)) for i in range(count)]
+    return [Slot(buffer, slots[i].astype(jnp.int32)).whole() for i in range(count)]
 
 
 def write_slots(buffer: PyTree, slots: jax.Array, values: list[PyTree]) -> PyTree:

@@ -1,5 +1,7 @@
 """An eight-billion-parameter Llama over a pod's three axes, compiled for 128 TPU chips that are not here."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,7 +12,9 @@ from jaxshard.checks.collectives.compare import compare
 from jaxshard.checks.collectives.found import arrays_only, collectives
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.models import SIZES
+from jaxshard.models.gpt import gpt
 from jaxshard.plan.topology import topology_mesh
+from jaxshard.schedules.buffers import plan_buffers
 from tests.engines.programs import tpu
 
 ROWS, SEQ = 64, 8192
@@ -29,6 +33,8 @@ def test_an_8b_llama_over_pipe_data_and_tensor_axes_compiles_for_128_chips_and_m
     step = js.make_step(model.loss, tx, layout, engine=engine)
     compiled = step.compile(batch)
     assert compiled.memory_analysis().peak_memory_in_bytes < V5P / 4
+    stash = plan_buffers(engine.table(layout)).sizes["kept"], 32 // 4 // 2, 1, SEQ, 4096
+    assert stash not in copied_in_loops(compiled.as_text())
     found = collectives(compiled, mesh)
     comparison = compare(promise(layout, engine, model.loss, batch), found)
     assert comparison.ok, comparison
@@ -41,3 +47,24 @@ def test_an_8b_llama_over_pipe_data_and_tensor_axes_compiles_for_128_chips_and_m
     summed = [shape for one in over["pipe"] if one.kind == "all-reduce" for shape in one.shapes]
     parts = mesh.shape["data"] * mesh.shape["tensor"]
     assert sum(jnp.prod(jnp.array(shape)).item() for shape in summed) < ends / parts * 1.01 + activation / 100
+
+
+def copied_in_loops(text: str) -> list[tuple[int, ...]]:
+    """The shapes that a compiled program copies outside of its entry."""
+    found = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:copy|copy-start)\(", text.split("\nENTRY ")[0])
+    return [tuple(int(size) for size in shape.split(",") if size) for shape in found]
+
+
+@tpu
+@pytest.mark.slow
+def test_a_tick_copies_no_buffer():
+    """Compiled with buffers in conditionals, the values that W operations wait for were copied in every tick."""
+    mesh, tx = topology_mesh("v5e:2x2", pipe=4), optax.sgd(0.1)
+    model = gpt(vocab=512, width=256, depth=16, heads=2, seq=1024)
+    layout = js.layout(js.pipeline(chunks=1), mesh, model.init, tx)
+    engine = js.pipelined(microbatches=8, schedule="zero_bubble")
+    batch = {"tokens": jax.ShapeDtypeStruct((32, 1025), jnp.int32)}
+    copied = copied_in_loops(js.make_step(model.loss, tx, layout, engine=engine).compile(batch).as_text())
+    slots = set(plan_buffers(engine.table(layout)).sizes.values())
+    assert copied
+    assert not [shape for shape in copied if len(shape) > 2 and shape[0] in slots - {1}]

@@ -15,6 +15,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import Collective, collectives, split_scalars
+from jaxshard.schedules.buffers import plan_buffers
 from tests.engines.pipeline.pipes import FEATURES, WIDTH, Ring, residual_block, ring, small_gpt, stack_toy
 from tests.engines.programs import Program
 from tests.toys import Toy, quick_compile
@@ -201,3 +202,26 @@ def test_temporaries_of_a_transformer_do_not_grow_with_micro_batches():
     }
     assert at[32, "layer"] <= 1.05 * at[8, "layer"]
     assert at[8, "layer"] < 0.5 * at[8, "everything"]
+
+
+# Buffers.
+
+
+def buffer_types(layout: js.Layout, engine: Any, activation: tuple[int, ...], blocks: int) -> set[str]:
+    """The types, as a lowered program writes them, of buffers of activations and of stacks of a chunk's."""
+    sizes = plan_buffers(engine.table(layout)).sizes
+    shapes = [(slots, *stack, *activation) for slots in sizes.values() for stack in [(), (blocks,)]]
+    return {f"tensor<{'x'.join(map(str, shape))}xf32>" for shape in shapes}
+
+
+@pytest.mark.parametrize("schedule", SIZES)
+def test_conditionals_return_values_and_no_buffers(schedule):
+    """A compiler copies a buffer whole, twice on TPU, where a branch writes a slot of it and the other returns it."""
+    toy, engine = stack_toy(residual_block, DEPTH), js.pipelined(microbatches=MICROBATCHES, schedule=schedule)
+    layout = SIZES[schedule].layout(toy)
+    text = js.make_step(toy.loss_fn, optax.sgd(0.1), layout, engine=engine).lower(toy.batch).as_text()
+    buffers = buffer_types(layout, engine, (12, WIDTH), DEPTH // 4 // SIZES[schedule].chunks)
+    assert sum(buffer in text for buffer in buffers) >= 2  # they are called so
+    returned = re.findall(r"\}\) : \(tensor<i32>\) -> (.*)", text)
+    assert len(returned) >= 5  # embed, F, head, B, embed_grad
+    assert not [types for types in returned for buffer in buffers if buffer in types]
