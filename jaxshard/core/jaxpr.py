@@ -136,6 +136,25 @@ def inline_calls(program: Any) -> Any:
 
 def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, operands: None) -> list[Any]:
     """Evaluate a program, calls opened, with `rule` in place of the equations that it has results for."""
+
+    def run_opened(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
+        return rule(eqn, operands) if inner is None else replay(inner, operands, rule)
+
+    return _evaluate(program, args, run_opened)
+
+
+def replace_values(program: Any, args: Sequence[Any], replace: Callable[[Any, Any], Any]) -> list[Any]:
+    """Evaluate a program with `replace(variable, value)` in place of each value, for its results and later equations.
+
+    Calls stay calls: only the variables of the outermost program are asked about.
+    """
+    return _evaluate(program, args, lambda equation, operands: None, replace)
+
+
+def _evaluate(
+    program: Any, args: Sequence[Any], rule: Rule, replace: Callable[[Any, Any], Any] = lambda variable, value: value
+) -> list[Any]:
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -144,13 +163,12 @@ def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, oper
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
         with equation_context(eqn):
-            results = rule(eqn, operands) if inner is None else replay(inner, operands, rule)
+            results = rule(eqn, operands)
             if results is None:
                 made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
                 results = made if eqn.primitive.multiple_results else [made]
-        env.update(zip(eqn.outvars, results, strict=True))
+        env.update((var, replace(var, value)) for var, value in zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 

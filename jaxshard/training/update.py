@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Literal
 
 from jaxshard.core.collectives import Sums
+from jaxshard.core.jaxpr import open_jaxpr, replace_values
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract, check_same_tree
@@ -72,11 +75,12 @@ def make_update(
         chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
         grads = see(grads)
         old_state = view(layout.opt_state, opt_state)
-        updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))
-        check_same_tree(
-            abstract(old_state), abstract(new_state), "tx.update returned another state than tx.init",
-            "a compiled step needs the same arrays before and after; initialise them all in tx.init",
-        )  # fmt: skip
+        if extra.names:
+            updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))
+            _check_state(old_state, new_state)
+            new_state = keep_old_unless(ok, new_state, old_state)
+        else:
+            updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen)
         # Chosen before anything is gathered (see above); `hold_stored` keeps the compiler from gathering both first.
         new = keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)
         # Of the numbers that are written anyway, so that parameters are read once.
@@ -85,10 +89,46 @@ def make_update(
         fresh = hold_stored(layout, restore_view(seen, new), seen)
         # Here parameters are gathered that rest split less than their optimizer state.
         fresh = move_stored(layout, fresh, seen, old_params)
-        opt_state = keep_old_unless(ok, restore_view(layout.opt_state, new_state), opt_state)
-        return put_back(layout.trainable, fresh, params), opt_state, changes
+        return put_back(layout.trainable, fresh, params), restore_view(layout.opt_state, new_state), changes
 
     return update
+
+
+def _update_with_kept_state(
+    tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Run `tx.update` such that each new array of its state is the old one unless `ok`, from where it is made on.
+
+    Of a good step nothing changes, and the updates of a bad one are not used. But the update of a parameter then reads
+    the new moment that is written (`mu`), not another one that only it needs: an array that was computed from the old
+    moment when that is already overwritten, for which the compiler would copy the old moment of every parameter.
+    """
+    closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, old_state, params)
+    _check_state(old_state, shapes[1])
+    jaxpr, _ = open_jaxpr(closed)
+    old = jax.tree.leaves(old_state)
+    state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old) :]
+    made = {var for equation in jaxpr.eqns for var in equation.outvars}
+    old_of = {var: x for var, x in zip(state_vars, old, strict=True) if not isinstance(var, Literal) and var in made}
+
+    def keep(var: Any, value: jax.Array) -> jax.Array:
+        return keep_old_unless(ok, value, old_of[var]) if var in old_of else value
+
+    leaves = replace_values(closed, jax.tree.leaves((grads, old_state, params)), keep)
+    updates, state = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    # What no equation makes (a gradient as it is, a number), and one array at two places, was not kept above.
+    kept = [
+        new if not isinstance(var, Literal) and old_of.get(var) is x else keep_old_unless(ok, new, x)
+        for var, new, x in zip(state_vars, jax.tree.leaves(state), old, strict=True)
+    ]
+    return updates, jax.tree.unflatten(jax.tree.structure(state), kept)
+
+
+def _check_state(old: PyTree, new: PyTree) -> None:
+    check_same_tree(
+        abstract(old), abstract(new), "tx.update returned another state than tx.init",
+        "a compiled step needs the same arrays before and after; initialise them all in tx.init",
+    )  # fmt: skip
 
 
 def _subtract(new: jax.Array, old: jax.Array) -> jax.Array:

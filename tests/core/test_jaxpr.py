@@ -16,6 +16,7 @@ from jaxshard.core.jaxpr import (
     inline_calls,
     needed_equations,
     open_jaxpr,
+    replace_values,
     replay,
     subprogram,
     variables,
@@ -68,6 +69,15 @@ def test_running_a_part_gives_its_values_and_arrays_for_numbers(program):
     # From a value in the middle, without the arguments that made it.
     got = program.run(program.out["b"], {program.out["a"]: whole["a"], program.args[1]: W})
     np.testing.assert_array_equal(got, whole["b"])
+
+
+def test_values_are_replaced_for_results_and_for_later_equations(program):
+    """`a` is doubled where it is made: as a result, and in the product that reads it."""
+    a = program.out["a"]
+    got = replace_values(program.closed, [X, W], lambda var, x: 2 * x if var is a else x)
+    whole = two_results(X, W)
+    for ours, expected in zip(got, jax.tree.leaves(whole | {"a": 2 * whole["a"], "b": 2 * whole["b"]}), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
 def test_running_without_what_is_needed_fails(program):
