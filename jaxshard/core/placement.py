@@ -152,8 +152,12 @@ class Placement:
     def resize(self, dim: int, size: int) -> Placement:
         """Return the placement of an array with another size along a dimension: of a chunk of it, without padding."""
         view = self.view
-        shapes = ((*shape[:dim], size, *shape[dim + 1 :]) for shape in (view.logical, view.padded, view.stored))
-        return replace(self, view=View(*shapes))
+        assert not view.extra_dims, "blocks in pipeline order have no chunks"
+
+        def resized(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (*shape[:dim], size, *shape[dim + 1 :])
+
+        return replace(self, view=View(resized(view.logical), resized(view.padded), resized(view.stored)))
 
     def drop_first(self) -> Placement:
         """Return the placement of one slice along the first logical dimension: of a single block."""

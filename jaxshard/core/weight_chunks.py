@@ -16,10 +16,11 @@ identity (`cut_weight`). A weight that is not found, such as one that the user c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ _LANES = 128
 
 @dataclass(frozen=True)
 class Chunks:
-    """How one weight is cut along a dimension; the drawing at the top of this file.
+    """The cut of one weight along a dimension; see the drawing at the top of this file.
 
     Attributes:
       dim: the dimension.
@@ -77,7 +78,7 @@ class Chunks:
         numbers = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * self.part + inside
         return jnp.where((inside >= index * self.width) & (numbers < self.size), numbers, -1).reshape(-1)
 
-    def zeros(self, sink: jax.Array) -> jax.Array:
+    def zeros(self, sink: jax.ShapeDtypeStruct) -> jax.Array:
         """Return zeros to add up the gradient in, with the dimension cut into parts."""
         parts = -(-sink.shape[self.dim] // self.part)
         return jnp.zeros((*sink.shape[: self.dim], parts, self.part, *sink.shape[self.dim + 1 :]), sink.dtype)
@@ -90,7 +91,7 @@ class Chunks:
         old = lax.dynamic_slice_in_dim(total, start, self.width, self.dim + 1)
         return lax.dynamic_update_slice_in_dim(total, old + new, start, self.dim + 1)
 
-    def finish(self, total: jax.Array, sink: jax.Array) -> jax.Array:
+    def finish(self, total: jax.Array, sink: jax.ShapeDtypeStruct) -> jax.Array:
         """Return the added up gradient in the shape of the sink."""
         whole = total.reshape(*sink.shape[: self.dim], -1, *sink.shape[self.dim + 1 :])
         return lax.slice_in_dim(whole, 0, sink.shape[self.dim], axis=self.dim)
@@ -100,7 +101,7 @@ class Chunks:
 
 
 class Offered(NamedTuple):
-    """What an engine can do with one of the weights that it handed out.
+    """A weight that an engine handed out, and the way to gather it in chunks instead.
 
     Attributes:
       weight: the whole weight.
@@ -136,12 +137,12 @@ class Offered(NamedTuple):
         width = _width(part, count)
         if views[0].logical[dim] <= part * (splits - 1):  # a part of nothing but padding
             return None
-        resized = [one and one.resize(dim, splits * width) for one in (self.param, self.grad)]
-        move = self.make_move(*resized)
+        wide = splits * width
+        move = self.make_move(self.param.resize(dim, wide), self.grad and self.grad.resize(dim, wide))
         return Chunks(dim, views[0].logical[dim], splits, part, width, move.gather, move.reduce)
 
 
-_current: ContextVar[dict[int, Offered]] = ContextVar("chunks", default={})
+_current: ContextVar[Mapping[int, Offered]] = ContextVar("chunks", default=MappingProxyType({}))
 
 
 @contextmanager
@@ -152,6 +153,12 @@ def offer_chunks(offered: Iterable[Offered]) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def parts_in_use(weight: jax.Array, dim: int) -> int | None:
+    """Return over how many devices a dimension is split while the weight is used; None if no engine offers it."""
+    offered = _current.get().get(id(weight))
+    return None if offered is None else axis_size(offered.mesh, offered.param.use[dim])
 
 
 def cut_weight(weight: jax.Array, dim: int, count: int, parts: int) -> tuple[Chunks, jax.Array, jax.Array | None]:

@@ -1,7 +1,7 @@
 """The loss of a language model's head without logits: in chunks over the vocabulary, each gathered just before use.
 
-The head of an 8B model makes bf16[8192, 128256] logits of 8,192 tokens, 2.1 GB, and its output matrix is another 1 GB on
-every device that gathers it. Here both exist one chunk at a time:
+The head of an 8B model makes bf16[8192, 128256] logits of 8,192 tokens, 2.1 GB, and its output matrix is another 1 GB
+on every device that gathers it. Here both exist one chunk at a time:
 
     forward     for each chunk: gather W[:, chunk]; logits = x W; update max, sum of exponentials, the label's own logit
     backward    for each chunk: gather W[:, chunk] again; logits = x W; dlogits = (softmax - label) * cotangent;
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from jaxshard.core.constrain import constrain, is_split, split_count
 from jaxshard.core.cross_entropy import cross_entropy
 from jaxshard.core.loss import Loss, Mean
-from jaxshard.core.weight_chunks import Chunks, cut_weight
+from jaxshard.core.weight_chunks import Chunks, cut_weight, parts_in_use
 
 _ONE_CHUNK = 2**25
 """Logits on a device up to which the vocabulary is not cut: 128 MiB in f32."""
@@ -36,9 +36,9 @@ _NOWHERE = jnp.iinfo(jnp.int32).max
 
 def head_loss(
     x: Float[Array, "*batch width"],
-    kernel: Float[Array, "..."],
+    kernel: Float[Array, ...],
     labels: Int[Array, "*batch"],
-    weights: Float[Array, "..."] | None = None,
+    weights: Float[Array, ...] | None = None,
     *,
     tied: bool = False,
     chunks: int | None = None,
@@ -95,7 +95,8 @@ def head_loss(
     x_NC, labels_N = x.reshape(-1, x.shape[-1]), labels.reshape(-1).astype(jnp.int32)
     labels_N = jnp.where(labels_N < 0, _NOWHERE, labels_N)  # -1 numbers what does not count in a chunk
     vocab_dim = 0 if tied else 1
-    vocab, parts = kernel.shape[vocab_dim], split_count("vocab", kernel.shape[vocab_dim])
+    vocab = kernel.shape[vocab_dim]
+    parts = parts_in_use(kernel, vocab_dim) or split_count("vocab", vocab)
     count = _default_count(x_NC, vocab // parts) if chunks is None else min(chunks, vocab // parts)
     if count == 1:
         nats_N, hits_N = _whole(x_NC, kernel.T if tied else kernel, labels_N, z_loss, soft_cap)
@@ -191,7 +192,7 @@ class _ChunkedHead(NamedTuple):
             return terms, (x_NC, stored, labels_N, terms.log_sum)
 
         def backward(saved: Any, cotangents: _Terms) -> tuple[Any, ...]:
-            dx_NC, gradient = self._backward(*saved, cotangents.log_sum, cotangents.own, like)
+            dx_NC, gradient = self._backward(saved, cotangents, like)
             return dx_NC, None, gradient, None
 
         run.defvjp(forward, backward)
@@ -224,27 +225,20 @@ class _ChunkedHead(NamedTuple):
         return _Terms(jnp.log(total_N) + most_N, found.own.sum(-1), best_N)
 
     def _backward(
-        self,
-        x_NC: jax.Array,
-        stored: jax.Array,
-        labels_N: jax.Array,
-        log_sum_N: jax.Array,
-        d_log_sum_N: jax.Array,
-        d_own_N: jax.Array,
-        sink: jax.ShapeDtypeStruct | None,
+        self, saved: tuple[jax.Array, ...], cotangents: _Terms, sink: jax.ShapeDtypeStruct | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """The gradients of `x_NC` and of the kernel, the latter reduced."""
+        x_NC, stored, labels_N, log_sum_N = saved
         labels_N11, log_sum_N11, d_log_sum_N11, d_own_N11 = (
-            one[:, None, None] for one in (labels_N, log_sum_N, d_log_sum_N, d_own_N)
+            one[:, None, None] for one in (labels_N, log_sum_N, cotangents.log_sum, cotangents.own)
         )
 
         def add(sums: tuple[jax.Array, Any], index: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
             dx_PNC, gradient = sums
             numbers_PW, weight = self._numbers(index), self._weight(stored, index)
             logits_NPW = self._logits(x_NC, weight, numbers_PW)
-            d_NPW = d_log_sum_N11 * jnp.exp(logits_NPW - log_sum_N11) + jnp.where(
-                numbers_PW == labels_N11, d_own_N11, 0
-            )
+            d_NPW = d_log_sum_N11 * jnp.exp(logits_NPW - log_sum_N11)
+            d_NPW += jnp.where(numbers_PW == labels_N11, d_own_N11, 0)
             if self.soft_cap is not None:
                 d_NPW *= jnp.where(numbers_PW < 0, 0, 1 - (logits_NPW / self.soft_cap) ** 2)
             d_NPW = d_NPW.astype(jnp.result_type(x_NC, weight))
@@ -257,8 +251,9 @@ class _ChunkedHead(NamedTuple):
         dx_PNC = self._constrain_partial(jnp.zeros((self.parts, *x_NC.shape), jnp.float32))
         zeros = None if sink is None else self.chunks.zeros(sink)
         (dx_PNC, gradient), _ = lax.scan(add, (dx_PNC, zeros), jnp.arange(self.chunks.count))
-        finished = None if sink is None else self.chunks.finish(gradient, sink)
-        return dx_PNC.sum(0).astype(x_NC.dtype), finished
+        if sink is not None and gradient is not None:
+            gradient = self.chunks.finish(gradient, sink)
+        return dx_PNC.sum(0).astype(x_NC.dtype), gradient
 
     def _numbers(self, index: jax.Array) -> jax.Array:
         """The numbers of the columns of a chunk, int32[P, W]; -1 for those that don't count."""
@@ -276,12 +271,12 @@ class _ChunkedHead(NamedTuple):
 
     def _logits(self, x_NC: jax.Array, weight: jax.Array, numbers_PW: jax.Array) -> jax.Array:
         logits_NPW = jnp.einsum(f"nc,{self._letters}->npw", x_NC, weight, preferred_element_type=jnp.float32)
-        if self.parts > 1:
+        if is_split("vocab", self.parts):
             logits_NPW = constrain(logits_NPW, ("batch", "vocab", None))
         return jnp.where(numbers_PW < 0, -jnp.inf, _cap(logits_NPW, self.soft_cap))
 
     def _constrain_partial(self, dx_PNC: jax.Array) -> jax.Array:
-        return constrain(dx_PNC, ("vocab" if self.parts > 1 else None, "batch", None))
+        return constrain(dx_PNC, ("vocab" if is_split("vocab", self.parts) else None, "batch", None))
 
     @property
     def _letters(self) -> str:
@@ -316,8 +311,8 @@ def _check(
     if kernel.ndim != 2 or kernel.shape[int(tied)] != x.shape[-1]:
         shape, other = ("[V, C]", "[C, V]") if tied else ("[C, V]", "[V, C]")
         raise ValueError(
-            f"head_loss: x {list(x.shape)} needs a kernel {shape} with C = {x.shape[-1]}, got {list(kernel.shape)}; of a "
-            f"kernel {other} pass tied={not tied}"
+            f"head_loss: x {list(x.shape)} needs a kernel {shape} with C = {x.shape[-1]}, got {list(kernel.shape)}; of "
+            f"a kernel {other} pass tied={not tied}"
         )
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, Integral) or chunks < 1):
         raise ValueError(f"head_loss: chunks must be a whole number from 1 on, got {chunks!r}")

@@ -1,0 +1,257 @@
+"""The head in chunks equals plain logits with `js.cross_entropy`, on every engine, and never has all logits."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.layers import head_loss as layer
+from tests.engines.programs import tpu
+from tests.toys import assert_equal_runs, gpt_toy, one_device, sharded
+
+ROWS, SEQ, WIDTH = 4, 6, 16
+CAPPED = {"z_loss": 0.01, "soft_cap": 3.0}
+
+
+def made(vocab, tied=False, dtype=np.float32, labels=None):
+    """(x, kernel, labels, weights): labels from -1 to one too many, a third of the weights 0."""
+    rng = np.random.default_rng(vocab)
+    x = rng.normal(size=(ROWS, SEQ, WIDTH)).astype(dtype)
+    kernel = rng.normal(size=(vocab, WIDTH) if tied else (WIDTH, vocab)).astype(dtype)
+    labels = rng.integers(-1, vocab + 2, (ROWS, SEQ), dtype=np.int32)
+    return jnp.asarray(x), jnp.asarray(kernel), labels, (rng.random((ROWS, SEQ)) > 1 / 3).astype(np.float32)
+
+
+def plain(x, kernel, labels, weights, *, tied=False, z_loss=0.0, soft_cap=None):
+    """The loss, and the share of labels with the largest logit, of all logits at once."""
+    logits = (x @ (kernel.T if tied else kernel)).astype(jnp.float32)
+    if soft_cap:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    nats = js.cross_entropy(logits, labels) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return (nats * weights).sum() / weights.sum(), ((logits.argmax(-1) == labels) * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tied", "chunks", "options"),
+    [
+        (97, False, 7, {}),
+        (97, True, 3, CAPPED),
+        (1000, True, 7, {}),
+        (1000, False, 3, CAPPED),
+        (97, False, 97, CAPPED),
+        (1000, False, 1, CAPPED),
+        (1000, True, 1, {}),
+    ],
+)
+def test_equals_plain_logits_for_any_number_of_chunks(vocab, tied, chunks, options):
+    """Chunks that do not divide, wider and narrower than a tile, and as many as columns."""
+    x, kernel, labels, weights = made(vocab, tied)
+
+    def whole(x, kernel):
+        return plain(x, kernel, labels, weights, tied=tied, **options)
+
+    def cut(x, kernel):
+        loss = js.head_loss(x, kernel, labels, weights, tied=tied, chunks=chunks, accuracy=True, **options)
+        return loss.value.value, loss.metrics["accuracy"].value
+
+    (value, accuracy), grads = jax.value_and_grad(whole, (0, 1), has_aux=True)(x, kernel)
+    (loss, share), found = jax.jit(jax.value_and_grad(cut, (0, 1), has_aux=True))(x, kernel)
+    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    assert share == accuracy
+    for ours, theirs in zip(found, grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_of_equal_logits_counts():
+    """Columns 2, 9 and 5 are the same: as `jnp.argmax`, whichever chunk has them."""
+    kernel = jnp.zeros((WIDTH, 12)).at[:, jnp.array([2, 9, 5])].set(1.0)
+    for label, share in ((2, 1.0), (5, 0.0), (9, 0.0)):
+        found = js.head_loss(jnp.ones((3, WIDTH)), kernel, jnp.full(3, label), chunks=4, accuracy=True)
+        assert found.metrics["accuracy"].value == share
+
+
+def test_every_weight_zero_is_a_loss_of_zero_without_a_gradient():
+    x, kernel, labels, _ = made(97)
+    run = lambda *args: js.head_loss(*args, labels, jnp.zeros(()), chunks=3).value  # noqa: E731
+    loss, grads = jax.value_and_grad(run, (0, 1))(x, kernel)
+    assert loss == 0 and not any(np.any(grad) for grad in grads)
+
+
+def test_bf16_logits_are_f32_and_gradients_are_added_up_in_f32():
+    """Closer to the f32 run of the same bf16 numbers than bf16 logits are, and chunks cost no digits."""
+    x, kernel, labels, weights = made(1000, dtype=jnp.bfloat16)
+    wide = jnp.float32
+    exact, _ = plain(x.astype(wide), kernel.astype(wide), labels, weights)
+    gradient = jax.grad(lambda x: plain(x, kernel.astype(wide), labels, weights)[0])(x.astype(wide))
+    for chunks in (1, 7):
+        run = partial(js.head_loss, labels=labels, weights=weights, chunks=chunks)
+        loss, (dx, _) = jax.value_and_grad(lambda *args, run=run: run(*args).value, (0, 1))(x, kernel)
+        assert abs(loss - exact) < 1e-5 * exact and dx.dtype == jnp.bfloat16
+        assert np.abs(dx.astype(wide) - gradient).max() < 2**-7 * np.abs(gradient).max()
+
+
+def logits_shapes(text, vocab):
+    """Shapes in a program with a dimension of all the vocabulary, but for those of the matrix itself."""
+    shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"\w\d+\[([\d,]+)\]", text)}
+    return {shape for shape in shapes if vocab in shape and not set(shape) <= {vocab, WIDTH, 1}}
+
+
+def test_no_array_of_all_logits_is_in_the_program():
+    x, kernel, labels, weights = made(997)
+    for chunks, expected in ((1, True), (4, False)):
+        run = lambda *args, n=chunks: js.head_loss(*args, labels, weights, chunks=n).value  # noqa: E731
+        text = jax.jit(jax.value_and_grad(run, (0, 1))).lower(x, kernel).compile().as_text()
+        assert bool(logits_shapes(text, 997)) is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": jnp.zeros((ROWS, SEQ))}, r"integer labels \[...\], got .*float32\[4, 6\]"),
+        ({"labels": jnp.zeros((ROWS,), int)}, r"got float32\[4, 6, 16\] and int32\[4\]"),
+        ({"tied": True}, r"needs a kernel \[V, C\] with C = 16, got \[16, 97\].*pass tied=False"),
+        ({"weights": jnp.ones(5)}, r"weights \[5\] do not broadcast to the labels \[4, 6\]"),
+        ({"chunks": 0}, "chunks must be a whole number from 1 on, got 0"),
+        ({"soft_cap": 0.0}, "soft_cap be positive, got 0.0 and 0.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_shapes(changes, message):
+    x, kernel, labels, _ = made(97)
+    with pytest.raises(ValueError, match=message):
+        js.head_loss(x, kernel, **({"labels": labels} | changes))
+
+
+def test_large_vocabularies_are_cut_and_small_ones_are_not():
+    """At most twice as many logits as numbers in x, but one chunk up to 2**25 logits."""
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
+    assert layer._default_count(x, 128_256) == 16 and layer._default_count(x, 4096) == 1
+    assert layer._default_count(jax.ShapeDtypeStruct((2048, 144), jnp.float32), 256) == 1
+
+
+# Engines
+
+
+MESHES = {
+    "fsdp": ({"data": 8}, js.fsdp(min_size=0)),
+    "ddp": ({"data": 8}, js.ddp()),
+    "zero2": ({"data": 8}, js.zero2(min_size=0)),
+    "two axes": ({"x": 2, "y": 4}, js.fsdp(("x", "y"), min_size=0)),
+    "tensor": ({"data": 4, "tensor": 2}, js.compose(js.fsdp(min_size=0), js.tensor())),
+    "pipe": ({"data": 2, "tensor": 2, "pipe": 2}, js.compose(js.fsdp(min_size=0), js.tensor(), js.pipeline(chunks=1))),
+}
+CELLS = [
+    ("fsdp", js.explicit(), {"vocab": 200}),
+    ("fsdp", js.explicit(), {"vocab": 203, "tied": True}),
+    ("fsdp", js.auto(), {"vocab": 208, "tied": True}),
+    ("tensor", js.explicit(remat="nothing"), {"vocab": 200}),
+    ("tensor", js.auto(), {"vocab": 200, "tied": True}),
+    ("zero2", js.explicit(microbatches=2), {"vocab": 203}),
+    ("two axes", js.explicit(microbatches=2, scatter="end"), {"vocab": 203, "tied": True}),
+    ("ddp", js.auto(microbatches=2, scatter="end"), {"vocab": 200}),
+    ("pipe", js.pipelined(microbatches=2), {"vocab": 200}),
+]
+# The cells of the fast tier; the others need the same code, and run in more time.
+FAST = (3,)
+
+
+def cells():
+    for number, cell in enumerate(CELLS):
+        yield pytest.param(*cell, marks=() if number in FAST else pytest.mark.slow)
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Small models are cut too: at width 32 into chunks of 64 columns."""
+    monkeypatch.setattr(layer, "_ONE_CHUNK", 0)
+
+
+@pytest.mark.parametrize(("where", "engine", "sizes"), list(cells()))
+def test_every_engine_equals_plain_logits_on_one_device(where, engine, sizes, monkeypatch):
+    toy = gpt_toy(**sizes)
+    reference = one_device(toy, steps=2)
+    monkeypatch.setattr(layer, "_ONE_CHUNK", 0)
+    jax.clear_caches()
+    axes, strategy = MESHES[where]
+    trace, _ = sharded(toy, strategy, js.make_mesh(**axes), engine, steps=2)
+    assert_equal_runs(trace, reference)
+
+
+def step_of(model, strategy, mesh, engine):
+    tx = optax.adam(1e-3)
+    return js.make_step(model.loss, tx, js.layout(strategy, mesh, model.init, tx), engine=engine)
+
+
+def shape_of(found, size):
+    return [(one.kind, one.count) for one in found if size in [int(np.prod(shape)) for shape in one.shapes]]
+
+
+@pytest.mark.parametrize(
+    ("width", "vocab", "columns"),
+    [(64, 500, 125), pytest.param(32, 208, 56, marks=pytest.mark.slow)],
+    ids=["its width is split", "its vocabulary is split"],
+)
+@pytest.mark.parametrize("engine", [js.explicit(remat="nothing"), pytest.param(js.auto(), marks=pytest.mark.slow)])
+def test_each_chunk_is_gathered_twice_and_reduced_once(engine, width, vocab, columns, chunked):
+    """Four chunks over 8 devices, in the program and in the promise: of 125 columns, or of 7 of each device's 26."""
+    model = js.models.gpt(vocab=vocab, width=width, depth=2, heads=4, seq=16, tied=False)
+    step = step_of(model, js.fsdp(min_size=0), js.make_mesh(data=8), engine)
+    batch = {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)}
+    found = js.collectives(step.compile(batch), step.layout.mesh)
+    moved = shape_of(found, width * columns)
+    assert sum(count for kind, count in moved if kind == "all-gather") == 8
+    assert sum(count for kind, count in moved if kind != "all-gather") == 4
+    comparison = js.audit(step, batch)
+    assert comparison.ok and not comparison.missing, str(comparison)
+
+
+def test_a_head_of_the_users_gathers_its_kernel_in_chunks_too():
+    """By `js.Stacked`, by a loss around it, and by a plain function: the kernel is the array that the loss received."""
+
+    def init(key):
+        return {"embed": jnp.ones((8, 32)), "block": jnp.eye(32), "head": 0.1 * jax.random.normal(key, (32, 128))}
+
+    def head(params, x, batch, key):
+        return js.head_loss(x, params["head"], batch["y"], chunks=4)
+
+    model = js.Stacked(lambda p, b, k: b["x"] @ p["embed"], lambda w, x, k: x + jnp.tanh(x @ w), head, 2, init)
+    plain = lambda params, batch, key: head(params, batch["x"] @ params["embed"], batch, key)  # noqa: E731
+    batch = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32), "y": jax.ShapeDtypeStruct((16,), jnp.int32)}
+    for loss in (model.loss, lambda *args: model.loss(*args) * 2.0, plain):
+        tx = optax.sgd(0.1)
+        layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, tx)
+        step = js.make_step(loss, tx, layout, engine=js.explicit())
+        found = js.collectives(step.compile(batch), layout.mesh)
+        moved = shape_of(found, 32 * 32)
+        # Both blocks and their gradients have as many elements.
+        blocks = 0 if loss is plain else 6
+        assert sum(count for _, count in moved) == 12 + blocks and not shape_of(found, 32 * 128), moved
+
+
+def test_evaluation_has_no_logits_either(chunked):
+    """The same loss and accuracy as the plain formula, with a last batch of fewer rows."""
+    model = js.models.gpt(vocab=203, width=32, depth=1, heads=4, seq=8)
+    tx = optax.sgd(0.1)
+    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, tx)
+    run = js.init(model.init, tx, layout, 0)
+    rows = np.random.default_rng(0).integers(0, 203, (24, 9), dtype=np.int32)
+    found = js.evaluate(js.make_eval_step(model.evaluate, layout), run, [{"tokens": rows[:16]}, {"tokens": rows[16:]}])
+    logits = js.models.logits(model, js.logical(run, layout).params, rows[:, :-1])
+    assert found["loss"] == pytest.approx(float(js.cross_entropy(logits, rows[:, 1:]).mean()), rel=1e-6)
+    assert found["accuracy"] == pytest.approx(float((logits.argmax(-1) == rows[:, 1:]).mean()))
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["explicit", "auto"])
+def test_a_tpu_gathers_chunks_as_promised(engine):
+    """Vocabulary of 32,768 at width 512 on 16 chips, tokens enough for several chunks."""
+    model = js.models.llama(vocab=32_768, width=512, depth=2, heads=4, kv_heads=4, hidden=1024, seq=2048)
+    made = getattr(js, engine)(compute_dtype=jnp.bfloat16, remat="nothing")
+    step = step_of(model, js.fsdp(), js.plan.topology_mesh("v5e:4x4", data=16), made)
+    comparison = js.audit(step, {"tokens": jax.ShapeDtypeStruct((16, 2049), jnp.int32)})
+    assert comparison.ok, str(comparison)
