@@ -34,7 +34,7 @@ GradSums = list[jax.Array]
 
 
 class Slot(NamedTuple):
-    """What a chunk left for later, in a slot of a buffer, every leaf [slots, ...].
+    """Values that a chunk left for later, in a slot of a buffer, every leaf [slots, ...].
 
     It is read where it is used, one block at a time: taken out first it would lie in memory twice.
     """
