@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 from compiler_dump import is_assigned, memory, program_text
 
 FOUND = "found.json"
+REMAT = "nothing"
+"""What our side's forward pass keeps of a block: its input, as MaxText's default does."""
 TARGET = 1.15
 """The most that a peak may be of its lower bound."""
 
@@ -173,30 +175,21 @@ def compile_ours(row: Row, side: str, depth: int | None, options: dict[str, str]
     import jaxshard as js
 
     mesh = js.plan.topology_mesh(row.topology, num_slices=row.slices, **row.axes)
-    model, remat = make_model(row, depth)
+    model = js.models.make(row.model, seq=row.seq, **({"depth": depth} if depth else {}))
     tx = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     layout = js.layout(strategy_of(row), mesh, model.init, tx)
-    dtypes = {"compute_dtype": jnp.bfloat16, "reduce_dtype": jnp.float32 if side.endswith("f32") else jnp.bfloat16}
+    sums = {"reduce_dtype": jnp.float32} if side.endswith("f32") else {}
     engine: js.Engine
     if side == "pipelined":
-        engine = js.pipelined(microbatches=row.microbatches, **dtypes)
+        engine = js.pipelined(microbatches=row.microbatches, precision="bf16", **sums)
     else:
-        engine = {"auto": js.auto, "explicit": js.explicit}[side.split()[0]](**dtypes, **remat)
+        make_engine = {"auto": js.auto, "explicit": js.explicit}[side.split()[0]]
+        engine = make_engine(precision="bf16", remat=REMAT, **sums)
     rows = row.microbatches
     for axis in layout.batch_axes:
         rows *= mesh.shape[axis]
     batch = {"tokens": jax.ShapeDtypeStruct((rows, row.seq + 1), jnp.int32)}
     js.make_step(model.loss, tx, layout, engine=engine).lower(batch).compile(options or None)
-
-
-def make_model(row: Row, depth: int | None) -> tuple[Any, dict[str, str]]:
-    """The model, and what the engine is told to keep of it."""
-    import jaxshard as js
-
-    changes = {"seq": row.seq} | ({"depth": depth} if depth else {})
-    if hasattr(js.models, "make"):
-        return js.models.make(row.model, **changes), {"remat": "nothing"}
-    return js.models.llama(**SHAPES[row.model] | changes), {"remat": "nothing"}
 
 
 def strategy_of(row: Row) -> Any:
@@ -257,13 +250,14 @@ def numbers(text: str, row: Row) -> dict[str, Any]:
     # Positions are the program's own, whichever mesh it was compiled for: only kinds and bytes are of interest.
     mesh = js.plan.topology_mesh(row.topology, num_slices=row.slices, **row.axes)
     sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    waits = []
+    waits, wire = [], 0
     for one in js.plan.arrays_only(js.collectives(text, mesh)):
         entry = sums[one.kind, one.dtype]
         entry[0] += one.bytes or 0
         if one.synchronous:
             entry[1] += one.bytes or 0
             waits.append(one)
+            wire += received(one)
     cycles = 0
     for found in executed(hlo.parse(text), re.compile('"estimated_cycles":"'), fused=False):
         estimate = int(re.findall(r'"estimated_cycles":"(\d+)"', found.op.attributes + found.op.notes)[0])
@@ -274,6 +268,7 @@ def numbers(text: str, row: Row) -> dict[str, Any]:
             {"kind": kind, "dtype": dtype, "bytes": total, "synchronous": waited}
             for (kind, dtype), (total, waited) in sorted(sums.items(), key=lambda item: -item[1][0])
         ],
+        "wire_waited": wire,
         "waits": [
             f"{gigabytes(one.bytes)} GB {one.kind} {one.count} x {one.dtype}{list(one.shapes[0])} {one.op_name}"
             for one in sorted(waits, key=lambda one: -(one.bytes or 0))[:10]
@@ -283,6 +278,17 @@ def numbers(text: str, row: Row) -> dict[str, Any]:
         ],
         "in_host_memory": [str(one) for one in js.plan.in_host_memory(text)],
     }
+
+
+def received(one: Any) -> int:
+    """Bytes that a chip receives of a collective over rings: an all-reduce is a reduce-scatter and an all-gather.
+
+    Over several axes a gather or scatter is one operation per axis, each of which counts its own result, or operand; on
+    the wire these add up to one over all the chips.
+    """
+    chips = len(one.groups[0])
+    share = 1.0 if one.kind == "collective-permute" else (chips - 1) / chips
+    return int((one.bytes or 0) * share * (2 if one.kind == "all-reduce" else 1))
 
 
 def run_one(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -334,7 +340,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "side": lambda one, _: one["side"],
     "arguments": lambda one, _: gigabytes(one.get("arguments")),
     "temporaries": lambda one, _: gigabytes(one.get("temporaries")),
-    "of MaxText's": lambda one, base: ratio(one.get("temporaries"), base.get("temporaries")),
+    " of MaxText's": lambda one, base: ratio(one.get("temporaries"), base.get("temporaries")),
     "peak": lambda one, _: gigabytes(one.get("peak")),
     "bound": lambda one, _: gigabytes(one.get("bound")),
     "of bound": lambda one, _: ratio(one.get("peak"), one.get("bound")),
@@ -342,7 +348,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "cycles": lambda one, _: f"{one['cycles'] / 1e6:.1f} M" if one.get("cycles") else "",
     "collectives": lambda one, _: gigabytes(total(one, "bytes")),
     "waited for": lambda one, _: gigabytes(total(one, "synchronous")),
-    "of MaxText's waits": lambda one, base: ratio(total(one, "synchronous"), total(base, "synchronous")),
+    "of MaxText's": lambda one, base: ratio(total(one, "synchronous"), total(base, "synchronous")),
+    "received": lambda one, _: gigabytes(one.get("wire_waited")),
+    "of MaxText's ": lambda one, base: ratio(one.get("wire_waited"), base.get("wire_waited")),
     ".remat": lambda one, _: str(len(one["rematerialized"])) if "rematerialized" in one else "",
 }
 
@@ -363,7 +371,7 @@ def table(results: Iterable[dict[str, Any]]) -> str:
     """The results as Markdown; gigabytes per chip."""
     results = list(results)
     bases = {one["row"]: one for one in results if one["side"] == "maxtext"}
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---" + "|---:" * (len(COLUMNS) - 2) + "|"]
+    lines = ["| " + " | ".join(map(str.strip, COLUMNS)) + " |", "|---|---" + "|---:" * (len(COLUMNS) - 2) + "|"]
     for one in results:
         cells = [cell(one, bases.get(one["row"], {})) for cell in COLUMNS.values()]
         lines.append("| " + " | ".join(cells) + " |")
