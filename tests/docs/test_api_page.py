@@ -19,6 +19,7 @@ NAMESPACES = (js.data, js.distributed, js.metrics, js.models, js.optim, js.plan,
 ROOMS = {
     "core": "Meshes, strategies, layouts and losses",
     "adapt": "Models",
+    "layers": "Layers",
     "engines": "Engines",
     "training": "Training",
     "data": "Data",
