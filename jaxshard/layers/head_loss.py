@@ -114,7 +114,8 @@ def _whole(
     x_NC: jax.Array, kernel_CV: jax.Array, labels_N: jax.Array, z_loss: float, soft_cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """The loss of each label, and whether it has the largest logit, with all logits at once."""
-    logits_NV = _cap(_product(x_NC, kernel_CV), soft_cap)
+    wide = jnp.result_type(x_NC, kernel_CV) == jnp.float32
+    logits_NV = _cap(x_NC @ kernel_CV if wide else _product(x_NC, kernel_CV), soft_cap)
     if is_split("vocab", logits_NV.shape[-1]):
         logits_NV = constrain(logits_NV, ("batch", "vocab"))
     nats_N = cross_entropy(logits_NV, labels_N)
@@ -125,7 +126,7 @@ def _whole(
 
 @jax.custom_vjp
 def _product(x_NC: jax.Array, kernel_CV: jax.Array) -> jax.Array:
-    """Logits in f32. A rule of its own, because JAX's would multiply narrower inputs with gradients in f32."""
+    """Logits in f32 of narrower inputs. A rule of its own: JAX's would multiply these with gradients in f32."""
     return jnp.matmul(x_NC, kernel_CV, preferred_element_type=jnp.float32)
 
 
