@@ -113,6 +113,26 @@ class Cut(NamedTuple):
         return jnp.asarray(found, jnp.int32)
 
 
+# A policy of `jax.checkpoint` looks into loops: "dots" would save the logits of every pair. It does not look into a
+# call with a derivative of its own, so the forward pass is one. The derivative serves second derivatives only.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _closed_forward(
+    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _forward(cut, form, q, k, v, extras)
+
+
+def _open_forward(cut: Cut, form: Form, *args: Any) -> tuple[Any, Any]:
+    return jax.vjp(partial(_forward, cut, form), *args)
+
+
+def _pull_back(cut: Cut, form: Form, pullback: Any, cotangents: Any) -> Any:
+    return pullback(cotangents)
+
+
+_closed_forward.defvjp(_open_forward, _pull_back)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
     return _forward(cut, form, q, k, v, extras)[0]
@@ -121,7 +141,7 @@ def _attend(cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extr
 def _attend_forward(
     cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
 ) -> tuple[jax.Array, Any]:
-    out, largest, total = (checkpoint_name(x, NAME) for x in _forward(cut, form, q, k, v, extras))
+    out, largest, total = (checkpoint_name(x, NAME) for x in _closed_forward(cut, form, q, k, v, extras))
     return out, (q, k, v, extras, out, largest, total)
 
 

@@ -1,0 +1,132 @@
+"""`attention_fn=js.attention` in layers of Flax that know nothing of it: equal to Flax's own attention."""
+
+import importlib.util
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxshard as js
+from jaxshard.layers import attention as module
+from jaxshard.plan.topology import topology_mesh
+from tests.layers.cases import normal
+
+X = normal(0, 2, 40, 16)
+PADDING = jnp.arange(40) < jnp.asarray([40, 29])[:, None]  # a row of 29 tokens
+MASK = nn.combine_masks(nn.make_causal_mask(PADDING), nn.make_attention_mask(PADDING, PADDING))
+KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+
+@pytest.fixture(autouse=True)
+def blocks_from_16(monkeypatch):
+    blockwise = module.blockwise
+    monkeypatch.setattr(module, "_SHORT", 16)
+    monkeypatch.setattr(module, "blockwise", lambda *args, block: blockwise(*args, block=16))
+
+
+def assert_same(make, call):
+    """The layer that `make(attention_fn)` makes gives the same output and gradients with either attention."""
+    found = []
+    for attention_fn in (js.attention, None):
+        given = {} if attention_fn is None else {"attention_fn": attention_fn}
+        layer, params = make(**given)
+        found.append(jax.value_and_grad(lambda params, layer=layer: (call(layer, params) ** 2).mean())(params))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_linen(mask, dropout):
+    """Dropout draws the bits that Flax draws."""
+
+    def make(**given):
+        layer = nn.MultiHeadDotProductAttention(num_heads=4, dropout_rate=dropout, deterministic=False, **given)
+        return layer, layer.init(KEYS, X)["params"]
+
+    assert_same(make, lambda layer, params: layer.apply({"params": params}, X, mask=mask, rngs=KEYS))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_nnx(causal):
+    def make(**given):
+        layer = nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0), decode=False, **given)
+        return nnx.split(layer)
+
+    def call(graph, params):
+        return nnx.merge(graph, params)(X, is_causal=causal, mask=MASK if causal else None)
+
+    assert_same(make, call)
+
+
+def test_decoding_in_linen_equals_the_whole_row():
+    layer = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=js.attention)
+    params = layer.init(KEYS, X)["params"]
+    whole = layer.apply({"params": params}, X, mask=nn.make_causal_mask(X[..., 0]))
+    decoder = layer.clone(decode=True)
+    cache = decoder.init(KEYS, X)["cache"]
+    for t in range(3):
+        one, changed = decoder.apply({"params": params, "cache": cache}, X[:, t : t + 1], mutable="cache")
+        cache = changed["cache"]
+        np.testing.assert_allclose(one[:, 0], whole[:, t], rtol=1e-4, atol=1e-5)
+
+
+def test_weights_can_t_be_sown():
+    layer = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=js.attention)
+    params = layer.init(KEYS, X)
+    with pytest.raises(ValueError, match="sow_weights"):
+        layer.apply(params, X, sow_weights=True)
+
+
+class Transformer(nn.Module):
+    """One block as people write them."""
+
+    heads: int
+    attention_fn: object
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.MultiHeadDotProductAttention(self.heads, attention_fn=self.attention_fn)(nn.LayerNorm()(x))
+        x = x + h
+        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
+
+
+def loss(model, batch):
+    y = model(batch["x"])
+    return js.Mean((y**2).sum(), y.size)
+
+
+def attend(q, k, v):
+    """Linen hands over what a function takes: this one gets no mask."""
+    return js.attention(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit()], ids=["auto", "explicit"])
+def test_a_model_under_tensor_parallelism(engine):
+    batch = {"x": normal(1, 8, 20, 16)}
+    model = js.linen(Transformer(4, attend), loss, batch)
+    strategy = js.compose(js.fsdp("data", min_size=0), js.tensor())
+    mesh = js.make_mesh(data=4, tensor=2)
+    js.parity(model.init, model.loss, optax.sgd(0.1), strategy, mesh, batch, engine=engine).check()
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_temporaries_on_a_tpu_before_and_after():
+    """The kernel in an unmodified model of Flax: a block of it takes a fraction of what logits take."""
+    batch = {"x": jax.ShapeDtypeStruct((8, 2048, 512), jnp.bfloat16)}
+    sizes = {}
+    for name, attention_fn in {"before": nn.dot_product_attention, "after": attend}.items():
+        module = Transformer(8, partial(attention_fn))
+        model = js.linen(module, loss, {"x": jnp.ones((8, 8, 512), jnp.bfloat16)})
+        layout = js.layout(js.fsdp(), topology_mesh("v5e:2x4", data=8), model.init, optax.sgd(0.1))
+        compiled = js.make_step(model.loss, optax.sgd(0.1), layout, engine=js.explicit()).compile(batch)
+        sizes[name] = compiled.memory_analysis().temp_size_in_bytes
+        assert ("splash_mha_fwd" in compiled.as_text()) == (name == "after")
+    assert sizes["after"] < sizes["before"] - 8 * 2048 * 2048 * 2
