@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.adapt.offer import run_as_offered
+from jaxshard.adapt.remat import BLOCK_IN, RematPolicy, name_tree
 from jaxshard.core.keys import advance
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss
 from jaxshard.core.tree import BLOCKS, abstract, check_same_tree
 from jaxshard.core.types import PyTree
-
-RematPolicy = str | Callable[..., bool]
 
 
 class Stacked(KnownModel):
@@ -41,6 +40,9 @@ class Stacked(KnownModel):
       head: `head(params, x, batch, key) -> js.Mean | js.Loss`.
       num_blocks: the number of blocks, 1 or more.
       init: `init(key) -> {"embed": ..., "block": the parameters of one block, "head": ...}`.
+
+    Attributes:
+      remat: what the forward pass of a block keeps under engines that are not told; None leaves it to the engine.
 
     Raises:
       ValueError: `num_blocks` is less than 1. Later: `init` returns no "block", or a block returns another tree than it
@@ -65,6 +67,8 @@ class Stacked(KnownModel):
           layout = js.layout(js.fsdp(), mesh, model.init, tx)
           step = js.make_step(model.loss, tx, layout, engine=js.explicit())
     """
+
+    remat: RematPolicy | None = None
 
     def __init__(
         self,
@@ -107,6 +111,10 @@ class Stacked(KnownModel):
         """Return {"loss": js.Mean} and the head's metrics, computed without keys."""
         return evaluation(self.compute_loss(model, batch, None))
 
+    def named_block(self, weights: PyTree, x: PyTree, key: jax.Array | None) -> PyTree:
+        """Run one block, whose input is named "block_in" for `remat` policies."""
+        return self.block(weights, name_tree(x, BLOCK_IN), key)
+
     def run(
         self,
         params: PyTree,
@@ -138,7 +146,7 @@ class Stacked(KnownModel):
         @remat
         def body(x: PyTree, layer: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
             number, stored = layer
-            y = self.block(fetch(stored), x, key_of(number))
+            y = self.named_block(fetch(stored), x, key_of(number))
             check_block(x, y)
             return y, None
 
@@ -158,53 +166,3 @@ def evaluation(output: Any) -> dict[str, Mean | Sum | Max]:
     loss = as_loss(output)
     value = loss.value if isinstance(loss.value, Mean) else Mean(loss.value, 1.0)
     return {"loss": value} | loss.metrics
-
-
-def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the body of a scan over blocks in `jax.checkpoint`, with the policy of `make_save_policy`."""
-    # Inside a scan nothing merges the second computation with the first, so the barriers of prevent_cse only cost.
-    wrapped: Callable[..., Any] = jax.checkpoint(body, policy=make_save_policy(policy), prevent_cse=False)
-    return wrapped
-
-
-def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
-    """Make the policy for `jax.checkpoint` that saves what `policy` allows, but never a gathered weight.
-
-    The outputs of gathers, and of the moves and casts that turn what is stored into a weight, are not saved: the
-    backward pass gathers again, so that only one block's weights are whole at a time.
-
-    Args:
-      policy: "nothing", "dots", "everything", or a function of `jax.checkpoint_policies`.
-    """
-    allows = policy_function(policy)
-
-    def save(prim: Any, *args: Any, **params: Any) -> Any:
-        return prim.name not in _MOVES and allows(prim, *args, **params)
-
-    return save
-
-
-# The primitives on the way from what is stored to a weight. JAX knows a primitive by name only, and a name that it
-# changes would be saved without an error: tests/core/test_compat.py makes each of them and looks at its name.
-_MOVES = frozenset(
-    {"all_gather", "shard_map", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad"}
-)
-
-_POLICIES = {
-    "nothing": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "everything": jax.checkpoint_policies.everything_saveable,
-}
-
-
-def policy_function(policy: RematPolicy) -> Callable[..., Any]:
-    """Return the function of `jax.checkpoint_policies` that a policy names; raise a ValueError for an unknown name."""
-    if callable(policy):
-        return policy
-    if policy not in _POLICIES:
-        raise ValueError(
-            f"remat must be one of {', '.join(map(repr, _POLICIES))} or a function of jax.checkpoint_policies, "
-            f"got {policy!r}"
-        )
-    named: Callable[..., Any] = _POLICIES[policy]
-    return named

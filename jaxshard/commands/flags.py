@@ -51,8 +51,8 @@ Change = Annotated[
 Remat = Annotated[
     RematName | None,
     tyro.conf.arg(
-        help="what the forward pass of a block saves for the backward pass; by default everything, nothing in a "
-        "pipeline.",
+        help="what the forward pass of a block saves for the backward pass; by default what the model's size states, "
+        "nothing in a pipeline.",
     ),
 ]
 Precision = Annotated[

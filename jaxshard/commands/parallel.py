@@ -82,7 +82,7 @@ def make_parallel(
 
     Args:
       flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline.
-      remat: what the forward pass saves; by default everything, or nothing in a pipeline.
+      remat: what the forward pass saves; by default what the model states, or nothing in a pipeline.
       precision: of weights where they are used, and of the sums of gradients; by default f32.
       ordered: add over devices in one fixed order.
       topology: make the mesh of chips that are not here, such as "v5e:2x4"; such a mesh compiles and holds no arrays.
@@ -112,7 +112,7 @@ def make_parallel(
         _check_no_pipeline(flags)
         options: dict[str, Any] = {"reduction": "ordered"} if ordered else {}
         engine = _ENGINES[flags.engine or "explicit"](
-            microbatches=flags.microbatches or 1, remat=remat or "everything", precision=precision, **options
+            microbatches=flags.microbatches or 1, remat=remat, precision=precision, **options
         )
     return Parallel(mesh, strategy, engine, shards * engine.microbatches, flags.strategy, topology or describe(devices))
 

@@ -56,13 +56,13 @@ def size_of(model: str, change: str | None, given: RecipeFlags, rows_multiple: i
         raise ValueError(f"--change {change}: {error}") from error
     if given.seq is not None and "seq" in changes:
         raise ValueError(f"--seq {given.seq} and --change {change} both say seq; leave one out")
-    shape, recipe, make = size.shape | changes, size.recipe, size.make
+    shape, recipe = size.shape | changes, size.recipe
     recipe = recipe._replace(
         batch=given.batch or recipe.batch + -recipe.batch % rows_multiple,
         steps=given.steps or recipe.steps,
         learning_rate=given.lr or recipe.learning_rate,
     )
-    return Size(shape | {"seq": given.seq or shape["seq"]}, recipe, make)
+    return size._replace(shape=shape | {"seq": given.seq or shape["seq"]}, recipe=recipe)
 
 
 def depth_of(target: str, change: str | None = None) -> int | None:

@@ -27,6 +27,9 @@ _FREE = PartitionSpec.UNCONSTRAINED
 # JAX compiles a function again where this differs, so that one traced on a single device is never reused on a mesh.
 _current = jax.make_user_context(default_value=None)
 
+CONSTRAINED = "constrained"
+"""The name, for `jax.checkpoint` policies, of an activation that a rule placed."""
+
 
 def constrain(
     x: Shaped[Array, "*dims"], names: Sequence[str | None], *, grad: Sequence[str | None] | None = None
@@ -137,7 +140,7 @@ class Activations:
             return NamedSharding(mesh, PartitionSpec(*entries))
 
         # A name of its own: the constraints that bring weights are never saved for the backward pass, these may be.
-        named: jax.Array = checkpoint_name(_constrain_both_ways(sharding(names), sharding(grad), x), "constrained")
+        named: jax.Array = checkpoint_name(_constrain_both_ways(sharding(names), sharding(grad), x), CONSTRAINED)
         return named
 
     def split_count(self, name: str, size: int) -> int:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.adapt.objective import Objective
-from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.adapt.remat import RematPolicy
 from jaxshard.core.keys import row_stride
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss
@@ -87,7 +87,7 @@ def auto(
     precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
-    remat: RematPolicy = "everything",
+    remat: RematPolicy | None = None,
     units: Sequence[type] = (),
 ) -> Auto:
     """Make the engine whose collectives the compiler chooses, with exactly the semantics of one device.

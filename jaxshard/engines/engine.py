@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxshard.adapt.objective import Objective
-from jaxshard.adapt.stacked import RematPolicy, policy_function
+from jaxshard.adapt.remat import RematPolicy, policy_function
 from jaxshard.adapt.units import Units
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
@@ -149,16 +149,18 @@ class WholeModelEngine(Engine):
     """An engine in which every device runs the whole model, its weights gathered just in time.
 
     Args:
-      remat: what the forward pass of a block or unit saves: "nothing", "dots", "everything" or a checkpoint policy.
+      remat: what the forward pass of a block or unit saves: "nothing", "dots", "everything", a checkpoint policy, or
+        what is done with each named activation; None takes what the model states, which is everything for most.
       units: classes of modules of `js.linen` or `js.nnx` whose parameters are gathered while each of them runs.
     """
 
-    remat: RematPolicy = "everything"
+    remat: RematPolicy | None = None
     units: Sequence[type] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        policy_function(self.remat)
+        if self.remat is not None:
+            policy_function(self.remat)
         object.__setattr__(self, "units", _check_units(self.units))
 
     def make_call(self, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:

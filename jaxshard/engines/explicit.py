@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.objective import Objective
-from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.adapt.remat import RematPolicy
 from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum
@@ -117,7 +117,7 @@ def explicit(
     precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
-    remat: RematPolicy = "everything",
+    remat: RematPolicy | None = None,
     units: Sequence[type] = (),
     reduction: Reduction = "native",
 ) -> Explicit:
@@ -146,7 +146,11 @@ def explicit(
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
       remat: what the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing", "dots",
-        "everything" or a function of `jax.checkpoint_policies`. Gathered weights are never saved.
+        "everything", a function of `jax.checkpoint_policies`, or what is done with each named activation,
+        {"attention_out": "save", "mlp_hidden": "offload"}: kept on the device, moved to the host's memory and back, or
+        computed again ("remat", as all that is not named). The names of `js.models` are in their docstrings, a model of
+        your own gives them by `jax.ad_checkpoint.checkpoint_name`; "block_in" is what goes into a block. Gathered
+        weights are never saved. By default what the model states (`js.models.make`), else "everything".
       units: classes of modules of a `js.linen` or `js.nnx` model, such as [Block]. While a module of these classes
         runs its parameters are whole: gathered just before, dropped after, gathered again in the backward pass. All
         other parameters are gathered at once. A unit inside another runs with the outer one; a class that never runs

@@ -13,7 +13,7 @@ and engines differentiate with respect to the sinks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jaxshard.adapt.closure import check_closure
 from jaxshard.adapt.objective import Objective, OfBlocks, OfModule
 from jaxshard.adapt.offer import Offer, offering
-from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body, make_save_policy
+from jaxshard.adapt.remat import RematPolicy, check_host_memory, check_names, checkpoint_body, make_save_policy
+from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.units import Adapted, Pending, Units
 from jaxshard.core.compat import is_refused_spec, unbound_axis_name
 from jaxshard.core.constrain import follow_layout
@@ -117,7 +118,9 @@ Call = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Loss]
 """`call(stored, sinks, state, batch, key, row) -> Loss`; `row` is the global number of the batch's first row."""
 
 
-def make_call(objective: Objective, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units = ()) -> Call:
+def make_call(
+    objective: Objective, layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units = ()
+) -> Call:
     """Make the function that runs the user's loss on just-in-time weights.
 
     The loss of a `Stacked` model is looked into: each block's weights are gathered inside the scan body, and again in
@@ -128,7 +131,7 @@ def make_call(objective: Objective, layout: Layout, make_move: MakeMove, remat: 
       objective: the loss.
       layout: where everything lives.
       make_move: how the engine moves each weight.
-      remat: what the forward pass of a block or unit saves.
+      remat: what the forward pass of a block or unit saves; None leaves it to the model, else everything.
       units: classes of modules that gather their own parameters.
 
     Raises:
@@ -154,7 +157,7 @@ Run = Callable[[PyTree, PyTree, PyTree, PyTree, Any, Any], Any]
 
 
 def make_opaque_run(
-    fn: Callable[..., Any], layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units = ()
+    fn: Callable[..., Any], layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units = ()
 ) -> Run:
     """Make the run of `fn(model, batch, key)`, which is not looked into: it receives whole weights.
 
@@ -183,9 +186,14 @@ def make_opaque_run(
         offered = list_offered(layout, make_move, weights, layout.params, layout.grads, stored, sinks)
         with offering(offer), offer_chunks(offered):
             output = fn(join_model(weights, state), batch, own_key)
-        if units and not offer.taken:
+        if not offer.taken and (units or isinstance(remat, Mapping)):
             name = getattr(fn, "__qualname__", fn)
-            raise TypeError(f"units: {name} has no units to look into; make it with js.linen or js.nnx")
+            if units:
+                raise TypeError(f"units: {name} has no units to look into; make it with js.linen or js.nnx")
+            raise TypeError(
+                "remat: activations are kept by name in the blocks of a js.Stacked model and in the units= of js.linen "
+                f"and js.nnx; {name} has neither: wrap its parts in jax.checkpoint"
+            )
         if offer.missed and not warned:
             warned.extend(offer.missed)
             _warn_of_whole_weights(layout, [known for known in offer.missed if isinstance(known, Stacked)])
@@ -218,19 +226,27 @@ def _warn_of_whole_weights(layout: Layout, missed: list[Stacked]) -> None:
     )
 
 
-def _make_known_run(known: KnownModel, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Run:
+def _make_known_run(
+    known: KnownModel, layout: Layout, make_move: MakeMove, remat: RematPolicy | None, units: Units
+) -> Run:
     if isinstance(known, Stacked):
         if units:
             raise TypeError("units: a js.Stacked model has no units to look into; it gathers block by block without")
-        return _make_stacked_run(known, layout, make_move, remat)
+        return _make_stacked_run(known, layout, make_move, _first(remat, known.remat, "everything"))
     assert isinstance(known, Adapted), "models are described in adapt/"
-    return _make_units_run(known, layout, make_move, remat, units)
+    return _make_units_run(known, layout, make_move, _first(remat, "everything"), units)
+
+
+def _first(*policies: RematPolicy | None) -> RematPolicy:
+    """Return the first policy that is given."""
+    return next(policy for policy in policies if policy is not None)
 
 
 # The run of a module of js.linen or js.nnx. Parameters of units stay pending: each unit gathers its own while it runs.
 
 
 def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Run:
+    check_host_memory(remat, layout.mesh)
     pending = adapted.unit_params(units, layout.shapes.params)
 
     def weight(late: bool, param: Placement, grad: Placement | None, stored: jax.Array, sink: Any) -> Any:
@@ -238,11 +254,17 @@ def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat
         return Pending(stored, sink, gather) if late else gather(stored, sink)
 
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
-        weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
-        key = None if key is None else advance(key, row)
-        offered = list_offered(layout, make_move, weights, layout.params, layout.grads, stored, sinks)
-        with offer_chunks(offered):
-            return adapted.run(join_model(weights, state), batch, key, units=units, save=make_save_policy(remat))
+        own_key = None if key is None else advance(key, row)
+
+        def run_with(sinks: PyTree) -> Any:
+            weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
+            offered = list_offered(layout, make_move, weights, layout.params, layout.grads, stored, sinks)
+            model = join_model(weights, state)
+            with offer_chunks(offered):
+                return adapted.run(model, batch, own_key, units=units, save=make_save_policy(remat))
+
+        check_names(remat, run_with, sinks)
+        return run_with(sinks)
 
     return run
 
@@ -257,6 +279,7 @@ def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat
 
 def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, remat: RematPolicy) -> Run:
     check_stacked(layout)
+    check_host_memory(remat, layout.mesh)
     params_tail, grads_tail = (_tails(tree[BLOCKS]) for tree in (layout.params, layout.grads))
 
     def fetch(pair: tuple[PyTree, PyTree]) -> PyTree:
@@ -264,11 +287,16 @@ def _make_stacked_run(stacked: Stacked, layout: Layout, make_move: MakeMove, rem
 
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
         del state  # a Stacked model has none
-        parts = [without_blocks(tree) for tree in (layout.params, layout.grads, stored, sinks)]
-        rest = use_weights(make_move, *parts)
-        params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
-        with offer_chunks(list_offered(layout, make_move, rest, *parts)):
-            return stacked.run(params, batch, key, fetch=fetch, remat=partial(checkpoint_body, remat), row=row)
+
+        def run_with(sinks: PyTree) -> Any:
+            parts = [without_blocks(tree) for tree in (layout.params, layout.grads, stored, sinks)]
+            rest = use_weights(make_move, *parts)
+            params = rest | {BLOCKS: (stored[BLOCKS], sinks[BLOCKS])}
+            with offer_chunks(list_offered(layout, make_move, rest, *parts)):
+                return stacked.run(params, batch, key, fetch=fetch, remat=partial(checkpoint_body, remat), row=row)
+
+        check_names(remat, run_with, sinks)
+        return run_with(sinks)
 
     return run
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,7 +25,7 @@ from jaxshard.core.constrain import activations_in_force
 from jaxshard.core.counting import is_counting
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry
-from jaxshard.layers.blockwise import blockwise
+from jaxshard.layers.blockwise import NAME, blockwise
 from jaxshard.layers.cudnn import cudnn, is_rocm, why_not_cudnn
 from jaxshard.layers.formula import Extras, Form, formula
 from jaxshard.layers.splash import splash, why_not_splash
@@ -249,7 +250,7 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
     platform = device.platform
     short = max(q_BTHD.shape[1], k_BSKD.shape[1]) <= (_SHORT_ON_TPU if platform == "tpu" else _SHORT)
     if short or is_counting():
-        return formula(q_BTHD, k_BSKD, v_BSKE, extras, form)
+        return checkpoint_name(formula(q_BTHD, k_BSKD, v_BSKE, extras, form), NAME)
     in_blocks = partial(blockwise, block=128 if platform == "cpu" else 512)
     kernel: _Attend = in_blocks
     reason = ""
@@ -265,7 +266,9 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
             f"kernel for {platform}, which does not take {reason}"
         )
         attend, _ = _on_each_device(in_blocks, q_BTHD, k_BSKD, extras)
-    return attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
+    out = attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
+    # The other kernels name what their own backward pass keeps.
+    return checkpoint_name(out, NAME) if kernel is cudnn and not reason else out
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.core.constrain import constrain
 from jaxshard.core.keys import row_keys
@@ -51,6 +52,15 @@ def gpt(
     softmax and loss are in f32.
 
     The loss is a `js.Mean` of nats per token; in evaluation there is a metric "accuracy" beside it.
+
+    Activations that `remat` policies of engines can name:
+
+    - "block_in": the residual stream x[B, T, C] at a block's entry, the one that is kept in any case;
+    - "qkv": queries, keys and values, one array;
+    - "attention_out": what `js.attention` makes of them, and the logarithms that its backward pass needs;
+    - "attention_proj": the output projection of it, [B, T, C], summed over a tensor axis: kept, that sum is not taken
+      again in the backward pass;
+    - "mlp_hidden": the MLP's hidden product before its GELU, [B, T, F].
 
     Args:
       vocab: the number of token ids.
@@ -100,10 +110,10 @@ def gpt(
     return Decoder("gpt", seq, embed, block, normalize, matrix, tied, num_blocks=depth, init=init)
 
 
-def _gpt2(width: int, depth: int, heads: int, learning_rate: float) -> Size:
+def _gpt2(width: int, depth: int, heads: int, learning_rate: float, remat: str) -> Size:
     # Table 2 of Radford et al. 2019; rates of Brown et al. 2020, table 2.1, for the sizes nearest to these.
     shape = {"vocab": 50257, "width": width, "depth": depth, "heads": heads, "seq": 1024}
-    return Size(shape, Recipe(batch=512, steps=100_000, learning_rate=learning_rate, warmup=2000), gpt)
+    return Size(shape, Recipe(batch=512, steps=100_000, learning_rate=learning_rate, warmup=2000), gpt, remat)
 
 
 SIZES = {
@@ -113,17 +123,19 @@ SIZES = {
         {"vocab": 256, "width": 144, "depth": 4, "heads": 8, "seq": 32},
         Recipe(batch=64, steps=320, learning_rate=2.5e-3, warmup=80),
         gpt,
+        "everything",
     ),
     # Not tuned.
     "gpt-10m": Size(
         {"vocab": 256, "width": 384, "depth": 6, "heads": 8, "seq": 256},
         Recipe(batch=64, steps=2000, learning_rate=1e-3, warmup=100),
         gpt,
+        "everything",
     ),
-    "gpt2": _gpt2(768, 12, 12, 6e-4),
-    "gpt2-medium": _gpt2(1024, 24, 16, 3e-4),
-    "gpt2-large": _gpt2(1280, 36, 20, 2.5e-4),
-    "gpt2-xl": _gpt2(1600, 48, 25, 2e-4),
+    "gpt2": _gpt2(768, 12, 12, 6e-4, "everything"),
+    "gpt2-medium": _gpt2(1024, 24, 16, 3e-4, "everything"),
+    "gpt2-large": _gpt2(1280, 36, 20, 2.5e-4, "nothing"),
+    "gpt2-xl": _gpt2(1600, 48, 25, 2e-4, "nothing"),
 }
 """Ready-made sizes of this family; `js.models.SIZES` has those of all families."""
 
@@ -161,12 +173,13 @@ class Block(nn.Module):
             return apply_to_rows(nn.Dense(features, kernel_init=init, name=name), x)
 
         h_BTC = enter_tensor_region(nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC))
-        h_BTC = _attend(dense("qkv", h_BTC, 3 * C, init), self.heads)
-        h_BTC = constrain(dense("attn_out", h_BTC, C, residual_init), RESIDUAL)
+        h_BTC = _attend(checkpoint_name(dense("qkv", h_BTC, 3 * C, init), "qkv"), self.heads)
+        h_BTC = checkpoint_name(constrain(dense("attn_out", h_BTC, C, residual_init), RESIDUAL), "attention_proj")
         x_BTC = x_BTC + _drop(h_BTC, self.dropout, keys_B, 0)
 
         h_BTC = enter_tensor_region(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC))
-        h_BTF = constrain(nn.gelu(dense("mlp_in", h_BTC, self.expansion * C, init)), ("batch", None, "mlp"))
+        h_BTF = checkpoint_name(dense("mlp_in", h_BTC, self.expansion * C, init), "mlp_hidden")
+        h_BTF = constrain(nn.gelu(h_BTF), ("batch", None, "mlp"))
         h_BTC = constrain(dense("mlp_out", h_BTF, C, residual_init), RESIDUAL)
         return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
 

@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxshard.core.constrain import constrain
@@ -59,6 +60,15 @@ def llama(
     statistics of norms, angles, softmax and loss are in f32.
 
     The loss is a `js.Mean` of nats per token; in evaluation there is a metric "accuracy" beside it.
+
+    Activations that `remat` policies of engines can name:
+
+    - "block_in": the residual stream x[B, T, C] at a block's entry, the one that is kept in any case;
+    - "qkv": queries, keys and values, rotated;
+    - "attention_out": what `js.attention` makes of them, and the logarithms that its backward pass needs;
+    - "attention_proj": the output projection of it, [B, T, C], summed over a tensor axis: kept, that sum is not taken
+      again in the backward pass;
+    - "mlp_hidden": the two products of the gated MLP, [B, T, F] each.
 
     Args:
       vocab: the number of token ids.
@@ -134,7 +144,7 @@ def _llama3(width: int, depth: int, heads: int, hidden: int, learning_rate: floa
         "vocab": 128_256, "width": width, "depth": depth, "heads": heads, "kv_heads": 8, "hidden": hidden, "seq": 8192,
         "rope_base": 500_000,
     }  # fmt: skip
-    return Size(shape, Recipe(batch=512, steps=1_200_000, learning_rate=learning_rate, warmup=8000), llama)
+    return Size(shape, Recipe(batch=512, steps=1_200_000, learning_rate=learning_rate, warmup=8000), llama, "nothing")
 
 
 SIZES = {
@@ -143,6 +153,7 @@ SIZES = {
         {"vocab": 256, "width": 144, "depth": 4, "heads": 8, "kv_heads": 4, "hidden": 384, "seq": 32},
         Recipe(batch=64, steps=320, learning_rate=2.5e-3, warmup=80),
         llama,
+        "everything",
     ),
     # Table 1 and section 2.2 of Touvron et al. 2023, "Llama 2": 2T tokens, 4M a step, rows of 4096. The shape is that
     # of table 2 in their "LLaMA", with the MLP's width of the published weights (two thirds of 4 width, rounded up to a
@@ -154,6 +165,7 @@ SIZES = {
         },
         Recipe(batch=1024, steps=500_000, learning_rate=3e-4, warmup=2000),
         llama,
+        "nothing",
     ),
     "llama3-8b": _llama3(4096, 32, 32, 14_336, 3e-4),
     "llama3-70b": _llama3(8192, 80, 64, 28_672, 1.5e-4),
@@ -201,13 +213,15 @@ class Block(nn.Module):
         k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
         v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
         q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling) for x in (q_BTHD, k_BTKD))
+        q_BTHD, k_BTKD, v_BTKD = (checkpoint_name(x, "qkv") for x in (q_BTHD, k_BTKD, v_BTKD))
         h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True)
         h_BTC = dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init)
-        x_BTC = x_BTC + constrain(h_BTC, RESIDUAL)
+        x_BTC = x_BTC + checkpoint_name(constrain(h_BTC, RESIDUAL), "attention_proj")
 
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="mlp_norm")(x_BTC))
         gate_BTF = constrain(dense("gate_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
         up_BTF = constrain(dense("up_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
+        gate_BTF, up_BTF = (checkpoint_name(x, "mlp_hidden") for x in (gate_BTF, up_BTF))
         h_BTC = dense("down_proj", nn.silu(gate_BTF) * up_BTF, (C,), residual_init)
         return x_BTC + constrain(h_BTC, RESIDUAL)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from jaxshard.adapt.remat import RematPolicy
 from jaxshard.models.decoder import Decoder
 
 
@@ -55,11 +56,15 @@ class Size(NamedTuple):
       shape: the keyword arguments of `make`, such as {"vocab": 256, "width": 144, ...}.
       recipe: how the model is trained unless the user says otherwise.
       make: the function that builds the model, `js.models.gpt` or `js.models.llama`.
+      remat: what the forward pass of a block keeps for its backward under `js.explicit` and `js.auto`, unless they are
+        told: "everything" where memory is no matter, "nothing" for the models that are sharded because they need it.
+        (`js.pipelined` keeps each block's input by default, which is "nothing" for every size.)
     """
 
     shape: dict[str, Any]
     recipe: Recipe
     make: Callable[..., Decoder]
+    remat: RematPolicy
 
     def model(self, **changes: Any) -> Decoder:
         """Build the model, with some arguments of `make` replaced: `SIZES["gpt2"].model(vocab=256)`.
@@ -68,7 +73,9 @@ class Size(NamedTuple):
           ValueError: `make` has no such argument, or refuses its value.
         """
         self.check_changes(changes)
-        return self.make(**self.shape | changes)
+        model = self.make(**self.shape | changes)
+        model.remat = self.remat
+        return model
 
     def check_changes(self, changes: Iterable[str]) -> None:
         """Raise ValueError for a change that is no argument of `make`; lists those that there are."""

@@ -19,7 +19,8 @@ def make(name: str, /, **changes: Any) -> Decoder:
       **changes: arguments of `js.models.gpt` or `js.models.llama` in the place of the size's own.
 
     Returns:
-      The model, a `js.Stacked` that every engine can run. It holds no arrays.
+      The model, a `js.Stacked` that every engine can run. It holds no arrays. Its attribute `remat`, what the forward
+      pass keeps unless an engine is told, is the size's.
 
     Raises:
       ValueError: no such size, a change that is no argument of its function (the message lists those that there are),

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
-from jaxshard.adapt.stacked import make_save_policy
+from jaxshard.adapt.remat import make_save_policy
 from jaxshard.checks.collectives import weight_uses
 from jaxshard.core import compat
 from jaxshard.core.jaxpr import CALLS, open_jaxpr

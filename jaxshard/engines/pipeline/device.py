@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard.adapt.stacked import RematPolicy, Stacked, checkpoint_body
+from jaxshard.adapt.remat import RematPolicy, check_names, checkpoint_body
+from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, select
@@ -89,9 +90,11 @@ class DeviceStep:
         """Return this device's blocks: each keeps what the policy says, with `recompute` a chunk keeps its input."""
         zero = jnp.int32(0)
         weights, x = jax.eval_shape(self._fetch_weights, zero), jax.eval_shape(embed_and_head.run_embed, zero)
-        block = self.model.block if policy == "everything" else checkpoint_body(policy, self.model.block)
-        trained = [grad is not None for grad in _leaves(self.layout.grads[BLOCKS])]
         key = jax.eval_shape(self._key, zero, zero)
+        block = self.model.named_block
+        check_names(policy, block, weights, x, key)
+        block = block if policy == "everything" else checkpoint_body(policy, block)
+        trained = [grad is not None for grad in _leaves(self.layout.grads[BLOCKS])]
         return self._stages(split_block(block, weights, x, key, trained), recompute)
 
     def evaluation_stages(self) -> Stages:

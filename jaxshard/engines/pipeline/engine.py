@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.objective import Objective, OfBlocks
-from jaxshard.adapt.stacked import RematPolicy
+from jaxshard.adapt.remat import RematPolicy, offloaded, policy_function
 from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.layout import Layout
 from jaxshard.core.make_layout import STACKED_EXAMPLE
@@ -57,10 +58,17 @@ class Pipelined(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.stash) and str(self.stash) not in _SAVED:
+        if isinstance(self.stash, Mapping):
+            policy_function(self.stash)
+            if names := offloaded(self.stash):
+                raise ValueError(
+                    f"stash: {', '.join(map(repr, names))} can't be offloaded: a pipeline keeps activations in rings "
+                    "on the device; take 'save' or 'remat', or remat= of js.explicit or js.auto, which offload"
+                )
+        elif not callable(self.stash) and str(self.stash) not in _SAVED:
             raise ValueError(
-                f"stash must be one of {', '.join(map(repr, _SAVED))} or a function of jax.checkpoint_policies, got "
-                f"{self.stash!r}"
+                f"stash must be one of {', '.join(map(repr, _SAVED))}, a function of jax.checkpoint_policies or what "
+                f'to do with named activations, such as {{"attention_out": "save"}}, got {self.stash!r}'
             )
         if not isinstance(self.schedule, (str, Schedule)):
             raise TypeError(
@@ -188,7 +196,9 @@ def pipelined(
         except for gpipe.
       schedule: "gpipe", "one_f_one_b", "interleaved", "zero_bubble" or a `js.schedules.Schedule`, your own table.
       stash: what a forward keeps for its backward: "layer" each block's input, "stage" the stage's input alone,
-        "everything", "dots" or a function of `jax.checkpoint_policies`. What depends on weights alone is never kept.
+        "everything", "dots", a function of `jax.checkpoint_policies`, or {"attention_out": "save", ...} as `remat` of
+        `js.explicit` takes it, which keeps these and each block's input; nothing can be offloaded. What depends on
+        weights alone is never kept.
       scatter: reduce a device's gradients once, after the last micro-batch ("end"), or each as it is made ("each"),
         for less memory and more traffic.
       precision: "bf16" is mixed precision in one word: parameters and optimizer state stay as they are (f32), weights

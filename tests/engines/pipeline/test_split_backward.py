@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxshard.adapt.stacked import checkpoint_body
+from jaxshard.adapt.remat import checkpoint_body
 from jaxshard.engines.pipeline.split_backward import SplitBlock, split_block
 from tests.engines.pipeline.pipes import WIDTH, dropping_block, residual_block
 from tests.engines.pipeline.test_blocks import BLOCKS, everything
