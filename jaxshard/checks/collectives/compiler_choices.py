@@ -90,6 +90,17 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
     return replace(one, kind="collective-permute", shape=padded, least=0, most=most, what=what, unpadded=1)
 
 
+def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
+    """Return what may stand for `one`, a reduce-scatter that leaves shards of this shape on `parts` devices.
+
+    A TPU's compiler may multiply one shard after the other and pass the sums of each around a ring meanwhile, with one
+    permute more than there are devices.
+    """
+    most = None if one.most is None else one.most * (parts + 1)
+    what = f"shards of the {one.what}, around a ring"
+    return replace(one, kind="collective-permute", shape=shard, least=0, most=most, what=what, unpadded=None, stack=1)
+
+
 def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
     """Yield what becomes of collectives over several TPU slices; the others as they are.
 

@@ -37,6 +37,7 @@ from jaxshard.checks.collectives.compiler_choices import (
     border_permutes,
     feature_gathers,
     fewest_features,
+    ring_permutes,
     splits_sequence,
 )
 from jaxshard.checks.collectives.expected import Expected, over_several
@@ -234,6 +235,8 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
             yield scattered
             if mesh.devices.flat[0].platform == "tpu":
                 yield border_permutes(scattered, tuple(shape))
+                if compiler_chooses:
+                    yield ring_permutes(scattered, tuple(shape), mesh.shape[axis])
     rest = tuple(axis for axis in free if axis not in [name for _, name in split])
     summed = replace(one, kind="all-reduce", axes=rest, shape=tuple(shape))
     if rank_of(parameter.path, parameter.shape) == 1:
