@@ -250,7 +250,8 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
     platform = device.platform
     short = max(q_BTHD.shape[1], k_BSKD.shape[1]) <= (_SHORT_ON_TPU if platform == "tpu" else _SHORT)
     if short or is_counting():
-        return checkpoint_name(formula(q_BTHD, k_BSKD, v_BSKE, extras, form), NAME)
+        named: jax.Array = checkpoint_name(formula(q_BTHD, k_BSKD, v_BSKE, extras, form), NAME)
+        return named
     in_blocks = partial(blockwise, block=128 if platform == "cpu" else 512)
     kernel: _Attend = in_blocks
     reason = ""
@@ -266,14 +267,12 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
             f"kernel for {platform}, which does not take {reason}"
         )
         attend, _ = _on_each_device(in_blocks, q_BTHD, k_BSKD, extras)
-    out = attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
-    # The other kernels name what their own backward pass keeps.
-    return checkpoint_name(out, NAME) if kernel is cudnn and not reason else out
+    return attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=5)  # over attention to its caller
+    warnings.warn(message, stacklevel=4)  # over attention to its caller
 
 
 def _device() -> Any:

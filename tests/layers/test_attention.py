@@ -251,6 +251,30 @@ def test_rows_that_the_axes_do_not_divide_are_not_gathered(blocks_from_16, monke
         js.make_step(loss_fn, SGD, js.layout(js.ddp(), mesh, init_fn, SGD)).lower(BATCH)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
+def test_in_stages_of_a_pipeline(schedule, blocks_from_16):
+    model = js.models.llama(vocab=64, width=32, depth=2, heads=4, kv_heads=2, hidden=64, seq=40)
+    batch = {"tokens": jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 41)), jnp.int32)}
+    strategy = js.compose(js.fsdp("data", min_size=0), js.tensor(), js.pipeline("pipe", chunks=1))
+    engine = js.pipelined(microbatches=2, schedule=schedule)
+    mesh = js.make_mesh(pipe=2, data=2, tensor=2)
+    js.parity(model.init, model.loss, SGD, strategy, mesh, batch, engine=engine).check()
+
+
+def test_what_is_saved_by_name_is_not_computed_again(blocks_from_16):
+    q, k, v = arrays(40)
+
+    def loops(names):
+        """Loops over pairs of blocks in a gradient."""
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        attend = jax.checkpoint(lambda q: js.attention(q, k, v, causal=True) ** 2, policy=policy)
+        return str(jax.make_jaxpr(jax.grad(lambda q: attend(q).sum()))(q)).count("= scan[")
+
+    assert loops([]) == 3  # forward, forward again, backward
+    assert loops(["attention_out"]) == 2
+
+
 # The TPU compiler
 
 

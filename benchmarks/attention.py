@@ -1,0 +1,157 @@
+"""What attention takes of a device's memory: `js.attention` beside all logits, compiled, not run.
+
+    python benchmarks/attention.py cpu          # one block, 1k to 16k positions, on this machine
+    python benchmarks/attention.py v5e          # the same for one TPU v5e; needs libtpu, no TPU
+    python benchmarks/attention.py flax         # an unmodified transformer, Linen and NNX, before and after
+
+Temporaries are those of a training step (forward and backward pass, SGD) on each device, as the compiler assigned them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+import jaxshard as js
+from jaxshard.plan.topology import topology_mesh
+
+WIDTH, HEADS = 1024, 8
+POSITIONS = (1024, 2048, 4096, 8192, 16384)
+SGD = optax.sgd(0.1)
+
+
+def plain(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """Attention with all logits, as `jax.nn` computes it."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+
+
+def step_of(model: Any, mesh: Any, positions: int) -> Any:
+    """Compile a step on one row of bf16 activations per device."""
+    layout = js.layout(js.fsdp(), mesh, model.init, SGD)
+    batch = {"x": jax.ShapeDtypeStruct((mesh.size, positions, WIDTH), jnp.bfloat16)}
+    return js.make_step(model.loss, SGD, layout, engine=js.explicit(compute_dtype=jnp.bfloat16)).compile(batch)
+
+
+def report(compiled: Any) -> str:
+    """Describe temporaries, and whether the TPU's kernel is in the program."""
+    kernel = "splash" if "splash_mha_fwd" in compiled.as_text() else ""
+    return f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:,.0f} MB {kernel}".strip()
+
+
+# One block.
+
+
+class Attention(nn.Module):
+    """Norm, projections and attention, added to x."""
+
+    attend: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.LayerNorm(dtype=x.dtype)(x)
+        q, k, v = (nn.DenseGeneral((HEADS, WIDTH // HEADS), name=name)(h) for name in ("query", "key", "value"))
+        return x + nn.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(self.attend(q, k, v, causal=True))
+
+
+def mean_square(model: Any, batch: Any) -> Any:
+    """Any loss."""
+    y = model(batch["x"]).astype(jnp.float32)
+    return js.Mean((y**2).sum(), y.size)
+
+
+def one_block(mesh: Any, longest_plain: int) -> None:
+    """Print the table of one block."""
+    print("| positions | all logits | js.attention |\n|---:|---:|---:|")
+    for positions in POSITIONS:
+        cells = []
+        for attend in (plain, js.attention):
+            if attend is plain and positions > longest_plain:
+                cells.append("")
+                continue
+            model = js.linen(Attention(attend), mean_square, {"x": jnp.ones((8, 8, WIDTH), jnp.bfloat16)})
+            cells.append(report(step_of(model, mesh, positions)))
+        print(f"| {positions:,} | {cells[0]} | {cells[1]} |", flush=True)
+
+
+# Unmodified transformers.
+
+
+class Transformer(nn.Module):
+    """Four blocks of Linen as people write them, with a causal mask."""
+
+    attention_fn: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = nn.make_causal_mask(x[..., 0])
+        for _ in range(4):
+            h = nn.LayerNorm(dtype=x.dtype)(x)
+            x = x + nn.MultiHeadDotProductAttention(HEADS, dtype=x.dtype, attention_fn=self.attention_fn)(h, mask=mask)
+            h = nn.gelu(nn.Dense(4 * WIDTH, dtype=x.dtype)(nn.LayerNorm(dtype=x.dtype)(x)))
+            x = x + nn.Dense(WIDTH, dtype=x.dtype)(h)
+        return x
+
+
+class NNXTransformer(nnx.Module):
+    """The same in NNX, which says `is_causal=True`."""
+
+    def __init__(self, attention_fn: Any, rngs: nnx.Rngs) -> None:
+        half = {"dtype": jnp.bfloat16, "rngs": rngs}
+        self.norms = nnx.List([nnx.LayerNorm(WIDTH, **half) for _ in range(8)])
+        self.attentions = nnx.List(
+            [nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=attention_fn, **half) for _ in range(4)]
+        )
+        self.ups = nnx.List([nnx.Linear(WIDTH, 4 * WIDTH, **half) for _ in range(4)])
+        self.downs = nnx.List([nnx.Linear(4 * WIDTH, WIDTH, **half) for _ in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i, (attention, up, down) in enumerate(zip(self.attentions, self.ups, self.downs, strict=True)):
+            x = x + attention(self.norms[2 * i](x), is_causal=True)
+            x = x + down(nnx.gelu(up(self.norms[2 * i + 1](x))))
+        return x
+
+
+def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Linen hands over what a function takes: this one gets no mask."""
+    return js.attention(q, k, v, causal=True)
+
+
+def transformers(positions: int = 4096) -> None:
+    """Print the table of whole models."""
+    batch = {"x": np.ones((8, 8, WIDTH), jnp.bfloat16)}
+    mesh = topology_mesh("v5e:2x4", data=8)
+    print("| model | attention_fn | temporaries |\n|---|---|---:|")
+    linen = (("Flax's own", nn.dot_product_attention), ("js.attention", js.attention), ("lambda, causal=True", causal))
+    for name, attention_fn in linen:
+        model = js.linen(Transformer(partial(attention_fn)), mean_square, batch)
+        print(f"| Linen | {name} | {report(step_of(model, mesh, positions))} |", flush=True)
+    for name, attention_fn in (("Flax's own", nnx.dot_product_attention), ("js.attention", js.attention)):
+        model = js.nnx(partial(NNXTransformer, attention_fn), mean_square)
+        print(f"| NNX | {name} | {report(step_of(model, mesh, positions))} |", flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    match sys.argv[1:]:
+        case ["cpu"]:
+            one_block(js.make_mesh(jax.devices()[:1], data=1), longest_plain=16384)
+        case ["v5e"]:
+            one_block(topology_mesh("v5e:2x4", data=8), longest_plain=4096)
+        case ["flax"]:
+            transformers()
+        case _:
+            raise SystemExit(__doc__)
