@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +25,10 @@ from jaxshard.core.mesh import make_mesh, slice_index, solve_sizes
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     """Return the devices of a TPU topology, for compiling without hardware.
 
-    Programs compile for them with the memory of the real chip enforced; they hold no arrays.
+    Programs compile for them with the memory of the real chip enforced; they hold no arrays. The torus has the links
+    that close a dimension to a ring where the real one has them: v5e and v6e along 16 chips, v4, v5p and TPU7x in all
+    dimensions of slices made of cubes of 4 x 4 x 4. Without being asked libtpu leaves them out, and then gathers over
+    all of a v5p:4x4x4 by all-reduces, which move twice the bytes (`benchmarks/README.md`).
 
     Args:
       name: version and shape, such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16".
@@ -45,9 +50,11 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
         raise ValueError(f"no TPU topology {name!r}: write version:shape, such as v5e:2x4, v5p:2x2x4 or v6e:16x16")
-    slices = {"num_slices": num_slices} if num_slices > 1 else {}
+    options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
+    if any(closed := _closed_dimensions(name)):
+        options["wrap"] = closed
     try:
-        return list(topologies.get_topology_desc(name, "tpu", **slices).devices)
+        return list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"no TPU topology {name!r}: {error}; write it as version:shape, such as v5e:2x4, v5p:2x2x4 or v6e:16x16"
@@ -89,6 +96,19 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
     if num_slices > 1 or len({device.core_on_chip for device in devices}) > 1:
         return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
     return make_mesh(devices, **sizes)
+
+
+def _closed_dimensions(name: str) -> tuple[bool, ...]:
+    """Which dimensions of a slice are rings, by Google's description of its shape; () where that is not known."""
+    version, _, shape = name.partition(":")
+    if not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+        return ()
+    sizes = [int(size) for size in shape.split("x")]
+    if version in ("v5e", "v6e") and len(sizes) == 2:
+        return (*(size % 16 == 0 for size in sizes), False)
+    if version in ("v4", "v5p", "tpu7x") and len(sizes) == 3:
+        return (all(size % 4 == 0 for size in sizes),) * 3
+    return ()
 
 
 def _place(device: jax.Device) -> tuple[int, ...]:

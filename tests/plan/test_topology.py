@@ -107,6 +107,29 @@ def test_an_axis_over_a_torus_of_two_dimensions_stays_an_all_reduce():
 
 
 @tpu
+def test_slices_of_whole_cubes_are_closed_to_rings_so_that_one_axis_gathers():
+    mesh = topology_mesh("v5p:4x4x4", data=64)
+    found = manual(mesh, lambda x: gather(x, ("data",)), P("data"), P(), struct(mesh, (1024, 512)))
+    assert summary(found) == (Row("all-gather", ("data",), 1, 2 * MB),)
+
+
+@pytest.mark.parametrize(
+    ("name", "closed"),
+    [
+        ("v5e:16x16", (True, True, False)),
+        ("v6e:8x16", (False, True, False)),
+        ("v5e:4x8", (False, False, False)),
+        ("v5p:4x4x8", (True, True, True)),
+        ("v5p:2x4x4", (False, False, False)),
+        ("v3:8x8", ()),
+        ("v5p:cube", ()),
+    ],
+)
+def test_dimensions_that_are_rings_on_the_real_slice(name, closed):
+    assert topology._closed_dimensions(name) == closed
+
+
+@tpu
 def test_combined_reduce_scatters_are_fusions_of_tuples():
     mesh = topology_mesh("v5e:2x4", x=2, y=4)
     axes = ("x", "y")

@@ -146,8 +146,8 @@ def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
 def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
     """Return what may keep a TPU from the promised kind of collective over these axes, and the remedy; "" elsewhere.
 
-    Over an axis that covers several dimensions of a torus libtpu has no reduce-scatter; over three of them, with links
-    around, not even an all-gather (seen on v4 and v5p 4x4x4, in any order of the devices).
+    Over an axis that covers several dimensions of a torus libtpu has no reduce-scatter, in any order of the devices,
+    and not every all-gather: some become all-reduces, all of them over three dimensions that are not closed to rings.
     """
     for axis in axes:
         sizes = torus_sizes(mesh, axis)
