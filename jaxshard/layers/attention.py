@@ -267,7 +267,10 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
             f"kernel for {platform}, which does not take {reason}"
         )
         attend, _ = _on_each_device(in_blocks, q_BTHD, k_BSKD, extras)
-    return attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
+    out = attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
+    if kernel is cudnn and not reason:  # the others name what their own backward pass keeps
+        out = checkpoint_name(out, NAME)
+    return out
 
 
 @functools.cache
