@@ -38,8 +38,6 @@ from typing import Any, NamedTuple
 from compiler_dump import is_assigned, memory, program_text
 
 FOUND = "found.json"
-REMAT = "nothing"
-"""What our side's forward pass keeps of a block: its input, as MaxText's default does."""
 TARGET = 1.15
 """The most that a peak may be of its lower bound."""
 
@@ -184,7 +182,7 @@ def compile_ours(row: Row, side: str, depth: int | None, options: dict[str, str]
         engine = js.pipelined(microbatches=row.microbatches, precision="bf16", **sums)
     else:
         make_engine = {"auto": js.auto, "explicit": js.explicit}[side.split()[0]]
-        engine = make_engine(precision="bf16", remat=REMAT, **sums)
+        engine = make_engine(precision="bf16", **sums)
     rows = row.microbatches
     for axis in layout.batch_axes:
         rows *= mesh.shape[axis]
