@@ -260,9 +260,12 @@ def check_batch_not_donated(batch: PyTree) -> None:
 
 
 def _taken_arrays(tree: PyTree) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [(path, x) for path, x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-    return [path_str(path) for path, x in arrays if x.is_deleted()]
+    def is_taken(x: Any) -> bool:
+        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+    if not any(map(is_taken, jax.tree.leaves(tree))):  # asked before every step: no paths are made for it
+        return []
+    return [path_str(path) for path, x in jax.tree_util.tree_leaves_with_path(tree) if is_taken(x)]
 
 
 def _few(names: list[str]) -> str:
