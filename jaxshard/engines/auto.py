@@ -23,6 +23,7 @@ from jaxshard.core.loss import Loss
 from jaxshard.core.placement import Placement, spec_entry
 from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
+from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.engine import (
     Engine,
     Outcome,
@@ -89,6 +90,7 @@ def auto(
     reduce_dtype: Any = None,
     remat: RematPolicy | None = None,
     units: Sequence[type] = (),
+    options: Options | None = None,
 ) -> Auto:
     """Make the engine whose collectives the compiler chooses, with exactly the semantics of one device.
 
@@ -108,6 +110,9 @@ def auto(
       reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
       remat: what the forward pass of a block or unit saves; as in `js.explicit`.
       units: classes of modules that gather their own parameters; as in `js.explicit`.
+      options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
+        the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
+        its own error.
 
     Raises:
       ValueError, TypeError: an argument is not of those; names it. A loss that is no `js.Mean` is refused with
@@ -117,7 +122,7 @@ def auto(
           step = js.make_step(loss_fn, tx, layout, engine=js.auto(microbatches=4, precision="bf16"))
     """
     dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
-    return Auto(microbatches, scatter, *dtypes, remat, units)
+    return Auto(microbatches, scatter, *dtypes, remat, units, options=options or {})
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:

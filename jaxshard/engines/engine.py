@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,13 @@ from jaxshard.core.compat import KEEP_REPEATED_GATHERS
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Max, Mean, Sum
 from jaxshard.core.types import PyTree
+from jaxshard.engines.compiler_options import (
+    Options,
+    check_options,
+    describe_options,
+    merge_options,
+    overlap_options,
+)
 from jaxshard.engines.just_in_time import Call, MakeMove, make_call
 
 Scatter = Literal["each", "end"]
@@ -71,12 +78,16 @@ class Engine:
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
       reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
+      options: of the compiler, besides those for the chips of the mesh (`compiler_options.py`); these go first, and
+        None takes one away.
     """
 
     microbatches: int = 1
     scatter: Scatter = "each"
     compute_dtype: Any = None
     reduce_dtype: Any = None
+    # By name alone, so that subclasses have their own fields behind the others; a dict has no hash.
+    options: Options = field(default_factory=dict, kw_only=True, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.microbatches, Integral) or isinstance(self.microbatches, bool) or self.microbatches < 1:
@@ -86,6 +97,11 @@ class Engine:
             raise ValueError(f"scatter must be 'each' or 'end', got {self.scatter!r}")
         _check_dtype("compute_dtype", self.compute_dtype)
         _check_dtype("reduce_dtype", self.reduce_dtype)
+        object.__setattr__(self, "options", check_options(self.options))
+
+    def __str__(self) -> str:
+        """Return the choices, and what a step is compiled with on each kind of chip."""
+        return "\n".join([repr(self), "compiler options:", *describe_options(self.options)])
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient; see `ValueAndGrad`."""
@@ -129,8 +145,15 @@ class Engine:
         return None
 
     def compiler_options(self, mesh: Mesh) -> dict[str, Any] | None:
-        """Return the options with which a step is compiled."""
-        return None
+        """Return the options with which a step is compiled: the chip's, what the engine needs, and the user's.
+
+        They are for `jax.jit(compiler_options=...)`, also where a step runs inside a jitted function of the user.
+        """
+        return merge_options(overlap_options(mesh), self.needed_options(mesh), self.options) or None
+
+    def needed_options(self, mesh: Mesh) -> Options:
+        """Return the options without which the compiler would undo what the engine does."""
+        return {}
 
     @property
     def name(self) -> str:
@@ -167,11 +190,11 @@ class WholeModelEngine(Engine):
         """Make the function that runs the loss as this engine does, with weights moved as `make_move` says."""
         return make_call(objective, layout, make_move, self.remat, tuple(self.units))
 
-    def compiler_options(self, mesh: Mesh) -> dict[str, Any] | None:
-        """Return the options with which a step is compiled."""
+    def needed_options(self, mesh: Mesh) -> Options:
+        """Return the options without which the compiler would undo what the engine does."""
         # The CPU compiler of JAX 0.10 drops the barrier before a unit's second gather and merges it with the first.
         cpu = mesh.devices.flat[0].platform == "cpu"
-        return dict(KEEP_REPEATED_GATHERS) if self.units and cpu else None
+        return KEEP_REPEATED_GATHERS if self.units and cpu else {}
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's name and its choices, as commands print them and write them into JSON."""

@@ -22,6 +22,7 @@ from jaxshard.core.placement import Placement, axes_of, only_axes
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
+from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.engine import (
     Engine,
     Outcome,
@@ -120,6 +121,7 @@ def explicit(
     remat: RematPolicy | None = None,
     units: Sequence[type] = (),
     reduction: Reduction = "native",
+    options: Options | None = None,
 ) -> Explicit:
     """Make the engine that issues exactly the collectives of the layout.
 
@@ -161,6 +163,9 @@ def explicit(
         result is as large as the whole gradient until it is added up. Not beside tensor axes; the optimizer must be
         elementwise but for sums over all parameters (a global norm). What the loss itself sums over devices by axis
         name stays native.
+      options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
+        the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
+        its own error.
 
     Raises:
       ValueError, TypeError: an argument is not of those; names it. A loss that is no `js.Mean` is refused when the step
@@ -175,7 +180,7 @@ def explicit(
           step = js.make_step(loss_fn, tx, layout, engine=engine)
     """
     dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
-    return Explicit(microbatches, scatter, *dtypes, remat, units, reduction)
+    return Explicit(microbatches, scatter, *dtypes, remat, units, reduction, options=options or {})
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:

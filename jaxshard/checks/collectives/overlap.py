@@ -48,7 +48,7 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
     if is_fused(scope):
         if "chain_id=" not in op.notes:
             return True
-    elif scope.caller is None or scope.caller.opcode != "async-start":
+    elif scope.caller is None or scope.caller.opcode not in ("async-start", "call-start"):
         if not op.opcode.endswith("-start") and op.opcode not in ("send", "recv"):
             return True
         # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.

@@ -87,7 +87,8 @@ def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> I
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
     """The operation and the fusions it is in, each with the computation it stands in."""
     yield scope.computation, op
-    while scope.parent is not None and scope.caller is not None and scope.caller.opcode in ("fusion", "async-start"):
+    calls = "fusion", "async-start", "call-start"
+    while scope.parent is not None and scope.caller is not None and scope.caller.opcode in calls:
         yield scope.parent.computation, scope.caller
         scope = scope.parent
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.dataflow import trip_count
 
-_CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|custom-call)\(")
+_CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|call-start|custom-call)\(")
 
 
 class Executed(NamedTuple):
@@ -72,7 +72,15 @@ def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None
             yield scope.enter(op, name, (operand,)), 1
     else:
         for name in op.callees:
-            yield scope.enter(op, name), 1
+            yield scope.enter(op, name, _started_with(scope, op)), 1
+
+
+def _started_with(scope: hlo.Scope, op: hlo.Op) -> tuple[str, ...]:
+    """The operands of a call; a TPU's SparseCore is started without them, and gets them by an update."""
+    if op.operands or not op.opcode.endswith("-start"):
+        return op.operands
+    updates = (user for user in users(scope.computation, op.name) if user.opcode.endswith("-update"))
+    return next((user.operands[1:] for user in updates), ())
 
 
 def add_counts(left: int | None, right: int | None) -> int | None:

@@ -18,6 +18,7 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
+from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.engine import (
     BlockPasses,
     Engine,
@@ -178,6 +179,7 @@ def pipelined(
     precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
+    options: Options | None = None,
 ) -> Pipelined:
     """Make the engine that runs the stages of `js.pipeline` by a schedule, for the `loss` of a `js.Stacked` model.
 
@@ -206,6 +208,9 @@ def pipelined(
         before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
       reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
+      options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
+        the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
+        its own error.
 
     Example:
         mesh = js.make_mesh(pipe=4, data=2)
@@ -215,7 +220,7 @@ def pipelined(
     Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2024 (zero bubble).
     """
     dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
-    return Pipelined(microbatches, scatter, *dtypes, schedule=schedule, stash=stash)
+    return Pipelined(microbatches, scatter, *dtypes, schedule=schedule, stash=stash, options=options or {})
 
 
 def _pipeline(layout: Layout) -> Pipeline:

@@ -88,6 +88,10 @@ def test_the_computations_that_are_called_are_reached():
     %u = ((f32[64,16]), f32[16,16], s32[]) async-update(%s), calls=%wrapped
     ROOT %d = f32[16,16] async-done(%u), calls=%wrapped"""
     assert rows(program(start, inner)) == (Row("reduce-scatter", ("y",), 1, WHOLE),)
+    sparse = """%s = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%wrapped
+    %u = ((f32[64,16]), f32[16,16]) call-update(%s, %p)
+    ROOT %d = f32[16,16] call-done(%u)"""
+    assert rows(program(sparse, inner)) == (Row("reduce-scatter", ("y",), 1, WHOLE),)
     twice = """%c = f32[16,16] call(%p), to_apply=%wrapped
     ROOT %d = f32[16,16] call(%p), to_apply=%wrapped"""
     (found,) = collectives(program(twice, inner), mesh_of(**XY))
