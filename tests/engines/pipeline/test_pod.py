@@ -18,8 +18,6 @@ from jaxshard.schedules.buffers import plan_buffers
 from tests.engines.programs import tpu
 
 ROWS, SEQ = 64, 8192
-V5P = 95e9
-"""Bytes of memory of a v5p chip (Google's TPU v5p page: 95 GB)."""
 
 
 @tpu
@@ -32,7 +30,9 @@ def test_an_8b_llama_over_pipe_data_and_tensor_axes_compiles_for_128_chips_and_m
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32)}
     step = js.make_step(model.loss, tx, layout, engine=engine)
     compiled = step.compile(batch)
-    assert compiled.memory_analysis().peak_memory_in_bytes < V5P / 4
+    memory = compiled.memory_analysis()
+    # 4.0 GB of it are the stash and 2.8 sums of gradients, which scatter="each" would keep split: 7.8 in all.
+    assert memory.peak_memory_in_bytes - memory.argument_size_in_bytes < 9.5e9
     stash = plan_buffers(engine.table(layout)).sizes["kept"], 32 // 4 // 2, 1, SEQ, 4096
     assert stash not in copied_in_loops(compiled.as_text())
     found = collectives(compiled, mesh)
