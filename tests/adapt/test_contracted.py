@@ -94,7 +94,7 @@ def test_heads_are_split(kind):
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
-        ("linen", js.explicit()),
+        pytest.param("linen", js.explicit(), marks=pytest.mark.slow),
         pytest.param("nnx", js.auto(), marks=pytest.mark.slow),
         pytest.param("linen", js.auto(), marks=pytest.mark.slow),
         pytest.param("nnx", js.explicit(), marks=pytest.mark.slow),

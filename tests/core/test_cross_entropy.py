@@ -14,7 +14,7 @@ from jaxshard.checks.collectives.found import collectives
 from jaxshard.core.constrain import follow_layout
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=3)
 @given(shape=st.lists(st.integers(1, 4), max_size=3), vocab=st.integers(1, 9), seed=st.integers(0, 99))
 def test_equals_optax_with_its_gradient(shape, vocab, seed):
     """Within 1e-6."""

@@ -88,7 +88,7 @@ class Numbers:
 @pytest.mark.parametrize(
     "make", [lambda: rows().batch(16).to_iter_dataset(), loader], ids=["iter dataset", "data loader"]
 )
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_iterator_goes_on_where_it_stopped(entry, make, prefetch):
     layout = Rows("data", data=8)
     whole = ys(entry(make(), layout, prefetch=prefetch), 8)

@@ -370,7 +370,7 @@ def test_frozen_parameters_stay_and_the_others_equal_one_device(engine, toy):
     [
         pytest.param(js.auto(), id="auto", marks=pytest.mark.slow),
         pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow),
-        pytest.param(js.explicit(microbatches=2), id="explicit in micro-batches"),
+        pytest.param(js.explicit(microbatches=2), id="explicit in micro-batches", marks=pytest.mark.slow),
         pytest.param(js.auto(microbatches=2), id="auto in micro-batches", marks=pytest.mark.slow),
     ],
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.adapt.stacked import make_save_policy
+from jaxshard.adapt.remat import make_save_policy
 from jaxshard.layers.blockwise import Cut, blockwise
 from jaxshard.layers.formula import Extras, Form, formula
 from tests.layers.cases import arrays, assert_equal, documents, normal

@@ -106,7 +106,10 @@ def attend(q, k, v):
     return js.attention(q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("engine", [js.auto(), js.explicit()], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(js.auto(), id="auto"), pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow)],
+)
 def test_a_model_under_tensor_parallelism(engine):
     batch = {"x": normal(1, 8, 20, 16)}
     model = js.linen(Transformer(4, attend), loss, batch)

@@ -39,10 +39,10 @@ def test_every_size_makes_a_model_and_has_a_recipe():
 
 def test_changes_take_the_place_of_the_sizes_own_arguments():
     model = js.models.make("llama3-8b", width=32, depth=2, heads=2, kv_heads=1, hidden=48, seq=8, vocab=40, head_dim=6)
-    params = model.init(KEY)
+    params = jax.jit(model.init)(KEY)
     assert params["blocks"]["k_proj"]["kernel"].shape == (2, 32, 1, 6)
     batch = {"tokens": jnp.zeros((2, 9), jnp.int32)}
-    assert float(model.loss(params, batch, KEY).weights[0]) == 16
+    assert float(jax.jit(model.loss)(params, batch, KEY).weights[0]) == 16
     assert set(model.evaluate(params, batch)) == {"loss", "accuracy"}
 
 

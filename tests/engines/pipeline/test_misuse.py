@@ -86,7 +86,7 @@ def test_micro_batches_that_are_no_number(microbatches):
 
 @pytest.mark.parametrize("stash", ["blocks", 3])
 def test_a_stash_of_no_name(stash):
-    message = f"stash must be one of 'layer', 'stage', 'everything', 'dots' or a function .*, got {stash!r}"
+    message = f"stash must be one of 'layer', 'stage', 'everything', 'dots', a function .*, got {stash!r}"
     with pytest.raises(ValueError, match=message):
         js.pipelined(microbatches=4, stash=stash)
 
