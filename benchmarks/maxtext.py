@@ -33,7 +33,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from compiler_dump import is_assigned, memory, program_text
 
@@ -82,7 +82,7 @@ ROWS = {
     ),
     "llama3-8b-pipe": Row(
         "llama3-8b", "v5p:4x4x8", 8192, {"data": 8, "tensor": 4, "pipe": 4}, None, "fsdp tensor pipe",
-        microbatches=8, sides=("pipelined",),
+        microbatches=8, sides=("pipelined", "pipelined each"),
     ),
     "llama3-70b-tensor": Row(
         "llama3-70b", "v5p:8x8x8", 8192, {"data": 64, "tensor": 8},
@@ -178,8 +178,9 @@ def compile_ours(row: Row, side: str, depth: int | None, options: dict[str, str]
     layout = js.layout(strategy_of(row), mesh, model.init, tx)
     sums = {"reduce_dtype": jnp.float32} if side.endswith("f32") else {}
     engine: js.Engine
-    if side == "pipelined":
-        engine = js.pipelined(microbatches=row.microbatches, precision="bf16", **sums)
+    if side.startswith("pipelined"):
+        scatter: Literal["each", "end"] = "each" if side.endswith("each") else "end"
+        engine = js.pipelined(microbatches=row.microbatches, precision="bf16", scatter=scatter, **sums)
     else:
         make_engine = {"auto": js.auto, "explicit": js.explicit}[side.split()[0]]
         engine = make_engine(precision="bf16", **sums)

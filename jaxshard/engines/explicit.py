@@ -232,6 +232,9 @@ def reduce_gradient(
 
     # The view (padding, pipeline order) before the sum: what is scattered has the dimensions that are split.
     share = grad.view.apply(cast_floats(x, engine.reduce_dtype))
+    if share.dtype.itemsize > 2 and layout.mesh.devices.flat[0].platform != "cpu":
+        # Of a share that was computed in bf16 the compiler would move the cast behind the sum: a sum of bf16 numbers.
+        share = lax.optimization_barrier(share)
     reduced: jax.Array = nest_in_shard_map(layout, scatter, grad.store)(share)
     return reduced.astype(x.dtype)
 

@@ -182,6 +182,20 @@ def test_tpu_programs_reduce_gradients_in_f32(name):
     assert reduced >= 1_743_360  # every parameter once
 
 
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [js.fsdp(), js.ddp()], ids=["fsdp", "ddp"])
+def test_tpu_programs_of_explicit_sum_in_the_parameters_dtype(strategy):
+    """The gradient of an embedding's rows is made in bf16 and cast: the sum over devices has to come after the cast."""
+    mesh = topology_mesh("v5e:2x4", data=8)
+    model = js.models.gpt(vocab=512, width=256, depth=2, heads=4, seq=128)
+    layout = js.layout(strategy, mesh, model.init, optax.adamw(1e-3))
+    engine = js.explicit(compute_dtype=jnp.bfloat16)
+    step = js.make_step(model.loss, optax.adamw(1e-3), layout, engine=engine)
+    comparison = js.audit(step, {"tokens": jax.ShapeDtypeStruct((32, 129), jnp.int32)})
+    assert comparison.ok, str(comparison)
+
+
 ENGINES = {
     "auto": js.auto(precision="bf16"),
     "explicit": js.explicit(precision="bf16"),
