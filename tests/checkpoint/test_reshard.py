@@ -23,7 +23,6 @@ CELLS = list(itertools.product(NAMES, NAMES, SIZES))
 FAST = [
     ("three", 8, "three", 8),
     ("three", 8, "fsdp", 2),
-    ("three", 8, "ddp", 1),
     ("fsdp", 2, "three", 8),
     ("fsdp", 2, "fsdp", 2),
     ("pipeline", 2, "three", 8),

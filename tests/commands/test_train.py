@@ -122,6 +122,7 @@ def pipe_cells():
         yield pytest.param(strategy, schedule, mesh, marks=() if fast else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "schedule", "mesh"), list(pipe_cells()))
 def test_a_pipeline_gives_the_losses_of_one_device(strategy, schedule, mesh, data, expected, capsys):
     flags = ["--data", str(data / "text.py"), "--strategy", strategy, "--mesh", mesh, "--schedule", schedule]

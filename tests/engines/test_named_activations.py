@@ -73,6 +73,7 @@ FAST = {("auto", "offloaded", "llama-1m")}
 CASES = [(engine, policy, size) for engine in ("explicit", "auto") for policy in POLICIES for size in SHAPES]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:remat. on a CPU")
 @pytest.mark.parametrize(
     ("engine", "policy", "size"),
@@ -93,6 +94,7 @@ def test_beside_tensor_parallelism_and_micro_batches(engine):
     check_equal(step_of(made, "llama-1m", {"data": 4, "tensor": 2}, strategy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["saved", pytest.param("nothing", marks=pytest.mark.slow)])
 def test_a_pipelines_stash(policy):
     """Loss 1e-6, gradients 1e-5."""

@@ -297,6 +297,7 @@ def trained(processes: int, toy: str, reduction: str, *names: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_bits_of_one():
     """Losses, norms, held-out losses and every device's parameters and optimizer state after three clipped steps."""
     assert trained(2, "nnx", "ordered", "fsdp") == sorted(train("nnx", "ordered", ["fsdp"]))

@@ -30,6 +30,7 @@ def step_of(name, **options):
     return step, js.init(model.init, tx, layout, 0), {"tokens": tokens}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["explicit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("auto", "pipelined"))]
 )

@@ -19,7 +19,8 @@ from tests.zoo import GLOBAL_VIEW_ONLY, ZOO
 
 DATA = {"tensor alone": None, "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
 ENGINES = {"auto": js.auto(), "explicit": js.explicit()}
-SLOW = ("linen", "dropout", "lstm")  # "tied" is "linen" with fewer weights, "dropout" with random numbers
+# "tied" is "linen" with fewer weights, "dropout" with random numbers.
+SLOW = ("linen", "dropout", "lstm", "llama", "nnx")
 
 
 def cells():

@@ -40,6 +40,7 @@ def test_linen_trains(capsys: pytest.CaptureFixture[str]):
     assert last < first / 1.5
 
 
+@pytest.mark.slow
 def test_nnx_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     load("nnx").main(steps=8, folder=str(tmp_path))
     first, *_, last = losses(capsys.readouterr().out)

@@ -112,6 +112,7 @@ def test_a_tpu_takes_the_kernel_but_for_short_rows(on_a_tpu):
     assert on_a_tpu == [Form(causal=True, window=5)]
 
 
+@pytest.mark.slow
 def test_what_the_kernel_refuses_falls_back_and_says_so_once(on_a_tpu):
     q, k, v = arrays(300, rows=1)
     bias = normal(3, 1, 4, 1, 300)

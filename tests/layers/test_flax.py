@@ -106,6 +106,7 @@ def attend(q, k, v):
     return js.attention(q, k, v, causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [pytest.param(js.auto(), id="auto"), pytest.param(js.explicit(), id="explicit", marks=pytest.mark.slow)],

@@ -171,6 +171,7 @@ def chunked(monkeypatch):
     monkeypatch.setattr(layer, "_ONE_CHUNK", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "engine", "sizes"), list(cells()))
 def test_every_engine_equals_plain_logits_on_one_device(where, engine, sizes, monkeypatch):
     toy = gpt_toy(**sizes)
@@ -235,6 +236,7 @@ def test_a_head_of_the_users_gathers_its_kernel_in_chunks_too():
         assert sum(count for _, count in moved) == 12 + blocks and not shape_of(found, 32 * 128), moved
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_logits_either(chunked):
     """The same loss and accuracy as the plain formula, with a last batch of fewer rows."""
     model = js.models.gpt(vocab=203, width=32, depth=1, heads=4, seq=8)

@@ -281,6 +281,7 @@ def test_what_a_step_communicates_over_a_tensor_axis():
     assert found == {("all-reduce", "tensor"): (2 * (2 + 5) + 2) * activation + 3 * labels}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "strategy", "engine"),
     [

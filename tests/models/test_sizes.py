@@ -37,6 +37,7 @@ def test_every_size_makes_a_model_and_has_a_recipe():
         assert size.recipe.batch * size.shape["seq"] <= 2**23 and size.recipe.warmup < size.recipe.steps
 
 
+@pytest.mark.slow
 def test_changes_take_the_place_of_the_sizes_own_arguments():
     model = js.models.make("llama3-8b", width=32, depth=2, heads=2, kv_heads=1, hidden=48, seq=8, vocab=40, head_dim=6)
     params = jax.jit(model.init)(KEY)

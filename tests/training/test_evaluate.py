@@ -134,6 +134,7 @@ def tokens(count):
     return {"tokens": rng.integers(0, 33, (count, 9), dtype=np.int32), "weights": mask((16, 8))[:count]}
 
 
+@pytest.mark.slow
 def test_a_stacked_model_is_evaluated_block_by_block(stacked):
     """1e-6 against one device; nothing is dropped without keys."""
     model, layout, run, params = stacked

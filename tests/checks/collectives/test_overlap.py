@@ -84,6 +84,7 @@ def test_a_collective_that_a_tpu_moves_in_fusions_with_products(overlaps, waited
     assert waits(program(combined, computations[1].replace(', frontend_attributes={chain_id="0"}', ""))) == [True]
 
 
+@pytest.mark.slow
 def test_every_collective_of_a_cpu_is_waited_for_and_not_worth_a_list():
     mesh = mesh_of(data=8)
     toy = gpt_shapes(8, vocab=16, width=8, depth=1, heads=2, seq=4)
