@@ -225,7 +225,7 @@ def child(row: Row, side: str, depth: int | None, out: Path, options: dict[str, 
             compile_maxtext(row, side, depth)
         else:
             compile_ours(row, side, depth, options)
-    except Exception as error:
+    except Exception as error:  # a compiler's refusal is a result: the other programs are still to be compiled
         traceback.print_exc()
         found.setdefault("error", f"{type(error).__name__}: {error}"[:2000])
     (out / FOUND).write_text(json.dumps(found))

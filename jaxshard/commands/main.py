@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
         status = error.status
         if str(error):
             _print_if_possible(f"jaxshard: {error}")
-    except Exception:
+    except Exception:  # of the user's function, whatever it is: Python's own status, 1, would say that a check failed
         if args is not None:
             raise
         sys.excepthook(*sys.exc_info())

@@ -85,7 +85,7 @@ def attention(
       query: of any number of batch dimensions.
       key: `kv_heads` divides `heads`; neighbouring heads share keys and values.
       value: as wide as the output.
-      causal: query t sees keys 0 to t. To be given but by Flax, which means no.
+      causal: query t sees keys 0 to t. Required; only in calls by Flax, which never pass it, None means False.
       window: query t sees keys less than `window` positions from t, itself among them.
       segment_ids: each position sees its own segment, such as one of several documents in a row.
       bias: added to the logits (after `soft_cap`), of a shape that broadcasts to [*batch, heads, queries, keys].

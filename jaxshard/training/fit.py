@@ -213,11 +213,14 @@ def _check_judges(evaluate: Any, stop: Any, on_run: Sequence[Callable[..., Any]]
         return
     if isinstance(stop, EarlyStopping) and stop.judges_evaluations:
         raise ValueError("fit: the patience= and max_worse= of js.EarlyStopping judge evaluations; give evaluate=, too")
-    if best := [function for function in on_run if getattr(function, "best", None) is not None]:
-        raise ValueError(
-            f"fit: {type(best[0]).__name__} keeps the run with the best {best[0].best!r} of the evaluations; "  # type: ignore[attr-defined]
-            "give evaluate=, too"
-        )
+    for function in on_run:
+        # A callback may have a `best` of its own: js.Checkpointer's is a metric's name, and it takes evaluations.
+        best = getattr(function, "best", None)
+        if hasattr(function, "evaluated") and isinstance(best, str):
+            kind = type(function).__name__
+            raise ValueError(
+                f"fit: {kind} keeps the run with the best {best!r} of the evaluations; give evaluate=, too"
+            )
 
 
 def _check_end(start: int, done: int, steps: int) -> None:

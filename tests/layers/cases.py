@@ -43,10 +43,15 @@ def value_and_grads(attend, q, k, v, extras, form):
 
 
 def assert_equal(attend, q, k, v, extras=NOTHING, form=PLAIN):
-    """Losses agree to 1e-6, gradients to 1e-5 of their largest element."""
+    """Losses agree to 1e-6, gradients to 1e-5 of their largest element.
+
+    Of one position the gradients of query and key are exactly 0 in the formula and rounding errors in kernels: an array
+    far smaller than the largest gradient is compared with a tenth of that one.
+    """
     expected, gradients = value_and_grads(formula, q, k, v, extras, form)
     value, found = value_and_grads(attend, q, k, v, extras, form)
     np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
+    largest = max(float(jnp.abs(one).max()) for one in gradients)
     for one, other in zip(found, gradients, strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(jnp.abs(other).max()))
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(float(jnp.abs(other).max()), largest / 10))
