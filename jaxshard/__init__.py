@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jaxshard.checks.parity import Parity as Parity
     from jaxshard.checks.parity import parity as parity
     from jaxshard.core.constrain import constrain as constrain
+    from jaxshard.core.context import context as context
     from jaxshard.core.cross_entropy import cross_entropy as cross_entropy
     from jaxshard.core.keys import row_keys as row_keys
     from jaxshard.core.layout import Layout as Layout
@@ -124,6 +125,7 @@ _NAMES = {
     "checks.collectives.found": ("collectives",),
     "checks.parity": ("Parity", "parity"),
     "core.constrain": ("constrain",),
+    "core.context": ("context",),
     "core.cross_entropy": ("cross_entropy",),
     "core.keys": ("row_keys",),
     "core.layout": ("Layout",),

@@ -19,7 +19,7 @@ from jaxshard.core.mesh import MeshById, axis_size
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.strategy_parts import Pipeline, pipeline_of
+from jaxshard.core.strategy_parts import Context, Pipeline, context_of, pipeline_of
 from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path
 from jaxshard.core.types import PyTree, Role
 
@@ -74,9 +74,19 @@ class Layout:
         return pipeline_of(self.strategy)
 
     @property
+    def context(self) -> Context | None:
+        """The `js.context` that splits the positions of a batch; None without one."""
+        return context_of(self.strategy)
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the rows of a batch, major first."""
         return split_rows(self.strategy, self.mesh)
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which losses, metrics and gradients are summed: those of the rows and of the context."""
+        return (*self.batch_axes, *(self.context.axis if self.context else ()))
 
     def batch_placement(self, array: Any, path: tuple[Any, ...] = ()) -> Placement:
         """Return the placement of a global batch array; raises ValueError if its rows do not divide."""
@@ -151,7 +161,7 @@ class Layout:
 
     def _contents(self) -> Contents:
         stacked = jax.tree.leaves(self.shapes.params[BLOCKS])[0].shape[0] if self.pipeline else 0
-        return Contents(self.mesh, self.batch_axes, self.pipeline, stacked, self.placed())
+        return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, self.placed())
 
     def _repr_html_(self) -> str:
         """Write the summary with the table of all arrays folded away, for notebooks."""

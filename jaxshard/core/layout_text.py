@@ -17,7 +17,7 @@ from jaxshard.core.kinds import kind_of
 from jaxshard.core.mesh import axis_names, mesh_str
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of
-from jaxshard.core.strategy_parts import Pipeline
+from jaxshard.core.strategy_parts import Context, Pipeline
 from jaxshard.core.text_table import align_columns
 
 LINES, COLUMNS = 20, 100
@@ -32,6 +32,7 @@ class Contents(NamedTuple):
     Attributes:
       mesh: the mesh.
       batch_axes: the axes that split the rows of a batch.
+      context: what splits their positions; None without one.
       pipeline: the strategy that places the blocks in stages; None without one.
       num_blocks: the number of those blocks.
       placed: every array.
@@ -39,6 +40,7 @@ class Contents(NamedTuple):
 
     mesh: Mesh
     batch_axes: tuple[str, ...]
+    context: Context | None
     pipeline: Pipeline | None
     num_blocks: int
     placed: list[Placed]
@@ -96,7 +98,9 @@ def _all_rows(contents: Contents) -> list[tuple[str, ...]]:
 
 def _describe_mesh(contents: Contents) -> list[str]:
     rows_over = " x ".join(contents.batch_axes) or "nothing"
-    return [f"mesh: {mesh_str(contents.mesh)}; batch rows over {rows_over}", *_describe_stages(contents)]
+    context = contents.context
+    positions = f", positions over {' x '.join(context.axis)} ({context.how})" if context else ""
+    return [f"mesh: {mesh_str(contents.mesh)}; batch rows over {rows_over}{positions}", *_describe_stages(contents)]
 
 
 def _describe_stages(contents: Contents) -> list[str]:

@@ -28,7 +28,7 @@ from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.settings import own_mesh
 from jaxshard.core.strategy import check_strategy
-from jaxshard.core.strategy_parts import Strategy, pipeline_of
+from jaxshard.core.strategy_parts import Strategy, context_of, pipeline_of
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import (
     BLOCKS,
@@ -84,7 +84,7 @@ def layout(
     check_function("init_fn", init_fn, "init_fn(key)")
     _check_mesh(mesh)
     avoid_compilation_cache(mesh)
-    split_rows(strategy, mesh)  # an error about rows now rather than with the first batch
+    _check_rows(strategy, mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
     with own_mesh(mesh), models_run() as runs:
         model = _shapes_of_model(init_fn, key)
@@ -150,8 +150,18 @@ def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:
         )
 
 
+def _check_rows(strategy: Strategy, mesh: Mesh) -> None:
+    """Raise an error about rows now rather than with the first batch."""
+    axes, context = split_rows(strategy, mesh), context_of(strategy)
+    if both := [axis for axis in axes if context is not None and axis in context.axis]:
+        raise ValueError(
+            f"context: the strategy splits rows over {', '.join(map(repr, both))} too, over which js.context splits "
+            "their positions; combine them by js.compose, which leaves rows whole there, or use another axis"
+        )
+
+
 def _idle_axes(layout: Layout) -> list[str]:
-    used = set(layout.batch_axes).union(*(axes_of(placed.placement.store) for placed in layout.placed()))
+    used = set(layout.sum_axes).union(*(axes_of(placed.placement.store) for placed in layout.placed()))
     return [name for name, size in layout.mesh.shape.items() if size > 1 and name not in used]
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxshard.core.context import context as context
+from jaxshard.core.context import rows_without_context
 from jaxshard.core.mesh import axis_names, make_mesh
 from jaxshard.core.rules import RULES, Rule, Rules
 from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Pipeline, Shard, Tensor, WithoutRows
@@ -167,10 +169,12 @@ def compose(*strategies: Strategy) -> Strategy:
     """Combine strategies into one that applies them all.
 
     The order in which they are written does not matter: `js.pipeline` is applied first, then the other placements by
-    name (`js.tensor`) and `js.batch`, then the fills (`js.shard`), which take what is still free.
+    name (`js.tensor`) and `js.batch`, then the fills (`js.shard`), which take what is still free. The axes of
+    `js.context` are taken away from those of the rows.
 
     Raises:
       TypeError: something that is not a function of (role, leaf, placement, mesh).
+      ValueError: `js.context` twice, or its axis is that of `js.tensor` or `js.pipeline`.
 
     Example:
         js.compose(js.zero2("data"), js.tensor(js.RULES), js.pipeline("pipe"))
@@ -180,7 +184,8 @@ def compose(*strategies: Strategy) -> Strategy:
             raise TypeError(f"compose: expected strategies, got {type(strategy).__name__} ({strategy!r})")
         check_strategy(strategy)
     flat = [part for s in strategies for part in (s.parts if isinstance(s, Composed) else (s,))]
-    return Composed(tuple(sorted(flat, key=lambda part: (isinstance(part, Shard), not isinstance(part, Pipeline)))))
+    kept = rows_without_context(flat)
+    return Composed(tuple(sorted(kept, key=lambda part: (isinstance(part, Shard), not isinstance(part, Pipeline)))))
 
 
 def ddp(axis: AxisName = "data") -> Strategy:
@@ -306,7 +311,7 @@ def hybrid(
     return mesh, compose(*parts)
 
 
-_MAKERS = (shard, batch, without_rows, tensor, pipeline, compose, ddp, zero1, zero2, fsdp, hsdp, hybrid)
+_MAKERS = (shard, batch, without_rows, tensor, pipeline, context, compose, ddp, zero1, zero2, fsdp, hsdp, hybrid)
 
 
 def check_strategy(strategy: Any) -> None:

@@ -238,6 +238,43 @@ class Pipeline:
         ]
 
 
+@dataclass(frozen=True)
+class Context:
+    """The strategy that splits positions; see `context`.
+
+    It places nothing at rest: arrays of a batch rest whole over its axis, and engines hand each device its own part.
+
+    Attributes:
+      axis: the mesh axes, major first.
+      dims: for arrays of a batch, by the last name of their path, the dimension of their positions; None where they
+        have none.
+      how: how attention sees the keys and values of other devices: "gather", "ulysses", "usp" or "ring".
+    """
+
+    axis: tuple[str, ...]
+    dims: tuple[tuple[str, int | None], ...]
+    how: str
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        check_axis(mesh, self.axis, "context")
+        return placement
+
+    def dim_of(self, path: str, ndim: int) -> int | None:
+        """Return the dimension of the positions of an array of a batch; None if it has none.
+
+        Args:
+          path: of the array in the batch.
+          ndim: its number of dimensions. With too few for that dimension, as weights[rows], it has no positions.
+        """
+        dim = dict(self.dims).get(path.rsplit("/", 1)[-1])
+        return dim if dim is not None and dim < ndim else None
+
+
+def context_of(strategy: Strategy) -> Context | None:
+    """Return the context of a strategy; None without one."""
+    return next((part for part in parts_of(strategy) if isinstance(part, Context)), None)
+
+
 def pipeline_of(strategy: Strategy) -> Pipeline | None:
     """Return the pipeline of a strategy; None without one."""
     return next((part for part in parts_of(strategy) if isinstance(part, Pipeline)), None)
