@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from jaxshard.core.strategy import batch as batch
     from jaxshard.core.strategy import compose as compose
     from jaxshard.core.strategy import ddp as ddp
+    from jaxshard.core.strategy import expert as expert
     from jaxshard.core.strategy import fsdp as fsdp
     from jaxshard.core.strategy import hsdp as hsdp
     from jaxshard.core.strategy import hybrid as hybrid
@@ -139,6 +140,7 @@ _NAMES = {
         "batch",
         "compose",
         "ddp",
+        "expert",
         "fsdp",
         "hsdp",
         "hybrid",
@@ -175,7 +177,7 @@ _MODULE_OF = {name: f"jaxshard.{module}" for module, names in _NAMES.items() for
 __all__ = sorted([*_SUBMODULES, *_MODULE_OF])
 
 
-_ELSEWHERE = {"zero3": "fsdp", "dp": "ddp", "tp": "tensor", "pp": "pipeline"}
+_ELSEWHERE = {"zero3": "fsdp", "dp": "ddp", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
 """Names that others use for what has another name here."""
 
 

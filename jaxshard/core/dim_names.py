@@ -14,7 +14,7 @@ from jaxshard.core.known_model import ModelRun
 from jaxshard.core.layout import split_model
 from jaxshard.core.mesh import axis_size, check_axis
 from jaxshard.core.rules import pad_names
-from jaxshard.core.strategy_parts import INDIVISIBLE, Strategy, Tensor, parts_of
+from jaxshard.core.strategy_parts import INDIVISIBLE, Strategy, Tensor, expert_of, parts_of
 from jaxshard.core.tree import BLOCKS, CONTRACTED, LAYERS, Leaf, find_by_suffix, leaf_of, map_with_path
 from jaxshard.core.types import PyTree
 
@@ -25,7 +25,7 @@ def is_leaf(node: Any) -> bool:
 
 
 def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: PyTree) -> PyTree:
-    """Make a `Leaf` of every parameter, with the names that the models and the rules of `tensor` give its dimensions.
+    """Make a `Leaf` of every parameter, with the names that models and rules give its dimensions.
 
     Warns of large parameters that stay whole over the axis of `tensor` although no rule asks for it.
 
@@ -36,12 +36,15 @@ def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: 
       params: the parameters' shapes.
     """
     leaves = map_with_path(leaf_of, params, _names_by_models(runs, params))
-    records, tree = jax.tree.flatten(leaves, is_leaf=is_leaf)
+    given, tree = jax.tree.flatten(leaves, is_leaf=is_leaf)
+    records = given
     for part in parts_of(strategy):
         if isinstance(part, Tensor):
             check_axis(mesh, part.axis, "tensor")
             records = part.name_dims(records, mesh)
             _warn_of_rules(part, records, mesh)
+    if (expert := expert_of(strategy)) is not None:
+        records = expert.name_dims(records, given, mesh)
     return jax.tree.unflatten(tree, map(pad_names, records))
 
 

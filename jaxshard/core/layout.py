@@ -19,7 +19,7 @@ from jaxshard.core.mesh import MeshById, axis_size
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.strategy_parts import Context, Pipeline, context_of, pipeline_of
+from jaxshard.core.strategy_parts import Context, Expert, Pipeline, context_of, expert_of, pipeline_of
 from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path
 from jaxshard.core.types import PyTree, Role
 
@@ -77,6 +77,11 @@ class Layout:
     def context(self) -> Context | None:
         """The `js.context` that splits the positions of a batch; None without one."""
         return context_of(self.strategy)
+
+    @property
+    def expert(self) -> Expert | None:
+        """The `js.expert` that gives every device some of the experts; None without one."""
+        return expert_of(self.strategy)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -35,6 +35,14 @@ BY_MODEL = "named by the model"
 """What `Leaf.named_by` says where the model's own annotation named the dimensions."""
 
 
+EXPERTS = ("expert", "experts")
+"""The names of a dimension of experts, which `js.expert` splits.
+
+Without it a tensor axis splits "experts", as patterns name them in models whose experts are one einsum. "expert", the
+name that models give themselves, stays whole there: then the hidden dimension of every expert is split.
+"""
+
+
 def kernel_names(leaf: Leaf) -> Names | None:
     """Name the dimensions of a kernel that no other rule knows: of a matrix, a DenseGeneral, an einsum, a convolution.
 
@@ -100,10 +108,10 @@ _EINSUM_KERNELS: tuple[tuple[str, Names], ...] = (
 
 RULES: tuple[Rule, ...] = (
     # Fates of names, as Flax, T5X, MaxText and their descendants use them.
-    *((name, "split") for name in ("vocab", "heads", "q_heads", "qkv", "joined_kv", "mlp", "expert", "experts")),
+    *((name, "split") for name in ("vocab", "heads", "q_heads", "qkv", "joined_kv", "mlp", "experts")),
     ("kv_heads", "split or whole"),
     ("features", "split or whole"),
-    *((name, "whole") for name in ("batch", *_POSITIONS, "embed", "head_dim", "kv", "norm")),
+    *((name, "whole") for name in ("batch", *_POSITIONS, "embed", "head_dim", "kv", "norm", "expert")),
     *((name, "whole") for name in (LAYERS, BLOCKS, "stack", "spatial", CONTRACTED)),
     # From here on patterns. The first decides that fits and has as many names as the parameter has dimensions, so
     # "query/kernel" stands here twice: for [embed, heads, head_dim] and for [embed, heads * head_dim].
@@ -196,7 +204,7 @@ class Rules:
         Raises:
           ValueError: a name that no rule knows; every one is listed, with the names that are near.
         """
-        named = {leaf.path: self._name_dims(leaf, axes) for leaf in leaves}
+        named = {leaf.path: self.name_dims(leaf, axes) for leaf in leaves}
         for leaf in named.values():
             # Patterns speak of kernels only: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
             # row-parallel one [mlp, embed] its bias [embed] whole.
@@ -229,7 +237,8 @@ class Rules:
         """List the patterns that are not built in."""
         return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
-    def _name_dims(self, leaf: Leaf, axes: Container[str]) -> Leaf:
+    def name_dims(self, leaf: Leaf, axes: Container[str] = ()) -> Leaf:
+        """Give the dimensions of one parameter their names, which no rule needs to know; see `resolve`."""
         patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], pad_names(leaf)
         # A model that names its dimensions knows better than built-in patterns, which look at paths; the user's own
         # patterns know better still. Other names are not the model's words: the library gives them.

@@ -18,7 +18,7 @@ from jaxshard.core.context import context as context
 from jaxshard.core.context import rows_without_context
 from jaxshard.core.mesh import axis_names, make_mesh
 from jaxshard.core.rules import RULES, Rule, Rules
-from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Pipeline, Shard, Tensor, WithoutRows
+from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Expert, Pipeline, Shard, Tensor, WithoutRows
 from jaxshard.core.strategy_parts import Strategy as Strategy
 from jaxshard.core.types import ROLES, AxisName, Role
 
@@ -165,12 +165,50 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
     return Pipeline(axis_names(axis)[0], chunks)
 
 
+def expert(axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES) -> Strategy:
+    """Expert parallelism: each device of the axis holds some of the experts, and sends tokens to where theirs are.
+
+    Parameters with a dimension of experts, their gradients and their optimizer state are split along it, and
+    computation uses them split: they are never gathered over the axis, nor is their gradient summed over it. The model
+    computes with them by `js.moe`, whose all-to-alls are all that the strategy adds. Rows of the batch are split over
+    the axis too. It may be an axis of its own or one that splits rows anyway, whose devices then hold experts as well:
+
+        js.compose(js.fsdp("data"), js.expert("expert"))              # on data=2, expert=4: rows over both
+        js.compose(js.fsdp(("data", "expert")), js.expert("expert"))  # all other parameters split over both, too
+        js.compose(js.fsdp("data"), js.expert("data"))                # on data=8: rows and experts over 8
+
+    Fills (`js.fsdp`, `js.shard`) over the same axis leave the experts' arrays as they are; over other axes they take
+    another of their dimensions. `js.tensor` splits the hidden dimension of every expert.
+
+    Args:
+      axis: a mesh axis, or a tuple of axes that split the experts together.
+      rules: as in `js.tensor`: patterns that name dimensions. Those called "expert" or "experts" are split, by the
+        model's own annotation or by a pattern.
+
+    Returns:
+      A strategy. Applied, it raises ValueError if the mesh has no such axis, no parameter has experts, or the axis does
+      not divide their number.
+
+    Raises:
+      TypeError: rules that are not pairs.
+
+    References:
+      Lepikhin et al. 2020, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding",
+      section 3.
+
+    Example:
+        mesh = js.make_mesh(data=2, expert=4)
+        layout = js.layout(js.compose(js.fsdp("data"), js.expert()), mesh, model.init, tx)
+    """
+    return Expert(axis_names(axis), Rules(tuple(rules)))
+
+
 def compose(*strategies: Strategy) -> Strategy:
     """Combine strategies into one that applies them all.
 
-    The order in which they are written does not matter: `js.pipeline` is applied first, then the other placements by
-    name (`js.tensor`) and `js.batch`, then the fills (`js.shard`), which take what is still free. The axes of
-    `js.context` are taken away from those of the rows.
+    The order in which they are written does not matter: `js.pipeline` is applied first, then `js.batch` and the other
+    placements by name (`js.expert` before `js.tensor`), then the fills (`js.shard`), which take what is still free. The
+    axes of `js.context` are taken away from those of the rows.
 
     Raises:
       TypeError: something that is not a function of (role, leaf, placement, mesh).
@@ -184,8 +222,12 @@ def compose(*strategies: Strategy) -> Strategy:
             raise TypeError(f"compose: expected strategies, got {type(strategy).__name__} ({strategy!r})")
         check_strategy(strategy)
     flat = [part for s in strategies for part in (s.parts if isinstance(s, Composed) else (s,))]
-    kept = rows_without_context(flat)
-    return Composed(tuple(sorted(kept, key=lambda part: (isinstance(part, Shard), not isinstance(part, Pipeline)))))
+    return Composed(tuple(sorted(rows_without_context(flat), key=_turn)))
+
+
+def _turn(part: Strategy) -> int:
+    """Return when a part is applied: parts of an equal number in the order in which they are written."""
+    return {Pipeline: 0, Batch: 1, Expert: 2, Shard: 4}.get(type(part), 3)
 
 
 def ddp(axis: AxisName = "data") -> Strategy:
@@ -311,7 +353,9 @@ def hybrid(
     return mesh, compose(*parts)
 
 
-_MAKERS = (shard, batch, without_rows, tensor, pipeline, context, compose, ddp, zero1, zero2, fsdp, hsdp, hybrid)
+_MAKERS = (
+    shard, batch, without_rows, tensor, expert, pipeline, context, compose, ddp, zero1, zero2, fsdp, hsdp, hybrid,
+)  # fmt: skip
 
 
 def check_strategy(strategy: Any) -> None:

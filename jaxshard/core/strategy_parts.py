@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_names, axis_size, check_axis
 from jaxshard.core.placement import Placement, axes_of
-from jaxshard.core.rules import BY_MODEL, Fate, Rules
-from jaxshard.core.tree import BLOCKS, Leaf
+from jaxshard.core.rules import BY_MODEL, EXPERTS, Fate, Rules, pad_names
+from jaxshard.core.tree import BLOCKS, Leaf, raise_all
 from jaxshard.core.types import AxisName, Role
 
 Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
@@ -55,16 +55,7 @@ class Batch:
         if not leaf.shape:
             return replace(placement, why="scalar")
         _check_unused(names, leaf, placement, "batch")
-        rows = leaf.shape[0]
-        split = placement.split(0, names)
-        parts = axis_size(mesh, split.store[0])
-        if rows % parts:
-            raise ValueError(
-                f"batch: {leaf.path} has {rows} rows, which the {parts} devices of axis {_quote_axes(split.store[0])} "
-                f"do not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}, or name it in "
-                "js.without_rows(...) if it has none"
-            )
-        return replace(split, use=split.store)
+        return _split_rows("batch", names, leaf, placement, mesh)
 
 
 @dataclass(frozen=True)
@@ -75,6 +66,65 @@ class WithoutRows:
 
     def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
         return placement
+
+
+@dataclass(frozen=True)
+class Expert:
+    """The strategy that gives every device some of the experts, and splits rows over the same axis; see `expert`."""
+
+    axis: tuple[str, ...]
+    rules: Rules
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        names = check_axis(mesh, self.axis, "expert")
+        if role == "batch":
+            free = tuple(name for name in names if name not in axes_of(placement.store))
+            return _split_rows("expert", free, leaf, placement, mesh) if leaf.shape and free else placement
+        dim = next((dim for dim, name in enumerate(leaf.names) if name in EXPERTS), None)
+        if role == "state" or dim is None:
+            return placement
+        _check_unused(names, leaf, placement, "expert")
+        split = placement.split(placement.view.stored_dim(dim), names).use_split(dim, names)
+        return replace(split, rule=f"{leaf.names[dim]}: {leaf.named_by or BY_MODEL}")
+
+    def name_dims(self, leaves: Sequence[Leaf], given: Sequence[Leaf], mesh: Mesh) -> list[Leaf]:
+        """Name the dimension of experts in the parameters that have one.
+
+        Args:
+          leaves: the parameters, with the names that the rules of `tensor` gave them, if there are any.
+          given: the same parameters, with the names that the model gave them.
+          mesh: the mesh of the layout.
+
+        Raises:
+          ValueError: no parameter has experts, or the axis does not divide their number; every one is named.
+        """
+        parts = axis_size(mesh, check_axis(mesh, self.axis, "expert"))
+        named = [self._name_dim(leaf, before) for leaf, before in zip(leaves, given, strict=True)]
+        dims = {leaf.path: dim for leaf in named for dim, name in enumerate(leaf.names) if name in EXPERTS}
+        if not dims:
+            raise ValueError(
+                "expert: no parameter has a dimension of experts; name it in the model "
+                '(nn.with_partitioning(init, ("expert", None, None)), a PartitionSpec in NNX) or by a rule, '
+                'js.expert(rules=[("moe/up", ("expert", None, None)), *js.RULES]), or leave js.expert out'
+            )
+        sizes = [(leaf, leaf.shape[dims[leaf.path]]) for leaf in named if leaf.path in dims]
+        raise_all(
+            (f"{leaf.path} {list(leaf.shape)}: {count} experts" for leaf, count in sizes if count % parts),
+            ValueError,
+            f"expert: the {parts} devices of axis {_quote_axes(self.axis)} do not divide the number of experts; choose "
+            "an axis whose size divides it, or another number of experts",
+        )
+        return named
+
+    def _name_dim(self, leaf: Leaf, given: Leaf) -> Leaf:
+        for source in (leaf, given, self.rules.name_dims(given)):
+            dim = next((dim for dim, name in enumerate(source.names) if name in EXPERTS), None)
+            if dim is not None:
+                names = pad_names(leaf).names
+                return leaf._replace(
+                    names=(*names[:dim], source.names[dim], *names[dim + 1 :]), named_by=source.named_by or BY_MODEL
+                )
+        return leaf
 
 
 @dataclass(frozen=True)
@@ -90,6 +140,11 @@ class Shard:
         names = check_axis(mesh, self.axis, "shard")
         if role not in self.roles:
             return placement
+        # Over the axes that split experts an array is split as far as it can be: other axes take another dimension.
+        experts = _expert_axes(leaf, placement)
+        names = tuple(name for name in names if name not in experts)
+        if not names:
+            return placement
         _check_unused(names, leaf, placement, "shard")
         if leaf.size < 2:
             return replace(placement, why="one element" if leaf.size else "no elements")
@@ -98,7 +153,7 @@ class Shard:
         sizes = placement.view.stored
         names_at = [leaf.names[placement.view.logical_dim(dim)] for dim in range(len(sizes))]
         free = [d for d, entry in enumerate(placement.store) if entry is None and names_at[d] not in self.never_split]
-        parts = axis_size(mesh, self.axis)
+        parts = axis_size(mesh, names)
         dividing = [dim for dim in free if sizes[dim] % parts == 0]
         # The first dimension rather than the largest: a gather along a leading dimension only puts the parts one after
         # another, along any other it interleaves them. Dimensions whose parts would be thinner than the rows of a TPU
@@ -128,8 +183,8 @@ class Tensor:
         parts = axis_size(mesh, self.axis)
         for dim, name in enumerate(leaf.names):
             fate = self.fate(name)
-            if fate not in ("split", "split or whole"):
-                continue
+            if fate not in ("split", "split or whole") or placement.use[dim] is not None:
+                continue  # `expert` has split the dimension of experts already
             if leaf.shape[dim] % parts == 0:
                 _check_unused(names, leaf, placement, "tensor")
                 split = placement.split(placement.view.stored_dim(dim), names).use_split(dim, names)
@@ -137,6 +192,8 @@ class Tensor:
             if fate == "split":
                 raise ValueError(_describe_indivisible(leaf.path, dim, str(name), leaf.shape[dim], parts, self.axis))
             return replace(placement, rule=f"{leaf.shape[dim]} {name} on each of {parts} devices: {leaf.named_by}")
+        if placement.rule:
+            return placement
         return replace(placement, rule=f"whole: {leaf.named_by}" if leaf.named_by else "no rule took it")
 
     def fate(self, name: str | None) -> Fate | None:
@@ -280,6 +337,11 @@ def pipeline_of(strategy: Strategy) -> Pipeline | None:
     return next((part for part in parts_of(strategy) if isinstance(part, Pipeline)), None)
 
 
+def expert_of(strategy: Strategy) -> Expert | None:
+    """Return the part of a strategy that places experts; None without one."""
+    return next((part for part in parts_of(strategy) if isinstance(part, Expert)), None)
+
+
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
     """Return the strategies that one is composed of; itself if it is not composed."""
     return strategy.parts if isinstance(strategy, Composed) else (strategy,)
@@ -293,6 +355,25 @@ def _describe_indivisible(who: str, dim: int | None, name: str, size: int, parts
         f"sizes that would work: {near}. Or choose an axis whose size divides {size}, or keep it whole with the rule "
         f"({name!r}, 'whole')"
     )
+
+
+def _split_rows(who: str, names: tuple[str, ...], leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+    rows = leaf.shape[0]
+    split = placement.split(0, names)
+    parts = axis_size(mesh, split.store[0])
+    if rows % parts:
+        raise ValueError(
+            f"{who}: {leaf.path} has {rows} rows, which the {parts} devices of axis {_quote_axes(split.store[0])} "
+            f"do not divide; use a multiple of {parts} rows, such as {rows + -rows % parts}, or name it in "
+            "js.without_rows(...) if it has none"
+        )
+    return replace(split, use=split.store)
+
+
+def _expert_axes(leaf: Leaf, placement: Placement) -> tuple[str, ...]:
+    """Return the axes that split the experts of an array while it is used."""
+    dims = (dim for dim, name in enumerate(leaf.names) if name in EXPERTS)
+    return tuple(axis for dim in dims for axis in axis_names(placement.use[dim]))
 
 
 def _check_unused(names: tuple[str, ...], leaf: Leaf, placement: Placement, who: str) -> None:

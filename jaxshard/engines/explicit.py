@@ -34,7 +34,14 @@ from jaxshard.engines.engine import (
     precision_dtypes,
 )
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
-from jaxshard.engines.manual import manual_axes_of, nest_in_shard_map, on_each_device, row_specs, stored_specs
+from jaxshard.engines.manual import (
+    manual_axes_of,
+    nest_in_shard_map,
+    on_each_device,
+    row_specs,
+    stored_specs,
+    used_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -243,16 +250,16 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
     """Make zeros like this device's gradients, with respect to which the loss is differentiated; see `just_in_time`."""
     manual = manual_axes_of(layout)
 
-    def sink(x: Any, grad: Placement | None) -> jax.Array | None:
+    def sink(x: Any, param: Placement, grad: Placement | None) -> jax.Array | None:
         if grad is None:
             return None
         if scatter == "end":
-            return jnp.zeros(grad.view.logical, x.dtype)
+            return jnp.zeros(used_shape(layout, param), x.dtype)
         # Inside shard_map an array is split over manual axes by its shape, over automatic ones by the compiler.
         mine = replace(grad, store=only_axes(grad.store, manual))
         return jnp.zeros(mine.shard_shape(layout.mesh), x.dtype)
 
-    return jax.tree.map(sink, layout.shapes.params, layout.grads)
+    return jax.tree.map(sink, layout.shapes.params, layout.params, layout.grads)
 
 
 def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:

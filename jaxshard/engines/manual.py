@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxshard.core.layout import Layout
-from jaxshard.core.placement import axes_of, only_axes
+from jaxshard.core.placement import Placement, axes_of, only_axes, splits_per_dim
 from jaxshard.core.types import PyTree
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -24,6 +24,12 @@ def manual_axes_of(layout: Layout) -> frozenset[str]:
     for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
         axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
     return frozenset(axes)
+
+
+def used_shape(layout: Layout, placement: Placement) -> tuple[int, ...]:
+    """Return the shape of a weight where one device uses it: a part of it over manual axes that its `use` has."""
+    use = only_axes(placement.use, manual_axes_of(layout))
+    return tuple(size // parts for size, parts in zip(placement.view.logical, splits_per_dim(layout.mesh, use)))
 
 
 def on_each_device(

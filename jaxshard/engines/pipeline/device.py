@@ -38,7 +38,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import make_move, reduce_gradient
 from jaxshard.engines.just_in_time import Move, without_blocks
-from jaxshard.engines.manual import manual_axes_of
+from jaxshard.engines.manual import manual_axes_of, used_shape
 from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Totals
 from jaxshard.engines.pipeline.split_backward import SplitBlock, forward_only, split_block
 from jaxshard.engines.pipeline.stages import GradSums, Stages
@@ -108,19 +108,24 @@ class DeviceStep:
         """
         axes, (chunks, each) = manual_axes_of(self.layout), self._chunks()
 
-        def zeros(grad: Placement, dtype: Any) -> jax.Array:
+        def zeros(param: Placement, grad: Placement, dtype: Any) -> jax.Array:
             tail = grad.drop_first()
             mine = replace(tail, store=only_axes(tail.store, axes)).shard_shape(self.layout.mesh)
-            return jnp.zeros((chunks * each, *(tail.view.logical if self.engine.scatter == "end" else mine)), dtype)
+            used = used_shape(self.layout, param.drop_first())
+            return jnp.zeros((chunks * each, *(used if self.engine.scatter == "end" else mine)), dtype)
 
-        dtypes = [x.dtype for x in jax.tree.leaves(self.params[BLOCKS])]
-        grads = zip(_leaves(self.layout.grads[BLOCKS]), dtypes, strict=True)
-        return [zeros(grad, dtype) for grad, dtype in grads if grad is not None]
+        params, dtypes = _leaves(self.layout.params[BLOCKS]), [x.dtype for x in jax.tree.leaves(self.params[BLOCKS])]
+        leaves = zip(params, _leaves(self.layout.grads[BLOCKS]), dtypes, strict=True)
+        return [zeros(param, grad, dtype) for param, grad, dtype in leaves if param is not None and grad is not None]
 
     def zero_totals(self, embed_and_head: EmbedAndHead) -> Totals:
         """Return the totals of no micro-batch."""
-        shapes = without_blocks(select(self.layout.trainable, self.layout.shapes.params))
-        return embed_and_head.zero_totals(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+        def zeros(x: Any, param: Placement, trained: bool) -> jax.Array | None:
+            return jnp.zeros(used_shape(self.layout, param), x.dtype) if trained else None
+
+        of_all = self.layout.shapes.params, self.layout.params, self.layout.trainable
+        return embed_and_head.zero_totals(jax.tree.map(zeros, *map(without_blocks, of_all)))
 
     def reduce_gradients(self, sums: GradSums, rest: PyTree) -> PyTree:
         """Return all gradients as they rest, summed over the devices that have a share of them.
