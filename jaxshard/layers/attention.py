@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,24 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxshard.core.constrain import activations_in_force
 from jaxshard.core.counting import is_counting
-from jaxshard.core.mesh import axis_size
-from jaxshard.core.placement import spec_entry
 from jaxshard.layers.blockwise import NAME, blockwise
+from jaxshard.layers.context import Kernels
 from jaxshard.layers.cudnn import cudnn, is_rocm, why_not_cudnn
 from jaxshard.layers.formula import Extras, Form, formula
 from jaxshard.layers.splash import splash, why_not_splash
+from jaxshard.layers.splash_chunks import splash_chunks, why_not_chunks
+from jaxshard.layers.split import Split
 
 _SHORT = 256
 """Up to so many queries and keys all logits at once are faster than blocks, and small."""
 _SHORT_ON_TPU = 127
 """The kernel's smallest block has 128 positions."""
-
-_Attend = Callable[[jax.Array, jax.Array, jax.Array, Extras, Form], jax.Array]
 
 
 def attention(
@@ -72,6 +69,10 @@ def attention(
     "heads". Under `js.auto` it runs in a `shard_map` over all axes, under `js.explicit` and in stages of a pipeline on
     the device's own rows. Keys and values of fewer heads than the axis has devices stay whole. There are no collectives
     but the sum of the gradients of these.
+
+    Where `js.context` splits the sequence every query still sees all keys that it should: `causal` and `window` mean
+    positions in the whole sequence. `layers/context.py` says by which collectives. Bias, mask and dropout are refused
+    there under `js.explicit`; under `js.auto` each device then computes with all keys.
 
     It fits `attention_fn=` of Flax's attention layers; the arguments from `mask` on are those that Flax passes:
 
@@ -241,36 +242,41 @@ def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
     return extras._replace(mask=jnp.asarray(seen)), form
 
 
-# The kernel and the layout
+# The kernel
 
 
 def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
     """Compute attention by the kernel of the platform, on the part that the layout gives each device."""
     device = _device()
     platform = device.platform
+    split = Split.in_force(q_BTHD, k_BSKD, extras, form)
     short = max(q_BTHD.shape[1], k_BSKD.shape[1]) <= (_SHORT_ON_TPU if platform == "tpu" else _SHORT)
-    if short or is_counting():
+    if (short and not split.context) or is_counting():
         named: jax.Array = checkpoint_name(formula(q_BTHD, k_BSKD, v_BSKE, extras, form), NAME)
         return named
-    in_blocks = partial(blockwise, block=128 if platform == "cpu" else 512)
-    kernel: _Attend = in_blocks
-    reason = ""
+    block = 128 if platform == "cpu" else 512
+    blocks = Kernels(partial(blockwise, block=block), partial(blockwise, block=block))
+    kernels, reason = blocks, ""
     if platform == "tpu":
-        kernel, reason = splash, why_not_splash(q_BTHD, extras, form)
+        kernels = Kernels(splash, splash_chunks)
+        reason = why_not_splash(q_BTHD, extras, form) or split.why_not(why_not_chunks, form)
     elif platform == "gpu" and not is_rocm(device):
-        kernel, reason = cudnn, why_not_cudnn(device, q_BTHD, v_BSKE, extras, form)
-    attend, rows = _on_each_device(kernel, q_BTHD, k_BSKD, extras)
-    reason = reason or (rows if kernel is not in_blocks else "")
+        kernels = Kernels(cudnn, blocks.chunks)
+        reason = why_not_cudnn(device, q_BTHD, v_BSKE, extras, form) or split.why_not(_why_not_on_gpus, form)
+    reason = reason or (split.uneven_rows if kernels is not blocks else "")
     if reason:
         _warn_once(
             f"attention: query {list(q_BTHD.shape)} with key {list(k_BSKD.shape)} is computed in blocks, not by the "
             f"kernel for {platform}, which does not take {reason}"
         )
-        attend, _ = _on_each_device(in_blocks, q_BTHD, k_BSKD, extras)
-    out = attend(q_BTHD, k_BSKD, v_BSKE, extras, form)
-    if kernel is cudnn and not reason:  # the others name what their own backward pass keeps
-        out = checkpoint_name(out, NAME)
-    return out
+        kernels = blocks
+    if split.whole:
+        _warn_once(f"attention: every device of {split.whole_over} computes with all keys, because {split.whole}")
+    return split.run(kernels, q_BTHD, k_BSKD, v_BSKE, extras, form)
+
+
+def _why_not_on_gpus(chunk: int) -> str:
+    return f'chunks of {chunk} positions of a sequence; with js.context(how="ulysses") it would'
 
 
 @functools.cache
@@ -285,61 +291,3 @@ def _device() -> Any:
         return activations.layout.mesh.devices.flat[0]
     default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     return default if hasattr(default, "platform") else jax.local_devices(backend=default)[0]
-
-
-def _on_each_device(kernel: _Attend, q_BTHD: jax.Array, k_BSKD: jax.Array, extras: Extras) -> tuple[_Attend, str]:
-    """Return `kernel` of global arrays, run on each device's rows and heads; and why it can't be split so, or "".
-
-    Inside jaxshard's steps some mesh axes are manual already (under `js.explicit` those of the batch), over these the
-    arrays are a device's own. The others are made manual here: no kernel can be split by the compiler.
-    """
-    activations = activations_in_force()
-    if activations is None:
-        return kernel, ""
-    mesh, manual = activations.mesh()
-    automatic = set(mesh.axis_names) - manual
-    if not automatic or mesh.size == 1:
-        return kernel, ""
-    (B, _, H, _), K = q_BTHD.shape, k_BSKD.shape[2]
-    batch = tuple(axis for axis in activations.layout.batch_axes if axis in automatic)
-    if B % axis_size(mesh, batch):
-        return kernel, f"{B} rows over the {axis_size(mesh, batch)} devices of {batch}"
-    heads = tuple(axis for axis in activations.axes("heads", H, "attention") if axis in automatic)
-    split = axis_size(mesh, heads)
-    kv_heads = heads if K % split == 0 else ()
-
-    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form) -> jax.Array:
-        if heads != kv_heads:
-            k, v = (_heads_for(x, H // split, H // K, heads) for x in (k, v))
-        return kernel(q, k, v, extras, form)
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form) -> jax.Array:
-        rows, of_heads, of_kv_heads = map(spec_entry, (batch, heads, kv_heads))
-
-        def spec(x: Any) -> Any:
-            if x is None:
-                return None
-            return PartitionSpec(rows if x.shape[0] > 1 else None, of_heads if x.shape[1] > 1 else None, None, None)
-
-        beside: dict[str, Any] = {name: spec(getattr(extras, name)) for name in ("bias", "mask")}
-        beside["segments"] = None if extras.segments is None else PartitionSpec(rows, None)
-        beside["keep"] = None if extras.keep is None else PartitionSpec()
-        mine, whole = (PartitionSpec(rows, None, entry, None) for entry in (of_heads, of_kv_heads))
-        return jax.shard_map(
-            partial(on_device, form=form),
-            mesh=None if manual else mesh,  # nested: the mesh of the shard_map around it
-            in_specs=(mine, whole, whole, Extras(**beside)),
-            out_specs=mine,
-            axis_names=automatic,
-            check_vma=False,
-        )(q, k, v, extras)
-
-    return run, ""
-
-
-def _heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
-    """Take the heads of keys or values that this device's `own` heads of queries need, of all of them."""
-    first = jax.lax.axis_index(axes) * own
-    if shared_by % own == 0:
-        return jax.lax.dynamic_slice_in_dim(x_BSKD, first // shared_by, 1, 2)
-    return jnp.take(x_BSKD, (first + jnp.arange(own)) // shared_by, axis=2)

@@ -12,6 +12,9 @@ The backward pass computes the logits of every pair again from q and k. Nothing 
 [B, H, block, block]. Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et al. 2022,
 "FlashAttention", appendix B.
 
+Where a sequence is split over devices, queries and keys are some chunks of it (`Starts`). The pairs then depend on the
+device, and the loop over them ends after as many as there are.
+
 Shape suffixes as in `formula`. N and M count the blocks of queries and keys, t and s the positions in a block.
 """
 
@@ -36,26 +39,75 @@ _MOST_LOGITS = 2**24
 Pair = tuple[jax.Array, jax.Array]
 
 
+class Starts(NamedTuple):
+    """Where equal chunks of a sequence begin, of which queries and keys consist: int[chunks], other on each device."""
+
+    queries: jax.Array
+    keys: jax.Array
+
+
 def blockwise(
-    q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form, *, block: int = 512
+    q_BTHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKE: jax.Array,
+    extras: Extras,
+    form: Form,
+    *,
+    block: int = 512,
+    starts: Starts | None = None,
 ) -> jax.Array:
-    """Compute attention in blocks of at most `block` positions. It has no forward-mode derivative (`jax.jvp`)."""
-    B, T, H, D = q_BTHD.shape
-    S, K, E = v_BSKE.shape[1:]
-    while block > 128 and B * H * block**2 > _MOST_LOGITS:
-        block //= 2
-    cut = Cut(T, S, _block_size(T, block), _block_size(S, block))
-    q_NBKGtD = cut.split(q_BTHD.reshape(B, T, K, H // K, D).transpose(0, 2, 3, 1, 4), 0)
-    k_MBKsD, v_MBKsE = (cut.split(x.swapaxes(1, 2), 1) for x in (k_BSKD, v_BSKE))
-    by_groups = Extras(
-        segments=None if extras.segments is None else cut.pad(extras.segments, 1, 0),
-        bias=None if extras.bias is None else cut.pad_pairs(by_group(extras.bias, K)),
-        mask=None if extras.mask is None else cut.pad_pairs(by_group(extras.mask, K)),
-        keep=None if extras.keep is None else cut.pad_pairs(extras.keep),
-    )
-    out_NBKGtE = _attend(cut, form, q_NBKGtD, k_MBKsD, v_MBKsE, by_groups)
-    out_BKGTE = jnp.moveaxis(out_NBKGtE, 0, 3).reshape(B, K, H // K, -1, E)[..., :T, :]
-    return out_BKGTE.transpose(0, 3, 1, 2, 4).reshape(B, T, H, E)
+    """Compute attention in blocks of at most `block` positions. It has no forward-mode derivative (`jax.jvp`).
+
+    With `starts`, bias, mask and dropout are only for a single chunk of queries and of keys.
+    """
+    cut = Cut.of(q_BTHD, k_BSKD, block, starts)
+    return cut.join(_attend(cut, form, *cut.arrays(q_BTHD, k_BSKD, v_BSKE), cut.extras(extras, k_BSKD), starts))
+
+
+def partial_attention(
+    q_BTHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKE: jax.Array,
+    extras: Extras,
+    form: Form,
+    *,
+    starts: Starts,
+    block: int = 512,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute attention to some of the keys: (output[B, T, H, E], logarithm of the sum of exp(logits) [B, T, H]).
+
+    It is not to be differentiated; `partial_gradients` has the gradients.
+    """
+    cut = Cut.of(q_BTHD, k_BSKD, block, starts)
+    arrays = cut.arrays(q_BTHD, k_BSKD, v_BSKE)
+    out, largest, total = _closed_forward(cut, form, *arrays, cut.extras(extras, k_BSKD), starts)
+    logsumexp = largest + jnp.log(jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
+    return cut.join(out), cut.join(logsumexp[..., None])[..., 0]
+
+
+def partial_gradients(
+    q_BTHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKE: jax.Array,
+    extras: Extras,
+    form: Form,
+    out_BTHE: jax.Array,
+    logsumexp_BTH: jax.Array,
+    d_out_BTHE: jax.Array,
+    *,
+    starts: Starts,
+    block: int = 512,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return what some of the keys add to the gradients of q, and the gradients of these k and v, all in f32.
+
+    `out` and `logsumexp` are those of all keys.
+    """
+    cut = Cut.of(q_BTHD, k_BSKD, block, starts)
+    K = k_BSKD.shape[2]
+    logsumexp, out, d_out = (cut.queries(x, K) for x in (logsumexp_BTH[..., None], out_BTHE, d_out_BTHE))
+    kept = *cut.arrays(q_BTHD, k_BSKD, v_BSKE), cut.extras(extras, k_BSKD), starts
+    dq, dk, dv, _ = _gradients(cut, form, (*kept, out, logsumexp[..., 0], jnp.ones_like(logsumexp[..., 0])), d_out)
+    return cut.join(dq), cut.join_keys(dk), cut.join_keys(dv)
 
 
 def _block_size(length: int, largest: int) -> int:
@@ -65,16 +117,81 @@ def _block_size(length: int, largest: int) -> int:
 
 
 class Cut(NamedTuple):
-    """T queries in blocks of t, and S keys in blocks of s; the last ones are padded. Side 0 is queries, side 1 keys."""
+    """T queries in blocks of t, and S keys in blocks of s. Side 0 is queries, side 1 keys.
+
+    Each side is a number of equal chunks, one by default; the last block of every chunk is padded.
+    """
 
     T: int
     S: int
     t: int
     s: int
+    query_chunks: int = 1
+    key_chunks: int = 1
+
+    @classmethod
+    def of(cls, q_BTHD: jax.Array, k_BSKD: jax.Array, block: int, starts: Starts | None) -> Cut:
+        """Choose blocks of at most `block` positions, and smaller ones where there are many heads."""
+        (B, T, H, _), S = q_BTHD.shape, k_BSKD.shape[1]
+        chunks = (1, 1) if starts is None else (starts.queries.size, starts.keys.size)
+        while block > 128 and B * H * block**2 > _MOST_LOGITS:
+            block //= 2
+        return cls(T, S, _block_size(T // chunks[0], block), _block_size(S // chunks[1], block), *chunks)
+
+    def arrays(self, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array) -> tuple[jax.Array, ...]:
+        """Cut q into [N, B, K, G, t, D], k into [M, B, K, s, D] and v into [M, B, K, s, E]."""
+        keys = (self.split(x.swapaxes(1, 2), 1) for x in (k_BSKD, v_BSKE))
+        return self.queries(q_BTHD, k_BSKD.shape[2]), *keys
+
+    def queries(self, x_BTHD: jax.Array, kv_heads: int) -> jax.Array:
+        """Cut what there is for each query and head into [N, B, K, G, t, D]."""
+        B, T, H, D = x_BTHD.shape
+        return self.split(x_BTHD.reshape(B, T, kv_heads, H // kv_heads, D).transpose(0, 2, 3, 1, 4), 0)
+
+    def extras(self, extras: Extras, k_BSKD: jax.Array) -> Extras:
+        """Shape the arrays beside q, k and v as pairs take them."""
+        K, keys = k_BSKD.shape[2], extras.of_keys()
+        return Extras(
+            segments=None if extras.segments is None else self.pad(extras.segments, 1, 0),
+            bias=None if extras.bias is None else self.pad_pairs(by_group(extras.bias, K)),
+            mask=None if extras.mask is None else self.pad_pairs(by_group(extras.mask, K)),
+            keep=None if extras.keep is None else self.pad_pairs(extras.keep),
+            key_segments=None if keys is None else self.pad(keys, 1, 1),
+        )
+
+    def join(self, x_NBKGtE: jax.Array) -> jax.Array:
+        """Make [B, T, H, E] of the blocks of queries again, without padding."""
+        x_BKGTE = self._join(x_NBKGtE, 0)
+        B, K, G, T, E = x_BKGTE.shape
+        return x_BKGTE.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, E)
+
+    def join_keys(self, x_MBKsD: jax.Array) -> jax.Array:
+        """Make [B, S, K, D] of the blocks of keys again, without padding."""
+        return self._join(x_MBKsD, 1).swapaxes(1, 2)
+
+    def _join(self, x: jax.Array, side: int) -> jax.Array:
+        chunks, length = self[4 + side], self[side]
+        x = jnp.moveaxis(x, 0, -3)
+        x = x.reshape(*x.shape[:-3], chunks, -1, x.shape[-1])[..., : length // chunks, :]
+        return x.reshape(*x.shape[:-3], length, x.shape[-1])
+
+    def first(self, side: int, block: Any, starts: Starts | None) -> Any:
+        """Return the position of the first query or key of a block, or of several blocks."""
+        size = self[2 + side]
+        if starts is None:
+            return block * size
+        each = -(-self[side] // self[4 + side] // size)  # blocks of a chunk
+        return starts[side][block // each] + block % each * size
 
     def pad(self, x: jax.Array, dim: int, side: int) -> jax.Array:
-        """Pad a dimension to whole blocks, with zeros."""
-        return jnp.pad(x, [(0, -x.shape[dim] % self[2 + side] if d == dim else 0) for d in range(x.ndim)])
+        """Pad the chunks of a dimension to whole blocks, with zeros."""
+        chunks = self[4 + side]
+        length = x.shape[dim] // chunks
+        if not (missing := -length % self[2 + side]):
+            return x
+        x = x.reshape(*x.shape[:dim], chunks, length, *x.shape[dim + 1 :])
+        x = jnp.pad(x, [(0, missing if d == dim + 1 else 0) for d in range(x.ndim)])
+        return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
     def split(self, x: jax.Array, side: int) -> jax.Array:
         """Cut [..., length, D] into [blocks, ..., block, D]."""
@@ -99,27 +216,31 @@ class Cut(NamedTuple):
         """Add one pair's part to a padded sum [..., T or 1, S or 1]; summed where the sum has one element."""
         dims = tuple(dim for dim, size in enumerate(sum.shape) if size == 1)
         x = x.sum(dims, keepdims=True)
-        starts = [0] * (x.ndim - 2) + [i * size if n > 1 else 0 for i, size, n in zip(pair, self[2:], sum.shape[-2:])]
+        starts = [0] * (x.ndim - 2) + [i * size if n > 1 else 0 for i, size, n in zip(pair, self[2:4], sum.shape[-2:])]
         part = jax.lax.dynamic_slice(sum, starts, x.shape)
         return jax.lax.dynamic_update_slice(sum, part + x, starts)
 
-    def pairs(self, form: Form, extras: Extras) -> jax.Array:
-        """List the pairs to compute, int32[pairs, 2]."""
+    def pairs(self, form: Form, extras: Extras, starts: Starts | None = None) -> tuple[jax.Array, jax.Array | None]:
+        """List the pairs to compute, int32[pairs, 2]; with `starts` as long as all pairs, and how many count."""
         # A query that a mask keeps from every key takes the mean of all values, so then no pair may be left out.
         every = extras.mask is not None
-        first, first_key = np.arange(0, self.T, self.t), np.arange(0, self.S, self.s)
+        sizes = [self[4 + side] * -(-self[side] // self[4 + side] // self[2 + side]) for side in range(2)]
+        numbers = np.arange if starts is None else jnp.arange
+        first, first_key = (self.first(side, numbers(n), starts) for side, n in enumerate(sizes))
         seen = form.sees(first[:, None], first[:, None] + self.t - 1, first_key, first_key + self.s - 1)
-        found = np.argwhere(np.broadcast_to(seen | every, (first.size, first_key.size)))
-        return jnp.asarray(found, jnp.int32)
+        if starts is None:
+            return jnp.asarray(np.argwhere(np.broadcast_to(seen | every, sizes)), jnp.int32), None
+        seen = jnp.broadcast_to(seen | every, sizes)
+        return jnp.argwhere(seen, size=seen.size).astype(jnp.int32), seen.sum(dtype=jnp.int32)
 
 
 # A policy of `jax.checkpoint` looks into loops: "dots" would save the logits of every pair. It does not look into a
 # call with a derivative of its own, so the forward pass is one. The derivative serves second derivatives only.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _closed_forward(
-    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _forward(cut, form, q, k, v, extras)
+    return _forward(cut, form, q, k, v, extras, starts)
 
 
 def _open_forward(cut: Cut, form: Form, *args: Any) -> tuple[Any, Any]:
@@ -134,19 +255,21 @@ _closed_forward.defvjp(_open_forward, _pull_back)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
-    return _forward(cut, form, q, k, v, extras)[0]
+def _attend(
+    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
+) -> jax.Array:
+    return _forward(cut, form, q, k, v, extras, starts)[0]
 
 
 def _attend_forward(
-    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
 ) -> tuple[jax.Array, Any]:
-    out, largest, total = (checkpoint_name(x, NAME) for x in _closed_forward(cut, form, q, k, v, extras))
-    return out, (q, k, v, extras, out, largest, total)
+    out, largest, total = (checkpoint_name(x, NAME) for x in _closed_forward(cut, form, q, k, v, extras, starts))
+    return out, (q, k, v, extras, starts, out, largest, total)
 
 
 def _forward(
-    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+    cut: Cut, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, starts: Starts | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (out[N, B, K, G, t, E], largest logit[N, B, K, G, t], sum of exp(logit - largest) of that shape)."""
     per_query = q.shape[:-1]
@@ -154,7 +277,7 @@ def _forward(
     def add_pair(carry: tuple[jax.Array, ...], pair: Pair) -> tuple[jax.Array, ...]:
         n, m = pair
         largest, total, out = (x[n] for x in carry)
-        logits, _, _ = _logits(cut, form, q, k, extras, pair)
+        logits, _, _ = _logits(cut, form, q, k, extras, starts, pair)
         new = jnp.maximum(largest, logits.max(-1))
         weights, shrink = jnp.exp(logits - new[..., None]), jnp.exp(largest - new)
         total = total * shrink + weights.sum(-1)
@@ -165,20 +288,34 @@ def _forward(
 
     zeros = partial(jnp.zeros, dtype=jnp.float32)
     start = zeros(per_query) + UNSEEN, zeros(per_query), zeros((*per_query, v.shape[-1]))
-    largest, total, out = _over_pairs(cut, form, extras, add_pair, start)
-    return (out / total[..., None]).astype(v.dtype), largest, total
+    largest, total, out = _over_pairs(cut, form, extras, starts, add_pair, start)
+    counted = total if starts is None else jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # some may see no key here
+    return (out / counted[..., None]).astype(v.dtype), largest, total
 
 
 def _attend_backward(
     cut: Cut, form: Form, kept: Any, d_out: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
-    q, k, v, extras, out, largest, total = kept
+) -> tuple[jax.Array, jax.Array, jax.Array, Extras, None]:
+    q, k, v, extras, *_ = kept
+    dq, dk, dv, d_bias = _gradients(cut, form, kept, d_out)
+    d_extras = Extras(bias=None if d_bias is None else d_bias.astype(extras.bias.dtype))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_extras, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _gradients(
+    cut: Cut, form: Form, kept: Any, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return the gradients of q, k, v and the bias, in f32."""
+    q, k, v, extras, starts, out, largest, total = kept
     dot = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
 
     def add_pair(carry: tuple[Any, ...], pair: Pair) -> tuple[Any, ...]:
         n, m = pair
         dq, dk, dv, d_bias = carry
-        logits, seen, slope = _logits(cut, form, q, k, extras, pair)
+        logits, seen, slope = _logits(cut, form, q, k, extras, starts, pair)
         weights = jnp.exp(logits - largest[n][..., None]) / total[n][..., None]
         d_weights = _product("bkgte,bkse->bkgts", d_out[n], v[m], form)
         kept_weights = weights
@@ -199,38 +336,38 @@ def _attend_backward(
         return dq, dk, dv, d_bias
 
     start = (*(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), _zeros_or_none(extras.bias))
-    dq, dk, dv, d_bias = _over_pairs(cut, form, extras, add_pair, start)
-    d_extras = Extras(bias=None if d_bias is None else d_bias.astype(extras.bias.dtype))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_extras
+    dq, dk, dv, d_bias = _over_pairs(cut, form, extras, starts, add_pair, start)
+    return dq, dk, dv, d_bias
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _over_pairs(cut: Cut, form: Form, extras: Extras, body: Any, start: Any) -> Any:
-    carry, _ = jax.lax.scan(lambda carry, pair: (body(carry, (pair[0], pair[1])), None), start, cut.pairs(form, extras))
+def _over_pairs(cut: Cut, form: Form, extras: Extras, starts: Starts | None, body: Any, start: Any) -> Any:
+    pairs, count = cut.pairs(form, extras, starts)
+    if count is not None:
+        return jax.lax.fori_loop(0, count, lambda i, carry: body(carry, (pairs[i, 0], pairs[i, 1])), start)
+    carry, _ = jax.lax.scan(lambda carry, pair: (body(carry, (pair[0], pair[1])), None), start, pairs)
     return carry
 
 
 def _logits(
-    cut: Cut, form: Form, q: jax.Array, k: jax.Array, extras: Extras, pair: Pair
+    cut: Cut, form: Form, q: jax.Array, k: jax.Array, extras: Extras, starts: Starts | None, pair: Pair
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return (logits[B, K, G, t, s], which of them are seen, derivative of the cap) of one pair."""
     (n, m), (t, s) = pair, (cut.t, cut.s)
     logits, slope = cap(_product("bkgtd,bksd->bkgts", q[n], k[m], form) / q.shape[-1] ** 0.5, form)
     if extras.bias is not None:
         logits = add_bias(logits, cut.of_pair(extras.bias, pair))
-    queries, keys = n * t + jnp.arange(t), m * s + jnp.arange(s)
+    queries, keys = (cut.first(side, pair[side], starts) + jnp.arange(size) for side, size in enumerate((t, s)))
     segments = mask = None
-    if (ids := extras.segments) is not None:
-        segments = [jax.lax.dynamic_slice_in_dim(ids, i * size, size, 1) for i, size in ((n, t), (m, s))]
+    if extras.segments is not None and extras.key_segments is not None:
+        of_both = (extras.segments, n, t), (extras.key_segments, m, s)
+        segments = [jax.lax.dynamic_slice_in_dim(ids, i * size, size, 1) for ids, i, size in of_both]
     if extras.mask is not None:
         mask = cut.of_pair(extras.mask, pair)
     seen = visible(form, queries, keys, segments, mask)
     if seen is not None:
         logits = jnp.where(seen, logits, UNSEEN)
-    if cut.S % s:  # padding does not even count where a query sees nothing
-        logits = jnp.where(keys < cut.S, logits, -jnp.inf)
+    if (length := cut.S // cut.key_chunks) % s:  # padding does not even count where a query sees nothing
+        logits = jnp.where(m * s % (-(-length // s) * s) + jnp.arange(s) < length, logits, -jnp.inf)
     return logits, seen, slope
 
 

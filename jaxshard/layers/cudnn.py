@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxshard.layers.blockwise import NAME
 from jaxshard.layers.formula import Extras, Form
 
 _MOST_WIDTH = 128
@@ -49,6 +51,8 @@ def cudnn(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extra
     """Compute attention by cuDNN's fused kernels."""
     del extras
     window = None if form.window is None else (form.window - 1, 0)
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         q_BTHD, k_BSKD, v_BSKE, is_causal=form.causal, local_window_size=window, implementation="cudnn"
     )
+    named: jax.Array = checkpoint_name(out, NAME)
+    return named

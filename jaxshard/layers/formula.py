@@ -49,12 +49,18 @@ class Extras(NamedTuple):
       bias: float[1 or B, 1 or H, 1 or T, 1 or S], added to the logits.
       mask: bool of such a shape; False is not seen.
       keep: bool[T, S], the weights that dropout leaves, the same in all rows and heads.
+      key_segments: int[B, S], where they are not those of the queries.
     """
 
     segments: jax.Array | None = None
     bias: jax.Array | None = None
     mask: jax.Array | None = None
     keep: jax.Array | None = None
+    key_segments: jax.Array | None = None
+
+    def of_keys(self) -> jax.Array | None:
+        """Return the segments of the keys."""
+        return self.segments if self.key_segments is None else self.key_segments
 
 
 def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
@@ -68,7 +74,8 @@ def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Ext
     logits_BKGTS, _ = cap(logits_BKGTS / D**0.5, form)
     if extras.bias is not None:
         logits_BKGTS = add_bias(logits_BKGTS, by_group(extras.bias, K))
-    segments = None if extras.segments is None else (extras.segments, extras.segments)
+    keys = extras.of_keys()
+    segments = None if extras.segments is None or keys is None else (extras.segments, keys)
     mask = None if extras.mask is None else by_group(extras.mask, K)
     seen = visible(form, jnp.arange(T), jnp.arange(S), segments, mask)
     if seen is not None:

@@ -83,18 +83,20 @@ def _pad(x: jax.Array, dim: int, multiple: int) -> jax.Array:
 
 def _segments(
     T: int, S: int, padded: tuple[int, ...], padded_keys: int, extras: Extras, form: Form
-) -> tuple[jax.Array, jax.Array] | None:
+) -> tuple[jax.Array, ...] | None:
     """Return segments of queries and keys, the padding a segment of its own; None where they are not needed."""
     B, _, padded_queries, _ = padded
-    if extras.segments is not None:
-        ids_BT = extras.segments.astype(jnp.int32)
-        missing = padded_queries - T
-        ids_BT = jnp.concatenate([ids_BT, jnp.broadcast_to(ids_BT.max(1, keepdims=True) + 1, (B, missing))], 1)
-        return ids_BT, ids_BT
+    keys = extras.of_keys()
+    if extras.segments is not None and keys is not None:
+        unused = jnp.maximum(extras.segments.max(), keys.max()).astype(jnp.int32) + 1
+        return tuple(
+            jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])), constant_values=unused)
+            for ids, length in ((extras.segments, padded_queries), (keys, padded_keys))
+        )
     if padded_keys == S or form.causal:  # the padding comes after every query
         return None
     ids_T, ids_S = (jnp.arange(n) >= real for n, real in ((padded_queries, T), (padded_keys, S)))
-    return tuple(jnp.broadcast_to(ids.astype(jnp.int32), (B, ids.size)) for ids in (ids_T, ids_S))  # type: ignore
+    return tuple(jnp.broadcast_to(ids.astype(jnp.int32), (B, ids.size)) for ids in (ids_T, ids_S))
 
 
 def _mask(shape: tuple[int, int], heads: int, form: Form) -> Any:

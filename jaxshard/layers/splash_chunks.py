@@ -1,0 +1,192 @@
+"""The TPU kernel for chunks of a sequence that is split over devices: which blocks it visits depends on the device.
+
+Splash attention takes tables of blocks: for each block of queries which blocks of keys to load one after the other, and
+which of them to compute. JAX makes them on the host from a mask, the same for all devices. Here they are made in the
+program, from where the device's chunks begin: blocks are far fewer than positions. What is seen inside a block follows
+from the positions (`_Sees`), which the kernel is given for the queries and counts for the keys.
+
+Blocks never cross chunks, so every device visits as many: chunks must be multiples of 128.
+
+Shape suffixes as in `formula`; I and J count blocks of queries and of keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.layers.blockwise import NAME, Starts
+from jaxshard.layers.formula import Extras, Form
+
+_LANES = 128
+_MOST = (1024, 2048, 512)
+_MOST_OF_DQ = (512, 1024, 1024)
+"""Sizes of blocks: of queries, of keys, and of the keys that are computed at a time, which is not for the gradient of
+the queries to choose. A block that is passed over takes as long as the computation of one of 512 x 512 on a v5p, and a
+device passes over about as many as it visits."""
+
+
+class Blocks(NamedTuple):
+    """Sizes of blocks: queries, keys that are loaded, keys that are computed at a time."""
+
+    queries: int
+    keys: int
+    computed: int
+
+    @classmethod
+    def of(cls, chunk: int, keys: int, most: tuple[int, int, int] = _MOST) -> Blocks:
+        """Choose the largest blocks that divide a chunk of queries, and `keys`."""
+        loaded = _largest(keys, most[1])
+        return cls(_largest(chunk, most[0]), loaded, _largest(loaded, most[2]))
+
+
+class Visits(NamedTuple):
+    """Which blocks are computed, and the order in which they are loaded.
+
+    Attributes:
+      next: int32[I, width], the block to load in each turn.
+      counts: bool[I, width], whether it is computed.
+    """
+
+    next: jax.Array
+    counts: jax.Array
+
+
+class _Sees(NamedTuple):
+    """The mask inside a block, as the kernel calls it: with the positions of queries and keys."""
+
+    causal: bool
+    window: int | None
+
+    def __call__(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+        seen = queries >= keys if self.causal else queries > keys - (self.window or 0)
+        return seen & (queries - keys < self.window) if self.window is not None else seen
+
+
+def why_not_chunks(chunk: int) -> str:
+    """Return why the kernel can't compute chunks of so many positions; "" where it can."""
+    return "" if chunk % _LANES == 0 else f"chunks of {chunk} positions; it takes multiples of {_LANES}"
+
+
+def splash_chunks(
+    q_BTHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKE: jax.Array,
+    extras: Extras,
+    form: Form,
+    *,
+    starts: Starts,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute attention of chunks of queries to all keys, causal or in a window, by the kernel."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    T, D, S, E = *q_BTHD.shape[1::2], k_BSKD.shape[1], v_BSKE.shape[-1]
+    chunk = T // starts.queries.size
+    blocks, of_dq = Blocks.of(chunk, S), Blocks.of(chunk, S, _MOST_OF_DQ)
+    scaled_BTHD = (q_BTHD.astype(jnp.float32) / D**0.5).astype(q_BTHD.dtype)
+    q_BHTD, k_BKSD, v_BKSE = (_prepare(x) for x in (scaled_BTHD, k_BSKD, v_BSKE))
+    kernel: Any = kernels.SplashAttentionKernel(
+        *_tables(form, starts.queries, T, S, blocks, of_dq),
+        block_sizes=_block_sizes(blocks, of_dq),
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=kernels.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=form.soft_cap,
+        residual_checkpoint_name=NAME,
+        mask_function=_Sees(form.causal, form.window),
+        interpret=interpret,
+    )
+    if extras.segments is None:
+        out_BHTE = jax.vmap(kernel)(q_BHTD, k_BKSD, v_BKSE)
+    else:
+        ids = jax.tree.map(lambda x: x.astype(jnp.int32), (extras.segments, extras.of_keys()))
+        out_BHTE = jax.vmap(kernel)(q_BHTD, k_BKSD, v_BKSE, kernels.SegmentIds(*ids))
+    out: jax.Array = out_BHTE.swapaxes(1, 2)[..., :E]
+    return out
+
+
+def _prepare(x_BTHD: jax.Array) -> jax.Array:
+    missing = -x_BTHD.shape[-1] % _LANES
+    x_BTHD = jnp.pad(x_BTHD, ((0, 0),) * 3 + ((0, missing),)) if missing else x_BTHD
+    return x_BTHD.swapaxes(1, 2)
+
+
+def _largest(length: int, most: int) -> int:
+    """Return the largest divisor of `length` among the multiples of 128 up to `most`."""
+    return next(size for size in range(most, 0, -_LANES) if length % size == 0)
+
+
+# Tables
+
+
+def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_keys: bool = False) -> Visits:
+    """List the blocks of keys that each block of queries visits, or the other way round.
+
+    Args:
+      form: causal, window.
+      starts: where the chunks of queries begin.
+      T: queries.
+      S: keys, from position 0 on.
+      blocks: their sizes.
+      of_keys: list the blocks of queries that each block of keys visits.
+    """
+    in_chunk = T // starts.size // blocks.queries
+    first = (starts[:, None] + jnp.arange(in_chunk) * blocks.queries).reshape(-1)
+    first_key = jnp.arange(0, S, blocks.keys)
+    seen_IJ = form.sees(first[:, None], first[:, None] + blocks.queries - 1, first_key, first_key + (blocks.keys - 1))
+    seen = jnp.broadcast_to(seen_IJ, (first.size, first_key.size))
+    if of_keys:
+        seen = seen.T
+    rows, columns = seen.shape
+    width = columns
+    if form.window is not None and not of_keys:  # so many blocks of keys at most, which follow each other
+        reach = blocks.queries + form.window - 1 + (0 if form.causal else form.window - 1)
+        width = min(columns, (reach - 2) // blocks.keys + 2)
+    # Visited blocks follow each other: those of the first row are first .. first + count - 1.
+    begin, count = seen.argmax(1), seen.sum(1)
+    turn = jnp.arange(width)
+    counts = turn < count[:, None]
+    # A turn that computes nothing loads what the next one that does needs.
+    flat = jnp.where(counts, begin[:, None] + turn, columns).reshape(-1)
+    turns = jnp.where(flat < columns, jnp.arange(flat.size), flat.size)
+    following = jax.lax.cummin(turns, reverse=True)
+    next = jnp.where(following < flat.size, flat[jnp.minimum(following, flat.size - 1)], 0)
+    return Visits(next.reshape(rows, width).astype(jnp.int32), counts)
+
+
+def _tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq: Blocks) -> tuple[Any, Any, Any]:
+    """Return splash attention's tables for the forward pass, the gradient of q, and that of k and v."""
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+    each = T // starts.size
+    positions_T = (starts[:, None] + jnp.arange(each)).reshape(T).astype(jnp.int32)
+
+    def table(found: Visits, transpose: bool) -> Any:
+        # Scalar memory is small.
+        small = jnp.int16 if max(T, S) < 2**15 * _LANES else jnp.int32
+        next, counts = found.next.astype(small), found.counts.astype(jnp.int8)
+        if transpose:
+            next, counts = next.T, counts.T
+        of_queries: Any = positions_T
+        return MaskInfo(next[None], None, counts[None], None, of_queries)
+
+    by_query, by_query_dq = (table(visits(form, starts, T, S, sizes), False) for sizes in (blocks, of_dq))
+    return by_query, by_query_dq, table(visits(form, starts, T, S, blocks, of_keys=True), True)
+
+
+def _block_sizes(blocks: Blocks, of_dq: Blocks) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
+
+    return BlockSizes(
+        block_q=blocks.queries,
+        block_kv=blocks.keys,
+        block_kv_compute=blocks.computed,
+        block_q_dkv=blocks.queries,
+        block_kv_dkv=blocks.keys,
+        block_kv_dkv_compute=blocks.computed,
+        block_q_dq=of_dq.queries,
+        block_kv_dq=of_dq.keys,
+    )

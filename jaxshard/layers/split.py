@@ -1,0 +1,185 @@
+"""How the layout in force splits attention over devices: rows, heads and positions.
+
+Inside jaxshard's steps some mesh axes are manual already: under `js.explicit` those of the batch and of the context,
+over which arrays are a device's own. The others are made manual here, because no kernel can be split by the compiler.
+
+Shape suffixes as in `formula`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxshard.core.constrain import activations_in_force
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import spec_entry
+from jaxshard.core.strategy_parts import Context
+from jaxshard.layers.context import Kernels, attend_in_context, chunk_length, is_ordered, why_not_in_context
+from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.zigzag import exchange_from_zigzag, exchange_to_zigzag
+
+_NONE: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """What each device computes of one call of attention.
+
+    Attributes:
+      mesh: the mesh inside of which the call is, None without a layout.
+      manual: its axes over which arrays are a device's own already.
+      rows: the axes to be made manual over which rows are split.
+      heads: the same for heads of queries.
+      kv_heads: the same for heads of keys and values: those of the queries, or none.
+      context: how positions are split, where attention exchanges keys and values; None without.
+      queries: the axes over which only queries are split: where a bias or mask forbids all else.
+      length: queries in all, or a device's own where positions are split already.
+      uneven_rows: why nothing can be made manual, or "".
+      whole: why positions are not split although there is a context, or "".
+      whole_over: over which axes they are not.
+    """
+
+    mesh: Mesh | None = None
+    manual: frozenset[str] = frozenset()
+    rows: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    kv_heads: tuple[str, ...] = ()
+    context: Context | None = None
+    queries: tuple[str, ...] = ()
+    length: int = 0
+    uneven_rows: str = ""
+    whole: str = ""
+    whole_over: tuple[str, ...] = ()
+
+    @classmethod
+    def in_force(cls, q_BTHD: jax.Array, k_BSKD: jax.Array, extras: Extras, form: Form) -> Split:
+        """Return how the layout in force splits a call.
+
+        Raises:
+          ValueError: heads that the axis does not divide; what a context can't do, by name.
+        """
+        activations = activations_in_force()
+        if activations is None:
+            return cls()
+        mesh, manual = activations.mesh()
+        (B, T, H, _), (S, K) = q_BTHD.shape, k_BSKD.shape[1:3]
+        automatic = set(mesh.axis_names) - manual
+        context, queries, whole = activations.layout.context, _NONE, ""
+        whole_over = _NONE
+        if context is not None:
+            n, how = axis_size(mesh, context.axis), context.how
+            inside = set(context.axis) <= manual
+            whole = "" if inside else _why_whole(T, S, n, extras, form)
+            if n == 1 or whole:
+                if n > 1:
+                    whole_over = context.axis
+                    queries = context.axis if T % n == 0 and not is_ordered(form) else _NONE
+                context = None
+            elif reason := why_not_in_context(T if inside else T // n, extras, form, how, n):
+                raise ValueError(f"attention: {reason}")
+        if not automatic or mesh.size == 1:
+            return cls(mesh, manual, context=context, length=T)
+        batch = tuple(axis for axis in activations.layout.batch_axes if axis in automatic)
+        if B % axis_size(mesh, batch):
+            uneven = f"{B} rows over the {axis_size(mesh, batch)} devices of {batch}"
+            if context is not None and set(context.axis) <= manual:
+                raise ValueError(f"attention: {uneven}, in a context over {context.axis}; use rows that they divide")
+            return cls(mesh, manual, uneven_rows=uneven)
+        heads = tuple(axis for axis in activations.axes("heads", H, "attention") if axis in automatic)
+        kv_heads = heads if K % axis_size(mesh, heads) == 0 else ()
+        return cls(mesh, manual, batch, heads, kv_heads, context, queries, T, "", whole, whole_over)
+
+    def why_not(self, why_not_chunks: Callable[[int], str], form: Form) -> str:
+        """Return why a kernel can't compute the chunks that a device has of a sequence; "" if it needs not or can."""
+        if self.context is None or not is_ordered(form) or self.mesh is None:
+            return ""
+        sizes = {axis: self.mesh.shape[axis] for axis in self.context.axis}
+        inside = set(self.context.axis) <= self.manual
+        length = self.length if inside else self.length // axis_size(self.mesh, self.context.axis)
+        chunk = chunk_length(length, self.context.how, sizes)
+        return "" if chunk is None else why_not_chunks(chunk)
+
+    def run(
+        self, kernels: Kernels, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form
+    ) -> jax.Array:
+        """Compute attention of global arrays, or of a device's own over the axes that are manual already."""
+        mesh = self.mesh
+        automatic = set() if mesh is None or self.uneven_rows else set(mesh.axis_names) - self.manual
+        if mesh is None or not automatic or mesh.size == 1:
+            return self._attend(kernels, q_BTHD, k_BSKD, v_BSKE, extras, form)
+        context = self.context
+        exchanged = context is not None and not set(context.axis) <= self.manual
+        positions = context.axis if context is not None and exchanged else ()
+        rows, heads, kv_heads = map(spec_entry, (self.rows, self.heads, self.kv_heads))
+        queries, keys = spec_entry(positions or self.queries), spec_entry(positions)
+
+        def spec(x: Any) -> Any:
+            if x is None:
+                return None
+            entries = zip(x.shape, (rows, heads, queries, None))
+            return PartitionSpec(*(entry if size > 1 else None for size, entry in entries))
+
+        beside: dict[str, Any] = {name: spec(getattr(extras, name)) for name in ("bias", "mask")}
+        for name, entry in (("segments", queries), ("key_segments", keys)):
+            beside[name] = None if getattr(extras, name) is None else PartitionSpec(rows, entry)
+        beside["keep"] = None if extras.keep is None else PartitionSpec(queries, None)
+        mine, whole = PartitionSpec(rows, queries, heads, None), PartitionSpec(rows, keys, kv_heads, None)
+        H, K = q_BTHD.shape[2], k_BSKD.shape[2]
+
+        def on_device(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
+            if self.heads != self.kv_heads:
+                own = H // axis_size(mesh, self.heads)
+                k, v = (_heads_for(x, own, H // K, self.heads) for x in (k, v))
+            if not positions or not is_ordered(form):
+                return self._attend(kernels, q, k, v, extras, form)
+            q, k, v = (exchange_to_zigzag(x, positions, 1) for x in (q, k, v))
+            if extras.segments is not None:
+                extras = extras._replace(segments=exchange_to_zigzag(extras.segments, positions, 1))
+            return exchange_from_zigzag(self._attend(kernels, q, k, v, extras, form), positions, 1)
+
+        if self.queries and extras.segments is not None:
+            beside["key_segments"] = PartitionSpec(rows, None)
+            extras = extras._replace(key_segments=extras.segments)
+        out: jax.Array = jax.shard_map(
+            on_device,
+            mesh=None if self.manual else mesh,  # nested: the mesh of the shard_map around it
+            in_specs=(mine, whole, whole, Extras(**beside)),
+            out_specs=mine,
+            axis_names=automatic,
+            check_vma=False,
+        )(q_BTHD, k_BSKD, v_BSKE, extras)
+        return out
+
+    def _attend(
+        self, kernels: Kernels, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form
+    ) -> jax.Array:
+        if self.context is None:
+            return kernels.whole(q, k, v, extras, form)
+        axes, how = self.context.axis, self.context.how
+        return attend_in_context(q, k, v, extras, form, kernels=kernels, axes=axes, how=how)
+
+
+def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
+    """Return why global arrays are not exchanged between n devices; "" where they are."""
+    if extras.bias is not None or extras.mask is not None:
+        return f"a {'bias' if extras.mask is None else 'mask'} is given"
+    if extras.keep is not None:
+        return "weights are dropped"
+    parts = 2 * n if is_ordered(form) else n
+    if T % parts or S % parts:
+        return f"{parts} parts do not divide {T} queries and {S} keys"
+    return ""
+
+
+def _heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
+    """Take the heads of keys or values that this device's `own` heads of queries need, of all of them."""
+    first = jax.lax.axis_index(axes) * own
+    if shared_by % own == 0:
+        return jax.lax.dynamic_slice_in_dim(x_BSKD, first // shared_by, 1, 2)
+    return jnp.take(x_BSKD, (first + jnp.arange(own)) // shared_by, axis=2)
