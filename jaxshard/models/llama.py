@@ -115,7 +115,8 @@ def llama(
     scaling = as_scaling(rope_scaling)
 
     embedding = Embedding(vocab, width)
-    one_block = Block(heads, kv_heads, D, hidden, rope_base, scaling, norm_epsilon, residual_stddev(depth))
+    attends = (heads, kv_heads, D, rope_base, scaling, norm_epsilon, residual_stddev(depth))
+    one_block = Block(*attends, hidden=hidden)
     norm = partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm")
 
     def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -187,43 +188,68 @@ class Embedding(nn.Module):
         return constrain(tokens_BTC, WHOLE_ROWS)
 
 
-class Block(nn.Module):
-    """Grouped-query attention, then a gated MLP, each on a normalized copy of x[B, T, C] and added to it."""
+class Attention(nn.Module):
+    """Grouped-query attention on a normalized copy of x[B, T, C], added to it."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    hidden: int
     rope_base: float
     rope_scaling: RopeScaling | None
     norm_epsilon: float
     residual_stddev: float
+    qk_norm: bool = False
 
     @nn.compact
     def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        return self.attend(x_BTC)
+
+    def attend(self, x_BTC: jax.Array) -> jax.Array:
+        """Do what the module does, for a module that goes on with the result."""
         C, D = x_BTC.shape[-1], self.head_dim
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
-
-        def dense(name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer) -> jax.Array:
-            inputs = tuple(range(2 - x.ndim, 0))  # all dimensions but rows and positions
-            return apply_to_rows(nn.DenseGeneral(features, axis=inputs, use_bias=False, kernel_init=init, name=name), x)
-
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
         q_BTHD = constrain(dense("q_proj", h_BTC, (self.heads, D), init), HEADS)
         k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
         v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
+        if self.qk_norm:
+            q_BTHD = nn.RMSNorm(epsilon=self.norm_epsilon, name="q_norm")(q_BTHD)
+            k_BTKD = nn.RMSNorm(epsilon=self.norm_epsilon, name="k_norm")(k_BTKD)
         q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling) for x in (q_BTHD, k_BTKD))
         q_BTHD, k_BTKD, v_BTKD = (checkpoint_name(x, "qkv") for x in (q_BTHD, k_BTKD, v_BTKD))
         h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True)
-        h_BTC = dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init)
-        x_BTC = x_BTC + checkpoint_name(constrain(h_BTC, RESIDUAL), "attention_proj")
+        h_BTC = constrain(dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init), RESIDUAL)
+        attended: jax.Array = x_BTC + checkpoint_name(h_BTC, "attention_proj")
+        return attended
 
+
+class Block(Attention):
+    """Grouped-query attention, then a gated MLP, each on a normalized copy of x[B, T, C] and added to it."""
+
+    hidden: int = 0
+
+    @nn.compact
+    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        x_BTC = self.attend(x_BTC)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="mlp_norm")(x_BTC))
-        gate_BTF = constrain(dense("gate_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
-        up_BTF = constrain(dense("up_proj", h_BTC, (self.hidden,), init), ("batch", None, "mlp"))
-        gate_BTF, up_BTF = (checkpoint_name(x, "mlp_hidden") for x in (gate_BTF, up_BTF))
-        h_BTC = dense("down_proj", nn.silu(gate_BTF) * up_BTF, (C,), residual_init)
-        return x_BTC + constrain(h_BTC, RESIDUAL)
+        return x_BTC + gated_mlp(h_BTC, self.hidden, self.residual_stddev)
+
+
+def gated_mlp(h_BTC: jax.Array, hidden: int, residual_stddev: float) -> jax.Array:
+    """Apply the gated MLP of the module that calls this: its layers "gate_proj", "up_proj" and "down_proj"."""
+    init = nn.initializers.normal(STDDEV)
+    gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", None, "mlp"))
+    up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", None, "mlp"))
+    gate_BTF, up_BTF = (checkpoint_name(x, "mlp_hidden") for x in (gate_BTF, up_BTF))
+    h_BTF, residual_init = nn.silu(gate_BTF) * up_BTF, nn.initializers.normal(residual_stddev)
+    return constrain(dense("down_proj", h_BTF, h_BTC.shape[-1:], residual_init), RESIDUAL)
+
+
+def dense(name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer) -> jax.Array:
+    """Apply a dense layer of the module that calls this to all dimensions of x but rows and positions."""
+    inputs = tuple(range(2 - x.ndim, 0))
+    layer = nn.DenseGeneral(features, axis=inputs, use_bias=False, kernel_init=init, name=name)
+    return apply_to_rows(layer, x)
 
 
 def rotate(
