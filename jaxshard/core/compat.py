@@ -20,7 +20,7 @@ from jax._src import api_util, clusters, distributed, profiler, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
-from jax.interpreters import mlir, partial_eval
+from jax.interpreters import batching, mlir, partial_eval
 
 NEWEST_TESTED = (0, 12)
 """The newest minor version of JAX with which the tests were run."""
@@ -240,6 +240,28 @@ def cast_primitive(name: str) -> Primitive:
     primitive.def_impl(cast)
     primitive.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
     mlir.register_lowering(primitive, mlir.lower_fun(cast, multiple_results=False))
+    return primitive
+
+
+def mark_primitive(name: str) -> Primitive:
+    """Make a primitive `bind(*arrays, results=avals, **params)` that computes nothing: it is traced, and then read.
+
+    Under `jax.vmap` operands and results get the new dimension in front. It has no derivatives and can't be compiled.
+
+    Undocumented: `jax.interpreters.batching.primitive_batchers` and the form of its rules. Loud: an AttributeError with
+    the import, or a TypeError where a mark is mapped.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *arrays, results, **params: list(results))
+
+    def mapped(operands: Sequence[Any], dims: Sequence[Any], *, results: Any, **params: Any) -> Any:
+        size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+        moved = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands, dims, strict=True)]
+        wider = tuple(aval.update(shape=(size, *aval.shape)) for aval in results)
+        return primitive.bind(*moved, results=wider, **params), [0] * len(results)
+
+    batching.primitive_batchers[primitive] = mapped
     return primitive
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxshard.core.constrain import activations_in_force
 from jaxshard.core.counting import is_counting
+from jaxshard.core.marks import is_marking, leave_mark
 from jaxshard.layers.blockwise import NAME, blockwise
 from jaxshard.layers.context import Kernels
 from jaxshard.layers.cudnn import cudnn, is_rocm, why_not_cudnn
@@ -145,6 +146,11 @@ def attention(
     if dropout_rate > 0 and not deterministic:
         form = form._replace(dropout=dropout_rate)
         extras = extras._replace(keep=_draw(dropout_rng, dropout_rate, broadcast_dropout, (T, S)))
+    if is_marking():
+        out = jax.ShapeDtypeStruct((*batch, T, H, arrays[2].shape[-1]), dtype)
+        beside = [(-1 if name == "segments" else None, x) for name, x in extras._asdict().items() if x is not None]
+        dims, given = (-3, -3, -3, *(dim for dim, _ in beside)), (*arrays, *(x for _, x in beside))
+        return leave_mark("js.attention", given, dims, [out], [-3])[0]
     rows = math.prod(batch)
     q_BTHD, k_BSKD, v_BSKE = (x.reshape(rows, *x.shape[-3:]) for x in arrays)
     out_BTHE = _dispatch(q_BTHD, k_BSKD, v_BSKE, *_without_known_mask(extras, form))

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from jaxshard.core.constrain import constrain, is_split, split_count
 from jaxshard.core.cross_entropy import cross_entropy
 from jaxshard.core.loss import Loss, Mean
+from jaxshard.core.marks import is_marking
 from jaxshard.core.weight_chunks import Chunks, cut_weight, parts_in_use
 
 _ONE_CHUNK = 2**25
@@ -98,7 +99,7 @@ def head_loss(
     vocab = kernel.shape[vocab_dim]
     parts = parts_in_use(kernel, vocab_dim) or split_count("vocab", vocab)
     count = _default_count(x_NC, vocab // parts) if chunks is None else min(chunks, vocab // parts)
-    if count == 1:
+    if count == 1 or is_marking():
         nats_N, hits_N = _whole(x_NC, kernel.T if tied else kernel, labels_N, z_loss, soft_cap)
     else:
         cut, stored, sink = cut_weight(kernel, vocab_dim, count, parts)

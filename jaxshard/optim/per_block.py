@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxshard.core.primitives import draws_random_bits
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import coupled_leaves
 from jaxshard.optim.proof.marked import has_marks
-from jaxshard.optim.proof.primitives import draws_random_bits
 from jaxshard.optim.proof.report import describe
 
 

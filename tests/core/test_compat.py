@@ -21,11 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxshard as js
 from jaxshard.adapt.remat import make_save_policy
 from jaxshard.checks.collectives import weight_uses
-from jaxshard.core import compat
+from jaxshard.core import compat, primitives
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.keys import key_impl_of
 from jaxshard.engines import wide_sums
-from jaxshard.optim.proof import dependence, primitives
+from jaxshard.optim.proof import dependence
 
 MESH = js.make_mesh(jax.devices()[:1], data=1)
 X = np.ones((4, 2), np.float32)

@@ -20,13 +20,13 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME, draws_random_bits
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import is_elementwise_except_totals
 from jaxshard.optim.proof.facts import Context, Origin, origin_of
 from jaxshard.optim.proof.marked import Marked, is_marked
-from jaxshard.optim.proof.primitives import ELEMENTWISE, RESHAPES, SAME, draws_random_bits
 from jaxshard.optim.proof.report import Reason, describe
 
 _COUNTS = 64

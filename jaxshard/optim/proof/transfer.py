@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME, evaluate
 from jaxshard.optim.proof.facts import Context, Fact, Kind, all_influences, mixed, origin_of
-from jaxshard.optim.proof.primitives import ELEMENTWISE, RESHAPES, SAME, evaluate
 
 _ORDERS = ("permutation", "broadcast_dimensions", "dimensions")
 """The parameters of reshapes that say where each dimension goes."""
