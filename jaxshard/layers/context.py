@@ -44,7 +44,7 @@ _Attend = Callable[[jax.Array, jax.Array, jax.Array, Extras, Form], jax.Array]
 
 
 class Kernels(NamedTuple):
-    """What computes attention on a platform.
+    """The functions that compute attention on a platform.
 
     Attributes:
       whole: for queries and keys in the order of the sequence, or where the order does not matter.

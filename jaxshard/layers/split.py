@@ -29,7 +29,7 @@ _NONE: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Split:
-    """What each device computes of one call of attention.
+    """The share of one call of attention that each device computes.
 
     Attributes:
       mesh: the mesh inside of which the call is, None without a layout.

@@ -199,7 +199,10 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+FAST = ("auto-tensor", "explicit-tensor", "uneven-kv-heads")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in LAYOUTS])
 def test_a_layout_splits_it_and_one_device_is_equalled(name, blocks_from_16):
     axes, strategy, engine, sizes = LAYOUTS[name]
     mesh, (init_fn, loss_fn) = js.make_mesh(**axes), attention_model(**sizes)

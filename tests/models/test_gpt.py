@@ -62,7 +62,12 @@ def noisy(model):
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+    [
+        ("gpt2", 124_439_808),
+        pytest.param("gpt2-medium", 354_823_168, marks=pytest.mark.slow),
+        pytest.param("gpt2-large", 774_030_080, marks=pytest.mark.slow),
+        ("gpt2-xl", 1_557_611_200),
+    ],
 )
 def test_published_parameter_counts(name, params):
     shape = SIZES[name].shape

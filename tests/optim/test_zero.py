@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache, partial
 from typing import Any
 
@@ -131,10 +132,17 @@ def assert_same(one: tuple[list[float], Any], many: tuple[list[float], Any]) -> 
         assert float(jnp.abs(a - b).max()) <= 1e-5 * max(float(jnp.abs(a).max()), 1e-3 * largest)
 
 
-@pytest.mark.parametrize(
-    ("axis", "check_vma"), [("data", True), pytest.param("data", False, marks=pytest.mark.slow), (("x", "y"), True)]
-)
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "fsdp"])
+def wrapped_cells() -> list[Any]:
+    """Stages, axes and whether `shard_map` checks; the slow ones differ from a fast one in the stage alone."""
+    fast = {("zero1", "data"), ("zero2", ("x", "y")), ("fsdp", "data")}
+    axes = [("data", True), ("data", False), (("x", "y"), True)]
+    return [
+        pytest.param(stage, axis, check_vma, marks=[] if check_vma and (stage, axis) in fast else [pytest.mark.slow])
+        for stage, (axis, check_vma) in itertools.product(["zero1", "zero2", "fsdp"], axes)
+    ]
+
+
+@pytest.mark.parametrize(("stage", "axis", "check_vma"), wrapped_cells())
 def test_eight_devices_equal_one(stage: str, axis: Any, check_vma: bool) -> None:
     """Losses to 1e-6, parameters to 1e-5, with clipping by the global norm and momentum, on odd shapes."""
     tx = optax.chain(optim.clip_by_global_norm(0.5, axis), optax.sgd(0.1, momentum=0.9))

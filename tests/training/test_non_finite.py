@@ -388,8 +388,16 @@ def one_device_states(tx, batches):
         yield jax.device_get((params, state))
 
 
-@pytest.mark.parametrize("engine", [js.auto, js.explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", OWN_RULES)
+def own_rules():
+    """Every optimizer under every engine, the fast ones under one of them."""
+    cells = itertools.product(enumerate(OWN_RULES), enumerate([js.auto, js.explicit]))
+    return [
+        pytest.param(name, engine, id=f"{name}-{engine.__name__}", marks=[] if i % 2 == j else [pytest.mark.slow])
+        for (i, name), (j, engine) in cells
+    ]
+
+
+@pytest.mark.parametrize(("name", "engine"), own_rules())
 def test_an_optimizer_with_a_rule_of_its_own_counts_skips_and_lets_through_as_on_one_device(name, engine):
     """Four bad steps in a row among eight: apply_if_finite(2) skips two of them, and lets the others through."""
     tx = OWN_RULES[name]()
