@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from jaxshard.core.mesh import simulate_devices as simulate_devices
     from jaxshard.core.placement import Placement as Placement
     from jaxshard.core.placement import View as View
+    from jaxshard.core.positions import positions as positions
     from jaxshard.core.rules import RULES as RULES
     from jaxshard.core.strategy import Strategy as Strategy
     from jaxshard.core.strategy import batch as batch
@@ -134,6 +135,7 @@ _NAMES = {
     "core.loss": ("Loss", "Max", "Mean", "Model", "Sum", "combine"),
     "core.mesh": ("make_mesh", "simulate_devices"),
     "core.placement": ("Placement", "View"),
+    "core.positions": ("positions",),
     "core.rules": ("RULES",),
     "core.strategy": (
         "Strategy",

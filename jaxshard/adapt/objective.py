@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.adapt.units import Adapted
-from jaxshard.core.known_model import known_loss
+from jaxshard.core.known_model import KnownModel, known_loss
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Opaque:
         """The function that the user wrote."""
         return self.loss_fn
 
+    @property
+    def known(self) -> KnownModel | None:
+        """The model that the library can look into; None if the loss is opaque."""
+        return None
+
 
 @dataclass(frozen=True)
 class OfBlocks(Opaque):
@@ -47,6 +52,11 @@ class OfBlocks(Opaque):
         """True if the user wrote single blocks, which were stacked."""
         return self.model.stacked_for_user
 
+    @property
+    def known(self) -> KnownModel | None:
+        """The model."""
+        return self.model
+
 
 @dataclass(frozen=True)
 class OfModule(Opaque):
@@ -58,6 +68,11 @@ class OfModule(Opaque):
     def written(self) -> Callable[..., Any]:
         """The function that the user wrote."""
         return self.model.loss_fn
+
+    @property
+    def known(self) -> KnownModel | None:
+        """The model."""
+        return self.model
 
 
 Objective = Opaque | OfBlocks | OfModule

@@ -27,6 +27,9 @@ _FREE = PartitionSpec.UNCONSTRAINED
 # JAX compiles a function again where this differs, so that one traced on a single device is never reused on a mesh.
 _current = jax.make_user_context(default_value=None)
 
+TOKENS = "tokens"
+"""The name of a dimension of rows times positions, in the order of `layers/head_loss.py`."""
+
 CONSTRAINED = "constrained"
 """The name, for `jax.checkpoint` policies, of an activation that a rule placed."""
 
@@ -36,9 +39,10 @@ def constrain(
 ) -> Shaped[Array, "*dims"]:
     """Constrain the dimensions of an activation to be split as the current strategy splits these names.
 
-    "batch" is split over the batch axes (where they divide the rows), any other name as the rules of `js.tensor` say,
-    and None is whole. Outside of jaxshard's steps, or without tensor and batch axes, `x` comes back as it is. Under
-    `js.explicit` each device has its own rows, so "batch" says nothing there.
+    "batch" is split over the batch axes (where they divide the rows), "context" over those of `js.context`, any other
+    name as the rules of `js.tensor` say ("sequence" over both), and None is whole. Outside of jaxshard's steps, or
+    without such axes, `x` comes back as it is. Under `js.explicit` each device has its own rows and positions, so
+    "batch" and "context" say nothing there.
 
     Collectives: those that bring `x` there from where it was, chosen by the compiler.
 
@@ -146,7 +150,7 @@ class Activations:
     def split_count(self, name: str, size: int) -> int:
         """Do what the function `split_count` does, under this layout."""
         mesh, manual = self.mesh()
-        if name != "batch" and not is_split(name, size):
+        if name not in ("batch", "context", TOKENS) and not is_split(name, size):
             return 1
         axes = self.axes(name, size)
         return 1 if axes is _FREE else axis_size(mesh, tuple(axis for axis in axes if axis not in manual))
@@ -161,10 +165,18 @@ class Activations:
         """Return the mesh axes that split a dimension of this name and size; the compiler's choice for odd rows."""
         if name is None:
             return ()
-        if name == "batch":
-            axes = self.layout.batch_axes
+        if name in ("batch", TOKENS):
+            axes = self.layout.batch_axes if name == "batch" else self.layout.sum_axes
             return axes if size % axis_size(self.layout.mesh, axes) == 0 else _FREE
-        return tuple(axis for part in self.tensors() for axis in part.entry(name, size, self.layout.mesh, who))
+        of_context = self._context_axes() if name in ("context", "sequence") else ()
+        parts = [] if name == "context" else self.tensors()
+        axes = of_context + tuple(axis for part in parts for axis in part.entry(name, size, self.layout.mesh, who))
+        return _FREE if of_context and size % axis_size(self.layout.mesh, axes) else axes
+
+    def _context_axes(self) -> tuple[str, ...]:
+        """The axes of the context, if the compiler handles them: each device has its own positions otherwise."""
+        context, (_, manual) = self.layout.context, self.mesh()
+        return () if context is None else tuple(axis for axis in context.axis if axis not in manual)
 
     def tensors(self) -> list[Tensor]:
         """Return the parts of the strategy that split dimensions by name."""

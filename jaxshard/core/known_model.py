@@ -58,6 +58,10 @@ class KnownModel:
         """Compute what `evaluate` returns."""
         raise NotImplementedError
 
+    def separate_labels(self, batch: PyTree) -> PyTree:
+        """Return a batch with labels beside its inputs, position by position, for `js.context`, which splits both."""
+        return batch
+
     def dim_names(self, params: PyTree) -> PyTree:
         """Return for every parameter a tuple with the logical name, or None, of its first dimensions, as a tree."""
         raise NotImplementedError

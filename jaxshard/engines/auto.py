@@ -21,9 +21,11 @@ from jaxshard.core.keys import row_stride
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss
 from jaxshard.core.placement import Placement, spec_entry
+from jaxshard.core.tree import map_with_path
 from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
+from jaxshard.engines.context import constrain_batch, position_entries
 from jaxshard.engines.engine import (
     Engine,
     Outcome,
@@ -60,6 +62,7 @@ class Auto(WholeModelEngine):
         call = self.make_call(objective, layout, make_move(layout, self))
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            batch = constrain_batch(layout, objective.known, batch)
             mask = layout.rows_mask(batch)
             turns, first_rows = _turns(layout, select(mask, batch), self.microbatches)
             sinks = _sinks(layout, self.scatter)
@@ -170,9 +173,9 @@ def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
 def _turns(layout: Layout, batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
     """Cut the batch into [turns, rows, ...]: turn j has the rows j, j + count, ... on every mesh. Nothing moves."""
 
-    def split(x: jax.Array) -> jax.Array:
+    def split(path: Any, x: jax.Array) -> jax.Array:
         turns = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-        spec = PartitionSpec(None, spec_entry(layout.batch_axes), *(None,) * (x.ndim - 1))
+        spec = PartitionSpec(None, spec_entry(layout.batch_axes), *position_entries(layout, path, x.ndim)[1:])
         return constrain(layout, turns, spec)
 
-    return jax.tree.map(split, batch), jnp.arange(count)
+    return map_with_path(split, batch), jnp.arange(count)

@@ -132,9 +132,10 @@ class Engine:
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the axes over which the loss, and the gradients of parameters outside the blocks, must be summed.
 
-        These are the batch axes, and in a pipeline its own axis too, whose devices compute other micro-batches.
+        These are the axes of rows and of the context, and in a pipeline its own axis too, whose devices compute other
+        micro-batches.
         """
-        return layout.batch_axes
+        return layout.sum_axes
 
     def sums(self, layout: Layout) -> Sums:
         """Return how shares of a loss, a gradient or a metric are added over devices."""

@@ -23,6 +23,7 @@ from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
+from jaxshard.engines.context import split_batch
 from jaxshard.engines.engine import (
     Engine,
     Outcome,
@@ -75,7 +76,7 @@ class Explicit(WholeModelEngine):
         if axes or layout.pipeline is not None:
             what = f"a pipeline over {layout.pipeline.axis!r}" if layout.pipeline else f"weights used split over {axes}"
             raise ValueError(
-                f"reduction='ordered' orders the sums over the batch axes {list(layout.batch_axes)}, but the layout "
+                f"reduction='ordered' orders the sums over the axes {list(layout.sum_axes)}, but the layout "
                 f"has {what}, whose sums the compiler orders as it likes; use reduction='native', or data axes alone"
             )
         return ORDERED
@@ -86,17 +87,18 @@ class Explicit(WholeModelEngine):
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
-        axes, sums = layout.batch_axes, self.sums(layout)
+        axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
         call = self.make_call(objective, layout, make_move(layout, self))
 
         def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            batch = split_batch(layout, objective.known, batch)
             mask = layout.rows_mask(batch)
 
             def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
                 return _check_mean(call(params, sinks, state, put_back(mask, rows, batch), key, row))
 
-            turns, first_rows = _turns(select(mask, batch), self.microbatches, axes)
+            turns, first_rows = _turns(select(mask, batch), self.microbatches, layout.batch_axes)
             sinks = _sinks(layout, self.scatter)
             outcome, grads = accumulate(
                 loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: sum_scalar(x, axes, sums)
@@ -213,7 +215,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 def reduce_gradient(
     layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param: Placement, also: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Sum a device's share of a gradient over the batch axes that the weight's `use` does not own.
+    """Sum a device's share of a gradient over the axes of rows and context that the weight's `use` does not own.
 
     The sum is scattered over those axes that are in the gradient's `store`. The scatter comes first: the all-reduce
     over the other axes then moves a shard, not the whole array. For HSDP on (replica=2, data=4) and a gradient [64]
@@ -232,7 +234,7 @@ def reduce_gradient(
       This device's shard of the gradient, as stored.
     """
     owned = axes_of(param.use)
-    free = [axis for axis in (*layout.batch_axes, *also) if axis not in owned]
+    free = [axis for axis in (*layout.sum_axes, *also) if axis not in owned]
 
     def scatter(x: jax.Array) -> jax.Array:
         return engine.sums(layout).scatter_sum(x, grad.store, free, keep=owned)

@@ -105,7 +105,7 @@ def list_offered(
 
     def offer(param: Placement, grad: Placement | None, weight: Any, stored: jax.Array, sink: Any) -> list[Offered]:
         # Of a weight that is split over axes of the batch while it is used, each device sees another part.
-        whole = not set(axes_of(param.use)) & set(layout.batch_axes)
+        whole = not set(axes_of(param.use)) & set(layout.sum_axes)
         if len(param.view.logical) != 2 or isinstance(weight, Pending) or not whole:
             return []
         return [Offered(weight, stored, sink, param, grad, make_move, layout.mesh)]
@@ -321,7 +321,7 @@ def users_code(layout: Layout, what: str = "the loss") -> Iterator[None]:
         except NameError as error:
             if (name := unbound_axis_name(error)) is None:
                 raise
-            axes = ", ".join(map(repr, layout.batch_axes)) or "of which there are none"
+            axes = ", ".join(map(repr, layout.sum_axes)) or "of which there are none"
             raise ValueError(
                 f"{what} names an axis that it does not run over ({error}). Under js.auto() it sees the whole batch: "
                 "make the module without axis_name, and BatchNorm takes the statistics of all rows; or, of a module "

@@ -16,11 +16,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def manual_axes_of(layout: Layout) -> frozenset[str]:
-    """Return the mesh axes of the batch and those that split what is stored but not used.
+    """Return the mesh axes of the batch and of the context, and those that split what is stored but not used.
 
     The set is empty where tensor axes alone split anything: the compiler derives those collectives.
     """
-    axes = set(layout.batch_axes)
+    axes = set(layout.sum_axes)
     for placement in (*jax.tree.leaves(layout.params), *jax.tree.leaves(layout.grads)):
         axes |= set(axes_of(placement.store)) - set(axes_of(placement.use))
     return frozenset(axes)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxshard.core.constrain import constrain, is_split, split_count
+from jaxshard.core.constrain import TOKENS, constrain, is_split, split_count
 from jaxshard.core.cross_entropy import cross_entropy
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.marks import is_marking
@@ -93,7 +93,8 @@ def head_loss(
     """
     _check(x, kernel, labels, tied, chunks, z_loss, soft_cap)
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else _broadcast(weights, labels.shape)
-    x_NC, labels_N = x.reshape(-1, x.shape[-1]), labels.reshape(-1).astype(jnp.int32)
+    weights, labels = (_devices_first(one, labels.shape) for one in (weights, labels))
+    x_NC, labels_N = _devices_first(x, x.shape[:-1]).reshape(-1, x.shape[-1]), labels.reshape(-1).astype(jnp.int32)
     labels_N = jnp.where(labels_N < 0, _NOWHERE, labels_N)  # -1 numbers what does not count in a chunk
     vocab_dim = 0 if tied else 1
     vocab = kernel.shape[vocab_dim]
@@ -118,7 +119,7 @@ def _whole(
     wide = jnp.result_type(x_NC, kernel_CV) == jnp.float32
     logits_NV = _cap(x_NC @ kernel_CV if wide else _product(x_NC, kernel_CV), soft_cap)
     if is_split("vocab", logits_NV.shape[-1]):
-        logits_NV = constrain(logits_NV, ("batch", "vocab"))
+        logits_NV = constrain(logits_NV, (TOKENS, "vocab"))
     nats_N = cross_entropy(logits_NV, labels_N)
     if z_loss:
         nats_N = nats_N + z_loss * jax.nn.logsumexp(logits_NV, axis=-1) ** 2
@@ -274,15 +275,29 @@ class _ChunkedHead(NamedTuple):
     def _logits(self, x_NC: jax.Array, weight: jax.Array, numbers_PW: jax.Array) -> jax.Array:
         logits_NPW = jnp.einsum(f"nc,{self._letters}->npw", x_NC, weight, preferred_element_type=jnp.float32)
         if is_split("vocab", self.parts):
-            logits_NPW = constrain(logits_NPW, ("batch", "vocab", None))
+            logits_NPW = constrain(logits_NPW, (TOKENS, "vocab", None))
         return jnp.where(numbers_PW < 0, -jnp.inf, _cap(logits_NPW, self.soft_cap))
 
     def _constrain_partial(self, dx_PNC: jax.Array) -> jax.Array:
-        return constrain(dx_PNC, ("vocab" if is_split("vocab", self.parts) else None, "batch", None))
+        return constrain(dx_PNC, ("vocab" if is_split("vocab", self.parts) else None, TOKENS, None))
 
     @property
     def _letters(self) -> str:
         return "pwc" if self.tied else "cpw"
+
+
+def _devices_first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Put the positions that each device has one after the other, where the compiler splits rows [B, T] over both.
+
+    Merged as they are, the rows and positions of a device would lie apart, which no sharding of one dimension can say.
+    """
+    B, T = shape if len(shape) == 2 else (1, 1)
+    over_rows, over_positions = split_count("batch", B), split_count("context", T)
+    if over_positions == 1:
+        return x
+    parts = x.reshape(over_rows, B // over_rows, over_positions, T // over_positions, *x.shape[2:]).swapaxes(1, 2)
+    merged = parts.reshape(B * T, *x.shape[2:])
+    return constrain(merged, (TOKENS, *(None,) * (merged.ndim - 1)))
 
 
 def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -292,7 +307,7 @@ def _cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 def _default_count(x_NC: jax.Array, vocab: int) -> int:
     """The number of chunks for `vocab` columns on each device; see `head_loss`."""
     N, C = x_NC.shape
-    N = max(1, N // split_count("batch", N))
+    N = max(1, N // split_count(TOKENS, N))
     return -(-vocab // max(2 * C, _ONE_CHUNK // N))
 
 

@@ -5,8 +5,14 @@ A batch is {"tokens": int32[B, T + 1]}, for example for B = 1 and T = 3
     tokens    [[ 5, 1, 7, 2 ]]      the model reads 5 1 7
     targets   [[    1, 7, 2 ]]      and predicts 1 7 2
 
-with an optional "weights", float[B, T] for each prediction or float[B] for each row; they are 1 by default. Rows may
-have any length T from 1 to the model's `seq`.
+or {"tokens": int32[B, T], "targets": int32[B, T]}, inputs and labels apart. Beside either there may be
+
+    weights        float[B, T] for each prediction or float[B] for each row; 1 by default
+    positions      int32[B, T], where a token stands; 0 to T - 1 by default
+    segment_ids    int32[B, T], which document a token belongs to: documents packed in a row don't see each other
+
+Rows may have any length T from 1 to the model's `seq`. Of packed documents the last label belongs to the next one: give
+it the weight 0. Positions that begin at 0 in every document are the data's business too; rotary angles don't need them.
 
 Shape suffixes: B rows, T positions, C width, V vocabulary.
 """
@@ -14,6 +20,7 @@ Shape suffixes: B rows, T positions, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +29,29 @@ from jaxtyping import Array, Float, Int
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.keys import row_keys
 from jaxshard.core.loss import Loss, Mean
+from jaxshard.core.positions import count_in_row
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
 from jaxshard.layers.head_loss import head_loss
+
+
+class Rows(NamedTuple):
+    """The arrays of a batch about the positions in its rows.
+
+    Attributes:
+      positions: where each token stands, int32[B, T]; None for `js.positions`.
+      segment_ids: its document, int32[B, T]; None for one in each row.
+    """
+
+    positions: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+
+
+class InRows(NamedTuple):
+    """The activations between blocks where the batch says something of the positions in its rows."""
+
+    x: PyTree
+    rows: Rows
 
 
 class Decoder(Stacked):
@@ -36,8 +63,8 @@ class Decoder(Stacked):
     Args:
       family: the name that errors begin with, such as "gpt".
       seq: the largest number of positions in a row.
-      embed: `embed(params, tokens[B, T], key) -> x[B, T, C]`.
-      block: `block(block_params, x[B, T, C], key) -> x[B, T, C]`, as `js.Stacked` takes it.
+      embed: `embed(params, tokens[B, T], rows, key) -> x[B, T, C]`, where `rows` are `Rows`.
+      block: `block(block_params, x[B, T, C], rows, key) -> x[B, T, C]`.
       norm: `norm(params, x[B, T, C]) -> x[B, T, C]`, between the last block and the output matrix.
       output: `output(params)`, the output matrix [C, V], or if tied the embedding table [V, C].
       tied: whether it is the embedding table.
@@ -49,19 +76,28 @@ class Decoder(Stacked):
         self,
         family: str,
         seq: int,
-        embed: Callable[[PyTree, jax.Array, jax.Array | None], jax.Array],
-        block: Callable[[PyTree, jax.Array, jax.Array | None], jax.Array],
+        embed: Callable[[PyTree, jax.Array, Rows, jax.Array | None], jax.Array],
+        block: Callable[[PyTree, jax.Array, Rows, jax.Array | None], jax.Array],
         norm: Callable[[PyTree, jax.Array], jax.Array],
         output: Callable[[PyTree], jax.Array],
         tied: bool,
         num_blocks: int,
         init: Callable[[jax.Array], PyTree],
     ) -> None:
-        def embed_batch(params: PyTree, batch: PyTree, key: jax.Array | None) -> jax.Array:
-            return embed(params, _check_tokens(family, batch, seq)[:, :-1], key)
+        def embed_batch(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
+            tokens_BT = _check_tokens(family, batch, seq)
+            rows = _rows_of(family, batch, tokens_BT.shape)
+            x = embed(params, tokens_BT, rows, key)
+            return InRows(x, rows) if jax.tree.leaves(rows) else x
 
-        def head(params: PyTree, x_BTC: jax.Array, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-            targets_BT = batch["tokens"][:, 1:]
+        def run_block(params: PyTree, x: PyTree, key: jax.Array | None) -> PyTree:
+            if isinstance(x, InRows):
+                return InRows(block(params, x.x, x.rows, key), x.rows)
+            return block(params, x, Rows(), key)
+
+        def head(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
+            x_BTC = x.x if isinstance(x, InRows) else x
+            targets_BT = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
             weights_BT = _token_weights(family, batch, targets_BT.shape)
             matrix = output(params)
             return head_loss(norm(params, x_BTC), matrix, targets_BT, weights_BT, tied=tied, accuracy=key is None)
@@ -70,8 +106,15 @@ class Decoder(Stacked):
             matrix = output(params)
             return norm(params, x_BTC) @ (matrix.T if tied else matrix)
 
-        super().__init__(embed_batch, block, head, num_blocks, init)
+        super().__init__(embed_batch, run_block, head, num_blocks, init)
         self.seq, self.readout = seq, readout
+
+    def separate_labels(self, batch: PyTree) -> PyTree:
+        """Return a batch with "targets" beside "tokens", [B, T] both."""
+        if not isinstance(batch, Mapping) or "tokens" not in batch or "targets" in batch:
+            return batch
+        tokens = batch["tokens"]
+        return {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
@@ -151,7 +194,7 @@ def sample(
 
 
 def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
-    """The batch's tokens; ValueError where they are absent, or of another dtype or shape."""
+    """The tokens that the model reads; ValueError where they are absent, or of another dtype or shape."""
     if not isinstance(batch, Mapping) or "tokens" not in batch:
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f'{family}: the batch must be a dict with "tokens" of shape [rows, positions + 1], got {got}')
@@ -160,12 +203,37 @@ def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:
         raise ValueError(
             f'{family}: batch["tokens"] must be integers [rows, positions + 1], got {tokens.dtype}{tokens.shape}'
         )
+    if "targets" in batch:
+        targets, count = batch["targets"], count_in_row(tokens.shape[1])
+        if targets.shape != tokens.shape or not jnp.issubdtype(targets.dtype, jnp.integer):
+            raise ValueError(
+                f'{family}: batch["targets"] must be integers of the shape {list(tokens.shape)} of batch["tokens"], '
+                f"got {targets.dtype}{list(targets.shape)}"
+            )
+        if not 1 <= count <= seq:
+            raise ValueError(
+                f"{family}: rows have {count} tokens beside their targets, but must have 1 to {seq}; cut the rows or "
+                f"build the model with seq={max(count, 1)}"
+            )
+        return tokens
     if not 2 <= tokens.shape[1] <= seq + 1:
         raise ValueError(
             f'{family}: batch["tokens"] has {tokens.shape[1]} columns, but must have 2 to {seq + 1} (positions + 1); '
             f"cut the rows or build the model with seq={max(tokens.shape[1] - 1, 1)}"
         )
-    return tokens
+    return tokens[:, :-1]
+
+
+def _rows_of(family: str, batch: PyTree, shape: tuple[int, ...]) -> Rows:
+    """What the batch says of the positions in its rows; ValueError where that has another dtype or shape."""
+    rows = Rows(batch.get("positions"), batch.get("segment_ids"))
+    for name, x in rows._asdict().items():
+        if x is not None and (x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer)):
+            raise ValueError(
+                f'{family}: batch["{name}"] must be integers of the shape {list(shape)}, one for each token that the '
+                f"model reads, got {x.dtype}{list(x.shape)}"
+            )
+    return rows
 
 
 def _token_weights(family: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array:

@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.core.constrain import constrain
 from jaxshard.core.keys import row_keys
+from jaxshard.core.positions import count_in_row, is_context, positions
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention import attention
-from jaxshard.models.decoder import Decoder
+from jaxshard.models.decoder import Decoder, Rows
 from jaxshard.models.parts import (
     HEADS,
     RESIDUAL,
@@ -92,12 +93,13 @@ def gpt(
     one_block = Block(heads, expansion, dropout, residual_stddev(depth))
     norm = partial(nn.LayerNorm, epsilon=1e-5, name="ln_f")
 
-    def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
-        x_BTC = constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE_ROWS)
+    def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
+        x_BTC = apply(embedding, params["embed"], tokens_BT, rows.positions)
+        x_BTC = constrain(x_BTC, RESIDUAL, grad=WHOLE_ROWS)
         return _drop(x_BTC, dropout, _dropout_keys(key, dropout, len(tokens_BT)), 0)
 
-    def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
-        return apply(one_block, params, x_BTC, _dropout_keys(key, dropout, len(x_BTC)))
+    def block(params: PyTree, x_BTC: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
+        return apply(one_block, params, x_BTC, _dropout_keys(key, dropout, len(x_BTC)), rows.segment_ids)
 
     def matrix(params: PyTree) -> jax.Array:
         found: jax.Array = params["embed"]["wte"]["embedding"] if tied else params["head"]["lm_head"]["kernel"]
@@ -148,12 +150,14 @@ class Embedding(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, at_BT: jax.Array | None = None) -> jax.Array:
         init = nn.initializers.normal(STDDEV)
         tokens_BTC = nn.Embed(self.vocab, self.width, embedding_init=init, name="wte")(tokens_BT)
         tokens_BTC = constrain(tokens_BTC, WHOLE_ROWS)
         positions_TC: jax.Array = self.param("wpe", init, (self.seq, self.width))
-        return tokens_BTC + positions_TC[: tokens_BT.shape[1]]
+        if at_BT is None and not is_context():
+            return tokens_BTC + positions_TC[: tokens_BT.shape[1]]
+        return tokens_BTC + positions_TC[positions(tokens_BT.shape[1]) if at_BT is None else at_BT]
 
 
 class Block(nn.Module):
@@ -165,7 +169,9 @@ class Block(nn.Module):
     residual_stddev: float
 
     @nn.compact
-    def __call__(self, x_BTC: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_BTC: jax.Array, keys_B: jax.Array | None = None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
         C = x_BTC.shape[-1]
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
 
@@ -173,18 +179,18 @@ class Block(nn.Module):
             return apply_to_rows(nn.Dense(features, kernel_init=init, name=name), x)
 
         h_BTC = enter_tensor_region(nn.LayerNorm(epsilon=1e-5, name="ln_1")(x_BTC))
-        h_BTC = _attend(checkpoint_name(dense("qkv", h_BTC, 3 * C, init), "qkv"), self.heads)
+        h_BTC = _attend(checkpoint_name(dense("qkv", h_BTC, 3 * C, init), "qkv"), self.heads, segments_BT)
         h_BTC = checkpoint_name(constrain(dense("attn_out", h_BTC, C, residual_init), RESIDUAL), "attention_proj")
         x_BTC = x_BTC + _drop(h_BTC, self.dropout, keys_B, 0)
 
         h_BTC = enter_tensor_region(nn.LayerNorm(epsilon=1e-5, name="ln_2")(x_BTC))
         h_BTF = checkpoint_name(dense("mlp_in", h_BTC, self.expansion * C, init), "mlp_hidden")
-        h_BTF = constrain(nn.gelu(h_BTF), ("batch", None, "mlp"))
+        h_BTF = constrain(nn.gelu(h_BTF), ("batch", "context", "mlp"))
         h_BTC = constrain(dense("mlp_out", h_BTF, C, residual_init), RESIDUAL)
         return x_BTC + _drop(h_BTC, self.dropout, keys_B, 1)
 
 
-def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:
+def _attend(qkv_BTX: jax.Array, heads: int, segments_BT: jax.Array | None) -> jax.Array:
     """Causal attention: x[B, T, C] of the projection [B, T, 3 C].
 
     The 3 C columns are ordered by head, with (q, k, v) within each head, so that a tensor axis splits whole heads
@@ -193,7 +199,7 @@ def _attend(qkv_BTX: jax.Array, heads: int) -> jax.Array:
     B, T, X = qkv_BTX.shape
     qkv_BTHX = constrain(qkv_BTX.reshape(B, T, heads, 3, X // (3 * heads)), (*HEADS, None))
     q_BTHD, k_BTHD, v_BTHD = (constrain(qkv_BTHX[:, :, :, i], HEADS) for i in range(3))
-    x_BTHD = attention(q_BTHD, k_BTHD, v_BTHD, causal=True)
+    x_BTHD = attention(q_BTHD, k_BTHD, v_BTHD, causal=True, segment_ids=segments_BT)
     return constrain(x_BTHD, HEADS).reshape(B, T, X // 3)
 
 
@@ -207,7 +213,10 @@ def _drop(x_BTC: jax.Array, rate: float, keys_B: jax.Array | None, call: int) ->
     if keys_B is None:
         return x_BTC
 
+    T, C = x_BTC.shape[1:]
+
     def keep(key: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, call), 1 - rate, x_BTC.shape[1:])
+        kept_TC = jax.random.bernoulli(jax.random.fold_in(key, call), 1 - rate, (count_in_row(T), C))
+        return kept_TC[positions(T)] if is_context() else kept_TC
 
     return jnp.where(jax.vmap(keep)(keys_B), x_BTC / (1 - rate), 0).astype(x_BTC.dtype)

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxshard.core.constrain import constrain
+from jaxshard.core.positions import positions
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention import attention
-from jaxshard.models.decoder import Decoder
+from jaxshard.models.decoder import Decoder, Rows
 from jaxshard.models.parts import (
     HEADS,
     RESIDUAL,
@@ -34,7 +35,7 @@ from jaxshard.models.parts import (
 from jaxshard.models.recipe import Recipe, Size
 from jaxshard.models.rope import RopeScaling, as_scaling, rotary_rates
 
-_KV_HEADS = ("batch", None, "kv_heads", None)
+_KV_HEADS = ("batch", "context", "kv_heads", None)
 
 
 def llama(
@@ -119,11 +120,11 @@ def llama(
     one_block = Block(*attends, hidden=hidden)
     norm = partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm")
 
-    def embed(params: PyTree, tokens_BT: jax.Array, key: jax.Array | None) -> jax.Array:
+    def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
         return constrain(apply(embedding, params["embed"], tokens_BT), RESIDUAL, grad=WHOLE_ROWS)
 
-    def block(params: PyTree, x_BTC: jax.Array, key: jax.Array | None) -> jax.Array:
-        return apply(one_block, params, x_BTC)
+    def block(params: PyTree, x_BTC: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
+        return apply(one_block, params, x_BTC, rows)
 
     def matrix(params: PyTree) -> jax.Array:
         embedding, head = params["embed"], params["head"]
@@ -201,12 +202,12 @@ class Attention(nn.Module):
     qk_norm: bool = False
 
     @nn.compact
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        return self.attend(x_BTC)
+    def __call__(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
+        return self.attend(x_BTC, rows)
 
-    def attend(self, x_BTC: jax.Array) -> jax.Array:
+    def attend(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
         """Do what the module does, for a module that goes on with the result."""
-        C, D = x_BTC.shape[-1], self.head_dim
+        C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
         q_BTHD = constrain(dense("q_proj", h_BTC, (self.heads, D), init), HEADS)
@@ -215,9 +216,9 @@ class Attention(nn.Module):
         if self.qk_norm:
             q_BTHD = nn.RMSNorm(epsilon=self.norm_epsilon, name="q_norm")(q_BTHD)
             k_BTKD = nn.RMSNorm(epsilon=self.norm_epsilon, name="k_norm")(k_BTKD)
-        q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling) for x in (q_BTHD, k_BTKD))
+        q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling, rows.positions) for x in (q_BTHD, k_BTKD))
         q_BTHD, k_BTKD, v_BTKD = (checkpoint_name(x, "qkv") for x in (q_BTHD, k_BTKD, v_BTKD))
-        h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True)
+        h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True, segment_ids=rows.segment_ids)
         h_BTC = constrain(dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init), RESIDUAL)
         attended: jax.Array = x_BTC + checkpoint_name(h_BTC, "attention_proj")
         return attended
@@ -229,8 +230,8 @@ class Block(Attention):
     hidden: int = 0
 
     @nn.compact
-    def __call__(self, x_BTC: jax.Array) -> jax.Array:
-        x_BTC = self.attend(x_BTC)
+    def __call__(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
+        x_BTC = self.attend(x_BTC, rows)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="mlp_norm")(x_BTC))
         return x_BTC + gated_mlp(h_BTC, self.hidden, self.residual_stddev)
 
@@ -238,8 +239,8 @@ class Block(Attention):
 def gated_mlp(h_BTC: jax.Array, hidden: int, residual_stddev: float) -> jax.Array:
     """Apply the gated MLP of the module that calls this: its layers "gate_proj", "up_proj" and "down_proj"."""
     init = nn.initializers.normal(STDDEV)
-    gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", None, "mlp"))
-    up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", None, "mlp"))
+    gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
+    up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     gate_BTF, up_BTF = (checkpoint_name(x, "mlp_hidden") for x in (gate_BTF, up_BTF))
     h_BTF, residual_init = nn.silu(gate_BTF) * up_BTF, nn.initializers.normal(residual_stddev)
     return constrain(dense("down_proj", h_BTF, h_BTC.shape[-1:], residual_init), RESIDUAL)
@@ -253,16 +254,21 @@ def dense(name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializ
 
 
 def rotate(
-    x_BTHD: Float[Array, "batch seq heads dim"], base: float, scaling: RopeScaling | None = None
+    x_BTHD: Float[Array, "batch seq heads dim"],
+    base: float,
+    scaling: RopeScaling | None = None,
+    at: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
     """Apply rotary positions: turn the pair of dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
 
-    Computed in f32. Source: Su et al. 2021, "RoFormer", section 3.2, with the pairs of dimensions of Llama's weights in
-    the form of Hugging Face; `RopeScaling` says what a scaling does to the angles.
+    The positions are `at`, or those of `js.positions`. Computed in f32. Source: Su et al. 2021, "RoFormer", section
+    3.2, with the pairs of dimensions of Llama's weights in the form of Hugging Face; `RopeScaling` says what a scaling
+    does to the angles.
     """
     T, D = x_BTHD.shape[1], x_BTHD.shape[3]
     rates = jnp.asarray(rotary_rates(D, base, scaling), jnp.float32)
-    angles_T1D = jnp.arange(T, dtype=jnp.float32)[:, None, None] * rates
+    at = positions(T) if at is None else at
+    angles_T1D = at.astype(jnp.float32)[..., None, None] * rates  # or [B, T, 1, D / 2]
     cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)
     first, second = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxshard.core.constrain import constrain, is_split
+from jaxshard.core.constrain import constrain, is_split, split_count
 from jaxshard.core.types import PyTree
 
 STDDEV = 0.02
@@ -23,9 +23,9 @@ STDDEV = 0.02
 # Logical names of the dimensions of activations, for `constrain`; `js.tensor(rules)` maps them to mesh axes.
 RESIDUAL = ("batch", "sequence", None)
 """Activations [B, T, C] between blocks, which a rule for "sequence" splits along the positions."""
-WHOLE_ROWS = ("batch", None, None)
+WHOLE_ROWS = ("batch", "context", None)
 """Activations [B, T, C] with every position on every device of a tensor axis."""
-HEADS = ("batch", None, "heads", None)
+HEADS = ("batch", "context", "heads", None)
 """Activations [B, T, heads, D] inside attention."""
 
 
@@ -57,10 +57,10 @@ def apply_to_rows(layer: nn.Module, x: jax.Array) -> jax.Array:
     """Apply a dense layer to x[B, T, ...] with rows and positions merged into one dimension.
 
     The merge is for XLA on CPU: where two dimensions are contracted at once, as in the gradient of a kernel, it first
-    transposes both operands, at several times the cost of the product. Positions that are split over a tensor axis stay
-    apart, since a merged dimension can't be scattered along one of its parts.
+    transposes both operands, at several times the cost of the product. Positions that are split over a tensor axis, or
+    by the compiler over that of a context, stay apart, since a merged dimension can't be split along one of its parts.
     """
-    if is_split("sequence"):
+    if is_split("sequence") or split_count("context", x.shape[1]) > 1:
         y: jax.Array = layer(x)
         return y
     B, T, *inputs = x.shape

@@ -29,6 +29,7 @@ from jaxshard.core.settings import own_settings, settings_of, with_own_settings
 from jaxshard.core.tree import abstract, check_arrays, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.auto import auto, make_move
+from jaxshard.engines.context import constrain_batch, split_batch
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import combine_over, explicit
 from jaxshard.engines.explicit import make_move as make_explicit_move
@@ -79,6 +80,7 @@ def make_eval_step(
     compute_stored = make_compute(eval_fn, layout, make_move(layout, auto()))
 
     def compute(run: TrainState, batch: PyTree) -> Results:
+        batch = constrain_batch(layout, known_evaluate(eval_fn), batch)
         return compute_stored(run.params, use_stored(layout, layout.state, run.state), batch)
 
     @jax.jit
@@ -238,21 +240,22 @@ def _make_device_evaluation(eval_fn: EvalFn, layout: Layout, engine: Engine | No
 
 def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
-    axes, manual = layout.batch_axes, manual_axes_of(layout)
+    rows_over, manual = layout.batch_axes, manual_axes_of(layout)
     compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
 
     def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:
+        batch = split_batch(layout, known_evaluate(eval_fn), batch)
         if rows is None:
             found = compute(params, state, batch)
         else:
-            place = lax.axis_index(axes) if axes else 0
+            place = lax.axis_index(rows_over) if rows_over else 0
             found = _sum_first_rows(
                 partial(compute, params, state),
                 batch,
                 layout.rows_mask(batch),
                 lambda own: place * own + jnp.arange(own) < rows,
             )
-        return {name: combine_over(metric, axes, sums) for name, metric in found.items()}
+        return {name: combine_over(metric, layout.sum_axes, sums) for name, metric in found.items()}
 
     def evaluate(run: TrainState, batch: PyTree, rows: jax.Array | None = None) -> Results:
         specs = stored_specs(layout.params, manual), PartitionSpec(), row_specs(layout, batch), PartitionSpec()

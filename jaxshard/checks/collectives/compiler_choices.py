@@ -46,7 +46,7 @@ def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
     if compiler_chooses:
         # Statistics of a batch have a number per feature: no more than the longest dimension of a parameter.
         longest = max(max(x.shape, default=1) for x in jax.tree.leaves(layout.shapes.params))
-        sums = replace(one, axes=layout.batch_axes, limit=longest, what="sums over rows")
+        sums = replace(one, axes=layout.sum_axes, limit=longest, what="sums over rows")
         yield sums
         yield replace(sums, kind="all-gather")
 

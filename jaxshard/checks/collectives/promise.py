@@ -212,7 +212,7 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     is_slice = len(grad.view.logical) < len(parameter.shape)
     if compiler_chooses and grad == parameter.grad:
         count *= 2  # a tied weight: the compiler sums each use over devices, then both
-    row_axes = layout.batch_axes if is_stacked(parameter.path) else step.engine.row_axes(layout)
+    row_axes = layout.sum_axes if is_stacked(parameter.path) else step.engine.row_axes(layout)
     free = tuple(axis for axis in row_axes if axis not in owned)
     parts = splits_per_dim(mesh, only_axes(grad.store, owned))
     shape = [size // part for size, part in zip(grad.view.stored, parts)]
@@ -294,7 +294,7 @@ def _state_collectives(step: _Step) -> Iterator[Expected]:
         yield from _gather_stages(step.layout.mesh, placement, axes_of(placement.use), one)
         if not step.engine.compiler_chooses and jnp.issubdtype(x.dtype, jnp.floating):
             fewest = fewest_features(step.layout, x.size)
-            summed = replace(one, kind="all-reduce", axes=step.layout.batch_axes, unpadded=fewest)
+            summed = replace(one, kind="all-reduce", axes=step.layout.sum_axes, unpadded=fewest)
             yield from _sum_stages(step, summed)
 
 
@@ -310,7 +310,7 @@ def _metric_sums(step: _Step) -> Iterator[Expected]:
 
 def _stage_permutes(step: _Step) -> Iterator[Expected]:
     """Permutes of activations from stage to stage of a pipeline, and between them and embedding and head."""
-    axes = tuple(set(step.engine.row_axes(step.layout)) - set(step.layout.batch_axes))
+    axes = tuple(set(step.engine.row_axes(step.layout)) - set(step.layout.sum_axes))
     yield Expected("collective-permute", axes, None, None, 0, None, "activations and their cotangents between stages")
 
 

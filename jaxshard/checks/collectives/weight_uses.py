@@ -30,6 +30,7 @@ from jaxshard.core.placement import Placement
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.accumulate import accumulate
+from jaxshard.engines.context import prepare, split_shapes
 from jaxshard.engines.engine import BlockPasses, Engine
 from jaxshard.engines.just_in_time import MakeMove, Move
 
@@ -83,7 +84,8 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     """
     # `make_move` sees placements alone, so the parameter's path travels in `Placement.rule`, which nothing here reads.
     named = replace(layout, params=map_with_path(lambda path, p: replace(p, rule=path_str(path)), layout.params))
-    call = engine.make_call(resolve(loss_fn), named, _make_marking_move())
+    objective = resolve(loss_fn)
+    call = engine.make_call(objective, named, _make_marking_move())
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
         return accumulate(
@@ -96,6 +98,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
         mesh, whole = layout.mesh, PartitionSpec()
         step = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(manual), check_vma=False)
     parts = axis_size(layout.mesh, layout.batch_axes) if manual else 1
+    batch = split_shapes(layout, objective.known, batch) if manual else prepare(layout, objective.known, batch)
 
     def turns_of(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
         rows = (x.shape[0] // (parts * engine.microbatches), *x.shape[1:]) if has_rows else x.shape

@@ -19,6 +19,7 @@ from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
 from jaxshard.engines.compiler_options import Options
+from jaxshard.engines.context import split_batch
 from jaxshard.engines.engine import (
     BlockPasses,
     Engine,
@@ -114,8 +115,8 @@ class Pipelined(Engine):
         return manual_axes_of(layout) | {_pipeline(layout).axis}
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Return the batch axes and that of the stages, along which what is not in a block has its micro-batches."""
-        return (*layout.batch_axes, _pipeline(layout).axis)
+        """Return the axes of rows and context, and that of the stages, over which embedding and head are spread."""
+        return (*layout.sum_axes, _pipeline(layout).axis)
 
     def block_passes(self, layout: Layout) -> BlockPasses:
         """Return how often a step uses a block's weights at most: as if every slot of every tick ran.
@@ -146,7 +147,7 @@ class Pipelined(Engine):
 
         def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             with users_code(layout):
-                device = DeviceStep(self, layout, pipe, model, params, batch, key)
+                device = DeviceStep(self, layout, pipe, model, params, split_batch(layout, model, batch), key)
                 embed_and_head = device.with_loss_weights(device.embed_and_head())
                 stages = device.training_stages(embed_and_head, self.saved, recompute=self.stash == "stage")
                 zeros = device.zero_grad_sums(), device.zero_totals(embed_and_head)

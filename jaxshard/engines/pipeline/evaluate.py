@@ -19,6 +19,7 @@ from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
+from jaxshard.engines.context import split_batch
 from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
 from jaxshard.engines.manual import on_each_device, row_specs, stored_specs
@@ -59,7 +60,7 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
         engine = Pipelined(microbatches=microbatches)
 
         def on_device(params: PyTree, batch: PyTree, rows: jax.Array | None) -> Metrics:
-            device = DeviceStep(engine, layout, pipe, model, params, batch, None)
+            device = DeviceStep(engine, layout, pipe, model, params, split_batch(layout, model, batch), None)
 
             def counts(microbatch: jax.Array) -> jax.Array:
                 inside = microbatch < microbatches

@@ -1,0 +1,87 @@
+"""Positions of rows that `js.context` splits: which of them a device has, and how it takes its part of an array.
+
+A row is cut into 2n chunks for n devices, of which device i has the chunks i and 2n - 1 - i, in this order. A causal
+query sees the keys before it, so that one early and one late chunk together are as much work on every device:
+
+    n = 2, a row of 8 positions     chunks       0 1 | 2 3 | 4 5 | 6 7
+                                    device 0     0 1               6 7
+                                    device 1           2 3   4 5
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxshard.core.constrain import activations_in_force
+from jaxshard.core.marks import is_marking, leave_mark
+
+
+def positions(count: int) -> Int[Array, " count"]:
+    """Return the positions in its row of the `count` elements at hand, of which each device may have a part.
+
+    Under `js.explicit` and `js.pipelined` with `js.context` these are this device's positions, for a model that knows
+    positions not from its batch: rotary angles, a table of learned positions. Elsewhere they are 0 to `count` - 1. No
+    collectives.
+
+    Args:
+      count: how many positions the arrays at hand have.
+
+    Raises:
+      ValueError: a negative count, or an odd one where a device has two chunks of a row.
+
+    Example:
+        angles = js.positions(x.shape[1])[:, None] * rates      # x: [rows, positions, width]
+    """
+    if count < 0:
+        raise ValueError(f"positions: the count must not be negative, got {count}")
+    if is_marking():
+        return leave_mark("js.positions", (), (), [jax.ShapeDtypeStruct((count,), jnp.int32)], (-1,))[0]
+    axes = split_axes()
+    if not axes:
+        return jnp.arange(count, dtype=jnp.int32)
+    if count % 2:
+        raise ValueError(
+            f"positions: a device has two chunks of a row over the axes {list(axes)} of js.context, an even number of "
+            f"positions, but was asked for {count}"
+        )
+    chunk = jnp.arange(count // 2, dtype=jnp.int32)
+    first, second = (number * (count // 2) for number in chunks_of(axes))
+    return jnp.concatenate([first + chunk, second + chunk])
+
+
+def count_in_row(count: int) -> int:
+    """Return how many positions a row has, of which `count` are at hand."""
+    axes = split_axes()
+    return count * lax.axis_size(axes) if axes else count
+
+
+def split_axes() -> tuple[str, ...]:
+    """Return the axes over which each device has its own part of the positions here; () where rows are whole."""
+    activations = activations_in_force()
+    context = None if activations is None else activations.layout.context
+    if activations is None or context is None:
+        return ()
+    mesh, manual = activations.mesh()
+    return context.axis if set(context.axis) <= manual and any(mesh.shape[axis] > 1 for axis in context.axis) else ()
+
+
+def is_context() -> bool:
+    """Return whether the layout that is followed here has a `js.context`."""
+    activations = activations_in_force()
+    return activations is not None and activations.layout.context is not None
+
+
+def take_part(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Take this device's positions of an array that has all of them in dimension `dim`, inside a `shard_map`."""
+    size = x.shape[dim] // (2 * lax.axis_size(axes))
+    halves = [lax.dynamic_slice_in_dim(x, number * size, size, dim) for number in chunks_of(axes)]
+    return jnp.concatenate(halves, dim)
+
+
+def chunks_of(axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return the numbers of the two chunks of a row that this device has."""
+    index = lax.axis_index(axes)
+    return index, 2 * lax.axis_size(axes) - 1 - index
