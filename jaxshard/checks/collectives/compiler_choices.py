@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.expected import Expected, Shape
 from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, groups_on_slices
-from jaxshard.checks.collectives.parameters import Parameter, rank_of, tensor_axes
+from jaxshard.checks.collectives.parameters import Parameter, expert_axes, rank_of, tensor_axes
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size, slice_indices
 from jaxshard.core.placement import axes_of
@@ -49,6 +49,20 @@ def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
         sums = replace(one, axes=layout.sum_axes, limit=longest, what="sums over rows")
         yield sums
         yield replace(sums, kind="all-gather")
+
+
+def exchanges(layout: Layout) -> Iterator[Expected]:
+    """Yield what brings tokens to their experts and back, and the counts by which every device knows how many come.
+
+    How much that is the routing decides. Where it is uneven, tokens go in several rounds, of which a program does not
+    say how many there are.
+    """
+    axes = expert_axes(layout)
+    for kind in ("all-to-all", "ragged-all-to-all") if axes else ():
+        yield Expected(kind, axes, None, None, 0, None, "tokens sent to their experts and back")
+    dims = (size for x in jax.tree.leaves(layout.shapes.params) for size in x.shape)
+    counts = axis_size(layout.mesh, axes) * max(dims, default=1)
+    yield Expected("all-gather", axes, None, None, 0, None, "counts of tokens by expert", limit=counts)
 
 
 def splits_sequence(layout: Layout) -> bool:

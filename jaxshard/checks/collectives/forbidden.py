@@ -31,6 +31,7 @@ class Never:
         sorted.
       shards: the weight's numbers of elements on one device, whole or one block of it.
       vocab: of logits the size of the last dimension; 0 for a weight.
+      of_experts: True for the weights of experts, over whose axes tokens are exchanged.
     """
 
     axes: tuple[str, ...]
@@ -38,14 +39,16 @@ class Never:
     shapes: frozenset[Shape] = frozenset()
     shards: frozenset[int] = frozenset()
     vocab: int = 0
+    of_experts: bool = False
 
 
-def forbidden_arrays(mesh: Mesh, parameters: Sequence[Parameter]) -> Iterator[Never]:
-    """Yield the weights that tensor axes split, and the logits of a vocabulary that they split."""
+def forbidden_arrays(mesh: Mesh, parameters: Sequence[Parameter], experts: Sequence[str] = ()) -> Iterator[Never]:
+    """Yield the weights that axes split in use, those of `experts` among them, and logits of a vocabulary split so."""
     for one in parameters:
         axes = tuple(axis for axis in axes_of(one.param.use) if mesh.shape[axis] > 1)
         if axes and rank_of(one.path, one.shape) > 1:  # a vector is as long as statistics of features are
-            yield Never(axes, f"the weight {one.path}", _whole_shapes(mesh, one, axes), _shard_sizes(mesh, one))
+            forms = _whole_shapes(mesh, one, axes), _shard_sizes(mesh, one)
+            yield Never(axes, f"the weight {one.path}", *forms, of_experts=bool(set(axes) & set(experts)))
     vocab = {pair for one in parameters for pair in _vocab_dims(one)}
     others = {size for one in parameters for size in one.shape if size not in [size for _, size in _vocab_dims(one)]}
     for axes, size in sorted(vocab):
@@ -99,7 +102,8 @@ def is_forbidden(never: Never, found: Collective) -> bool:
         return shape[-1:] == (never.vocab,) and found.elements > never.vocab and len(normal_shape(shape)) > 1
     if found.kind == "all-gather":
         return normal_shape(shape) in never.shapes
-    moved = found.kind not in ("all-reduce", "reduce-scatter")
+    exchanged = never.of_experts and found.kind.endswith("all-to-all")  # tokens, of any number
+    moved = found.kind not in ("all-reduce", "reduce-scatter") and not exchanged
     return moved and found.elements in never.shards and found.dtype.startswith(("f", "bf"))
 
 

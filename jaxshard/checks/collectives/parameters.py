@@ -54,6 +54,12 @@ def rank_of(path: str, shape: tuple[int, ...]) -> int:
 
 
 def tensor_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes that split weights while they are used, in mesh order."""
+    """Return the mesh axes that split weights while they are used, in mesh order, but for those that split experts."""
     used = {axis for placement in jax.tree.leaves(layout.params) for axis in axes_of(placement.use)}
-    return tuple(axis for axis in layout.mesh.axis_names if axis in used)
+    return tuple(axis for axis in layout.mesh.axis_names if axis in used and axis not in expert_axes(layout))
+
+
+def expert_axes(layout: Layout) -> tuple[str, ...]:
+    """Return the mesh axes over which tokens are sent to their experts, in mesh order."""
+    axes = () if layout.expert is None else layout.expert.axis
+    return tuple(axis for axis in layout.mesh.axis_names if axis in axes)

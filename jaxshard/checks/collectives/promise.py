@@ -35,6 +35,7 @@ from jaxshard.checks.collectives.compiler_choices import (
     activations,
     between_slices,
     border_permutes,
+    exchanges,
     feature_gathers,
     fewest_features,
     ring_permutes,
@@ -42,7 +43,14 @@ from jaxshard.checks.collectives.compiler_choices import (
 )
 from jaxshard.checks.collectives.expected import Expected, over_several
 from jaxshard.checks.collectives.forbidden import Never, forbidden_arrays
-from jaxshard.checks.collectives.parameters import Parameter, is_stacked, parameters_of, rank_of, tensor_axes
+from jaxshard.checks.collectives.parameters import (
+    Parameter,
+    expert_axes,
+    is_stacked,
+    parameters_of,
+    rank_of,
+    tensor_axes,
+)
 from jaxshard.checks.collectives.weight_uses import Uses, count_scheduled_uses, count_uses
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
@@ -89,7 +97,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
       the longest dimension of a parameter (statistics of a batch);
     - in a pipeline, permutes of activations over its axis, the gradients outside the blocks summed over it too, and
       what a slot of a tick does at most as often as there are ticks;
-    - over axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
+    - over the axes of `js.expert`, all-to-alls of tokens and a gather of their counts;
+    - over other axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
       sequence their gathers and scatters too. Never a weight that is split there, nor an array with a dimension of a
       vocabulary that is.
 
@@ -120,10 +129,12 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *_norm_gathers(step),
         *feature_gathers(layout, parameters, engine.compute_dtype),
         *activations(layout, engine.compiler_chooses),
+        *exchanges(layout),
     ]
     total = sum(bytes_of(one.shape, one.dtype) for one in parameters)
     expected = list(between_slices(layout.mesh, [*over_several(layout.mesh, expected), *_scalars(step)]))
-    return Promise(tuple(expected), tuple(forbidden_arrays(layout.mesh, parameters)), int(SLACK * total), layout.mesh)
+    never = forbidden_arrays(layout.mesh, parameters, expert_axes(layout))
+    return Promise(tuple(expected), tuple(never), int(SLACK * total), layout.mesh)
 
 
 class _Step(NamedTuple):

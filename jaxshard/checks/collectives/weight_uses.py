@@ -33,6 +33,7 @@ from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.context import prepare, split_shapes
 from jaxshard.engines.engine import BlockPasses, Engine
 from jaxshard.engines.just_in_time import MakeMove, Move
+from jaxshard.engines.manual import used_shape
 
 # Called what it stands for, so that no policy of `jax.checkpoint` saves it: the backward pass gathers again.
 _mark = Primitive("all_gather")
@@ -84,8 +85,8 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     """
     # `make_move` sees placements alone, so the parameter's path travels in `Placement.rule`, which nothing here reads.
     named = replace(layout, params=map_with_path(lambda path, p: replace(p, rule=path_str(path)), layout.params))
-    objective = resolve(loss_fn)
-    call = engine.make_call(objective, named, _make_marking_move())
+    objective, manual = resolve(loss_fn), engine.manual_axes(layout)
+    call = engine.make_call(objective, named, _make_marking_move(layout if manual else None))
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
         return accumulate(
@@ -93,7 +94,6 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
             sinks, state, turns, jnp.arange(engine.microbatches), sum_over_devices=lambda x: x,
         )  # fmt: skip
 
-    manual = engine.manual_axes(layout)
     if manual:  # what one device runs: the user's code may name axes
         mesh, whole = layout.mesh, PartitionSpec()
         step = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=set(manual), check_vma=False)
@@ -118,17 +118,21 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     return Uses(counts, outcome.metrics)
 
 
-def _make_marking_move() -> MakeMove:
+def _make_marking_move(layout: Layout | None) -> MakeMove:
+    """Make moves that only mark. Under a `layout` the loss runs once per device, with its part of the experts."""
+
     def make_move(param: Placement, grad: Placement | None) -> Move:
         path, shape = param.rule, param.view.logical
+        used = shape if layout is None else used_shape(layout, param)
 
         def gather(stored: jax.Array) -> jax.Array:
             marked: jax.Array = _mark.bind(stored, use=Use("weight", path, shape))
-            return param.view.invert(marked)
+            return param.view.invert(marked)[tuple(map(slice, used))]
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
-            return grad.view.apply(_mark.bind(cotangent, use=Use("gradient", path, shape)))
+            marked: jax.Array = _mark.bind(cotangent, use=Use("gradient", path, shape))
+            return grad.view.apply(jnp.pad(marked, [(0, size - part) for size, part in zip(shape, used)]))
 
         return Move(gather, reduce)
 
