@@ -155,7 +155,7 @@ def _with_gathered_keys(
 
     # What is gathered is not kept for the backward pass, the kernel's own output and sums are.
     attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(NAME))
-    groups = _group_count(K, n * B * S * (D + E) * k_BSKD.dtype.itemsize)
+    groups = _group_count(K, n * B * S * K * (D + E) * k_BSKD.dtype.itemsize)
     out: jax.Array
     if groups == 1:
         out = attend(q_BTHD, k_BSKD, v_BSKE)
@@ -166,9 +166,13 @@ def _with_gathered_keys(
 
 
 def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
-    """Gather dimension 1 from all devices, in the order of the sequence if the order matters."""
-    whole: jax.Array = lax.all_gather(x, axes, axis=1, tiled=True)
-    return from_zigzag(whole, lax.axis_size(axes), 1) if is_ordered(form) else whole
+    """Gather dimension 1 from all devices, in the order of the sequence if the order matters.
+
+    Axis by axis, the last one first: over all of a torus at once the gradient would be summed whole (`benchmarks/`).
+    """
+    for axis in reversed(axes):
+        x = lax.all_gather(x, axis, axis=1, tiled=True)
+    return from_zigzag(x, lax.axis_size(axes), 1) if is_ordered(form) else x
 
 
 def _group_count(kv_heads: int, size: int) -> int:
