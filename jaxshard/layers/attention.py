@@ -26,6 +26,7 @@ from jaxshard.layers.blockwise import NAME, blockwise
 from jaxshard.layers.context import Kernels
 from jaxshard.layers.cudnn import cudnn, is_rocm, why_not_cudnn
 from jaxshard.layers.formula import Extras, Form, formula
+from jaxshard.layers.ring import blocks as turns_in_blocks
 from jaxshard.layers.splash import splash, why_not_splash
 from jaxshard.layers.splash_chunks import splash_chunks, why_not_chunks
 from jaxshard.layers.split import Split
@@ -261,13 +262,13 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
         named: jax.Array = checkpoint_name(formula(q_BTHD, k_BSKD, v_BSKE, extras, form), NAME)
         return named
     block = 128 if platform == "cpu" else 512
-    blocks = Kernels(partial(blockwise, block=block), partial(blockwise, block=block))
+    blocks = Kernels(partial(blockwise, block=block), partial(blockwise, block=block), turns_in_blocks(block))
     kernels, reason = blocks, ""
     if platform == "tpu":
-        kernels = Kernels(splash, splash_chunks)
+        kernels = Kernels(splash, splash_chunks, blocks.parts)
         reason = why_not_splash(q_BTHD, extras, form) or split.why_not(why_not_chunks, form)
     elif platform == "gpu" and not is_rocm(device):
-        kernels = Kernels(cudnn, blocks.chunks)
+        kernels = Kernels(cudnn, blocks.chunks, blocks.parts)
         reason = why_not_cudnn(device, q_BTHD, v_BSKE, extras, form) or split.why_not(_why_not_on_gpus, form)
     reason = reason or (split.uneven_rows if kernels is not blocks else "")
     if reason:

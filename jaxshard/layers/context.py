@@ -35,6 +35,7 @@ from jax import lax
 
 from jaxshard.layers.blockwise import NAME, Starts
 from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.ring import Parts, ring_attention
 from jaxshard.layers.zigzag import Axes, chunk_starts, from_zigzag, to_zigzag
 
 _MOST_GATHERED = 2**28
@@ -50,10 +51,12 @@ class Kernels(NamedTuple):
       whole: for queries and keys in the order of the sequence, or where the order does not matter.
       chunks: for queries that are chunks of the sequence, which begin at `starts.queries`, and for all keys:
         chunks(q, k, v, extras, form, starts=Starts(...)).
+      parts: for the turns of a ring.
     """
 
     whole: _Attend
     chunks: Callable[..., jax.Array]
+    parts: Parts
 
 
 def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int) -> str:
@@ -123,6 +126,11 @@ def attend_in_context(
     """
     if reason := why_not_in_context(q_BTHD.shape[1], extras, form, how, lax.axis_size(axes)):
         raise ValueError(f"attention: {reason}")
+    if how == "ring":
+        out: jax.Array = ring_attention(
+            q_BTHD, k_BSKD, v_BSKE, extras.segments, extras.segments, form, kernels.parts, axes
+        )
+        return out
     outer, inner = {"gather": (axes, ()), "ulysses": ((), axes), "usp": (axes[:1], axes[1:])}[how]
     attend = partial(_with_gathered_keys, kernels=kernels, axes=outer) if outer else kernels.whole
     if inner:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
+from jaxshard.layers import ring
 from jaxshard.layers.blockwise import blockwise
 from jaxshard.layers.context import Kernels, attend_in_context
 from jaxshard.layers.formula import Extras, Form
@@ -18,7 +19,7 @@ from jaxshard.layers.splash_chunks import splash_chunks
 from jaxshard.layers.zigzag import from_zigzag, to_zigzag
 from tests.layers.cases import arrays, assert_equal, documents, normal
 
-BLOCKS = Kernels(partial(blockwise, block=16), partial(blockwise, block=16))
+BLOCKS = Kernels(partial(blockwise, block=16), partial(blockwise, block=16), ring.blocks(16))
 AXES = {"gather": {"c": 8}, "ulysses": {"c": 8}, "usp": {"c": 2, "d": 4}, "ring": {"c": 8}}
 
 
@@ -56,10 +57,14 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_formula(how, case):
     sizes, extras, form = CASES[case]
+    if how == "ring" and form.window is not None:
+        with pytest.raises(ValueError, match="a window of"):
+            split_over(AXES[how], how)(*arrays(144, **sizes), extras, form)
+        return
     assert_equal(split_over(AXES[how], how), *arrays(144, **sizes), extras, form)
 
 
-INTERPRETED = Kernels(partial(splash, interpret=True), partial(splash_chunks, interpret=True))
+INTERPRETED = Kernels(partial(splash, interpret=True), partial(splash_chunks, interpret=True), BLOCKS.parts)
 
 
 @pytest.mark.slow

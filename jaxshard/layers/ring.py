@@ -1,0 +1,181 @@
+"""Attention in a ring: every device's keys and values pass by every other device, and nothing is gathered.
+
+In turn t device i computes its queries with the keys of device i - t, and sends those on. The parts are merged by the
+logarithms of their sums:
+
+    out = sum of exp(l_t - l) out_t        l = log(sum of exp(l_t)), each l_t the log of the sum of exp(logits)
+
+The backward pass goes around once more. The gradients of keys and values, in f32, travel with them and arrive at home
+after n moves. Causal work is as much in every turn: with keys of an earlier device all queries see the first chunk,
+with those of a later one the second chunk of queries sees both (`zigzag`).
+
+Runs inside `shard_map`. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Zhu 2024,
+"ring-flash-attention". Shape suffixes as in `formula`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxshard.layers.blockwise import NAME, Starts, partial_attention, partial_gradients
+from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.zigzag import Axes, chunk_starts
+
+
+class Turn(NamedTuple):
+    """One turn of the ring.
+
+    Attributes:
+      queries: int, the device whose queries these are.
+      keys: the device whose keys these are.
+      devices: how many there are.
+      own: whether these are the same; known when the program is made.
+    """
+
+    queries: jax.Array
+    keys: jax.Array
+    devices: int
+    own: bool
+
+
+class Parts(NamedTuple):
+    """What computes a turn on a platform.
+
+    Attributes:
+      forward: (q, k, v, extras, form, turn) -> (output, log of the sum of exp(logits) [B, T, H]).
+      backward: (q, k, v, extras, form, out, logsumexp, d_out, turn) -> what the turn adds to the gradients of q, k, v.
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def blocks(block: int) -> Parts:
+    """Compute turns in blocks of at most `block` positions."""
+
+    def starts(form: Form, q: jax.Array, k: jax.Array, turn: Turn) -> Starts:
+        if not form.causal:
+            return Starts(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+        n = turn.devices
+        return Starts(chunk_starts(turn.queries, n, q.shape[1]), chunk_starts(turn.keys, n, k.shape[1]))
+
+    def forward(
+        q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, turn: Turn
+    ) -> tuple[jax.Array, jax.Array]:
+        return partial_attention(q, k, v, extras, form, starts=starts(form, q, k, turn), block=block)
+
+    def backward(
+        q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, *rest: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *results, turn = rest
+        return partial_gradients(q, k, v, extras, form, *results, starts=starts(form, q, k, turn), block=block)
+
+    return Parts(forward, backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def ring_attention(
+    q_BTHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKE: jax.Array,
+    segments: jax.Array | None,
+    key_segments: jax.Array | None,
+    form: Form,
+    parts: Parts,
+    axes: Axes,
+) -> jax.Array:
+    """Compute attention of this device's queries to the keys of all devices along `axes`.
+
+    Collectives: n - 1 permutes of k, v and segments, forward and backward; backward n of the gradients of k and v.
+    """
+    return _forward(q_BTHD, k_BSKD, v_BSKE, segments, key_segments, form, parts, axes)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, key_segments: Any, form: Form, parts: Parts, axes: Axes
+) -> tuple[jax.Array, jax.Array]:
+    def take_turn(carry: Any, sums: tuple[()], passing: Any, turn: Turn) -> tuple[Any, tuple[()]]:
+        k, v, ids = passing
+        more, its_sum = parts.forward(q, k, v, Extras(segments, key_segments=ids), form, turn)
+        if turn.own:
+            return (more.astype(jnp.float32), its_sum), sums
+        out, logsumexp = carry
+        total = jnp.logaddexp(logsumexp, its_sum)
+        old, new = (jnp.exp(x - total)[..., None] for x in (logsumexp, its_sum))
+        return (out * old + more.astype(jnp.float32) * new, total), sums
+
+    (out, logsumexp), _ = _go_around(take_turn, None, (), (k, v, key_segments), axes)
+    return out.astype(v.dtype), logsumexp
+
+
+def _go_around(
+    take_turn: Callable[..., tuple[Any, Any]], carry: Any, sums: Any, passing: Any, axes: Axes
+) -> tuple[Any, Any]:
+    """Take n turns: carry, sums = take_turn(carry, sums, passing, turn).
+
+    Between them `passing` and `sums` move one device further. `passing` moves while the turn with it is computed, and
+    `sums` while that is computed which is added to them.
+    """
+    n, i = lax.axis_size(axes), lax.axis_index(axes)
+
+    def turn_and_move(state: Any, t: Any) -> tuple[Any, None]:
+        carry, sums, passing = state
+        sent = _send_on(passing, axes)
+        return (*take_turn(carry, _send_on(sums, axes), passing, Turn(i, (i - t) % n, n, False)), sent), None
+
+    carry, sums = take_turn(carry, sums, passing, Turn(i, i, n, True))
+    if n == 1:
+        return carry, sums
+    passing = _send_on(passing, axes)
+    if n > 2:
+        (carry, sums, passing), _ = lax.scan(turn_and_move, (carry, sums, passing), jnp.arange(1, n - 1))
+    return take_turn(carry, _send_on(sums, axes), passing, Turn(i, (i + 1) % n, n, False))
+
+
+def _send_on(tree: Any, axes: Axes) -> Any:
+    n = lax.axis_size(axes)
+    return jax.tree.map(lambda x: lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)]), tree)
+
+
+def _ring_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, key_segments: Any, form: Form, parts: Parts, axes: Axes
+) -> tuple[jax.Array, Any]:
+    # A call of its own, as in `blockwise`: policies of `jax.checkpoint` would look into the loop.
+    found = _closed_forward(q, k, v, segments, key_segments, form, parts, axes)
+    out, logsumexp = (checkpoint_name(x, NAME) for x in found)
+    return out, (q, k, v, segments, key_segments, out, logsumexp)
+
+
+_closed_forward = jax.custom_vjp(_forward, nondiff_argnums=(5, 6, 7))
+
+
+def _no_second_derivative(*args: Any) -> Any:
+    raise NotImplementedError("attention in a ring has no second derivatives; use js.context(how='gather')")
+
+
+_closed_forward.defvjp(_no_second_derivative, _no_second_derivative)
+
+
+def _ring_backward(form: Form, parts: Parts, axes: Axes, kept: Any, d_out: jax.Array) -> Any:
+    q, k, v, segments, key_segments, out, logsumexp = kept
+
+    def take_turn(dq: jax.Array, sums: Any, passing: Any, turn: Turn) -> tuple[jax.Array, Any]:
+        k, v, ids = passing
+        given = q, k, v, Extras(segments, key_segments=ids), form, out, logsumexp, d_out, turn
+        dq, *sums = (x + more.astype(jnp.float32) for x, more in zip((dq, *sums), parts.backward(*given)))
+        return dq, tuple(sums)
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    dq, sums = _go_around(take_turn, zeros[0], zeros[1:], (k, v, key_segments), axes)
+    dk, dv = _send_on(sums, axes)  # home
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+ring_attention.defvjp(_ring_forward, _ring_backward)
