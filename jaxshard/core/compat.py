@@ -265,6 +265,33 @@ def mark_primitive(name: str) -> Primitive:
     return primitive
 
 
+def splash_gradients(blocks: Any, mask_infos: Any, residuals: Any, d_out: Any, **options: Any) -> Any:
+    """Return the gradients of q, k and v [heads, positions, width] of splash attention's TPU kernels.
+
+    The public kernel's derivative knows only its own output. In a ring the output is that of all keys, and a turn has
+    the gradients of some: there `residuals` are (q, k, v, segment ids, output, log of the sum of exp(logits)).
+
+    Private: `splash_attention_kernel._splash_attention_bwd`, its arguments and the order of its results. Loud: an
+    AttributeError or TypeError.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    q, k, v, segments, out, logsumexp = residuals
+    _, _, _, dq, dk, dv, *_ = splash_attention_kernel._splash_attention_bwd(
+        False,
+        splash_attention_kernel.DEFAULT_MASK_VALUE,
+        False,
+        blocks,
+        None,
+        options.get("mask_function"),
+        options.get("soft_cap"),
+        options.get("interpret", False),
+        (q, k, v, segments, None, out, logsumexp, *mask_infos),
+        d_out,
+    )
+    return dq, dk, dv
+
+
 def forget_profile() -> None:
     """Drop a profile that could not be written, so that another one can be started.
 

@@ -29,6 +29,7 @@ from jaxshard.layers.formula import Extras, Form, formula
 from jaxshard.layers.ring import blocks as turns_in_blocks
 from jaxshard.layers.splash import splash, why_not_splash
 from jaxshard.layers.splash_chunks import splash_chunks, why_not_chunks
+from jaxshard.layers.splash_ring import splash_turns
 from jaxshard.layers.split import Split
 
 _SHORT = 256
@@ -265,7 +266,7 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
     blocks = Kernels(partial(blockwise, block=block), partial(blockwise, block=block), turns_in_blocks(block))
     kernels, reason = blocks, ""
     if platform == "tpu":
-        kernels = Kernels(splash, splash_chunks, blocks.parts)
+        kernels = Kernels(splash, splash_chunks, splash_turns())
         reason = why_not_splash(q_BTHD, extras, form) or split.why_not(why_not_chunks, form)
     elif platform == "gpu" and not is_rocm(device):
         kernels = Kernels(cudnn, blocks.chunks, blocks.parts)

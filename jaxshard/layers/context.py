@@ -82,14 +82,17 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
     return ""
 
 
-def chunk_length(length: int, how: str, sizes: dict[str, int]) -> int | None:
-    """Return how long the chunks are for which `Kernels.chunks` is called; None where it is not.
+def chunk_length(length: int, form: Form, how: str, sizes: dict[str, int]) -> int | None:
+    """Return how long the chunks are for which `Kernels.chunks` or `parts` is called; None where neither is.
 
     Args:
       length: of each device's part.
+      form: as for every kernel.
       how: which collectives.
       sizes: of the axes over which the sequence is split.
     """
+    if not is_ordered(form):
+        return length if how == "ring" else None
     if how == "ulysses":
         return None
     return length // 2 * (list(sizes.values())[-1] if how == "usp" else 1)

@@ -3,7 +3,7 @@
 Splash attention takes tables of blocks: for each block of queries which blocks of keys to load one after the other, and
 which of them to compute. JAX makes them on the host from a mask, the same for all devices. Here they are made in the
 program, from where the device's chunks begin: blocks are far fewer than positions. What is seen inside a block follows
-from the positions (`_Sees`), which the kernel is given for the queries and counts for the keys.
+from the positions (`Sees`), which the kernel is given for the queries and counts for the keys.
 
 Blocks never cross chunks, so every device visits as many: chunks must be multiples of 128.
 
@@ -36,8 +36,17 @@ class Blocks(NamedTuple):
     computed: int
 
     @classmethod
-    def of(cls, chunk: int, keys: int, most: tuple[int, int, int] = _MOST) -> Blocks:
-        """Choose the largest blocks that divide a chunk of queries, and `keys`."""
+    def of(cls, chunk: int, keys: int) -> Blocks:
+        """Choose blocks that divide a chunk of queries, and `keys`."""
+        return cls._of(chunk, keys, _MOST)
+
+    @classmethod
+    def of_dq(cls, chunk: int, keys: int) -> Blocks:
+        """Choose them for the gradient of the queries."""
+        return cls._of(chunk, keys, _MOST_OF_DQ)
+
+    @classmethod
+    def _of(cls, chunk: int, keys: int, most: tuple[int, int, int]) -> Blocks:
         loaded = _largest(keys, most[1])
         return cls(_largest(chunk, most[0]), loaded, _largest(loaded, most[2]))
 
@@ -54,7 +63,7 @@ class Visits(NamedTuple):
     counts: jax.Array
 
 
-class _Sees(NamedTuple):
+class Sees(NamedTuple):
     """The mask inside a block, as the kernel calls it: with the positions of queries and keys."""
 
     causal: bool
@@ -83,20 +92,19 @@ def splash_chunks(
     """Compute attention of chunks of queries to all keys, causal or in a window, by the kernel."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    T, D, S, E = *q_BTHD.shape[1::2], k_BSKD.shape[1], v_BSKE.shape[-1]
+    T, S, E = q_BTHD.shape[1], k_BSKD.shape[1], v_BSKE.shape[-1]
     chunk = T // starts.queries.size
-    blocks, of_dq = Blocks.of(chunk, S), Blocks.of(chunk, S, _MOST_OF_DQ)
-    scaled_BTHD = (q_BTHD.astype(jnp.float32) / D**0.5).astype(q_BTHD.dtype)
-    q_BHTD, k_BKSD, v_BKSE = (_prepare(x) for x in (scaled_BTHD, k_BSKD, v_BSKE))
+    blocks, of_dq = Blocks.of(chunk, S), Blocks.of_dq(chunk, S)
+    q_BHTD, k_BKSD, v_BKSE = heads_first(q_BTHD, scale=True), heads_first(k_BSKD), heads_first(v_BSKE)
     kernel: Any = kernels.SplashAttentionKernel(
-        *_tables(form, starts.queries, T, S, blocks, of_dq),
-        block_sizes=_block_sizes(blocks, of_dq),
+        *tables(form, starts.queries, T, S, blocks, of_dq),
+        block_sizes=block_sizes(blocks, of_dq),
         is_mqa=False,
         save_residuals=False,
         mask_value=kernels.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=form.soft_cap,
         residual_checkpoint_name=NAME,
-        mask_function=_Sees(form.causal, form.window),
+        mask_function=Sees(form.causal, form.window),
         interpret=interpret,
     )
     if extras.segments is None:
@@ -108,9 +116,12 @@ def splash_chunks(
     return out
 
 
-def _prepare(x_BTHD: jax.Array) -> jax.Array:
-    missing = -x_BTHD.shape[-1] % _LANES
-    x_BTHD = jnp.pad(x_BTHD, ((0, 0),) * 3 + ((0, missing),)) if missing else x_BTHD
+def heads_first(x_BTHD: jax.Array, *, scale: bool = False) -> jax.Array:
+    """Shape an array as the kernel takes it, [B, H, T, D]; queries are scaled, which the kernel does not do."""
+    D = x_BTHD.shape[-1]
+    if scale:
+        x_BTHD = (x_BTHD.astype(jnp.float32) / D**0.5).astype(x_BTHD.dtype)
+    x_BTHD = jnp.pad(x_BTHD, ((0, 0),) * 3 + ((0, -D % _LANES),)) if D % _LANES else x_BTHD
     return x_BTHD.swapaxes(1, 2)
 
 
@@ -157,8 +168,8 @@ def visits(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, *, of_
     return Visits(next.reshape(rows, width).astype(jnp.int32), counts)
 
 
-def _tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq: Blocks) -> tuple[Any, Any, Any]:
-    """Return splash attention's tables for the forward pass, the gradient of q, and that of k and v."""
+def tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq: Blocks) -> tuple[Any, Any, Any]:
+    """Return splash attention's tables of blocks for the forward pass, the gradient of q, and that of k and v."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     each = T // starts.size
@@ -177,7 +188,8 @@ def _tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq
     return by_query, by_query_dq, table(visits(form, starts, T, S, blocks, of_keys=True), True)
 
 
-def _block_sizes(blocks: Blocks, of_dq: Blocks) -> Any:
+def block_sizes(blocks: Blocks, of_dq: Blocks) -> Any:
+    """Return the sizes as splash attention takes them."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
 
     return BlockSizes(

@@ -97,12 +97,12 @@ class Split:
 
     def why_not(self, why_not_chunks: Callable[[int], str], form: Form) -> str:
         """Return why a kernel can't compute the chunks that a device has of a sequence; "" if it needs not or can."""
-        if self.context is None or not is_ordered(form) or self.mesh is None:
+        if self.context is None or self.mesh is None:
             return ""
         sizes = {axis: self.mesh.shape[axis] for axis in self.context.axis}
         inside = set(self.context.axis) <= self.manual
         length = self.length if inside else self.length // axis_size(self.mesh, self.context.axis)
-        chunk = chunk_length(length, self.context.how, sizes)
+        chunk = chunk_length(length, form, self.context.how, sizes)
         return "" if chunk is None else why_not_chunks(chunk)
 
     def run(
