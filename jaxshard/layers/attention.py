@@ -32,6 +32,8 @@ from jaxshard.layers.splash_chunks import splash_chunks, why_not_chunks
 from jaxshard.layers.splash_ring import splash_turns
 from jaxshard.layers.split import Split
 
+SCOPE = "js.attention"
+"""The scope in programs, by which the promise of collectives finds what attention exchanges."""
 _SHORT = 256
 """Up to so many queries and keys all logits at once are faster than blocks, and small."""
 _SHORT_ON_TPU = 127
@@ -280,7 +282,8 @@ def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: E
         kernels = blocks
     if split.whole:
         _warn_once(f"attention: every device of {split.whole_over} computes with all keys, because {split.whole}")
-    return split.run(kernels, q_BTHD, k_BSKD, v_BSKE, extras, form)
+    with jax.named_scope(SCOPE):
+        return split.run(kernels, q_BTHD, k_BSKD, v_BSKE, extras, form)
 
 
 def _why_not_on_gpus(chunk: int) -> str:

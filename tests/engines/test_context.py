@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.checks.collectives.found import arrays_only
 
 ROWS, SEQ = 8, 32
 
@@ -66,7 +69,85 @@ def test_packed_rows_under_explicit_to_1e_6():
 
 
 def test_dropout_is_that_of_one_device():
-    check(gpt(dropout=0.3), {"context": 4}, plain_rows(), js.explicit())
+    check(gpt(dropout=0.3, depth=1), {"context": 2}, plain_rows(), js.explicit())
+
+
+def found_over_context(model, axes, batch, engine, strategy):
+    """Executions of the collectives of arrays over the context alone, by kind and shape on a device; none surprises."""
+    mesh = js.make_mesh(jax.devices()[: int(np.prod(list(axes.values())))], **axes)
+    step = js.make_step(
+        model.loss, optax.sgd(0.1), js.layout(strategy, mesh, model.init, optax.sgd(0.1)), engine=engine
+    )
+    comparison = js.audit(step, batch)
+    assert comparison.ok, str(comparison)
+    counts = collections.Counter()
+    for one in arrays_only(comparison.found):
+        if one.axes == ("context",):
+            for shape in one.shapes:
+                counts[one.kind, shape] += one.count
+    return counts
+
+
+KEYS = (4, 32, 4, 4)
+"""Keys of 4 rows, all positions and 4 heads of width 4; QUERIES are a device's own positions, with 8 heads."""
+QUERIES = (4, 8, 8, 4)
+
+
+def test_a_context_adds_its_gathers_alone():
+    strategy = js.compose(js.ddp("data"), js.context("context"))
+    found = found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy)
+    # Keys and values of two blocks, which keep everything for the backward pass, and their gradients.
+    assert found == {("all-gather", KEYS): 4, ("reduce-scatter", KEYS): 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        # Queries and output of two blocks, forward and backward. Keys and values have as many heads as devices.
+        ("ulysses", {("all-to-all", QUERIES): 8, ("all-to-all", (4, 8, 4, 4)): 8}),
+    ],
+)
+def test_other_forms_add_their_collectives_alone(how, expected):
+    strategy = js.compose(js.ddp("data"), js.context("context", how=how))
+    assert found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["gather", "ulysses"])
+@pytest.mark.parametrize("make", [llama, gpt])
+@pytest.mark.parametrize("axes", [{"data": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("engine", [js.auto(), js.explicit(), js.explicit(microbatches=2)], ids=str)
+def test_no_collective_surprises(make, axes, engine, how):
+    found_over_context(make(), axes, packed_rows(), engine, make_strategy(axes, how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, gpt])
+def test_a_pipeline_over_a_context_equals_one_device_to_1e_6(make):
+    axes = {"data": 2, "context": 2, "pipe": 2}
+    for engine in (js.pipelined(microbatches=2), js.pipelined(microbatches=2, schedule="zero_bubble", stash="stage")):
+        check(make(), axes, packed_rows(), engine)
+        found_over_context(make(), axes, packed_rows(), engine, make_strategy(axes))
+
+
+def test_batches_that_can_not_be_split_are_refused():
+    model, mesh = llama(), js.make_mesh(context=8)
+    layout = js.layout(make_strategy({"context": 8}), mesh, model.init, optax.sgd(0.1))
+    tokens, short = plain_rows()["tokens"], plain_rows()["tokens"][:, :21]
+
+    def compile_step(loss, batch, engine=None):
+        js.make_step(loss, optax.sgd(0.1), layout, engine=engine or js.explicit()).compile(batch)
+
+    with pytest.raises(ValueError, match=r"must be a multiple of 16, (.*\n)+  - tokens: 20 in dim 1 .*; use 16 or 32"):
+        compile_step(model.loss, {"tokens": short})
+    for engine in (js.explicit(), js.auto()):
+        with pytest.raises(ValueError, match=r'\{"tokens": tokens\[:, :-1\], "targets": tokens\[:, 1:\]\}'):
+            compile_step(lambda *args: model.loss(*args), {"tokens": tokens}, engine)
+    with pytest.raises(ValueError, match=r"no array of the batch has positions .* it has x .8, 33."):
+        compile_step(lambda *args: js.Mean(0.0, 1.0), {"x": tokens})
+    with pytest.raises(ValueError, match=r"does not name them.*\n  - mask: dim 1"):
+        compile_step(lambda *args: js.Mean(0.0, 1.0), {"tokens": tokens[:, 1:], "mask": tokens[:, 1:]})
 
 
 MESHES = [

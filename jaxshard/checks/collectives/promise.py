@@ -98,6 +98,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     - in a pipeline, permutes of activations over its axis, the gradients outside the blocks summed over it too, and
       what a slot of a tick does at most as often as there are ticks;
     - over the axes of `js.expert`, all-to-alls of tokens and a gather of their counts;
+    - over those of a context what `js.attention` exchanges of keys and values, forward and backward, as often as its
+      program does, and in a pipeline as needed;
     - over other axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
       sequence their gathers and scatters too. Never a weight that is split there, nor an array with a dimension of a
       vocabulary that is.
@@ -126,6 +128,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *_state_collectives(step),
         *_metric_sums(step),
         *_stage_permutes(step),
+        *_context_exchanges(step),
         *_norm_gathers(step),
         *feature_gathers(layout, parameters, engine.compute_dtype),
         *activations(layout, engine.compiler_chooses),
@@ -323,6 +326,20 @@ def _stage_permutes(step: _Step) -> Iterator[Expected]:
     """Permutes of activations from stage to stage of a pipeline, and between them and embedding and head."""
     axes = tuple(set(step.engine.row_axes(step.layout)) - set(step.layout.sum_axes))
     yield Expected("collective-permute", axes, None, None, 0, None, "activations and their cotangents between stages")
+
+
+def _context_exchanges(step: _Step) -> Iterator[Expected]:
+    """What attention exchanges where positions are split: gathers of keys and values, all-to-alls, or permutes."""
+    if step.layout.context is None:
+        return
+    what = "queries, keys and values, or their gradients, of js.attention"
+    if step.uses.exchanges is None:
+        for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
+            yield Expected(kind, step.layout.context.axis, None, None, 0, None, what)
+        return
+    for one, count in step.uses.exchanges.items():
+        # The compiler may join equal ones of a block, or move one that is the same in every block out of the loop.
+        yield Expected(one.kind, one.axes, one.shape, one.dtype, 0, count, what)
 
 
 def _norm_gathers(step: _Step) -> Iterator[Expected]:

@@ -6,7 +6,8 @@ The loss is traced as the engine runs it, with an engine's two moves of a weight
     here:    stored  --mark(weight w)-->  weight       cotangent  --mark(grad w)-->  gradient
 
 Then the marks that are left after dead code elimination are counted, a mark in the body of a scan as often as it turns.
-So recomputation, blocks, units, tied and unused weights come out as they will in the compiled step.
+So recomputation, blocks, units, tied and unused weights come out as they will in the compiled step. In the same way the
+collectives are counted by which `js.attention` exchanges keys and values under `js.context`: they stand in the program.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from jaxshard.engines.context import prepare, split_shapes
 from jaxshard.engines.engine import BlockPasses, Engine
 from jaxshard.engines.just_in_time import MakeMove, Move
 from jaxshard.engines.manual import used_shape
+from jaxshard.layers.attention import SCOPE
 
 # Called what it stands for, so that no policy of `jax.checkpoint` saves it: the backward pass gathers again.
 _mark = Primitive("all_gather")
@@ -54,16 +56,43 @@ class Use(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Exchange(NamedTuple):
+    """A collective of `js.attention`.
+
+    Attributes:
+      kind: as compiled programs call it, one of `found.KINDS`.
+      axes: the mesh axes.
+      shape: of the whole, unscattered array.
+      dtype: of the array.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+_KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+"""Kinds of collectives by the names of JAX's primitives."""
+
+
 class Uses(NamedTuple):
-    """The uses of all weights in a step, and the metrics that its loss reports.
+    """The uses of all weights in a step, and what else its program says.
 
     Attributes:
       counts: how often each use happens in a step.
       metrics: the shapes of the loss's metrics, by name.
+      exchanges: how often `js.attention` issues each collective; None where a schedule decides.
     """
 
     counts: Mapping[Use, int]
     metrics: dict[str, PyTree]
+    exchanges: Mapping[Exchange, int] | None = None
 
     def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield (shape, how often) for all uses of one kind of a parameter."""
@@ -113,9 +142,13 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
         params, sinks, shapes.state, jax.tree.map(turns_of, batch, layout.rows_mask(batch)), shapes.key
     )
     counts: Counter[Use] = Counter()
-    for use, times in _find_marks(eliminate_dead_code(traced)[0], 1):
+    exchanges: Counter[Exchange] = Counter()
+    live = eliminate_dead_code(traced)[0]
+    for use, times in _find_marks(live, 1):
         counts[use] += times
-    return Uses(counts, outcome.metrics)
+    for exchange, times in _find_exchanges(live, 1, inside=False):
+        exchanges[exchange] += times
+    return Uses(counts, outcome.metrics, exchanges)
 
 
 def _make_marking_move(layout: Layout | None) -> MakeMove:
@@ -147,6 +180,21 @@ def _find_marks(jaxpr: Any, times: int) -> Iterator[tuple[Use, int]]:
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in jaxprs_in_params(equation.params):
             yield from _find_marks(inner, times * turns)
+
+
+def _find_exchanges(jaxpr: Any, times: int, *, inside: bool) -> Iterator[tuple[Exchange, int]]:
+    """Every collective of `js.attention` in a program that runs `times`, and how often it is issued."""
+    for equation in jaxpr.eqns:
+        here = inside or SCOPE in str(equation.source_info.name_stack)
+        if here and (kind := _KINDS.get(equation.primitive.name)) and equation.primitive is not _mark:
+            axes = equation.params["axis_name"]
+            # Of a gather the result is the whole array, of all others the operand is.
+            for x in equation.outvars if kind == "all-gather" else equation.invars:
+                names = (axes,) if isinstance(axes, str) else tuple(axes)
+                yield Exchange(kind, names, tuple(x.aval.shape), x.aval.dtype), times
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(equation.params):
+            yield from _find_exchanges(inner, times * turns, inside=here)
 
 
 def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, batch: PyTree) -> Uses:
