@@ -10,25 +10,25 @@ A value waits on a device between the event that writes it and the last one that
               cotangent dx of the model's input      B of stage 0                      embed_grad
     carried   what the weights' gradients need       B                                 its W
 
-All devices run one program, so all have buffers as long as the device that needs most, and one slot longer: the last
-slot is scratch. A device without an operation computes all the same; it reads from and writes to the scratch slot.
+All devices run one program, so all have buffers as long as the device that needs most. A device without an operation
+computes all the same, on whatever it reads; its slot is -1, to which nothing is written.
 
 Slots are given first come, first served: a value takes the lowest slot that is free when it is written. (Lifetimes are
 intervals, for which this needs as few slots as the largest number of values that wait at once.) For
 `one_f_one_b(2, 3)`, the micro-batches in the slots of `kept` during each tick:
 
     tick       0 1 2 3 4 5
-    device 0 F 0 1 2                        f_kept = 0 1 2 3 3 3       b_kept = 3 3 3 0 1 2
+    device 0 F 0 1 2                        f_kept =  0 1 2 - - -      b_kept = - - - 0 1 2
              B       0 1 2
        slot 0  0 0 0 0
             1    1 1 1 1
             2      2 2 2 2
-    device 1 F   0 1 2                      f_kept = 3 0 1 0 3 3       b_kept = 3 3 0 1 0 3
+    device 1 F   0 1 2                      f_kept =  - 0 1 0 - -      b_kept = - - 0 1 0 -
              B     0 1 2
        slot 0    0 0 2 2                    In tick 2, F of 1 comes before B of 0: slot 0 is still taken.
             1      1 1                      In tick 3 it is free for F of 2.
 
-Device 0 needs three slots, so `sizes["kept"] == 4` on both, and slot 3 is scratch.
+Device 0 needs three slots, so `sizes["kept"] == 3` on both. (A "-" stands for -1.)
 """
 
 from __future__ import annotations
@@ -51,19 +51,9 @@ _Time = tuple[int, int]
 _BUFFER_OF = {"input": "inbox", "kept": "kept", "cotangent": "outbox", "result": "outbox", "carried": "carried"}
 """The buffer of each kind of value. A last stage's output and the cotangent that takes its place are one value."""
 
-_BUFFER_OF_COLUMN = {
-    "f_inbox": "inbox",
-    "f_kept": "kept",
-    "f_outbox": "outbox",
-    "b_outbox": "outbox",
-    "b_kept": "kept",
-    "b_result": "outbox",
-    "b_carried": "carried",
-    "w_carried": "carried",
-    "arrive_f": "inbox",
-    "arrive_b": "outbox",
-}
-"""The columns of slots, and the buffer that each is about."""
+_SLOT_COLUMNS = (
+    "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_result", "b_carried", "w_carried", "arrive_f", "arrive_b"
+)  # fmt: skip
 
 
 class Value(NamedTuple):
@@ -92,16 +82,16 @@ class BufferPlan:
       rows: columns of integers by name, [ticks, devices] or, where all devices do alike, [ticks]:
         - "f_chunk", "f_microbatch", "b_...", "w_...": what the operation works on; microbatch -1 where there is none.
         - "f_inbox", "f_kept", "f_outbox", "b_outbox", "b_kept", "b_carried", "b_result", "w_carried": the slots that it
-          reads and writes ("b_result" is where stage 0 puts dx for the embedding).
-        - "arrive_f", "arrive_b": the slots for what the neighbours sent, written at the end of the tick.
+          reads and writes ("b_result" is where stage 0 puts dx for the embedding), -1 where there is none.
+        - "arrive_f", "arrive_b": the slots for what the neighbours sent, written at the end of the tick; -1 likewise.
         - "f", "b", "w" [ticks]: 1 if any device has such an operation.
         - "embed", "head", "embed_grad" [ticks]: the number of the run that happens in the tick, -1 without one.
       runs: for "embed", "head" and "embed_grad" the arrays
         members [runs + 1, devices]: the micro-batch on which each device works, -1 without one;
         slots [runs + 1, devices, devices]: on each device the slot of each member's value. Only the first (for "head"
-        the last) device has the values, the others have the scratch slot throughout.
-        The last row is that of no run, which the number -1 stands for: no micro-batches, and the scratch slot.
-      sizes: the lengths of the buffers, scratch slot included.
+        the last) device has the values, the others have -1 throughout.
+        The last row is that of no run, which the number -1 stands for: no micro-batches and no slots.
+      sizes: the lengths of the buffers.
     """
 
     schedule: Schedule
@@ -129,7 +119,7 @@ def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> 
     shape = ticks, schedule.stages
     rows: dict[str, np.ndarray] = {f"{kind}_chunk": np.full(shape, 0) for kind in "fbw"}
     rows |= {f"{kind}_microbatch": np.full(shape, -1) for kind in "fbw"}
-    rows |= {column: np.full(shape, sizes[buffer] - 1) for column, buffer in _BUFFER_OF_COLUMN.items()}
+    rows |= {column: np.full(shape, -1) for column in _SLOT_COLUMNS}
     rows |= {kind: np.full(ticks, 0) for kind in "fbw"}
     rows |= {name: np.full(ticks, -1) for name in runs}
     for op in ops:
@@ -140,7 +130,7 @@ def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> 
     # Where the values of a run are: their kind and stage, and the device that has them all.
     p = schedule.stages
     wanted = {"embed": ("input", 0, 0), "head": ("cotangent", last, p - 1), "embed_grad": ("result", 0, 0)}
-    arrays = {name: _run_arrays(runs[name], p, *of, slots, sizes) for name, of in wanted.items()}
+    arrays = {name: _run_arrays(runs[name], p, *of, slots) for name, of in wanted.items()}
     return BufferPlan(schedule, {name: _narrow(x) for name, x in rows.items()}, arrays, sizes)
 
 
@@ -176,7 +166,7 @@ def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict
     for device, value, written, last_read in lifetimes:
         by_buffer[device, _BUFFER_OF[value.kind]].append((written, last_read, value))
     slots: dict[Value, int] = {}
-    sizes = dict.fromkeys(_BUFFER_OF.values(), 1)
+    sizes = dict.fromkeys(_BUFFER_OF.values(), 0)
     for (_, buffer), lives in by_buffer.items():
         free_from: list[_Time] = []  # for each slot, when its value was read for the last time
         for written, last_read, value in sorted(lives):
@@ -184,7 +174,7 @@ def _assign_slots(lifetimes: Iterable[Lifetime]) -> tuple[dict[Value, int], dict
             # Replaces the slot's time, or appends one where no slot was free.
             free_from[slot : slot + 1] = [last_read]
             slots[value] = slot
-        sizes[buffer] = max(sizes[buffer], len(free_from) + 1)
+        sizes[buffer] = max(sizes[buffer], len(free_from))
     return slots, sizes
 
 
@@ -221,11 +211,11 @@ def _write_operation(rows: dict[str, np.ndarray], schedule: Schedule, op: Op, sl
 
 
 def _run_arrays(
-    runs: list[Run], devices: int, kind: str, stage: int, owner: int, slots: dict[Value, int], sizes: dict[str, int]
+    runs: list[Run], devices: int, kind: str, stage: int, owner: int, slots: dict[Value, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(members, slots) of runs whose values, of that kind and stage, are all on one device, the owner."""
     members = np.full((len(runs) + 1, devices), -1)
-    places = np.full((len(runs) + 1, devices, devices), sizes[_BUFFER_OF[kind]] - 1)
+    places = np.full((len(runs) + 1, devices, devices), -1)
     for number, run in enumerate(runs):
         for member, m in enumerate(run.microbatches):
             members[number, member] = m

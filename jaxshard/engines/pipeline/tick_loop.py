@@ -27,8 +27,8 @@ Invariants:
 
 - Whether an event happens in a tick (`at["f"] > 0`, ...) is the same on every device, so the conditionals contain
   collectives without a device ever waiting for another that took the other branch.
-- A device with nothing to do in such an event computes on whatever its buffers hold. It writes to the last slot of the
-  buffer, which nobody reads, and adds nothing to sums (`active` is False).
+- A device with nothing to do in such an event computes on whatever its buffers hold. It writes nothing (its slot is -1)
+  and adds nothing to sums (`active` is False).
 - A value written in an event can be read from the next event on, values from other devices from the next tick on.
 """
 
@@ -177,7 +177,7 @@ class _TickLoop:
         """One tick of training.
 
         Whatever a conditional returns may be copied, a whole buffer for one slot that a branch wrote. So conditionals
-        return new values, and these are written outside, in every tick: without the event zeros to the scratch slot.
+        return new values, and these are written outside, by devices that have a slot for them.
         Sums alone go through a conditional, because a gradient is as large as its sum: through the head's those of the
         weights that the head reads, through the embedding's those of the weights that the embedding reads.
         """
@@ -206,7 +206,7 @@ class _TickLoop:
         totals = totals._replace(grads=fill(of_embed, totals.grads))
         if self.splits_backward:
             _, grads = run_if(at["w"] > 0, partial(self.weight_backward, at, carried), (), grads)
-        # Values travel in every tick, and what nobody needs arrives in the scratch slot.
+        # Values travel in every tick; what nobody needs is dropped where it arrives.
         inbox = write_slot(inbox, at["arrive_f"], self.ring.shift(y, 1))
         outbox = write_slot(outbox, at["arrive_b"], self.ring.shift(dx, -1))
         return Carry(inbox, kept, outbox, carried, grads, totals), None
@@ -289,7 +289,7 @@ class _TickLoop:
         return _RunMember(jnp.maximum(mine, 0), mine >= 0)
 
     def _run_slots(self, name: str, at: Tick) -> jax.Array:
-        """The slots [devices] of all members' values; the scratch slot in a tick without a run, whose number is -1."""
+        """The slots [devices] of all members' values; -1 in a tick without a run, whose number is -1."""
         return self.runs[name][1][at[name], self.device]
 
     def _outputs(self, at: Tick, outbox: PyTree) -> PyTree:
@@ -305,8 +305,18 @@ def run_if(condition: jax.Array, fn: Callable[[Any], tuple[Any, Any]], nothing: 
 
 
 def write_slot(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
-    """Return the buffer with the value in a slot."""
-    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), buffer, value)
+    """Return the buffer with the value in a slot, or as it was where the slot is -1.
+
+    In that case what lies in slot 0 is written back: a conditional around the write would copy the buffer, and a slot
+    of its own for what nobody reads would take as much memory as any other.
+    """
+    at = jnp.maximum(slot, 0)
+
+    def write(x: jax.Array, new: jax.Array) -> Any:
+        old = lax.dynamic_index_in_dim(x, at, keepdims=False)
+        return lax.dynamic_update_index_in_dim(x, jnp.where(slot >= 0, new, old), at, 0)
+
+    return jax.tree.map(write, buffer, value)
 
 
 def read_slots(buffer: PyTree, slots: jax.Array, count: int) -> list[PyTree]:

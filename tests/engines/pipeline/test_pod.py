@@ -31,8 +31,9 @@ def test_an_8b_llama_over_pipe_data_and_tensor_axes_compiles_for_128_chips_and_m
     step = js.make_step(model.loss, tx, layout, engine=engine)
     compiled = step.compile(batch)
     memory = compiled.memory_analysis()
-    # 4.0 GB of it are the stash and 2.8 sums of gradients, which scatter="each" would keep split: 7.8 in all.
-    assert memory.peak_memory_in_bytes - memory.argument_size_in_bytes < 9.5e9
+    # 3.8 GB of it are the stash and 2.8 sums of gradients, which scatter="each" would keep split. Gaps between buffers
+    # add 0.3 GB, to 8.9 of 9 that it may take.
+    assert memory.peak_memory_in_bytes - memory.argument_size_in_bytes < 8.7e9
     stash = plan_buffers(engine.table(layout)).sizes["kept"], 32 // 4 // 2, 1, SEQ, 4096
     assert stash not in copied_in_loops(compiled.as_text())
     found = collectives(compiled, mesh)
@@ -63,8 +64,8 @@ def test_a_tick_copies_no_buffer():
     model = gpt(vocab=512, width=256, depth=16, heads=2, seq=1024)
     layout = js.layout(js.pipeline(chunks=1), mesh, model.init, tx)
     engine = js.pipelined(microbatches=8, schedule="zero_bubble")
-    batch = {"tokens": jax.ShapeDtypeStruct((32, 1025), jnp.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((24, 1025), jnp.int32)}  # micro-batches of 3 rows: no buffer has 3 slots
     copied = copied_in_loops(js.make_step(model.loss, tx, layout, engine=engine).compile(batch).as_text())
     slots = set(plan_buffers(engine.table(layout)).sizes.values())
     assert copied
-    assert not [shape for shape in copied if len(shape) > 2 and shape[0] in slots - {1}]
+    assert not [shape for shape in copied if len(shape) > 2 and shape[0] in slots]
