@@ -95,6 +95,10 @@ ROWS = {
     ),
 }  # fmt: skip
 """The rows by name; the first four are compared with MaxText over one data axis."""
+STASHES = ("layer", "attention_out=save", "qkv=save,attention_out=save", "stage", "dots", "everything")
+ROWS["llama3-8b-stash"] = ROWS["llama3-8b-pipe"]._replace(
+    sides=tuple(f"{side} stash {stash}" for stash in STASHES for side in ("pipelined", "pipelined each"))
+)
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama2-7b": {"vocab": 32_000, "width": 4096, "depth": 32, "heads": 32, "kv_heads": 32, "hidden": 11_008},
@@ -179,8 +183,11 @@ def compile_ours(row: Row, side: str, depth: int | None, options: dict[str, str]
     sums = {"reduce_dtype": jnp.float32} if side.endswith("f32") else {}
     engine: js.Engine
     if side.startswith("pipelined"):
-        scatter: Literal["each", "end"] = "each" if side.endswith("each") else "end"
-        engine = js.pipelined(microbatches=row.microbatches, precision="bf16", scatter=scatter, **sums)
+        scatter: Literal["each", "end"] = "each" if "each" in side.split() else "end"
+        stash: Any = side.partition(" stash ")[2] or "layer"
+        if "=" in stash:
+            stash = dict(one.split("=") for one in stash.split(","))
+        engine = js.pipelined(microbatches=row.microbatches, precision="bf16", scatter=scatter, stash=stash, **sums)
     else:
         make_engine = {"auto": js.auto, "explicit": js.explicit}[side.split()[0]]
         engine = make_engine(precision="bf16", **sums)
