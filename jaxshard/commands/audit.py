@@ -9,7 +9,7 @@ from typing import Any
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import PrecisionName, RematName, ShardingFlags, check_files
+from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import depth_of, program_of
 from jaxshard.commands.result import write_json
@@ -27,7 +27,7 @@ def run(
     sharding: ShardingFlags,
     batch: int | None,
     seq: int | None,
-    remat: RematName | None,
+    remat: str | None,
     precision: PrecisionName | None,
     topology: str | None,
     json: Path | None,

@@ -18,7 +18,6 @@ import tyro
 
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
-RematName = Literal["everything", "dots", "nothing"]
 PrecisionName = Literal["bf16"]
 
 # Optional flags; without the hint their help would end in "(default: None)".
@@ -49,10 +48,13 @@ Change = Annotated[
     ),
 ]
 Remat = Annotated[
-    RematName | None,
+    str | None,
     tyro.conf.arg(
-        help="what the forward pass of a block saves for the backward pass; by default what the model's size states, "
-        "nothing in a pipeline.",
+        metavar="WHAT",
+        help="what the forward pass of a block keeps for the backward pass: everything, dots, nothing, or by the names "
+        "of activations, such as attention_out=save,block_in=offload (to the host's memory); by default what the "
+        "model's size states, nothing in a pipeline.",
+        help_behavior_hint="",
     ),
 ]
 Precision = Annotated[

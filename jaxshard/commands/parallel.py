@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 from jax.sharding import Mesh
 
+from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
 from jaxshard.commands.devices import choose_devices, describe
-from jaxshard.commands.flags import EngineName, PrecisionName, RematName, ShardingFlags, check_positive, refuse
+from jaxshard.commands.flags import EngineName, PrecisionName, ShardingFlags, check_positive, refuse
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.engines.auto import auto
@@ -26,6 +27,8 @@ _ENGINES: dict[str, Callable[..., Engine]] = {"explicit": explicit, "auto": auto
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": ddp, "zero1": zero1, "zero2": zero2, "fsdp": fsdp, "hsdp": hsdp
 }  # fmt: skip
+
+_REMAT_NAMES = "everything", "dots", "nothing"
 
 _MICROBATCHES_PER_STAGE = 4
 """Of a pipeline where --microbatches is not given: with two chunks the bubble is an eighth at most."""
@@ -71,7 +74,7 @@ class Parallel(NamedTuple):
 def make_parallel(
     flags: ShardingFlags,
     *,
-    remat: RematName | None = None,
+    remat: str | None = None,
     precision: PrecisionName | None = None,
     ordered: bool = False,
     topology: str | None = None,
@@ -82,7 +85,8 @@ def make_parallel(
 
     Args:
       flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline.
-      remat: what the forward pass saves; by default what the model states, or nothing in a pipeline.
+      remat: what the forward pass keeps, as `parse_remat` takes it; by default what the model states, or nothing in a
+        pipeline.
       precision: of weights where they are used, and of the sums of gradients; by default f32.
       ordered: add over devices in one fixed order.
       topology: make the mesh of chips that are not here, such as "v5e:2x4"; such a mesh compiles and holds no arrays.
@@ -93,6 +97,7 @@ def make_parallel(
       ValueError: flags that do not fit together, or not to the devices.
     """
     check_positive(microbatches=flags.microbatches)
+    policy = None if remat is None else parse_remat(remat)
     data_axes = {"replica": 2, "data": -1} if flags.strategy == "hsdp" else {"data": -1}
     axes = _with_data_axes(flags, data_axes)
     devices = choose_devices(flags.devices)
@@ -105,14 +110,14 @@ def make_parallel(
     shards = axis_size(mesh, tuple(data_axes))
     engine: Engine
     if "pipe" in axes:
-        make, chunks = _plan_pipeline(flags, mesh.shape["pipe"], shards, remat=remat, depth=depth, batch=batch)
+        make, chunks = _plan_pipeline(flags, mesh.shape["pipe"], shards, policy=policy, depth=depth, batch=batch)
         engine = make(precision=precision)
         strategy = compose(strategy, pipeline("pipe", chunks=chunks))
     else:
         _check_no_pipeline(flags)
         options: dict[str, Any] = {"reduction": "ordered"} if ordered else {}
         engine = _ENGINES[flags.engine or "explicit"](
-            microbatches=flags.microbatches or 1, remat=remat, precision=precision, **options
+            microbatches=flags.microbatches or 1, remat=policy, precision=precision, **options
         )
     return Parallel(mesh, strategy, engine, shards * engine.microbatches, flags.strategy, topology or describe(devices))
 
@@ -155,7 +160,7 @@ def _check_no_pipeline(flags: ShardingFlags) -> None:
 
 
 def _plan_pipeline(
-    flags: ShardingFlags, stages: int, shards: int, *, remat: RematName | None, depth: int | None, batch: int | None
+    flags: ShardingFlags, stages: int, shards: int, *, policy: RematPolicy | None, depth: int | None, batch: int | None
 ) -> tuple[Callable[..., Engine], int]:
     """What makes the engine of a pipeline, and its chunks per device."""
     if flags.engine not in (None, "pipelined"):
@@ -167,7 +172,12 @@ def _plan_pipeline(
     given = table or flags
     chunks = given.chunks or _default_chunks(flags.schedule, stages, depth)
     microbatches = given.microbatches or _default_microbatches(stages, shards, batch)
-    stash = "layer" if remat in (None, "nothing") else remat  # a block's input, from which it is recomputed
+    if names := offloaded(policy):
+        raise ValueError(
+            f"--remat: a pipeline keeps activations on the devices, so {', '.join(names)} can't be offloaded; take "
+            "save, or a mesh without the axis pipe"
+        )
+    stash = "layer" if policy in (None, "nothing") else policy  # a block's input, from which it is recomputed
     schedule = table or flags.schedule or "interleaved"
     return partial(pipelined, microbatches=microbatches, schedule=schedule, stash=stash), chunks
 
@@ -218,3 +228,28 @@ def parse_axes(text: str) -> dict[str, int]:
             raise ValueError(f"--mesh {text}: write each axis once, as name=size, such as data=8 or replica=2,data=4")
         axes[name] = int(count)
     return axes
+
+
+def parse_remat(text: str) -> RematPolicy:
+    """Parse the value of --remat: a policy by its name, or what is done with each named activation.
+
+        >>> parse_remat("dots")
+        'dots'
+        >>> parse_remat("attention_out=save,block_in=offload")
+        {'attention_out': 'save', 'block_in': 'offload'}
+
+    Raises:
+      ValueError: something else, or an activation that comes twice.
+    """
+    if text in _REMAT_NAMES:
+        return text
+    policy: dict[str, Kept] = {}
+    for part in text.split(","):
+        name, _, kept = part.strip().partition("=")
+        if not name or kept not in get_args(Kept) or name in policy:
+            raise ValueError(
+                f"--remat {text}: write {', '.join(_REMAT_NAMES)}, or each activation once with "
+                f"{', '.join(get_args(Kept))}, such as attention_out=save,block_in=offload"
+            )
+        policy[name] = cast(Kept, kept)
+    return policy

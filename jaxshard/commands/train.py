@@ -9,13 +9,12 @@ from typing import Literal
 import jax
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
-from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import (
     DataFlags,
     OutputFlags,
     PrecisionName,
     RecipeFlags,
-    RematName,
     SavingFlags,
     ShardingFlags,
     check_files,
@@ -50,7 +49,7 @@ def run(
     change: str | None,
     data: DataFlags,
     sharding: ShardingFlags,
-    remat: RematName | None,
+    remat: str | None,
     precision: PrecisionName | None,
     ordered: bool,
     recipe: RecipeFlags,
@@ -98,7 +97,8 @@ def run(
     started = time.perf_counter()
     step = make_step(job.network.loss, job.tx, job.layout, engine=how.engine)
     with working(console, "compiling"):
-        compiled = step.compile(job.rows)
+        with refusals():  # of names of activations, for example
+            compiled = step.compile(job.rows)
         run = jax.block_until_ready(init(job.network.init, job.tx, job.layout, job.seed) if run is None else run)
     compile_seconds = time.perf_counter() - started
     eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)

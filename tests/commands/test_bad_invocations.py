@@ -44,6 +44,7 @@ HUGE = "9" * 25
 NUMBERS = ["0", "-1", "x", "1.5", "", "nan", HUGE, "-" + HUGE, "1e3"]
 RATES = ["0", "-1", "x", "", "nan", "inf", "-inf"]
 CHOICES = ["x", "", "FSDP", "None,"]
+REMATS = [*CHOICES, "qkv", "qkv=", "=save", "qkv=save,", "qkv=save,qkv=save", "qkv=keep", "qvk=save", "block_in=remat"]
 FILES = ["/nonexistent/x", "/proc/x", ".", "text.txt/x", "", "text.txt/../x"]
 FOLDERS = ["text.txt", "text.txt/x", "/proc/x", "/dev/null", ""]
 MESHES = [
@@ -101,7 +102,7 @@ FLAGS = {
         "--data": ["/nonexistent", "empty.txt", "renamed.npy", "broken.npy", "ids.bin", "", " "],
         "--dtype": ["S", "i4,,", "uint16", ""],
         "--vocab": NUMBERS,
-        "--remat": CHOICES,
+        "--remat": REMATS,
         "--precision": CHOICES,
         "--steps": NUMBERS,
         "--batch": [*NUMBERS, "7"],
@@ -129,7 +130,7 @@ FLAGS = {
         "--change": CHANGES,
         "--batch": NUMBERS,
         "--seq": NUMBERS,
-        "--remat": CHOICES,
+        "--remat": REMATS,
         "--precision": CHOICES,
         "--topology": ["", "x", "v5e", "v5e:x"],
         "--json": FILES,
