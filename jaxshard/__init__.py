@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
     from jaxshard.layers.attention import attention as attention
     from jaxshard.layers.head_loss import head_loss as head_loss
+    from jaxshard.layers.moe import moe as moe
     from jaxshard.training import metrics as metrics
     from jaxshard.training.describe import describe as describe
     from jaxshard.training.early_stopping import EarlyStopping as EarlyStopping
@@ -160,6 +161,7 @@ _NAMES = {
     "engines.pipeline.engine": ("pipelined",),
     "layers.attention": ("attention",),
     "layers.head_loss": ("head_loss",),
+    "layers.moe": ("moe",),
     "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),
     "training.evaluate": ("averaged", "evaluate", "make_apply", "make_eval_step"),

@@ -1,0 +1,170 @@
+"""Rows that are sorted by expert go to the devices of their experts, and come back.
+
+Every device of the axis holds E / n experts. All devices know how many rows each sends to every expert, so each one can
+tell where everything lies. On a device the rows arrive in the order (expert, sender):
+
+    device 0 sends   a a b c d d       a, b: experts of device 0        device 0 receives   a a a b b
+    device 1 sends   a b c c           c, d: experts of device 1        device 1 receives   c c c d d
+                                                                                    in windows of 3 rows: a a a | b b .
+
+How much a device receives depends on the routing, and in the worst case it is everything. So rows are exchanged in
+windows of a fixed size, as often as it takes: nothing is dropped, and no buffer is larger than a window. There are two
+forms, and with an even routing both need one window:
+
+    ragged    a ragged all-to-all of the rows that there are; a window has the next `rows` rows that a device receives
+    equal     an all-to-all of equal counts; a window has the next `rows / n` rows of each pair of devices
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Form = Literal["ragged", "equal"]
+
+_used = jax.make_user_context(default_value=None)
+
+
+class Slices(NamedTuple):
+    """Slices of one device's rows, int32[devices * experts of a device], peer by peer; all begin at 0 where empty.
+
+    Attributes:
+      offsets: where a slice begins in this device's own array.
+      sizes: its number of rows.
+      remote: where it begins in the peer's array.
+    """
+
+    offsets: jax.Array
+    sizes: jax.Array
+    remote: jax.Array
+
+
+class Window(NamedTuple):
+    """One exchange: what this device sends, in its sorted rows, what it receives, in the window, and of which expert.
+
+    Attributes:
+      sent: slices of the sorted rows, by receiver and expert.
+      received: slices of the window, by sender and expert.
+      sizes: int32[experts of a device], the rows of each expert in the window, which follow one another from 0 on.
+    """
+
+    sent: Slices
+    received: Slices
+    sizes: jax.Array
+
+
+def use_form(form: Form) -> AbstractContextManager[None]:
+    """Make a context in which rows are exchanged in this form, whatever the devices are."""
+    context: AbstractContextManager[None] = _used(form)
+    return context
+
+
+def form_for(devices: Sequence[Any]) -> Form:
+    """Return the form for a mesh of these devices.
+
+    CPUs have no ragged all-to-all, and v5e slices of more than 16 chips have none either: "not supported in limited ICI
+    routing settings" says libtpu 0.0.42 and 0.0.52. Try again with later ones.
+    """
+    if _used.value is not None:
+        form: Form = _used.value
+        return form
+    if devices[0].platform == "cpu":
+        return "equal"
+    limited = "v5 lite" in getattr(devices[0], "device_kind", "").lower() and len(devices) > 16
+    return "equal" if limited else "ragged"
+
+
+def gather_counts(counts_E: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the counts of all devices along the axes, int32[devices, E]; an all-gather of E numbers."""
+    gathered: jax.Array = jax.lax.all_gather(counts_E, axes)
+    return gathered
+
+
+def count_windows(counts_nE: jax.Array, rows: int, form: Form) -> jax.Array:
+    """Return how many windows the device needs that needs most."""
+    n = counts_nE.shape[0]
+    of_pairs = counts_nE.reshape(n, n, -1).sum(-1)
+    most, room = (of_pairs.sum(0), rows) if form == "ragged" else (of_pairs, rows // n)
+    return -(-most.max() // room)
+
+
+def plan_window(counts_nE: jax.Array, me: jax.Array, index: jax.Array, rows: int, form: Form) -> Window:
+    """Plan the exchange of a window.
+
+    Args:
+      counts_nE: how many rows each device has for each expert.
+      me: this device's index along the axes.
+      index: which window.
+      rows: received rows in a window.
+      form: what a window has.
+    """
+    n = counts_nE.shape[0]
+    counts = counts_nE.reshape(n, n, -1)  # [sender, receiver, expert there]
+    own = (jnp.cumsum(counts_nE, 1) - counts_nE).reshape(counts.shape)  # where they begin in the sender's rows
+    if form == "ragged":  # of all that a device receives
+        at, room = _pack(counts), rows
+    else:  # of all that a device sends to another
+        at, room = own - own[..., :1], rows // n
+    first = index * room
+    begin, end = (jnp.clip(edge, first, first + room) for edge in (at, at + counts))
+    sizes = end - begin
+    here, there = (jnp.where(sizes > 0, offset, 0) for offset in (own + begin - at, _pack(sizes)))
+    return Window(
+        Slices(here[me].ravel(), sizes[me].ravel(), there[me].ravel()),
+        Slices(there[:, me].ravel(), sizes[:, me].ravel(), here[:, me].ravel()),
+        sizes[:, me].sum(0),
+    )
+
+
+def _pack(counts: jax.Array) -> jax.Array:
+    """Return where slices [sender, receiver, expert] begin in what the receiver has, in the order (expert, sender)."""
+    arrived = counts.transpose(1, 2, 0)
+    ends = jnp.cumsum(arrived.reshape(arrived.shape[0], -1), 1).reshape(arrived.shape)
+    return (ends - arrived).transpose(2, 0, 1)
+
+
+def exchange(
+    rows: jax.Array, into: jax.Array, sent: Slices, received: Slices, axes: tuple[str, ...], pair: int | None
+) -> jax.Array:
+    """Send slices of `rows` to the devices along the axes, and write what they send into `into`.
+
+    Rows of `into` that nobody writes stay as they are. Sending back what was received swaps `sent` and `received`.
+
+    Collectives: a ragged all-to-all of the rows that are sent; or, if no two devices exchange more than `pair` rows, an
+    all-to-all of so many for each pair.
+    """
+    if pair is None:
+        ragged: jax.Array = jax.lax.ragged_all_to_all(
+            rows, into, sent.offsets, sent.sizes, sent.remote, received.sizes, axis_name=axes
+        )
+        return ragged
+    n: int = jax.lax.axis_size(axes)
+    arrived = jax.lax.all_to_all(rows[_list_rows(sent, n, pair)], axes, 0, 0, tiled=True)
+    at, found = _find_rows(received, n, pair, into.shape[0])
+    return jnp.where(found.reshape(-1, *(1,) * (into.ndim - 1)), arrived[at], into)
+
+
+def _list_rows(slices: Slices, n: int, pair: int) -> jax.Array:
+    """List the rows of each peer's slices one after another, int32[n * pair]; row 0 where there are no more."""
+    offsets, sizes = (x.reshape(n, -1) for x in slices[:2])
+    ends = jnp.cumsum(sizes, 1)
+    i = jnp.arange(pair)
+    which = (i[:, None] >= ends[:, None]).sum(-1)
+    last = sizes.shape[1] - 1
+    begin = jnp.take_along_axis(offsets - (ends - sizes), jnp.minimum(which, last), 1)
+    return jnp.where(which <= last, begin + i, 0).ravel()
+
+
+def _find_rows(slices: Slices, n: int, pair: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return for each of `rows` rows where it is in the list of `_list_rows`, and whether it is in it."""
+    sizes = slices.sizes.reshape(n, -1)
+    listed = jnp.cumsum(sizes, 1) - sizes + jnp.arange(n)[:, None] * pair
+    within = jnp.arange(rows)[:, None] - slices.offsets
+    inside = (within >= 0) & (within < slices.sizes)
+    at = jnp.where(inside, listed.ravel() + within, 0).sum(-1)  # no row is in two slices
+    return at, inside.any(-1)

@@ -1,0 +1,284 @@
+"""What one device computes of `js.moe`: with all experts on it, or with its share of them.
+
+With all experts, tokens are sorted by expert, and JAX differentiates the rest. With a share, they are exchanged in
+windows (`exchange.py`), and the derivative is one of its own: the backward pass sends the tokens again and computes
+each window's hidden activations again, so that nothing of the size of a window or of the hidden layer is kept.
+
+Shape suffixes: N tokens, k experts of each, R = N * k rows sorted by expert, M rows of a window, C width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from jaxshard.core.types import PyTree
+from jaxshard.layers.exchange import Form, Slices, Window, count_windows, exchange, gather_counts, plan_window
+from jaxshard.layers.grouped import Dot, Way
+from jaxshard.layers.routing import Choice
+
+Experts = Callable[[PyTree, jax.Array, Dot], jax.Array]
+"""The user's function of (params, rows sorted by expert, dot)."""
+
+ROOM = 1.25
+"""Rows of a window over those that a device receives of an even routing."""
+
+
+class Order(NamedTuple):
+    """The rows in the order of their experts.
+
+    Attributes:
+      of_rows: int32[R], for each sorted row which of the R = N * k choices it is.
+      of_choices: int32[R], for each choice which sorted row it is.
+      counts: int32[E], the rows of each expert; lost ones are behind all experts and count nowhere.
+    """
+
+    of_rows: jax.Array
+    of_choices: jax.Array
+    counts: jax.Array
+
+
+def sort_by_expert(experts_Nk: jax.Array, E: int) -> Order:
+    """Sort the choices by expert, those of the same expert by token."""
+    flat = experts_Nk.ravel()
+    of_rows = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    of_choices = jnp.argsort(of_rows).astype(jnp.int32)
+    edges = jnp.searchsorted(flat[of_rows], jnp.arange(E + 1), method="sort").astype(jnp.int32)
+    return Order(of_rows, of_choices, edges[1:] - edges[:-1])
+
+
+# All experts on this device.
+
+
+def apply_all(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, E: int, way: Way) -> jax.Array:
+    """Compute the weighted sum over each token's experts, all of which are on this device."""
+    order = sort_by_expert(choice.experts, E)
+    rows = _sort_tokens(choice.experts.shape[1], x_NC, order)
+    y = fn(params, rows, Dot(rows.shape[0], order.counts, way))
+    return _weigh(_unsort(y, order), choice, E)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sort_tokens(k: int, x_NC: jax.Array, order: Order) -> jax.Array:
+    """Repeat each token for its experts, sorted. Its own derivative gathers, too: a scatter is slow on TPUs."""
+    return x_NC[order.of_rows // k]
+
+
+def _sort_forward(k: int, x_NC: jax.Array, order: Order) -> tuple[jax.Array, Order]:
+    return _sort_tokens(k, x_NC, order), order
+
+
+def _sort_backward(k: int, order: Order, dx_RC: jax.Array) -> tuple[jax.Array, None]:
+    return _sum_choices(k, dx_RC, order), None
+
+
+_sort_tokens.defvjp(_sort_forward, _sort_backward)
+
+
+def _sum_choices(k: int, dx_RC: jax.Array, order: Order) -> jax.Array:
+    """Sum the rows of each token, [N, C]; those of lost choices may be anything and are left out."""
+    own = order.of_choices < order.counts.sum()
+    dx = jnp.where(own[:, None], dx_RC[order.of_choices], 0).reshape(-1, k, dx_RC.shape[1])
+    return dx.sum(1, dtype=jnp.promote_types(dx.dtype, jnp.float32)).astype(dx_RC.dtype)
+
+
+@jax.custom_vjp
+def _unsort(y_RC: jax.Array, order: Order) -> jax.Array:
+    return y_RC[order.of_choices]
+
+
+def _unsort_forward(y_RC: jax.Array, order: Order) -> tuple[jax.Array, Order]:
+    return _unsort(y_RC, order), order
+
+
+def _unsort_backward(order: Order, dy_RC: jax.Array) -> tuple[jax.Array, None]:
+    return dy_RC[order.of_rows], None
+
+
+_unsort.defvjp(_unsort_forward, _unsort_backward)
+
+
+def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
+    """Sum what the experts of each token say, with its weights, in f32: rows in the order of the choices -> [N, C]."""
+    y_NkC = y_RC.reshape(*choice.experts.shape, -1)
+    y_NkC = jnp.where((choice.experts < E)[..., None], y_NkC, 0)
+    weights = jnp.where(choice.experts < E, choice.weights, 0 * choice.weights)  # a NaN stays one
+    wide = jnp.promote_types(y_RC.dtype, jnp.float32)
+    return jnp.einsum("nk,nkc->nc", weights, y_NkC, preferred_element_type=wide).astype(y_RC.dtype)
+
+
+# A share of the experts on every device.
+
+
+class Share(NamedTuple):
+    """The split of experts over devices.
+
+    Attributes:
+      axes: the manual mesh axes over which they are split.
+      devices: the number of devices along these.
+      experts: the number of all experts.
+      window: received rows that are computed at once.
+      way: how products are computed.
+      form: how rows are exchanged.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    experts: int
+    window: int
+    way: Way
+    form: Form
+
+    def count_windows(self, counts: jax.Array) -> jax.Array:
+        """Return the number of windows."""
+        return count_windows(counts, self.window, self.form)
+
+    def inputs(self, x_NC: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Return the shapes of a window's rows, and of how many are each expert's."""
+        rows = jax.ShapeDtypeStruct((self.window, x_NC.shape[1]), x_NC.dtype)
+        return rows, jax.ShapeDtypeStruct((self.experts // self.devices,), jnp.int32)
+
+    def plan(self, counts: jax.Array, index: jax.Array) -> Window:
+        """Plan a window of this device."""
+        return plan_window(counts, jax.lax.axis_index(self.axes), index, self.window, self.form)
+
+    def exchange(self, rows: jax.Array, into: jax.Array, sent: Slices, received: Slices) -> jax.Array:
+        """Exchange slices of `rows`, see `exchange`."""
+        pair = None if self.form == "ragged" else self.window // self.devices
+        return exchange(rows, into, sent, received, self.axes, pair)
+
+
+def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
+    """Return the size of windows: all that can come, or `ROOM` times what comes of an even routing.
+
+    `rows` = N * k are sent by each device. A token goes to k different experts, so no device gets one more often than
+    it has experts.
+    """
+    worst = devices * (rows // k) * min(k, experts_here)
+    multiple = 8 * devices if rows < 4096 else 512 * devices // math.gcd(512, devices)
+    return min(worst, -(-math.ceil(rows * ROOM) // multiple) * multiple)
+
+
+def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, share: Share) -> jax.Array:
+    """Compute the weighted sum over each token's experts, which are on all devices along the axes.
+
+    Collectives: an all-gather of the counts int32[E]; for each window two exchanges of rows forward, and five backward,
+    of which two are of one number for each row.
+    """
+    order = sort_by_expert(choice.experts, share.experts)
+    program = _close(fn, params, *share.inputs(x_NC), share.way)
+    counts = gather_counts(order.counts, share.axes)
+    y: jax.Array = _apply(share, program.call, x_NC, choice, program.floats, program.others, order, counts)
+    return y
+
+
+class _Program(NamedTuple):
+    """The user's function as a program of its inputs alone: what it closes over is an input as well."""
+
+    call: Callable[[Sequence[jax.Array], Sequence[Any], jax.Array, jax.Array], jax.Array]
+    floats: list[jax.Array]
+    others: list[Any]
+
+
+def _close(fn: Experts, params: PyTree, rows: Any, sizes: Any, way: Way) -> _Program:
+    leaves, tree = jax.tree.flatten(params)
+
+    def of_leaves(leaves: list[Any], rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        return fn(jax.tree.unflatten(tree, leaves), rows, Dot(rows.shape[0], sizes, way))
+
+    closed = jax.make_jaxpr(of_leaves)(leaves, rows, sizes)
+    jaxpr: Jaxpr = closed.jaxpr
+    values = [*leaves, *closed.consts]
+    is_float = [jnp.issubdtype(jnp.result_type(value), jnp.inexact) for value in values]
+
+    def call(floats: Sequence[jax.Array], others: Sequence[Any], rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        first, second = iter(floats), iter(others)
+        merged = [next(first) if yes else next(second) for yes in is_float]
+        result: jax.Array
+        (result,) = jax.core.eval_jaxpr(jaxpr, merged[len(leaves) :], *merged[: len(leaves)], rows, sizes)
+        return result
+
+    floats = [value for value, yes in zip(values, is_float) if yes]
+    return _Program(call, floats, [value for value, yes in zip(values, is_float) if not yes])
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return an array for results. What nobody writes may be anything, and nobody reads it."""
+    array: jax.Array = jax.lax.empty(shape, dtype)
+    return array
+
+
+def _mask(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return x with zeros in the rows of a window that nobody sent."""
+    own = jnp.arange(x.shape[0]) < sizes.sum()
+    return jnp.where(own.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _apply(
+    share: Share, call: Any, x_NC: jax.Array, choice: Choice, floats: Any, others: Any, order: Order, counts: jax.Array
+) -> jax.Array:
+    k = choice.experts.shape[1]
+    rows_RC = x_NC[order.of_rows // k]
+    dtype = jax.eval_shape(call, floats, others, *share.inputs(x_NC)).dtype
+    # What comes back is written over the rows that were sent: those of other windows stay.
+    in_place = dtype == x_NC.dtype
+
+    def window(index: jax.Array, y_RC: jax.Array) -> jax.Array:
+        plan = share.plan(counts, index)
+        got = _empty((share.window, x_NC.shape[1]), x_NC.dtype)
+        got = share.exchange(y_RC if in_place else rows_RC, got, plan.sent, plan.received)
+        out = call(floats, others, _mask(got, plan.sizes), plan.sizes)
+        return share.exchange(out, y_RC, plan.received, plan.sent)
+
+    y_RC = rows_RC if in_place else _empty(rows_RC.shape, dtype)
+    y_RC = jax.lax.fori_loop(0, share.count_windows(counts), window, y_RC)
+    return _weigh(y_RC[order.of_choices], choice, share.experts)
+
+
+def _apply_forward(share: Share, call: Any, *args: Any) -> tuple[jax.Array, Any]:
+    return _apply(share, call, *args), args
+
+
+def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> tuple[Any, ...]:
+    """Compute each window again, with its derivative.
+
+    The weight w of a row is differentiated where its expert is: sum(dout * y). So dout and w are sent, not w * dout.
+    """
+    x_NC, choice, floats, others, order, counts = kept
+    N, k = choice.experts.shape
+    token = order.of_rows // k
+    dout_RC, w_R = dout_NC[token], choice.weights.ravel()[order.of_rows]
+
+    def window(index: jax.Array, carry: Any) -> Any:
+        rows_RC, dw_R, sums = carry
+        plan = share.plan(counts, index)
+
+        def receive(rows: jax.Array) -> jax.Array:
+            into = _empty((share.window, *rows.shape[1:]), rows.dtype)
+            return _mask(share.exchange(rows, into, plan.sent, plan.received), plan.sizes)
+
+        x, dout, w = receive(rows_RC), receive(dout_RC), receive(w_R)
+        y, pull = jax.vjp(lambda floats, x: call(floats, others, x, plan.sizes), floats, x)
+        wide = jnp.promote_types(y.dtype, jnp.float32)
+        dw = (dout.astype(wide) * _mask(y, plan.sizes).astype(wide)).sum(-1).astype(w.dtype)
+        dfloats, dx = pull((w[:, None] * dout.astype(wide)).astype(y.dtype))
+        rows_RC = share.exchange(dx, rows_RC, plan.received, plan.sent)
+        dw_R = share.exchange(dw, dw_R, plan.received, plan.sent)
+        return rows_RC, dw_R, [total + part for total, part in zip(sums, dfloats)]
+
+    start = (x_NC[token], _empty(w_R.shape, w_R.dtype), [jnp.zeros_like(x) for x in floats])
+    dx_RC, dw_R, dfloats = jax.lax.fori_loop(0, share.count_windows(counts), window, start)
+    dx_NC = _sum_choices(k, dx_RC, order)
+    dw_Nk = jnp.where(choice.experts < share.experts, dw_R[order.of_choices].reshape(N, k), 0)
+    dchoice = Choice(None, dw_Nk)  # type: ignore[arg-type]  # integers have no derivative
+    return dx_NC, dchoice, dfloats, None, None, None
+
+
+_apply.defvjp(_apply_forward, _apply_backward)

@@ -1,0 +1,244 @@
+"""Products of rows that are sorted by group, each with the matrix of its group, and no others.
+
+    x [M, C]   a a a b c c . .       sizes [3, 1, 2]: rows 0-2 times w[0], row 3 times w[1], rows 4-5 times w[2];
+                                     the rows behind them are nobody's, and their results are anything
+
+`jax.lax.ragged_dot` does it too, but compilers make as many full products of it as there are groups: on CPUs always, on
+TPUs for the gradient of the matrices (`benchmarks/moe.py` has the figures). So on TPUs the kernels of megablox do it,
+elsewhere a loop over blocks of rows, and both visit only what groups have.
+
+Shape suffixes: M rows, G groups, C the width of a row, H that of a result.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from jaxshard.core.counting import is_counting
+
+
+class Way(NamedTuple):
+    """The platform that computes products, and whether every row has a group."""
+
+    platform: str
+    full: bool = False
+
+
+class Dot:
+    """Products of rows with the matrices of their experts: what `js.moe` hands to its function.
+
+    `dot(x, w)` multiplies each of the rows x [rows, C] with its expert's matrix in w [experts, C, H], and `dot.of(b)`
+    takes for each row what its expert has in b [experts, ...], such as a bias.
+    """
+
+    def __init__(self, rows: int, sizes_G: jax.Array, way: Way) -> None:
+        self._rows = rows
+        self._sizes = sizes_G
+        self._way = way
+
+    def __call__(self, x: Float[Array, "rows width"], w: Float[Array, "experts width out"]) -> Float[Array, "rows out"]:
+        """Multiply each row with its expert's matrix.
+
+        Args:
+          x: rows in the order in which `fn` got them.
+          w: one matrix for each expert here.
+
+        Returns:
+          The products, in the common dtype, summed in f32.
+
+        Raises:
+          ValueError: shapes that do not fit.
+        """
+        G = self._sizes.shape[0]
+        if x.ndim != 2 or w.ndim != 3 or (x.shape[0], G) != (self._rows, w.shape[0]) or x.shape[1] != w.shape[1]:
+            raise ValueError(
+                f"moe: dot(x, w) multiplies x [rows, width] with w [experts, width, any]; here are {self._rows} rows "
+                f"and {G} experts, got x {list(x.shape)} and w {list(w.shape)}; w must be "
+                f"[{G}, {x.shape[-1] if x.ndim else 1}, any]"
+            )
+        dtype = jnp.result_type(x, w)
+        x, w = x.astype(dtype), w.astype(dtype)
+        if is_counting():
+            return x @ w[0]
+        product: jax.Array = _product(self._way, False, x, w, self._sizes)
+        return product
+
+    def of(self, b: Shaped[Array, "experts ..."]) -> Shaped[Array, "rows ..."]:
+        """Take for each row what its expert has.
+
+        Raises:
+          ValueError: not one for each expert here.
+        """
+        G = self._sizes.shape[0]
+        if b.ndim < 1 or b.shape[0] != G:
+            raise ValueError(f"moe: dot.of(b) takes b [experts, ...] of the {G} experts here, got {list(b.shape)}")
+        if is_counting():
+            return jnp.broadcast_to(b[0], (self._rows, *b.shape[1:]))
+        taken: jax.Array = _take(self._rows, b, self._sizes)
+        return taken
+
+
+def group_of_rows(rows: int, sizes_G: jax.Array) -> jax.Array:
+    """Return the group of each row, int32[rows]; G for the rows behind all groups."""
+    ends = jnp.cumsum(sizes_G)
+    return jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right", method="compare_all").astype(
+        jnp.int32
+    )
+
+
+# What each row's group has.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _take(rows: int, b: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    taken: jax.Array = jnp.take(b, group_of_rows(rows, sizes_G), axis=0, mode="clip")
+    return taken
+
+
+def _take_forward(rows: int, b: jax.Array, sizes_G: jax.Array) -> tuple[jax.Array, Any]:
+    return _take(rows, b, sizes_G), sizes_G
+
+
+def _take_backward(rows: int, sizes_G: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+    """Sum the rows of each group, by a product with ones where a row is in a group: scatters are slow on TPUs."""
+    groups = group_of_rows(rows, sizes_G)
+    ones_GM = (groups == jnp.arange(sizes_G.shape[0])[:, None]).astype(dy.dtype)
+    dy = jnp.where((groups < sizes_G.shape[0]).reshape(-1, *(1,) * (dy.ndim - 1)), dy, 0)
+    summed = jnp.tensordot(ones_GM, dy, 1, preferred_element_type=jnp.promote_types(dy.dtype, jnp.float32))
+    return summed.astype(dy.dtype), None
+
+
+_take.defvjp(_take_forward, _take_backward)
+
+
+# Products. Every row is one of M = sum of sizes or nobody's.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(way: Way, transposed: bool, x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Multiply each row with w[group], or its transpose."""
+    if way.platform == "tpu":
+        y = _by_megablox(x_MC, w, sizes_G, transposed)
+        # The kernel leaves the rows of nobody as they were in memory.
+        return y if way.full else jnp.where((jnp.arange(y.shape[0]) < sizes_G.sum())[:, None], y, 0)
+    return _in_blocks(x_MC, w, sizes_G, transposed)
+
+
+def _product_forward(way: Way, transposed: bool, x: jax.Array, w: jax.Array, sizes: jax.Array) -> Any:
+    return _product(way, transposed, x, w, sizes), (x, w, sizes)
+
+
+def _product_backward(way: Way, transposed: bool, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, sizes = kept
+    dx = _product(way, not transposed, dy, w, sizes)
+    left, right = (dy, x) if transposed else (x, dy)
+    outer = _outer_by_megablox if way.platform == "tpu" else _outer_in_blocks
+    return dx, outer(left, right, sizes, w.dtype), None
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+# The kernels for TPUs.
+
+
+def _pad(x_MC: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(x_MC, ((0, -x_MC.shape[0] % multiple), (0, 0)))
+
+
+def _tiling(rows: int, width: int, out: int, dtype: Any) -> tuple[int, int, int]:
+    """Return a tile's (rows, width, width of the result): two of each take 10 MB of fast memory."""
+    side = 1024 if jnp.dtype(dtype).itemsize <= 2 else 512
+    return min(512, -(-rows // 128) * 128), min(side, width), min(side, out)
+
+
+def _by_megablox(x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    (M, C), H = x_MC.shape, w.shape[1] if transposed else w.shape[2]
+    tiling = _tiling(M, C, H, x_MC.dtype)
+    y: jax.Array = gmm(_pad(x_MC, tiling[0]), w, sizes_G, x_MC.dtype, tiling, transpose_rhs=transposed)
+    return y[:M]
+
+
+def _outer_by_megablox(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
+    """Return for each group the sum over its rows of x^T y, [G, C, H]; zeros for a group without rows."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    (M, C), H = x_MC.shape, y_MH.shape[1]
+    tiling = _tiling(M, C, H, x_MC.dtype)
+    x_MC, y_MH = (_pad(rows, tiling[0]) for rows in (x_MC, y_MH))
+    outer: jax.Array = tgmm(x_MC.swapaxes(0, 1), y_MH, sizes_G, dtype, tiling)
+    return outer
+
+
+# The loop over blocks of rows.
+
+
+def _block_size(rows: int, groups: int) -> int:
+    """Return the rows of a block. Every group ends with a part of one: with a quarter of a group, 1/8 is too much."""
+    return 1 << max(3, min(9, (rows // max(1, 4 * groups)).bit_length() - 1))
+
+
+def _blocks(rows: int, sizes_G: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return the groups and first rows of all blocks [most], the end of each group [G], and how many blocks there are.
+
+    The blocks of a group begin at its first row, and the last one may go beyond its end.
+    """
+    ends = jnp.cumsum(sizes_G)
+    count = -(-sizes_G // block)
+    last = jnp.cumsum(count)
+    i = jnp.arange(rows // block + sizes_G.shape[0])
+    group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), sizes_G.shape[0] - 1)
+    first = ends[group] - sizes_G[group] + (i - (last[group] - count[group])) * block
+    return group, first, ends, last[-1]
+
+
+def _rows_at(x_MC: jax.Array, first: jax.Array, block: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x_MC, first, block)
+
+
+def _in_blocks(x_MC: jax.Array, w: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
+    M, block = x_MC.shape[0], _block_size(x_MC.shape[0], w.shape[0])
+    group, first, _, count = _blocks(M, sizes_G, block)
+    x = jnp.pad(x_MC, ((0, block), (0, 0)))
+
+    # A block that goes beyond its group writes rows of the next ones, which these write again afterwards.
+    def write(i: jax.Array, y: jax.Array) -> jax.Array:
+        matrix = jax.lax.dynamic_index_in_dim(w, group[i], keepdims=False)
+        part = jax.lax.dot_general(
+            _rows_at(x, first[i], block),
+            matrix,
+            (((1,), (1 if transposed else 0,)), ((), ())),
+            preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+        )
+        return jax.lax.dynamic_update_slice_in_dim(y, part.astype(y.dtype), first[i], 0)
+
+    y = jnp.zeros((M + block, w.shape[1] if transposed else w.shape[2]), x.dtype)
+    written: jax.Array = jax.lax.fori_loop(0, count, write, y)
+    return written[:M]
+
+
+def _outer_in_blocks(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
+    """Return for each group the sum over its rows of x^T y, [G, C, H]; zeros for a group without rows."""
+    block = _block_size(x_MC.shape[0], sizes_G.shape[0])
+    group, first, ends, count = _blocks(x_MC.shape[0], sizes_G, block)
+    x, y = (jnp.pad(rows, ((0, block), (0, 0))) for rows in (x_MC, y_MH))
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        own = (first[i] + jnp.arange(block) < ends[group[i]])[:, None]
+        # Both are masked: a row behind all groups may be anything, and 0 * NaN is NaN.
+        left, right = (jnp.where(own, _rows_at(rows, first[i], block), 0) for rows in (x, y))
+        part = jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        added: jax.Array = sums.at[group[i]].add(part)
+        return added
+
+    sums = jnp.zeros((sizes_G.shape[0], x.shape[1], y.shape[1]), wide)
+    summed: jax.Array = jax.lax.fori_loop(0, count, add, sums)
+    return summed.astype(dtype)

@@ -1,0 +1,316 @@
+"""`js.moe`: which experts a token goes to, and how the layout in force splits the experts.
+
+    checks of the arguments -> routing, in the global view -> each device's tokens and experts -> weighted sum
+
+Shape suffixes as in `experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxshard.core.constrain import Activations, activations_in_force
+from jaxshard.core.counting import is_counting
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import spec_entry
+from jaxshard.core.tree import path_str, raise_all
+from jaxshard.core.types import PyTree
+from jaxshard.layers.exchange import form_for
+from jaxshard.layers.experts import Experts, Share, apply_all, apply_share, window_rows
+from jaxshard.layers.grouped import Dot, Way
+from jaxshard.layers.routing import Choice, Routing, Scores, room_of, route
+
+
+def moe(
+    x: Float[Array, "*batch tokens width"],
+    router_logits: Float[Array, "*batch tokens experts"],
+    fn: Callable[[PyTree, jax.Array, Dot], jax.Array],
+    params: PyTree,
+    *,
+    k: int,
+    scores: Scores = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    bias: Float[Array, " experts"] | None = None,
+    capacity: float | None = None,
+    hidden: PyTree = None,
+) -> tuple[Float[Array, "*batch tokens width"], Routing]:
+    """Send each token to k experts, and sum what they make of it, weighted by the router.
+
+    `fn` says what experts compute, for rows that are sorted by expert. It uses the experts' matrices by `dot`, and
+    whatever else it does, it does to each row on its own:
+
+        def fn(params, rows, dot):                                   # rows: [any number, C]
+            hidden = jax.nn.silu(dot(rows, params["gate"])) * dot(rows, params["up"])
+            return dot(hidden, params["down"])                       # dot.of(b) is a bias's row for each row
+
+        out, routing = js.moe(x, x @ router, fn, params, k=2)        # gate, up: [E, C, H], down: [E, H, C]
+
+    Without `capacity` no token is lost, however uneven the routing is. Each row is multiplied with its own expert's
+    matrices alone: by Pallas kernels (megablox) on TPUs, elsewhere in blocks.
+
+    It is split as the layout in force says. Under `js.expert` each device has its share of the experts, and rows go to
+    where theirs are by ragged all-to-alls, on CPUs by all-to-alls of equal counts: in windows of 1.25 times the rows
+    that come of an even routing, as many as the most loaded device needs, so that uneven routing costs time, not
+    memory. The backward pass exchanges the rows again and computes what is hidden again. Under `js.tensor` the
+    dimensions of `hidden` are split, and outputs summed once. Under `js.auto` it runs in a `shard_map` over all axes,
+    under `js.explicit` and in stages of a pipeline on the device's own rows. Without these there are no collectives.
+
+    Args:
+      x: the tokens.
+      router_logits: one logit for each expert, [*batch, tokens, E]. A NaN among a token's makes its output NaN.
+      fn: of (params, rows, dot), returns as many rows of the same width. `dot(x, w)` multiplies each row with its
+        expert's matrix in w [experts here, C, H], `dot.of(b)` takes each row's part of b [experts here, ...].
+      params: arrays whose first dimension is that of the experts.
+      k: how many experts each token goes to.
+      scores: "softmax" over all experts, or a "sigmoid" for each.
+      normalize: divide the weights of the chosen experts by their sum.
+      scale: factor of the weights.
+      bias: added to the scores for the choice only; it has no gradient (DeepSeek-V3's balancing without a loss).
+      capacity: if given, each expert has room for ceil(capacity * k * tokens / E) of a row's tokens: first choices come
+        first, then earlier tokens. Others are lost: they add nothing, and `dropped` counts them. Rows are the leading
+        dimensions of x; x [tokens, C] is one.
+      hidden: for each array of `params` the dimension of the hidden units, which `js.tensor` splits as it splits "mlp",
+        such as {"gate": 2, "up": 2, "down": 1}. Without it every device of a tensor axis computes all of them.
+
+    Returns:
+      The output, in the dtype that `fn` returns, and a `Routing`: numbers for each row, of which losses and metrics are
+      made.
+
+    Raises:
+      ValueError: shapes that do not fit each other, k larger than E, no capacity; experts, rows or hidden units that
+        their axes do not divide.
+      TypeError: k that is not an int, another word than "softmax" or "sigmoid".
+
+    Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Gale et al. 2022, "MegaBlocks", for the products
+    without capacity; DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2.
+
+    Example:
+        ce = ...
+        share = routing.load / (k * T / E)                           # [B, E], 1 where even
+        balance = (share * routing.probabilities / T).sum(-1)        # [B], 1 where even
+        loss = js.Mean(ce.sum(), ce.size) + 0.01 * js.Mean(balance.sum(), B)
+    """
+    x, logits = jnp.asarray(x), jnp.asarray(router_logits)
+    E = _check_shapes(x, logits, k, scores, bias, capacity)
+    activations = activations_in_force()
+    room = None if capacity is None else room_of(capacity, x.shape[-2], k, E)
+    if room is not None and activations is not None:
+        _check_whole_rows(activations)
+    choice, routing = route(logits, k, scores, normalize, scale, bias, room)
+    split = _Split(activations, x, params, E, hidden)
+    return split.apply(_checked(fn), x, choice, params, lossless=room is None), routing
+
+
+# Arguments
+
+
+def _check_shapes(x: jax.Array, logits: jax.Array, k: int, scores: str, bias: Any, capacity: float | None) -> int:
+    """Return the number of experts."""
+    if x.ndim < 2 or logits.ndim != x.ndim or x.shape[:-1] != logits.shape[:-1]:
+        raise ValueError(
+            f"moe: x must be [*batch, tokens, width] and router_logits [*batch, tokens, experts] of the same tokens, "
+            f"got x {list(x.shape)} and router_logits {list(logits.shape)}"
+        )
+    if min(*x.shape, *logits.shape) < 1:
+        raise ValueError(f"moe: x {list(x.shape)} and router_logits {list(logits.shape)} must not be empty")
+    E = logits.shape[-1]
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"moe: k must be an int, got {k!r}")
+    if not 1 <= k <= E:
+        raise ValueError(f"moe: k={k} experts for each token of the {E} that router_logits has; use k from 1 to {E}")
+    if scores not in get_args(Scores):
+        raise TypeError(f"moe: scores must be one of {', '.join(map(repr, get_args(Scores)))}, got {scores!r}")
+    if bias is not None and jnp.shape(bias) != (E,):
+        raise ValueError(f"moe: bias must be [{E}], one number for each expert, got {list(jnp.shape(bias))}")
+    if capacity is not None and not capacity > 0:
+        raise ValueError(
+            f"moe: capacity must be positive, got {capacity}: 1.0 is room for an even routing; None loses no token"
+        )
+    return E
+
+
+def _check_whole_rows(activations: Activations) -> None:
+    context = activations.layout.context
+    cut = () if context is None else tuple(axis for axis in context.axis if axis in activations.mesh()[1])
+    if cut:
+        raise ValueError(
+            f"moe: capacity counts the tokens of whole rows, but js.context splits their positions over {cut}; leave "
+            "capacity out, or use js.auto()"
+        )
+
+
+def _checked(fn: Experts) -> Experts:
+    def checked(params: PyTree, rows: jax.Array, dot: Dot) -> jax.Array:
+        y = fn(params, rows, dot)
+        if jnp.shape(y) != rows.shape:
+            raise ValueError(
+                f"moe: fn must return one row of width {rows.shape[1]} for each of its {rows.shape[0]} rows, got "
+                f"{list(jnp.shape(y))} for {list(rows.shape)}; does it end with the product that leads back?"
+            )
+        return y
+
+    return checked
+
+
+# The layout
+
+
+def _devices(activations: Activations | None) -> Sequence[Any]:
+    """Return the devices that the program is made for: those of the layout's mesh, else the default one."""
+    if activations is not None:
+        return list(activations.layout.mesh.devices.flat)
+    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return [default] if hasattr(default, "platform") else jax.local_devices(backend=default)[:1]
+
+
+class _Split:
+    """How the layout in force splits one call: the specs of its arrays over the axes that are not manual yet."""
+
+    def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:
+        self.E = E
+        self.devices = _devices(activations)
+        self.mesh: Mesh | None = None
+        self.automatic: frozenset[str] = frozenset()
+        self.manual: frozenset[str] = frozenset()
+        self.experts: tuple[str, ...] = ()
+        self.tensor: tuple[str, ...] = ()
+        if activations is not None and activations.layout.mesh.size > 1:
+            self.mesh, self.manual = activations.mesh()
+            self.automatic = frozenset(self.mesh.axis_names) - self.manual
+            expert = activations.layout.expert
+            self.experts = () if expert is None else expert.axis
+        _check_experts(params, E, self._size(self.experts), self._size(self._manual(self.experts)))
+        self.rows: list[Any] = [None] * (x.ndim - 1)
+        self.params: PyTree = None
+        if activations is not None and self.automatic:
+            self._place_rows(activations, x)
+            self._place_params(activations, params, hidden)
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return 1 if self.mesh is None else axis_size(self.mesh, axes)
+
+    def _manual(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in self.manual)
+
+    def _automatic(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in self.automatic)
+
+    def _place_rows(self, activations: Activations, x: jax.Array) -> None:
+        layout = activations.layout
+        batch = self._automatic(layout.batch_axes)
+        if x.shape[0] % self._size(batch):
+            raise ValueError(
+                f"moe: the {self._size(batch)} devices of {batch} do not divide the first dimension of x "
+                f"{list(x.shape)}; use a multiple of {self._size(batch)}"
+            )
+        self.rows[0] = spec_entry(batch)
+        context = () if layout.context is None else self._automatic(layout.context.axis)
+        if x.ndim > 2 and x.shape[-2] % self._size(context) == 0:
+            self.rows[-1] = spec_entry(context)
+
+    def _place_params(self, activations: Activations, params: PyTree, hidden: PyTree) -> None:
+        dims = _hidden_dims(params, hidden)
+        sizes = {leaf.shape[dim] for (_, leaf), dim in zip(_by_path(params), dims) if dim is not None}
+        if sizes:
+            found = {tuple(activations.axes("mlp", size, "moe")) for size in sizes}
+            self.tensor = self._automatic(tuple(dict.fromkeys(axis for axes in found for axis in axes)))
+        if self.tensor:
+            raise_all(
+                (f"{path} {list(leaf.shape)}" for (path, leaf), dim in zip(_by_path(params), dims) if dim is None),
+                ValueError,
+                f"moe: {self.tensor} splits the hidden units of all experts, and these arrays have none, so that each "
+                "device would add them; leave them out, or keep the hidden units whole with the rule ('mlp', 'whole')",
+            )
+        first = spec_entry(self._automatic(self.experts))
+        specs = []
+        for (_, leaf), dim in zip(_by_path(params), dims):
+            entries = [first, *(None for _ in leaf.shape[1:])]
+            if dim is not None and self.tensor:
+                entries[dim] = spec_entry(self.tensor)
+            specs.append(PartitionSpec(*entries))
+        self.params = jax.tree.unflatten(jax.tree.structure(params), specs)
+
+    def apply(self, fn: Experts, x: jax.Array, choice: Choice, params: PyTree, lossless: bool) -> jax.Array:
+        def on_device(x: jax.Array, choice: Choice, params: PyTree) -> jax.Array:
+            x_NC = x.reshape(-1, x.shape[-1])
+            own = Choice(*(part.reshape(x_NC.shape[0], -1) for part in choice))
+            out_NC = self._on_device(fn, x_NC, own, params, lossless)
+            return out_NC.reshape(x.shape)
+
+        if not self.automatic or is_counting():
+            return on_device(x, choice, params)
+        rows = PartitionSpec(*self.rows, None)
+        partial = PartitionSpec(spec_entry(self.tensor), *rows)
+        out = jax.shard_map(
+            lambda *args: on_device(*args)[None],
+            mesh=None if self.manual else self.mesh,  # nested: the mesh of the shard_map around it
+            in_specs=(rows, Choice(rows, rows), self.params),  # type: ignore[arg-type]
+            out_specs=partial,
+            axis_names=self.automatic,
+            check_vma=False,
+        )(x, choice, params)
+        # One part for each device of the tensor axes. Summed out here, its derivative needs no collective.
+        summed: jax.Array = jax.lax.reduce(out, jnp.zeros((), out.dtype), jax.lax.add, (0,))
+        return summed
+
+    def _on_device(self, fn: Experts, x_NC: jax.Array, choice: Choice, params: PyTree, lossless: bool) -> jax.Array:
+        way, count = Way(self.devices[0].platform, lossless), self._size(self.experts)
+        if count == 1 or is_counting():
+            return apply_all(fn, params, x_NC, choice, self.E, way)
+        k = choice.experts.shape[1]
+        window = window_rows(x_NC.shape[0] * k, k, count, self.E // count)
+        share = Share(self.experts, count, self.E, window, way._replace(full=False), form_for(self.devices))
+        return apply_share(fn, params, x_NC, choice, share)
+
+
+def _check_experts(params: PyTree, E: int, devices: int, split_already: int) -> None:
+    """Check that every array has the experts that are here; `split_already` of the devices' axes are manual."""
+    if E % devices:
+        raise ValueError(
+            f"moe: the {devices} devices over which js.expert splits experts do not divide the {E} of router_logits; "
+            f"use a multiple of {devices} experts, or a smaller axis"
+        )
+    leaves = _by_path(params)
+    if not leaves:
+        raise ValueError("moe: params has no arrays")
+    here = E // split_already
+    raise_all(
+        (f"{path} {list(jnp.shape(leaf))}" for path, leaf in leaves if jnp.shape(leaf)[:1] != (here,)),
+        ValueError,
+        f"moe: router_logits has {E} experts, so the first dimension of every array of params must be {here}"
+        + (f", this device's share over {split_already} devices" if split_already > 1 else ""),
+    )
+
+
+def _by_path(params: PyTree) -> list[tuple[str, Any]]:
+    return [(path_str(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+
+
+def _hidden_dims(params: PyTree, hidden: PyTree) -> list[int | None]:
+    """Return the hidden dimension of each array, None for one without."""
+    leaves = _by_path(params)
+    if hidden is None:
+        return [None] * len(leaves)
+    dims, found = jax.tree.flatten(hidden, is_leaf=lambda dim: dim is None)
+    expected: Any = jax.tree.structure(params)
+    if found != expected:
+        raise ValueError(
+            f"moe: hidden must have the tree of params, with a dimension for each array: got {found} for {expected}"
+        )
+    raise_all(
+        (
+            f"{path} {list(leaf.shape)}: {dim!r}"
+            for (path, leaf), dim in zip(leaves, dims)
+            if dim is not None and (not isinstance(dim, int) or not 1 <= dim < leaf.ndim)
+        ),
+        ValueError,
+        "moe: hidden must name a dimension of the array behind that of the experts, from 1 on",
+    )
+    return list(dims)

@@ -1,0 +1,101 @@
+"""Which experts a token goes to, with which weight, and what is recorded of it.
+
+Shape suffixes: `...` any batch dimensions, T positions, E experts, k experts of each token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+class Routing(NamedTuple):
+    """The record of a call of `js.moe`: for each row, sums over its T positions, to make losses and metrics of.
+
+    Under `js.explicit` the rows are the device's own. Where `js.context` splits positions there, the sums go over the
+    device's own positions, and a loss that is not linear in them needs `jax.lax.psum` over the context axes first.
+
+    Attributes:
+      load: int32[*batch, E], how many tokens chose each expert. The sum over E is k * T.
+      dropped: int32[*batch], how many choices found no room; zeros without `capacity`.
+      probabilities: f32[*batch, E], the sums of the scores, normalised over the experts. They have a gradient.
+      z: f32[*batch], the sums of the squared logsumexp of the logits (Zoph et al. 2022, ST-MoE, equation 5).
+    """
+
+    load: Int[Array, "*batch experts"]
+    dropped: Int[Array, "*batch"]
+    probabilities: Float[Array, "*batch experts"]
+    z: Float[Array, "*batch"]
+
+
+class Choice(NamedTuple):
+    """For every token its k experts int32[..., T, k], their weights f32[..., T, k]; expert E stands for a lost one."""
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+def route(
+    logits: jax.Array, k: int, scores: Scores, normalize: bool, scale: float, bias: jax.Array | None, room: int | None
+) -> tuple[Choice, Routing]:
+    """Choose for each token the k experts with the largest scores.
+
+    Args:
+      logits: [..., T, E].
+      k: the number of experts of a token.
+      scores: how logits become scores.
+      normalize: whether the weights of a token are divided by their sum.
+      scale: factor of the weights.
+      bias: [E], added to the scores for the choice, not for the weights.
+      room: for how many tokens of a row each expert has room, if that is limited.
+    """
+    logits = logits.astype(jnp.float32)
+    score = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
+    ranked = jax.lax.stop_gradient(score if bias is None else score + bias.astype(jnp.float32))
+    experts = jax.lax.top_k(ranked, k)[1].astype(jnp.int32)
+    weights = jnp.take_along_axis(score, experts, -1)
+    if normalize:
+        weights = _over_sum(weights)
+    # A logit that is not a number must reach the loss, and none of the chosen experts need have it.
+    weights = jnp.where(jnp.isnan(logits).any(-1, keepdims=True), jnp.nan, weights * scale)
+    E = logits.shape[-1]
+    load = _count(experts, E)
+    dropped = jnp.zeros(load.shape[:-1], jnp.int32)
+    if room is not None:
+        lost = _without_room(experts, E, room)
+        dropped = lost.sum((-2, -1), dtype=jnp.int32)
+        experts = jnp.where(lost, E, experts)
+    over_experts = score if scores == "softmax" else _over_sum(score)
+    z = jnp.square(jax.nn.logsumexp(logits, -1)).sum(-1)
+    return Choice(experts, weights), Routing(load, dropped, over_experts.sum(-2), z)
+
+
+def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
+    """Return for how many of a row's tokens each expert has room, with `capacity` times that of an even routing."""
+    return math.ceil(capacity * tokens * k / experts)
+
+
+def _over_sum(x: jax.Array) -> jax.Array:
+    # All scores of a token may be zero: sigmoids of very negative logits.
+    return x / jnp.maximum(x.sum(-1, keepdims=True), jnp.finfo(x.dtype).tiny)
+
+
+def _count(experts: jax.Array, E: int) -> jax.Array:
+    """Count the choices of each expert in a row: [..., T, k] -> int32[..., E]."""
+    flat = experts.reshape(*experts.shape[:-2], -1)
+    return jax.nn.one_hot(flat, E, dtype=jnp.int32).sum(-2)
+
+
+def _without_room(experts: jax.Array, E: int, room: int) -> jax.Array:
+    """Mark the choices that come too late, bool[..., T, k]: first choices come first, then in order of positions."""
+    *_, T, k = experts.shape
+    in_turn = experts.swapaxes(-1, -2).reshape(*experts.shape[:-2], k * T)
+    one_hot = jax.nn.one_hot(in_turn, E, dtype=jnp.int32)
+    place = jnp.take_along_axis(jnp.cumsum(one_hot, -2), in_turn[..., None], -1)[..., 0]
+    return (place > room).reshape(*experts.shape[:-2], k, T).swapaxes(-1, -2)
