@@ -17,20 +17,30 @@ import jax
 
 from jaxshard.core.compat import mark_primitive
 
-_marking = jax.make_user_context(default_value=False)
+_length = jax.make_user_context(default_value=0)
 
 MARK = mark_primitive("js_mark")
 
 
-def show_marks() -> AbstractContextManager[None]:
-    """Make a context in which functions that know how positions are split leave marks."""
-    context: AbstractContextManager[None] = _marking(True)
+def show_marks(length: int) -> AbstractContextManager[None]:
+    """Make a context in which functions that know how positions are split leave marks.
+
+    Args:
+      length: the number of positions in a row, also where the program is traced for a part of them.
+    """
+    context: AbstractContextManager[None] = _length(length)
     return context
 
 
 def is_marking() -> bool:
     """Return whether the program that is traced here is only read, so that functions leave a mark."""
-    return bool(_marking.value)
+    return bool(_length.value)
+
+
+def marked_length() -> int:
+    """Return the number of positions in a row, all of them, in a program that is only read."""
+    length: int = _length.value
+    return length
 
 
 def leave_mark(

@@ -19,6 +19,8 @@ from jax.extend.core import Primitive, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
+from jaxshard.adapt.positionwise import primitives as positionwise
+from jaxshard.adapt.positionwise import rules, walk
 from jaxshard.adapt.remat import make_save_policy
 from jaxshard.checks.collectives import weight_uses
 from jaxshard.core import compat, primitives
@@ -112,6 +114,15 @@ TABLES = {
     "CONTROL_FLOW": set(dependence.CONTROL_FLOW),
     "dependence": {"cond", "while", "scan", "psum", "psum_invariant", "rng_uniform", "infeed", "reduce_sum"}
     | {"add", "sub", "add_any", "mul", "div", "neg", "real", "convert_element_type", "select_n"},
+    "positionwise": positionwise.KEPT
+    | positionwise.EACH_ELEMENT
+    | positionwise.REDUCTIONS
+    | set(positionwise.SCANNED)
+    | positionwise.SHARDED_SUMS
+    | positionwise.WITHOUT_RESULT
+    | set(rules._RULES)
+    | set(walk._PROGRAMS)
+    | {"sort", "top_k", "reduce_sum", "reduce_max", "integer_pow", "sqrt", "rsqrt", "square", "custom_vjp_call"},
     "wide_sums": wide_sums._LINEAR | wide_sums._SUMS | {"scan", "cond"},
 }
 

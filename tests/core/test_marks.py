@@ -10,7 +10,7 @@ Q = jax.ShapeDtypeStruct((6, 32, 4, 8), jnp.float32)
 
 
 def marks_of(fn, *args):
-    with show_marks():
+    with show_marks(32):
         equations = jax.make_jaxpr(fn)(*args).eqns
     return [eqn for eqn in equations if eqn.primitive is MARK]
 

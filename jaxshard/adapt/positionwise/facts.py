@@ -1,0 +1,160 @@
+"""What the proof knows of one value: how what a device has of it relates to the same value in a run on one device.
+
+    kind    on one device             on device i of n                              examples
+    SAME    a value                   the same, divided by n**degree                weights, x.shape[1] (degree 1)
+    ALONG   one entry per position    the entries of its own positions              tokens, activations
+    SUM     a sum over positions      a share: all add up to n**degree times it     x.sum(1), x.mean(1) (degree 1)
+    MAX     a maximum over positions  a share: the largest of all is it             x.max(1)
+    LOST    anything                  anything, and what is to blame is reported    attention weights [T, T]
+
+Dimension dim of an ALONG value has the size outer * T * inner for T positions: index (o * T + t) * inner + i belongs to
+position t. So rows and positions that were merged, [B, T, C] -> [B * T, C], are followed, and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class Kind(Enum):
+    """The kinds of the table above."""
+
+    SAME = "same"
+    ALONG = "along"
+    SUM = "sum"
+    MAX = "max"
+    LOST = "lost"
+
+
+class Fact(NamedTuple):
+    """What is known of one value.
+
+    Attributes:
+      kind: as in the table at the top of the file.
+      dim: of ALONG, where the positions are.
+      outer: of ALONG, how many times all positions come one after the other in that dimension; 0 if the value is
+        constant along it, so that any way to read the dimension is right.
+      inner: of ALONG, how many neighbours belong to one position.
+      degree: of SAME and SUM; `ODD` where it is none.
+      zero: the value is zero, which is any share of anything.
+      cause: of SUM and MAX, the place that made it.
+    """
+
+    kind: Kind
+    dim: int = -1
+    outer: int = 1
+    inner: int = 1
+    degree: float = 0
+    zero: bool = False
+    cause: Any = None
+
+    @property
+    def is_constant(self) -> bool:
+        return self.kind is Kind.ALONG and self.outer == 0
+
+    @property
+    def shares(self) -> float:
+        """The degree of this value as a share of a sum: n equal values add up to n times each."""
+        return 1 - self.degree if self.kind is Kind.SAME else self.degree
+
+
+ODD = math.nan
+"""The degree of a number that depends on how many positions there are, but is no power of that."""
+
+SAME = Fact(Kind.SAME)
+LOST = Fact(Kind.LOST)
+
+
+def along(dim: int, outer: int = 1, inner: int = 1) -> Fact:
+    """Make the fact of a value with positions in a dimension."""
+    return Fact(Kind.ALONG, dim, outer, inner)
+
+
+def constant_along(dim: int) -> Fact:
+    """Make the fact of a value with a dimension of positions along which it is constant."""
+    return Fact(Kind.ALONG, dim, 0, 0)
+
+
+class Mixes(Exception):
+    """An equation does something that is not right on a part of the positions.
+
+    Args:
+      what: completes the sentence "reduce_max at model.py:12 ...".
+      fix: a key of `report.FIXES`.
+      cause: a place that is to blame instead of the equation itself.
+    """
+
+    def __init__(self, what: str, fix: str = "auto", cause: Any = None):
+        super().__init__(what)
+        self.what, self.fix, self.cause = what, fix, cause
+
+
+def differing(one: Sequence[int], two: Sequence[int]) -> list[int]:
+    """List the dimensions in which two shapes of equal rank differ: those whose size depends on the positions."""
+    return [dim for dim, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
+
+
+def is_consistent(fact: Fact, one: Sequence[int], two: Sequence[int], parts: int, length: int = 0) -> bool:
+    """Return whether a fact fits the shapes of a value for all positions and for one of `parts` equal parts of them."""
+    if fact.kind is Kind.LOST:
+        return True
+    dims = differing(one, two)
+    if fact.kind is not Kind.ALONG:
+        return not dims
+    if dims != [fact.dim] or one[fact.dim] != parts * two[fact.dim]:
+        return False
+    return fact.is_constant or not length or one[fact.dim] == fact.outer * length * fact.inner
+
+
+def guess(one: Sequence[int], two: Sequence[int], parts: int) -> Fact:
+    """Guess a fact of a value by its shapes, to go on behind something that is reported already."""
+    if len(one) != len(two):
+        return LOST
+    dims = differing(one, two)
+    found = SAME if not dims else constant_along(dims[0])
+    return found if is_consistent(found, one, two, parts) else LOST
+
+
+def same_positions(facts: Sequence[Fact]) -> Fact:
+    """Return the fact of a value whose position t is made of position t of all these ALONG values.
+
+    Raises:
+      Mixes: their positions are in different dimensions, or in another order within one.
+    """
+    definite = [fact for fact in facts if not fact.is_constant] or list(facts)
+    if len({fact.dim for fact in facts}) > 1 or len({(fact.outer, fact.inner) for fact in definite}) > 1:
+        raise Mixes("combines positions with other positions", "attention")
+    return definite[0]._replace(degree=0, zero=False)
+
+
+def reshaped(fact: Fact, one: Sequence[int], new: Sequence[int], new_dims: Sequence[int], length: int) -> Fact | None:
+    """Follow positions through a reshape.
+
+    Args:
+      fact: of the operand, ALONG.
+      one: its shape.
+      new: the new shape.
+      new_dims: the new dimensions whose size depends on the number of positions.
+      length: the number of positions.
+
+    Returns:
+      The fact of the result, or None where its positions are in no one dimension.
+    """
+    if len(new_dims) != 1:
+        return None
+    (dim,) = new_dims
+    if 0 in new:
+        return constant_along(dim)
+    before, after = math.prod(new[:dim]), math.prod(new[dim + 1 :])
+    old_before, old_after = math.prod(one[: fact.dim]), math.prod(one[fact.dim + 1 :])
+    if fact.is_constant:
+        if (before, after) == (old_before, old_after):
+            return constant_along(dim)
+        fact = along(fact.dim, one[fact.dim] // length)
+    outer, inner = old_before * fact.outer, old_after * fact.inner
+    if outer % before or inner % after or outer // before * length * (inner // after) != new[dim]:
+        return None
+    return along(dim, outer // before, inner // after)

@@ -1,0 +1,68 @@
+"""One equation of the loss, twice: as it is for all positions, and for the share of one device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxshard.adapt.positionwise.facts import differing
+
+_LAYOUT = frozenset({"sharding", "out_sharding", "accuracy", "name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"})
+"""Parameters that say nothing about values, or are functions that can't be compared."""
+
+
+class Pair(NamedTuple):
+    """An equation in both traces.
+
+    Attributes:
+      one: the equation for all positions.
+      two: the equation for one device's share.
+      length: the number of all positions.
+      parts: the number of devices.
+      axes: the mesh axes that split positions.
+    """
+
+    one: Any
+    two: Any
+    length: int
+    parts: int
+    axes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.one.primitive.name)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        params: dict[str, Any] = self.one.params
+        return params
+
+    def shapes(self, operand: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of an operand."""
+        return self.one.invars[operand].aval.shape, self.two.invars[operand].aval.shape
+
+    def out_shapes(self, result: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a result."""
+        return self.one.outvars[result].aval.shape, self.two.outvars[result].aval.shape
+
+    def grown(self, result: int = 0) -> list[int]:
+        """List the dimensions of a result whose size depends on the number of positions."""
+        return differing(*self.out_shapes(result))
+
+    def is_whole(self, operand: int, dim: int, sizes: tuple[int, ...], other_sizes: tuple[int, ...]) -> bool:
+        """Return whether sizes, in both traces, take all of a dimension of an operand."""
+        one, two = self.shapes(operand)
+        return sizes[dim] == one[dim] and other_sizes[dim] == two[dim]
+
+    def changed(self) -> list[str]:
+        """List the parameters that depend on the number of positions."""
+        one, two = self.one.params, self.two.params
+        return [name for name in one if name not in _LAYOUT and not _equal(one[name], two.get(name))]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if callable(one) or hasattr(one, "eqns") or hasattr(one, "jaxpr"):
+        return True  # programs are walked through
+    try:
+        return bool(one == two)
+    except (TypeError, ValueError):
+        return False

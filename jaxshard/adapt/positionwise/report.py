@@ -1,0 +1,134 @@
+"""What was found, where in the user's code, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxshard.adapt.positionwise.facts import Mixes
+from jaxshard.adapt.positionwise.pair import Pair
+from jaxshard.core.compat import equation_frames
+from jaxshard.core.our_code import is_jaxshard_file, package_folder
+
+_MODELS = package_folder("jaxshard.models")
+_PROOF = package_folder("jaxshard.adapt.positionwise")
+
+FIXES = {
+    "attention": "attend by js.attention, which brings the keys and values of other devices",
+    "positions": "take the numbers of positions from js.positions(T), such as table[js.positions(T)]",
+    "shift": "have the shifted array in the batch, such as targets beside tokens",
+    "sum": "return js.Mean(total, weight) of plain sums over the positions",
+    "number": "count by a sum over the positions, such as mask.sum()",
+    "random": "draw for each position by a key of its own, folded with js.positions(T)",
+    "gather": "take along the last dimension, by jnp.take_along_axis",
+    "experts": "route by js.moe",
+    "blocks": "leave the positions in one dimension (js.head_loss computes a loss in chunks)",
+    "mark": "keep the positions where it expects them",
+    "auto": "",
+}
+"""What to write instead, by the kind of mistake."""
+
+
+class Cause:
+    """The place of an equation: itself and the calls around it, the outermost first. Each is equal to itself alone."""
+
+    def __init__(self, pair: Pair, calls: tuple[Any, ...]):
+        self.pair, self.calls = pair, calls
+
+
+class Finding(NamedTuple):
+    """An operation that is not right on a part of the positions.
+
+    Attributes:
+      operation: the primitive.
+      what: what it does, a sentence without its subject.
+      where: file:line in the user's code.
+      via: file:line in the library that this line calls, or "".
+      shapes: of the operands and results, such as "f32[2,8] -> f32[2]".
+      fix: what to write instead, or "".
+    """
+
+    operation: str
+    what: str
+    where: str
+    via: str
+    shapes: str
+    fix: str
+
+    def __str__(self) -> str:
+        via = f" (in {self.via})" if self.via else ""
+        fix = f": {self.fix}" if self.fix else ""
+        return f"{self.where}{via}: {self.operation} {self.shapes} {self.what}{fix}"
+
+
+def make_finding(pair: Pair, refusal: Mixes, calls: Sequence[Any]) -> Finding:
+    """Make a finding of an equation that was refused inside of some calls, the outermost first."""
+    cause = refusal.cause or Cause(pair, tuple(calls))
+    where, via = locate([cause.pair.one, *reversed(cause.calls)])
+    return Finding(cause.pair.name, refusal.what, where, via, _shapes(cause.pair), FIXES[refusal.fix])
+
+
+def _shapes(pair: Pair) -> str:
+    """The arrays of an equation that depend on positions, all where none does; the first of many."""
+
+    def texts(side: str) -> str:
+        both = list(zip(getattr(pair.one, side), getattr(pair.two, side), strict=False))
+        grown = [x for x, y in both if x.aval.shape != y.aval.shape] or [x for x, _ in both]
+        shown = [x.aval.str_short(short_dtypes=True) for x in grown[:3]]
+        return ", ".join(shown + ["..."] * (len(grown) > 3))
+
+    operands, results = texts("invars"), texts("outvars")
+    return f"{operands} -> {results}" if operands else results
+
+
+def locate(equations: Sequence[Any]) -> tuple[str, str]:
+    """Return (file:line of the user's code, file:line of a library that it calls or "") of an equation in calls.
+
+    Args:
+      equations: the equation, and the calls around it, the innermost first.
+    """
+    via = ""
+    for eqn in equations:
+        for file, line in own_frames(eqn):
+            if not _is_library(file):
+                return f"{_short(file)}:{line}", via
+            via = via or f"{_short(file)}:{line}"
+    return via or "the loss", ""
+
+
+def own_frames(eqn: Any) -> list[tuple[str, int]]:
+    """List (file, line) of the frames of an equation, innermost first, without those of JAX.
+
+    It ends where the program around it began to be traced. Programs of jitted functions are kept and used again, and
+    what is outside of them in their frames belongs to whoever called them first.
+    """
+    found = []
+    for file, line, function in equation_frames(eqn):
+        path = file.replace("\\", "/")
+        if path.endswith("interpreters/partial_eval.py") and "trace_to_jaxpr" in function:
+            break
+        ours = file.startswith(str(_PROOF))
+        if "/jax/" not in path and not path.startswith("<") and not ours:
+            found.append((file, line))
+    return found
+
+
+def _is_library(file: str) -> bool:
+    if is_jaxshard_file(file):
+        return not file.startswith(str(_MODELS))
+    return any(f"/site-packages/{name}/" in file.replace("\\", "/") for name in ("flax", "optax", "jaxtyping"))
+
+
+def _short(file: str) -> str:
+    path = file.replace("\\", "/")
+    return path.split("site-packages/")[-1] if "site-packages/" in path else "/".join(path.split("/")[-2:])
+
+
+def explain(findings: Sequence[Finding], axes: Sequence[str]) -> str:
+    """Make the text of an error of what was found."""
+    lines = "\n".join(f"  {finding}" for finding in findings)
+    return (
+        f"js.context over {list(axes)}: each device runs the loss on its own positions, which is right if everything "
+        f"but js.attention treats them one by one. It does not:\n{lines}\nOr use js.auto(), under which the loss sees "
+        "whole rows."
+    )

@@ -1,0 +1,485 @@
+"""What each primitive does to positions: from the facts about its operands, those about its results.
+
+A rule gets an equation in both traces and the facts about its operands, and returns a fact for each result or raises
+`Mixes`. A primitive without a rule may do anything: it is refused where an operand or a result depends on positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxshard.adapt.positionwise.facts import (
+    SAME,
+    Fact,
+    Kind,
+    Mixes,
+    along,
+    constant_along,
+    reshaped,
+    same_positions,
+)
+from jaxshard.adapt.positionwise.pair import Pair
+from jaxshard.adapt.positionwise.primitives import EACH_ELEMENT, KEPT, REDUCTIONS, SCANNED, SHARDED_SUMS, WITHOUT_RESULT
+from jaxshard.adapt.positionwise.shares import combine_numbers, combine_shares, is_share, refuse, sum_of
+from jaxshard.core.marks import MARK
+
+_ORDERINGS = frozenset({"sort", "top_k", "approx_top_k"})
+
+Rule = Callable[[Pair, list[Fact]], list[Fact]]
+
+
+def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    """Return the facts about the results of an equation that calls no program.
+
+    Raises:
+      Mixes: it is not right on a part of the positions, or not known.
+    """
+    name = pair.name
+    if name in WITHOUT_RESULT:
+        return []
+    if name in KEPT:
+        return _keep(pair, facts)
+    if name in EACH_ELEMENT:
+        return [_elementwise(pair, facts)]
+    if name in REDUCTIONS:
+        return _reduce(pair, facts)
+    if name in SCANNED:
+        return _scanned(pair, facts)
+    rule = _RULES.get(name, _unknown)
+    return rule(pair, facts)
+
+
+def _keep(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    return facts
+
+
+def _elementwise(pair: Pair, facts: list[Fact]) -> Fact:
+    if changed := pair.changed():
+        raise Mixes(f"has a {changed[0]} that depends on how many positions there are", "number")
+    positions = [fact for fact in facts if fact.kind is Kind.ALONG]
+    share = next((fact for fact in facts if is_share(fact)), None)
+    if share is not None and positions:
+        raise refuse(pair, share, "it is combined with single positions")
+    if share is not None:
+        return combine_shares(pair, facts)
+    if not positions:
+        return combine_numbers(pair, facts)
+    _check_degrees(facts)
+    return same_positions(positions)
+
+
+def _check_degrees(facts: Sequence[Fact]) -> None:
+    if any(fact.degree for fact in facts if fact.kind is Kind.SAME):
+        raise Mixes("combines positions with a number that depends on how many there are", "number")
+
+
+def _plain(pair: Pair, facts: list[Fact]) -> Fact | None:
+    """The fact of a result where nothing depends on positions, for primitives that keep or combine values linearly."""
+    if all(fact.kind is Kind.SAME for fact in facts) and not pair.grown():
+        return SAME if not any(fact.degree for fact in facts) else None
+    return None
+
+
+def _moved(pair: Pair, facts: list[Fact], dim: Callable[[int], int]) -> Fact:
+    """The fact of one array, the first operand, whose dimensions are moved; the others only say where to."""
+    fact, *others = facts
+    _check_same(pair, others)
+    return fact._replace(dim=dim(fact.dim)) if fact.kind is Kind.ALONG else fact
+
+
+def _check_same(pair: Pair, facts: Sequence[Fact]) -> None:
+    """Raise where numbers that say what is taken, such as the start of a slice, depend on positions."""
+    for fact in facts:
+        if is_share(fact):
+            raise refuse(pair, fact)
+        if fact.kind is Kind.ALONG:
+            raise Mixes("takes what single positions say")
+        if fact.degree:
+            raise Mixes("takes what the number of positions says", "number")
+
+
+def _broadcast(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    fact, *_ = facts
+    to = pair.params["broadcast_dimensions"]
+    grown = pair.grown()
+    if fact.kind is Kind.ALONG:
+        if grown != [to[fact.dim]]:
+            raise Mixes("repeats positions for other positions", "attention")
+        return [fact._replace(dim=to[fact.dim])]
+    if not grown:
+        return [fact]
+    if is_share(fact):
+        raise refuse(pair, fact, "single positions need all of it")
+    _check_degrees(facts)
+    if len(grown) > 1:
+        raise Mixes("makes an array of positions by positions", "attention")
+    return [constant_along(grown[0])]
+
+
+def _reshape(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    (fact,) = facts
+    if fact.kind is not Kind.ALONG:
+        return facts
+    if pair.params.get("dimensions") is not None:
+        raise Mixes("reorders positions")
+    found = reshaped(fact, pair.shapes(0)[0], pair.out_shapes()[0], pair.grown(), pair.length)
+    if found is None:
+        raise Mixes("cuts the positions into several dimensions", "blocks")
+    return [found]
+
+
+def _transpose(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    return [_moved(pair, facts, pair.params["permutation"].index)]
+
+
+def _squeeze(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    rank = len(pair.shapes(0)[0])
+    gone = {dim % rank for dim in pair.params["dimensions"]}
+    return [_moved(pair, facts, lambda dim: dim - sum(other < dim for other in gone))]
+
+
+def _rev(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    if facts[0].kind is Kind.ALONG and facts[0].dim in pair.params["dimensions"]:
+        raise Mixes("reverses the positions")
+    return facts
+
+
+def _reduce(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    axes: tuple[int, ...] = pair.params["dimensions" if pair.name == "reduce" else "axes"]
+    results = len(pair.one.outvars)
+    if pair.name == "reduce":  # operands, then their initial values
+        facts = facts[: len(facts) // 2]
+    if (share := next((fact for fact in facts if is_share(fact)), None)) is not None:
+        kind = Kind.SUM if pair.name == "reduce_sum" else Kind.MAX if pair.name == "reduce_max" else None
+        if share.kind is not kind:
+            raise refuse(pair, share)
+        return [share]
+    positions = [fact for fact in facts if fact.kind is Kind.ALONG]
+    if not positions:
+        return [SAME._replace(degree=_only_degree(pair, facts))] * results
+    fact = same_positions(positions)
+    if fact.dim not in axes:
+        return [fact._replace(dim=fact.dim - sum(axis < fact.dim for axis in axes))] * results
+    if pair.name == "reduce_sum":
+        return [Fact(Kind.SUM)]
+    if pair.name == "reduce_max":
+        return [Fact(Kind.MAX)]
+    raise Mixes("reduces the positions", "sum")
+
+
+def _only_degree(pair: Pair, facts: Sequence[Fact]) -> float:
+    if len({fact.degree for fact in facts}) == 1 and pair.name in ("reduce_sum", "reduce_max"):
+        return facts[0].degree
+    _check_same(pair, facts)
+    return 0
+
+
+def _scanned(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    results = len(pair.one.outvars)
+    if found := _plain(pair, facts):
+        return [found] * results
+    for fact in facts:
+        if is_share(fact):
+            raise refuse(pair, fact)
+    _check_degrees(facts)
+    positions = same_positions([fact for fact in facts if fact.kind is Kind.ALONG])
+    if positions.dim == pair.params[SCANNED[pair.name]] % len(pair.shapes(0)[0]):
+        raise Mixes("goes over the positions in their order", "experts" if pair.name in _ORDERINGS else "auto")
+    return [positions] * results
+
+
+def _dot_general(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    (contract, batch) = pair.params["dimension_numbers"]
+    left, right = facts
+    kinds = [fact.kind for fact in facts]
+    if any(map(is_share, facts)):
+        if kinds.count(Kind.SAME) != 1 or Kind.MAX in kinds:
+            raise refuse(pair, left if is_share(left) else right)
+        share, other = (left, right) if is_share(left) else (right, left)
+        return [share._replace(degree=share.degree - other.degree)]
+    if kinds == [Kind.SAME, Kind.SAME]:
+        return [SAME._replace(degree=left.degree + right.degree)]
+    _check_degrees(facts)
+    found: list[Fact] = []
+    for side, fact in enumerate(facts):
+        if fact.kind is not Kind.ALONG:
+            continue
+        if fact.dim in contract[side]:
+            place = contract[side].index(fact.dim)
+            other = facts[1 - side]
+            if other.kind is not Kind.ALONG or other.dim != contract[1 - side][place]:
+                raise Mixes("adds up products of positions with what has none", "sum")
+            same_positions([fact, other._replace(dim=fact.dim)])
+            return [Fact(Kind.SUM)]
+        if fact.dim in batch[side]:
+            found.append(fact._replace(dim=batch[side].index(fact.dim)))
+            continue
+        free = [dim for dim in range(len(pair.shapes(side)[0])) if dim not in (*contract[side], *batch[side])]
+        before = len(batch[0]) if side == 0 else len(pair.out_shapes()[0]) - len(free)
+        found.append(fact._replace(dim=before + free.index(fact.dim)))
+    if len({fact.dim for fact in found}) > 1:
+        raise Mixes("multiplies positions with other positions", "attention")
+    return [same_positions(found)]
+
+
+def _gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    table, indices = facts
+    numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
+    for fact in facts:
+        if is_share(fact):
+            raise refuse(pair, fact)
+    shape = pair.out_shapes()[0]
+    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]  # one for each but the last of indices
+    found: list[Fact] = []
+    if indices.kind is Kind.ALONG:
+        if indices.dim == len(pair.shapes(1)[0]) - 1:
+            raise Mixes("takes what all positions say together")
+        found.append(indices._replace(dim=rows[indices.dim]))
+    if table.kind is Kind.ALONG:
+        dim = table.dim
+        if dim in numbers.operand_batching_dims:
+            of_indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+            found.append(table._replace(dim=rows[of_indices]))
+            if indices.kind is not Kind.ALONG or indices.dim != of_indices:
+                raise Mixes("takes positions by others", "gather")
+        elif dim in numbers.start_index_map or not pair.is_whole(0, dim, sizes, pair.two.params["slice_sizes"]):
+            raise Mixes("takes positions by their number", "gather")
+        else:
+            kept = [
+                d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+            ]
+            found.append(table._replace(dim=numbers.offset_dims[kept.index(dim)]))
+    _check_degrees(facts)
+    if not found:
+        return [SAME]
+    if len({fact.dim for fact in found}) > 1:
+        raise Mixes("takes positions by others", "gather")
+    return [same_positions(found)]
+
+
+def _slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    fact, *starts = facts
+    if fact.kind is Kind.ALONG:
+        if not pair.is_whole(0, fact.dim, *pair.out_shapes()):
+            raise Mixes("takes some of the positions", "shift")
+    elif pair.grown():
+        raise Mixes("takes as much of an array as there are positions", "positions")
+    one, two = (eqn.params.get("start_indices", ()) for eqn in (pair.one, pair.two))
+    if any(a != b for a, b in zip(one, two, strict=True)):
+        raise Mixes("takes what the number of positions says", "number")
+    return [_moved(pair, [fact, *starts], lambda dim: dim)]
+
+
+def _dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    array, update, *starts = facts
+    _check_same(pair, starts)
+    if is_share(array) or is_share(update):
+        return [sum_of(pair, [array, update])]
+    _check_degrees(facts)
+    positions = [fact for fact in (array, update) if fact.kind is Kind.ALONG]
+    if not positions:
+        return [SAME]
+    fact = same_positions(positions)
+    if pair.shapes(1)[0][fact.dim] != pair.shapes(0)[0][fact.dim] or len(positions) < 2:
+        raise Mixes("writes to some of the positions", "shift")
+    return [fact]
+
+
+def _concatenate(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    if any(map(is_share, facts)):
+        if any(fact.kind is Kind.ALONG for fact in facts):
+            raise refuse(pair, next(filter(is_share, facts)))
+        return [sum_of(pair, facts)]
+    positions = [fact for fact in facts if fact.kind is Kind.ALONG]
+    if not positions:
+        if len({fact.degree for fact in facts}) > 1:
+            _check_degrees(facts)
+        return [facts[0]._replace(zero=False)]
+    _check_degrees(facts)
+    if any(fact.dim == pair.params["dimension"] for fact in positions):
+        raise Mixes("joins positions with others", "shift")
+    return [same_positions(positions)]
+
+
+def _split(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    (fact,) = facts
+    if fact.kind is Kind.ALONG and fact.dim == pair.params["axis"]:
+        raise Mixes("takes some of the positions", "shift")
+    if pair.changed() and fact.kind is not Kind.ALONG:
+        raise Mixes("takes as much of an array as there are positions", "positions")
+    return facts * len(pair.one.outvars)
+
+
+def _pad(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    fact, value = facts
+    if fact.kind is Kind.ALONG:
+        if tuple(pair.params["padding_config"][fact.dim]) != (0, 0, 0):
+            raise Mixes("shifts or pads the positions", "shift")
+        _check_same(pair, [value])
+    elif is_share(fact):
+        return [sum_of(pair, facts)]
+    else:
+        _check_degrees(facts)
+    return [fact._replace(zero=fact.zero and value.zero)]
+
+
+def _iota(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    grown = pair.grown()
+    if not grown:
+        return [SAME]
+    if pair.params["dimension"] in grown:
+        raise Mixes("counts from 0 on each device", "positions")
+    return [constant_along(grown[0])]
+
+
+def _random_bits(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    (keys,) = facts
+    if is_share(keys):
+        raise refuse(pair, keys)
+    drawn = [name for name in pair.changed() if name == "shape"]
+    if drawn:
+        raise Mixes("draws random numbers for the positions, and on each device the same", "random")
+    return [keys]
+
+
+def _random_wrap(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    (words,) = facts
+    if words.kind is Kind.ALONG and words.dim >= len(pair.out_shapes()[0]):
+        raise Mixes("makes keys of several positions each")
+    _check_same(pair, [words] if words.kind is not Kind.ALONG else [])
+    return [words]
+
+
+def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    array, kernel = facts
+    if found := _plain(pair, facts):
+        return [found]
+    _check_same(pair, [kernel])
+    if is_share(array):
+        return [array]
+    numbers, params = pair.params["dimension_numbers"], pair.params
+    rows, _, *window = numbers.lhs_spec
+    if array.dim == rows and params["batch_group_count"] == 1:
+        return [array._replace(dim=numbers.out_spec[0])]
+    if array.dim in window:
+        at = window.index(array.dim)
+        one_by_one = pair.shapes(1)[0][numbers.rhs_spec[2 + at]] == params["window_strides"][at] == params[
+            "lhs_dilation"
+        ][at] == 1 and tuple(params["padding"][at]) == (0, 0)
+        if one_by_one:
+            return [array._replace(dim=numbers.out_spec[2 + at])]
+    raise Mixes("convolves along the positions")
+
+
+def _scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    into, indices, updates = facts
+    if found := _plain(pair, facts):
+        return [found]
+    for fact in facts:
+        if is_share(fact):
+            raise refuse(pair, fact)
+    _check_degrees(facts)
+    if into.kind is Kind.SAME:
+        return [_count(pair, facts)]
+    numbers, dim = pair.params["dimension_numbers"], into.dim
+    if dim in numbers.operand_batching_dims:
+        of_indices = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+        outer = [at for at in range(len(pair.shapes(2)[0])) if at not in numbers.update_window_dims]
+        right = indices.kind is Kind.ALONG and indices.dim == of_indices
+        expected = outer[of_indices]
+    else:
+        taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        window = [at for at in range(len(pair.shapes(0)[0])) if at not in taken]
+        right = dim in window and dim not in numbers.scatter_dims_to_operand_dims and indices.kind is Kind.SAME
+        expected = numbers.update_window_dims[window.index(dim)] if right else -1
+    if not right or updates.kind is not Kind.ALONG or updates.dim != expected:
+        raise Mixes("writes to some of the positions", "shift")
+    return [same_positions([into, updates._replace(dim=dim)])]
+
+
+def _count(pair: Pair, facts: list[Fact]) -> Fact:
+    """Of scatters into an array without positions: zeros[experts] with a one added for each position is a sum."""
+    into, indices, updates = facts
+    numbers = pair.params["dimension_numbers"]
+    window = numbers.update_window_dims
+    apart = indices.kind is not Kind.ALONG or indices.dim != len(pair.shapes(1)[0]) - 1
+    if pair.name != "scatter-add" or not into.zero or not apart or updates.kind is not Kind.ALONG:
+        raise Mixes("writes what single positions say")
+    if updates.dim in window:
+        raise Mixes("writes to some of the positions", "shift")
+    if indices.kind is Kind.ALONG:
+        outer = [dim for dim in range(len(pair.shapes(2)[0])) if dim not in window]
+        same_positions([indices._replace(dim=outer[indices.dim]), updates])
+    return Fact(Kind.SUM)
+
+
+def _sum_over_devices(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    """Of the user's own, over axes that do not split positions."""
+    if any(fact.kind is Kind.MAX or fact.degree for fact in facts) or set(pair.params["axes"]) & set(pair.axes):
+        raise Mixes("adds over devices what each has a share of", "sum")
+    return facts
+
+
+def _axis_index(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    named = pair.params["axis_name"]
+    if set(named if isinstance(named, tuple) else (named,)) & set(pair.axes):
+        raise Mixes("asks which device it is", "positions")
+    return [SAME]
+
+
+def _mark(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    who = pair.params["name"]
+    for number, (fact, dim) in enumerate(zip(facts, pair.params["positions"], strict=True)):
+        shape = list(pair.shapes(number)[0])
+        if is_share(fact):
+            raise refuse(pair, fact, f"{who} gets it")
+        if dim is None:
+            if fact.kind is Kind.ALONG or fact.degree:
+                raise Mixes(f"gets an array {shape} that has positions, but should have none", "mark")
+            continue
+        at = len(shape) + dim
+        if fact.kind is not Kind.ALONG or fact.dim != at or (fact.outer, fact.inner) not in ((1, 1), (0, 0)):
+            raise Mixes(f"gets an array {shape} that should have the positions in dimension {at}", "mark")
+    return [
+        along(len(pair.out_shapes(number)[0]) + dim)
+        if isinstance(dim, int)
+        else Fact(Kind.SUM)
+        if dim == "sum"
+        else SAME
+        for number, dim in enumerate(pair.params["result_positions"])
+    ]
+
+
+def _unknown(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    arrays = [*range(len(pair.one.outvars))]
+    plain = all(fact.kind is Kind.SAME and not fact.degree for fact in facts) and not any(map(pair.grown, arrays))
+    if plain and not pair.changed() and not pair.one.effects:
+        return [SAME] * len(arrays)
+    raise Mixes("is not known to treat positions one by one")
+
+
+_RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "rev": _rev,
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "concatenate": _concatenate,
+    "split": _split,
+    "pad": _pad,
+    "iota": _iota,
+    "random_bits": _random_bits,
+    "random_split": _random_bits,
+    "random_wrap": _random_wrap,
+    "random_unwrap": _keep,
+    "conv_general_dilated": _convolution,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "axis_index": _axis_index,
+    MARK.name: _mark,
+} | dict.fromkeys(SHARDED_SUMS, _sum_over_devices)

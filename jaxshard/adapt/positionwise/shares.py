@@ -1,0 +1,120 @@
+"""What may be done with sums and maxima of which each device has its share, and with numbers of positions.
+
+A loss adds up over positions and hands totals to `js.Mean` and `js.Sum`, which are added over devices. So until then
+only what is linear may be done with a sum: f(a) + f(b) = f(a + b). A number such as `x.shape[1]` is n times smaller on
+each of n devices, so that x.sum() / x.shape[1] adds up to n times too much, as a weight of 1 does: degree 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxshard.adapt.positionwise.facts import ODD, SAME, Fact, Kind, Mixes
+from jaxshard.adapt.positionwise.pair import Pair
+
+_CASTS = frozenset({"convert_element_type", "reduce_precision", "real", "copy"})
+_SIGNED = frozenset({"neg", "abs", "sign"}) | _CASTS
+_SUMS = frozenset({"add", "sub", "add_any"})
+
+
+def is_share(fact: Fact) -> bool:
+    """Return whether each device has its share of the value alone."""
+    return fact.kind in (Kind.SUM, Kind.MAX)
+
+
+def refuse(pair: Pair, share: Fact, how: str = "") -> Mixes:
+    """Make the error for what needs a sum or maximum over all positions where there are only shares of it."""
+    what = "sum" if share.kind is Kind.SUM else "maximum"
+    how = how or f"{pair.name} needs all of it"
+    return Mixes(f"is a {what} over the positions, of which each device has a share, but {how}", "sum", share.cause)
+
+
+def combine_numbers(pair: Pair, facts: Sequence[Fact]) -> Fact:
+    """Return the fact of an elementwise function of values that are the same on all devices, but for their degree."""
+    name = pair.name
+    degrees = [fact.degree for fact in facts]
+    if not any(degrees):
+        linear = name in _SUMS | _SIGNED | {"max", "min"}
+        zero = all(fact.zero for fact in facts) if linear else name == "mul" and any(fact.zero for fact in facts)
+        return SAME._replace(zero=zero)
+    exact = np.issubdtype(pair.one.outvars[0].aval.dtype, np.integer)
+    counted = {fact.degree for fact in facts if not fact.zero}
+    degree = ODD
+    if name == "mul":
+        degree = sum(degrees)
+    elif name == "div" and not exact:
+        degree = degrees[0] - degrees[1]
+    elif name == "integer_pow":
+        degree = degrees[0] * pair.params["y"]
+    elif name in ("sqrt", "rsqrt", "square"):
+        degree = degrees[0] * {"sqrt": 0.5, "rsqrt": -0.5, "square": 2}[name]
+    elif name in _SIGNED or (name in _SUMS and len(counted) == 1):
+        degree = max(counted, key=abs, default=0)
+    return SAME._replace(degree=ODD if math.isnan(degree) else degree)
+
+
+def combine_shares(pair: Pair, facts: Sequence[Fact]) -> Fact:
+    """Return the fact of an elementwise function of sums or maxima, and of values that are the same on all devices.
+
+    Raises:
+      Mixes: the function is not linear, or no maximum.
+    """
+    share = next(fact for fact in facts if is_share(fact))
+    maximum = share.kind is Kind.MAX
+    if any(fact.kind is not share.kind for fact in facts if is_share(fact)):
+        raise refuse(pair, share)
+    if maximum:
+        if pair.name == "max" and not any(fact.degree for fact in facts if fact.kind is Kind.SAME):
+            return share
+        if pair.name in _CASTS:
+            return share
+        raise refuse(pair, share)
+    return _linear(pair, facts, share)
+
+
+def _linear(pair: Pair, facts: Sequence[Fact], share: Fact) -> Fact:
+    name, dtype = pair.name, pair.one.outvars[0].aval.dtype
+    if name in _SUMS:
+        return sum_of(pair, facts)
+    others = [fact for fact in facts if not is_share(fact)]
+    if name == "mul" and len(others) == 1:
+        return share._replace(degree=share.degree - others[0].degree)
+    if name == "div" and facts[0] is share and len(others) == 1 and not np.issubdtype(dtype, np.integer):
+        return share._replace(degree=share.degree + others[0].degree)
+    if name == "select_n" and not is_share(facts[0]) and not facts[0].degree:
+        return sum_of(pair, facts[1:])
+    # A cast to integers would round each share.
+    if name == "neg" or (name in _CASTS and (np.issubdtype(dtype, np.inexact) or _is_integer(pair))):
+        return share
+    raise refuse(pair, share)
+
+
+def _is_integer(pair: Pair) -> bool:
+    kinds = [x.aval.dtype for x in (pair.one.invars[0], pair.one.outvars[0])]
+    return all(np.issubdtype(dtype, np.integer) for dtype in kinds)
+
+
+def sum_of(pair: Pair, facts: Sequence[Fact]) -> Fact:
+    """Return the fact of values of which one or the other is taken, or that are added: all must be shares alike."""
+    share = next(fact for fact in facts if is_share(fact))
+    if share.kind is Kind.MAX and not all(fact.kind is Kind.MAX for fact in facts):
+        raise refuse(pair, share)
+    if share.kind is Kind.SUM and len({fact.shares for fact in facts if not fact.zero}) > 1:
+        raise refuse(pair, share, "what is added to it counts once for each device")
+    return share
+
+
+def number(one: Any, two: Any, parts: int) -> Fact:
+    """Return the fact of a number in the program, or of an array of them, given its values in both traces."""
+    a, b = np.asarray(one), np.asarray(two)
+    if a.dtype == b.dtype and (np.array_equal(a, b) or a.tobytes() == b.tobytes()):
+        return SAME._replace(zero=a.dtype.kind in "iuf" and not a.any())
+    if a.shape == b.shape == () and a.dtype.kind in "iuf":
+        for degree in (1, -1, 2, -2, 0.5, -0.5):
+            if np.isclose(float(a), float(b) * parts**degree, rtol=1e-6, atol=0):
+                return SAME._replace(degree=degree)
+    return SAME._replace(degree=ODD)

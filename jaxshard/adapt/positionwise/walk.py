@@ -1,0 +1,272 @@
+"""Two traces of one program, walked through equation by equation, into calls, loops and branches.
+
+What an equation does is asked in `rules`. One that is refused is noted with its place, and the walk goes on with a
+guess, so that all places are found at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxshard.adapt.positionwise.backward import check_backward, is_custom_vjp
+from jaxshard.adapt.positionwise.facts import (
+    LOST,
+    ODD,
+    SAME,
+    Fact,
+    Kind,
+    Mixes,
+    guess,
+    is_consistent,
+    same_positions,
+)
+from jaxshard.adapt.positionwise.pair import Pair
+from jaxshard.adapt.positionwise.report import Cause, Finding, make_finding
+from jaxshard.adapt.positionwise.rules import apply_rule
+from jaxshard.adapt.positionwise.shares import is_share, number, refuse, sum_of
+from jaxshard.core.compat import scan_counts
+from jaxshard.core.jaxpr import CALLS, eliminate_dead_code, open_jaxpr
+from jaxshard.core.keys import words_of
+
+
+@dataclass
+class Walk:
+    """A walk through two traces.
+
+    Attributes:
+      length: the number of all positions.
+      parts: the number of devices that split them.
+      axes: the mesh axes that split them.
+      findings: what was refused so far.
+      calls: the calls around the program at hand, the outermost first.
+      silent: nothing is noted, while the facts about the carry of a loop are looked for.
+    """
+
+    length: int
+    parts: int
+    axes: tuple[str, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    silent: int = 0
+
+    def closed(self, one: Any, two: Any, facts: Sequence[Fact]) -> list[Fact]:
+        """Return the facts about the results of two closed programs; what these do not need is left out."""
+        (jaxpr, used), (other, other_used) = eliminate_dead_code(one), eliminate_dead_code(two)
+        kept = [needed or also for needed, also in zip(used, other_used, strict=True)]
+        if used != other_used:
+            jaxpr, other, kept = open_jaxpr(one)[0], open_jaxpr(two)[0], [True] * len(used)
+        consts, other_consts = open_jaxpr(one)[1], open_jaxpr(two)[1]
+        return self._run(jaxpr, other, consts, other_consts, [fact for fact, keep in zip(facts, kept) if keep])
+
+    def program(self, one: Any, two: Any, facts: Sequence[Fact]) -> list[Fact]:
+        """Return the facts about the results of a program, given those about its arguments."""
+        (jaxpr, consts), (other, other_consts) = open_jaxpr(one), open_jaxpr(two)
+        return self._run(jaxpr, other, consts, other_consts, facts)
+
+    def _run(self, jaxpr: Any, other: Any, consts: Any, other_consts: Any, facts: Sequence[Fact]) -> list[Fact]:
+        known: dict[Any, Fact] = dict(zip(jaxpr.invars, facts, strict=True))
+        if len(jaxpr.constvars) != len(other.constvars) or not self._is_alike(jaxpr, other):
+            return [
+                guess(a.aval.shape, b.aval.shape, self.parts)
+                for a, b in zip(jaxpr.outvars, other.outvars, strict=False)
+            ]
+        for var, twin, value, other_value in zip(jaxpr.constvars, other.constvars, consts, other_consts, strict=True):
+            known[var] = self._constant(var, twin, value, other_value, jaxpr)
+        for eqn, twin in zip(jaxpr.eqns, other.eqns, strict=True):
+            pair = Pair(eqn, twin, self.length, self.parts, self.axes)
+            operands = [self._read(known, a, b) for a, b in zip(eqn.invars, twin.invars, strict=True)]
+            known.update(zip(eqn.outvars, self._equation(pair, operands), strict=True))
+        return [self._read(known, a, b) for a, b in zip(jaxpr.outvars, other.outvars, strict=True)]
+
+    def _is_alike(self, one: Any, two: Any) -> bool:
+        """Return whether both programs have the same equations; note the first that differs."""
+        for eqn, twin in zip(one.eqns, two.eqns, strict=False):
+            if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+                what = f"{twin.primitive.name} on a part of the positions: what runs depends on how many there are"
+                self.note(Pair(eqn, twin, self.length, self.parts), Mixes(f"is {what}", "number"))
+                return False
+        if len(one.eqns) != len(two.eqns):
+            longer = max(one.eqns, two.eqns, key=len)[min(len(one.eqns), len(two.eqns))]
+            what = "runs for some numbers of positions alone: what runs depends on how many there are"
+            self.note(Pair(longer, longer, self.length, self.parts), Mixes(what, "number"))
+            return False
+        return True
+
+    def _constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
+        if value is other:
+            return SAME
+        user = next((eqn for eqn in jaxpr.eqns if var in eqn.invars), None)
+        if var.aval.shape == twin.aval.shape:
+            return number(words_of(value), words_of(other), self.parts)
+        if user is not None:
+            what = "takes a constant with as many entries as there are positions"
+            self.note(Pair(user, user, self.length, self.parts), Mixes(what, "positions"))
+        return guess(var.aval.shape, twin.aval.shape, self.parts)
+
+    def _read(self, known: dict[Any, Fact], atom: Any, twin: Any) -> Fact:
+        if not isinstance(atom, Literal):
+            return known.get(atom, LOST)
+        return number(atom.val, twin.val, self.parts) if isinstance(twin, Literal) else LOST
+
+    def _equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
+        shapes = [pair.out_shapes(index) for index in range(len(pair.one.outvars))]
+        guesses = [guess(*both, self.parts) for both in shapes]
+        if pair.name in _PROGRAMS or pair.name in CALLS:
+            with self._inside(pair):
+                try:
+                    found = _PROGRAMS.get(pair.name, _call)(self, pair, facts)
+                except Mixes as refusal:
+                    self.note(pair, refusal)
+                    return guesses
+        elif any(fact.kind is Kind.LOST for fact in facts):
+            return guesses
+        else:
+            try:
+                found = [self._with_cause(fact, pair) for fact in apply_rule(pair, facts)]
+            except Mixes as refusal:
+                self.note(pair, refusal)
+                return guesses
+        for fact, both in zip(found, shapes, strict=True):
+            if not is_consistent(fact, *both, self.parts, self.length):
+                if not self.findings:  # else it follows from one of them: tokens[:, 1:] makes many such shapes
+                    self.note(pair, Mixes("makes an array whose shape depends on the number of positions", "positions"))
+                return [LOST] * len(found)
+        return found
+
+    def _with_cause(self, fact: Fact, pair: Pair) -> Fact:
+        """Remember the place of an equation that makes a sum or maximum over positions."""
+        if math.isnan(fact.degree):
+            fact = fact._replace(degree=ODD)  # facts are compared, and this number is equal to itself alone
+        new = is_share(fact) and fact.cause is None
+        return fact._replace(cause=Cause(pair, tuple(self.calls))) if new else fact
+
+    @contextmanager
+    def _inside(self, pair: Pair) -> Iterator[None]:
+        self.calls.append(pair.one)
+        yield
+        self.calls.pop()
+
+    def note(self, pair: Pair, refusal: Mixes) -> None:
+        """Note what is refused and where."""
+        if not self.silent:
+            finding = make_finding(pair, refusal, self.calls)
+            if all((finding.where, finding.fix) != (known.where, known.fix) for known in self.findings):
+                self.findings.append(finding)  # one for each line and mistake: a softmax alone has two
+
+    def settle(self, run: Callable[[list[Fact]], list[Fact]], carry: list[Fact], pair: Pair) -> list[Fact]:
+        """Return facts about the carry of a loop that hold before each of its turns."""
+        for _ in range(2 + 2 * len(carry)):
+            self.silent += 1
+            after = run(carry)
+            self.silent -= 1
+            joined = [self.join(pair, a, b) for a, b in zip(carry, after, strict=True)]
+            if joined == carry:
+                return carry
+            carry = joined
+        raise AssertionError("facts only lose what they know")
+
+    def join(self, pair: Pair, one: Fact, two: Fact) -> Fact:
+        """Return the fact about a value of which one or the other holds."""
+        if one == two:
+            return one
+        if Kind.LOST in (one.kind, two.kind):
+            return LOST
+        try:
+            if is_share(one) or is_share(two):
+                return sum_of(pair, [one, two])
+            if one.kind is two.kind is Kind.ALONG:
+                return same_positions([one, two])
+            if one.kind is two.kind is Kind.SAME:
+                return SAME._replace(degree=one.degree if one.degree == two.degree else ODD)
+        except Mixes as refusal:
+            self.note(pair, refusal)
+            return LOST
+        self.note(pair, Mixes("has branches or turns that treat positions differently"))
+        return LOST
+
+
+def _call(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
+    if is_custom_vjp(pair):
+        check_backward(walk, pair, facts)
+    parameter = CALLS[pair.name]
+    return walk.program(pair.params[parameter], pair.two.params[parameter], facts)
+
+
+def _scan(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
+    count, carried = scan_counts(pair.params)
+    consts, carry, over = facts[:count], facts[count : count + carried], facts[count + carried :]
+    if pair.params["length"] != pair.two.params["length"] or any(_leads(fact) for fact in over):
+        raise Mixes("goes over the positions one after the other")
+    slices = [fact._replace(dim=fact.dim - 1) if fact.kind is Kind.ALONG else fact for fact in over]
+
+    def body(carry: list[Fact]) -> list[Fact]:
+        return walk.program(pair.params["jaxpr"], pair.two.params["jaxpr"], [*consts, *carry, *slices])
+
+    carry = walk.settle(lambda carry: body(carry)[:carried], carry, pair)
+    results = body(carry)
+    stacked = [fact._replace(dim=fact.dim + 1) if fact.kind is Kind.ALONG else fact for fact in results[carried:]]
+    return [*results[:carried], *stacked]
+
+
+def _leads(fact: Fact) -> bool:
+    return fact.kind is Kind.ALONG and fact.dim == 0
+
+
+def _while(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
+    in_test, in_body = pair.params["cond_nconsts"], pair.params["body_nconsts"]
+    test, body, carry = facts[:in_test], facts[in_test : in_test + in_body], facts[in_test + in_body :]
+
+    def step(carry: list[Fact]) -> list[Fact]:
+        return walk.program(pair.params["body_jaxpr"], pair.two.params["body_jaxpr"], [*body, *carry])
+
+    carry = walk.settle(step, carry, pair)
+    (goes_on,) = walk.program(pair.params["cond_jaxpr"], pair.two.params["cond_jaxpr"], [*test, *carry])
+    _check_choice(pair, goes_on)
+    step(carry)
+    return carry
+
+
+def _cond(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
+    choice, *operands = facts
+    _check_choice(pair, choice)
+    branches = zip(pair.params["branches"], pair.two.params["branches"], strict=True)
+    first, *rest = [walk.program(one, two, operands) for one, two in branches]
+    for other in rest:
+        first = [walk.join(pair, a, b) for a, b in zip(first, other, strict=True)]
+    return first
+
+
+def _check_choice(pair: Pair, choice: Fact) -> None:
+    if is_share(choice):
+        raise refuse(pair, choice, "which branch runs depends on it")
+    if choice.kind is Kind.ALONG:
+        raise Mixes("runs what the positions say")
+    if choice.degree:
+        raise Mixes("runs what the number of positions says", "number")
+
+
+def _shard_map(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
+    """Of the user's own: followed where it does not split the positions."""
+    in_specs, out_specs = pair.params["in_specs"], pair.params["out_specs"]
+    for fact, spec in zip(facts, in_specs, strict=True):
+        if fact.kind is Kind.ALONG and len(spec) > fact.dim and spec[fact.dim] is not None:
+            raise Mixes("splits the positions itself")
+    results = walk.program(pair.params["jaxpr"], pair.two.params["jaxpr"], facts)
+    for fact, spec in zip(results, out_specs, strict=True):
+        if fact.kind is Kind.ALONG and len(spec) > fact.dim and spec[fact.dim] is not None:
+            raise Mixes("splits the positions itself")
+    return results
+
+
+_PROGRAMS: dict[str, Callable[[Walk, Pair, list[Fact]], list[Fact]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
