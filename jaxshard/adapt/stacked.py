@@ -82,18 +82,18 @@ class Stacked(KnownModel):
             raise ValueError(f"Stacked: num_blocks must be at least 1, got {num_blocks}")
         self.embed, self.block, self.head = embed, block, head
         self.num_blocks = num_blocks
-        self._init_parts = init
+        self.init_parts = init
 
     def make_params(self, key: jax.Array) -> PyTree:
         """Make the parameters {"embed", "blocks", "head"}; every leaf of "blocks" is stacked [num_blocks, ...]."""
         parts_key, blocks_key = jax.random.split(key)
-        parts = self._init_parts(parts_key)
+        parts = self.init_parts(parts_key)
         if not isinstance(parts, dict) or "block" not in parts or BLOCKS in parts:
             got = sorted(parts) if isinstance(parts, dict) else type(parts).__name__
             raise ValueError(f'Stacked: init must return a dict with "block" and without "{BLOCKS}", got {got}')
         rest = {name: part for name, part in parts.items() if name != "block"}
         keys = jax.random.split(blocks_key, self.num_blocks)
-        return rest | {BLOCKS: jax.vmap(lambda k: self._init_parts(k)["block"])(keys)}
+        return rest | {BLOCKS: jax.vmap(lambda k: self.init_parts(k)["block"])(keys)}
 
     def dim_names(self, params: PyTree) -> PyTree:
         """Return a tuple of names for every parameter, one per dimension: "blocks" for the stacked ones, else None."""

@@ -42,8 +42,7 @@ Change = Annotated[
     str | None,
     tyro.conf.arg(
         metavar="NAME=VALUE,...",
-        help="arguments of js.models.gpt or js.models.llama in the place of the size's own, such as "
-        "depth=4,rope_scaling=8.",
+        help="arguments of js.models.gpt, llama or moe in the place of the size's own, such as depth=4,rope_scaling=8.",
         help_behavior_hint="",
     ),
 ]
@@ -81,7 +80,8 @@ class ShardingFlags:
 
     Attributes:
       mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
-        tensor splits the layers themselves, an axis pipe puts them in stages.
+        tensor splits the layers themselves, an axis pipe puts them in stages, an axis expert spreads the experts of a
+        block (moe-1m), and rows too.
       strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
         parameters too; hsdp is fsdp within each group of an axis replica.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is

@@ -57,7 +57,8 @@ class Job:
             fitting = batch + -batch % how.rows_multiple
             raise ValueError(f"--batch {batch}: use a multiple of {parts}, such as {fitting}")
         self.tokens = batch * self.seq
-        self.network, self.tx = size.model(vocab=corpus.vocab), size.recipe.optimizer()
+        self.network = size.model(vocab=corpus.vocab)
+        self.tx = self.network.optimizer(size.recipe.optimizer())
         self.layout = make_layout(how.strategy, how.mesh, self.network.init, self.tx)
         self.source = windows(corpus.train, batch=batch, seq=self.seq, seed=seed, vocab=corpus.vocab)
         self.held_out = _held_out(corpus, 4 * batch // how.engine.microbatches, self.seq)

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.flags import EngineName, PrecisionName, ShardingFlags, check_positive, refuse
-from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
-from jaxshard.core.strategy import Strategy, compose, ddp, fsdp, hsdp, pipeline, tensor, zero1, zero2
+from jaxshard.core.mesh import axis_names, axis_size, make_mesh, mesh_str
+from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import explicit
@@ -39,7 +39,7 @@ class Parallel(NamedTuple):
 
     Attributes:
       mesh: the mesh over the chosen devices.
-      strategy: the data strategy, composed with those of the axes tensor and pipe.
+      strategy: the data strategy, composed with those of the axes expert, tensor and pipe.
       engine: how the gradient is computed.
       rows_multiple: the number that the rows of a batch must be a multiple of: micro-batches times data shards.
       strategy_name: the name of the data strategy.
@@ -84,7 +84,8 @@ def make_parallel(
     """Resolve the flags; without --mesh all devices are on the axis data.
 
     Args:
-      flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline.
+      flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline, an axis
+        expert spreads the experts of a model that has some.
       remat: what the forward pass keeps, as `parse_remat` takes it; by default what the model states, or nothing in a
         pipeline.
       precision: of weights where they are used, and of the sums of gradients; by default f32.
@@ -102,12 +103,17 @@ def make_parallel(
     axes = _with_data_axes(flags, data_axes)
     devices = choose_devices(flags.devices)
     mesh = make_mesh(devices, **axes) if topology is None else topology_mesh(topology, **axes)
-    strategy = _STRATEGIES[flags.strategy](*data_axes)
+    # Rows, and what the data strategy splits, are spread over the devices that share the experts, too.
+    *replicas, data = data_axes
+    shared = ("data", "expert") if "expert" in axes else data
+    strategy = _STRATEGIES[flags.strategy](*replicas, shared)
+    if "expert" in axes:
+        strategy = compose(strategy, expert())
     if "tensor" in axes:
         strategy = compose(strategy, tensor())
     if ordered:
         _check_ordered(flags.engine, axes)
-    shards = axis_size(mesh, tuple(data_axes))
+    shards = axis_size(mesh, (*replicas, *axis_names(shared)))
     engine: Engine
     if "pipe" in axes:
         make, chunks = _plan_pipeline(flags, mesh.shape["pipe"], shards, policy=policy, depth=depth, batch=batch)
@@ -123,11 +129,11 @@ def make_parallel(
 
 
 def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str, int]:
-    """The axes in --mesh with those of the data strategy, of size 1 where all devices are on tensor or pipe."""
+    """The axes in --mesh with those of the data strategy, of size 1 where all devices are on other axes."""
     if flags.mesh is None:
         return data_axes
     axes = parse_axes(flags.mesh)
-    given = [name for name in axes if name not in ("tensor", "pipe")]
+    given = [name for name in axes if name not in ("expert", "tensor", "pipe")]
     if not given:
         return dict.fromkeys(data_axes, 1) | axes
     if set(given) != set(data_axes):
@@ -142,10 +148,10 @@ def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str
 
 def _check_ordered(engine: EngineName | None, axes: dict[str, int]) -> None:
     other_engine = engine not in (None, "explicit")
-    if other_engine or not {"tensor", "pipe"}.isdisjoint(axes):
+    if other_engine or not {"expert", "tensor", "pipe"}.isdisjoint(axes):
         raise ValueError(
-            "--ordered: only the engine explicit adds in one order, and without the axes tensor and pipe; leave out "
-            f"{f'--engine {engine}' if other_engine else 'these axes'}, or --ordered"
+            "--ordered: only the engine explicit adds in one order, and without the axes tensor, pipe and expert; "
+            f"leave out {f'--engine {engine}' if other_engine else 'these axes'}, or --ordered"
         )
 
 

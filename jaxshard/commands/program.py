@@ -155,7 +155,7 @@ def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple
         size = size_of(name, change, given, rows_multiple)
     model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
     tokens = np.random.default_rng(given.seed).integers(0, size.shape["vocab"], shape, dtype=np.int32)
-    tx = size.recipe.optimizer()
+    tx = model.optimizer(size.recipe.optimizer())
     return Program(model.init, model.loss, tx, {"tokens": tokens}, name_with_changes(name, change))
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from jaxshard.commands.experts import describe_experts
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import align_columns
 
@@ -105,6 +106,8 @@ def tables(console: Console, result: dict[str, Any]) -> None:
     """Print the end of a training run from its JSON object: losses, speed, bytes, collectives and a sample."""
     console.print()
     facts(console, _outcome(result) if result["losses"] else {"steps": "none was left to take"})
+    if result["experts"]:
+        facts(console, describe_experts(result["experts"]))
     console.print()
     _print_table(console, _bytes_rows(result["bytes_per_device"]), "<>>")
     console.print()

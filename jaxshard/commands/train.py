@@ -10,6 +10,7 @@ import jax
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.commands.errors import refusals, usage_errors
+from jaxshard.commands.experts import count_experts
 from jaxshard.commands.flags import (
     DataFlags,
     OutputFlags,
@@ -128,6 +129,10 @@ def run(
         stopped = preemption.stopped and int(run.step) < steps
         result = job.about | {"start": saves.resumed or 0, "stopped": stopped} | summarize(records)
         result |= {"compile_seconds": compile_seconds} | describe_step(compiled, job.layout, job.rows)
+        last = (result["evaluations"] or [{}])[-1]
+        result["experts"] = count_experts(
+            job.network, run, job.layout, how.engine, [] if stopped else job.held_out, last.get("drop_rate")
+        )
         # Where it was stopped, something else waits for this process to end.
         length = 0 if stopped else output.sample
         result["sample"] = draw_sample(job.network, run, job.layout, job.corpus, length=length, seed=job.seed)

@@ -8,6 +8,7 @@ from jaxshard.models.decoder import logits as logits
 from jaxshard.models.decoder import sample as sample
 from jaxshard.models.gpt import gpt as gpt
 from jaxshard.models.llama import llama as llama
+from jaxshard.models.moe import moe as moe
 from jaxshard.models.recipe import Recipe as Recipe
 from jaxshard.models.recipe import Size as Size
 from jaxshard.models.rope import RopeScaling as RopeScaling

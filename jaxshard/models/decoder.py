@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Int
 
 from jaxshard.adapt.stacked import Stacked
@@ -102,7 +103,7 @@ class Decoder(Stacked):
             matrix = output(params)
             return head_loss(norm(params, x_BTC), matrix, targets_BT, weights_BT, tied=tied, accuracy=key is None)
 
-        def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
+        def readout(params: PyTree, x_BTC: PyTree) -> jax.Array:
             matrix = output(params)
             return norm(params, x_BTC) @ (matrix.T if tied else matrix)
 
@@ -115,6 +116,10 @@ class Decoder(Stacked):
             return batch
         tokens = batch["tokens"]
         return {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return the optimizer of a run that trains this model with `tx`: `tx` itself, unless the model says more."""
+        return tx
 
 
 def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:

@@ -51,6 +51,7 @@ def llama(
     rope_base: float = 500_000,
     rope_scaling: RopeScaling | float | None = None,
     norm_epsilon: float = 1e-5,
+    qk_norm: bool = False,
     tied: bool = False,
 ) -> Decoder:
     """Build a Llama 3: `model.init(key)` and `model.loss(params, batch, key)`.
@@ -85,6 +86,7 @@ def llama(
       rope_scaling: the scaling of the rotary angles, `js.models.RopeScaling(...)`; a number is the factor, with the
         other numbers of Llama 3.1 (whose factor is 8).
       norm_epsilon: what RMS norms add to the mean square.
+      qk_norm: apply an RMS norm to every head of queries and keys, as Qwen3 does.
       tied: use the token embedding as the output matrix.
 
     Returns:
@@ -117,7 +119,7 @@ def llama(
 
     embedding = Embedding(vocab, width)
     attends = (heads, kv_heads, D, rope_base, scaling, norm_epsilon, residual_stddev(depth))
-    one_block = Block(*attends, hidden=hidden)
+    one_block = Block(*attends, qk_norm=qk_norm, hidden=hidden)
     norm = partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm")
 
     def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:

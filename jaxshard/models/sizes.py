@@ -5,9 +5,10 @@ from typing import Any
 from jaxshard.models.decoder import Decoder
 from jaxshard.models.gpt import SIZES as GPT_SIZES
 from jaxshard.models.llama import SIZES as LLAMA_SIZES
+from jaxshard.models.moe import SIZES as MOE_SIZES
 from jaxshard.models.recipe import Size
 
-SIZES: dict[str, Size] = GPT_SIZES | LLAMA_SIZES
+SIZES: dict[str, Size] = GPT_SIZES | LLAMA_SIZES | MOE_SIZES
 """Every ready-made size; `SIZES["gpt2"].recipe` says how it is trained."""
 
 
@@ -16,7 +17,7 @@ def make(name: str, /, **changes: Any) -> Decoder:
 
     Args:
       name: one of `js.models.SIZES`, such as "llama3-8b".
-      **changes: arguments of `js.models.gpt` or `js.models.llama` in the place of the size's own.
+      **changes: arguments of `js.models.gpt`, `js.models.llama` or `js.models.moe` in the place of the size's own.
 
     Returns:
       The model, a `js.Stacked` that every engine can run. It holds no arrays. Its attribute `remat`, what the forward

@@ -33,8 +33,14 @@ def test_a_bad_step_ends_the_training_with_one_line(data, capsys):
     [
         (["--bad-steps", "rollback"], "--bad-steps rollback goes back to a saved run: add --checkpoint DIR"),
         (["--ordered", "--engine", "auto"], "--ordered: only the engine explicit adds in one order, .*--engine auto"),
-        (["--ordered", "--mesh", "data=4,tensor=2"], "without the axes tensor and pipe; leave out these axes, or"),
-        (["--ordered", "--mesh", "data=4,pipe=2"], "without the axes tensor and pipe; leave out these axes, or"),
+        (
+            ["--ordered", "--mesh", "data=4,tensor=2"],
+            "without the axes tensor, pipe and expert; leave out these axes, or",
+        ),
+        (
+            ["--ordered", "--mesh", "data=4,pipe=2"],
+            "without the axes tensor, pipe and expert; leave out these axes, or",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(flags, message, data, capsys):

@@ -1,0 +1,51 @@
+"""How evenly a trained model uses its experts: the load of each one on held-out data, and those that are dead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxshard.core.layout import Layout
+from jaxshard.core.types import PyTree
+from jaxshard.engines.engine import Engine
+from jaxshard.models.decoder import Decoder
+from jaxshard.models.moe import RoutedDecoder
+from jaxshard.training.evaluate import make_eval_step
+from jaxshard.training.state import TrainState
+
+DEAD = 0.01
+"""An expert that is chosen less often than this times the mean is dead."""
+
+
+def count_experts(
+    network: Decoder,
+    run: TrainState,
+    layout: Layout,
+    engine: Engine,
+    batches: Sequence[PyTree],
+    drop_rate: float | None,
+) -> dict[str, Any] | None:
+    """Count how often each expert is chosen, over batches of evaluation.
+
+    Returns:
+      "load", for each block a list of the experts' loads over their mean; "dead", the names of those with next to none;
+      "drop_rate" as it was given. None for a model without experts, and without batches.
+    """
+    if not isinstance(network, RoutedDecoder) or not batches:
+        return None
+    step = make_eval_step(network.routing.evaluate, layout, engine=engine)
+    counts = sum(np.asarray(step(run, batch)["load"].value, np.float64) for batch in batches)
+    load = np.asarray(counts) / np.mean(counts, -1, keepdims=True)
+    dead = [f"block {block} expert {expert}" for block, expert in np.argwhere(load < DEAD)]
+    return {"load": np.round(load, 4).tolist(), "dead": dead, "drop_rate": drop_rate}
+
+
+def describe_experts(experts: dict[str, Any]) -> dict[str, str]:
+    """Write the loads of experts as facts: from the least to the most of each block, and who is dead."""
+    blocks = [f"{min(block):.2f} to {max(block):.2f}" for block in experts["load"]]
+    dead: list[str] = experts["dead"]
+    shown = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
+    lost = "" if experts["drop_rate"] is None else f"; {experts['drop_rate']:.2%} of the choices dropped"
+    return {"experts": f"load {', '.join(blocks)} of the mean{lost}", "dead experts": shown or "none"}

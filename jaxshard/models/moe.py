@@ -1,0 +1,390 @@
+"""Decoders with routed experts as `js.Stacked` models, such as Mixtral, Qwen3-MoE and DeepSeekMoE.
+
+`models/decoder.py` describes the batch, `models/llama.py` everything but the experts. Between blocks the activations
+are a tree {"x", "routing"}. Losses of the routing are computed for each row and travel with it, so that they are the
+same on every mesh, in every engine and for every number of micro-batches. "routing" has for each row of the batch
+
+    balance, z     f32[B]              losses, the mean over the blocks so far
+    bias           f32[B]              zero, with the gradient that balances without a loss
+    dropped        f32[B]              choices of an expert that had no room
+    load           f32[B, depth, E]    how often each expert was chosen; each block moves it up by one place
+
+Shape suffixes: B rows, T positions, C width, F an expert's hidden width, E experts, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.constrain import constrain
+from jaxshard.core.loss import Loss, Mean, Sum, as_loss
+from jaxshard.core.tree import BLOCKS, map_with_path, path_str
+from jaxshard.core.types import PyTree
+from jaxshard.layers.moe import moe as route
+from jaxshard.layers.routing import Routing, Scores
+from jaxshard.models.decoder import Decoder
+from jaxshard.models.llama import Attention, gated_mlp, llama
+from jaxshard.models.parts import RESIDUAL, STDDEV, apply, check_sizes, enter_tensor_region, residual_stddev
+from jaxshard.models.recipe import Recipe, Size
+from jaxshard.models.rope import RopeScaling, as_scaling
+
+_HIDDEN_DIMS = {"gate_proj": 2, "up_proj": 2, "down_proj": 1}
+
+BIAS = "bias"
+"""The name of the router's parameter that balances without a loss."""
+
+
+def moe(
+    *,
+    vocab: int,
+    width: int,
+    depth: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    experts: int,
+    k: int,
+    seq: int,
+    shared: int = 0,
+    dense: int = 0,
+    dense_hidden: int | None = None,
+    scores: Scores = "softmax",
+    normalize: bool = True,
+    capacity: float | None = None,
+    balance: float = 0.01,
+    z: float = 0.0,
+    bias_rate: float = 0.0,
+    head_dim: int | None = None,
+    rope_base: float = 500_000,
+    rope_scaling: RopeScaling | float | None = None,
+    norm_epsilon: float = 1e-5,
+    qk_norm: bool = False,
+    tied: bool = False,
+) -> RoutedDecoder:
+    """Build a Llama 3 in which every token takes some of many MLPs, its experts: `model.init` and `model.loss`.
+
+    A router, a matrix [C, E] computed in f32, scores the experts of every token. The token takes the k best and adds
+    what they make of it, each weighted by its score (`js.moe`). With `js.expert` each device holds some of the experts.
+
+    The loss is a `js.Mean` of nats per token, in training with losses of the routing added to it. Those of a row are
+
+        balance    the sum over the experts of f * P, where f is E / (k T) times the choices of the expert, and P its
+                   score as a share of all experts' scores, the mean over the tokens; 1 if all are chosen as often
+        z          the mean over the tokens of the squared log-sum-exp of the router's logits
+
+    each as the mean over the blocks and then over the rows. Metrics: these losses, and "drop_rate", the share of
+    choices of an expert that had no room (0 without `capacity`); in evaluation, whose loss is the nats alone, also
+    "accuracy". `model.routing.evaluate` counts how often each expert of each block is chosen.
+
+    Activations that `remat` policies of engines can name are those of `js.models.llama`, with "moe_hidden", the two
+    products of the gated experts, [N, F] each, and "mlp_hidden", those of the shared ones.
+
+    Args:
+      vocab, width, depth, heads, kv_heads, seq: as in `js.models.llama`.
+      hidden: the hidden width of one expert.
+      experts: the number of experts in a block.
+      k: how many of them every token takes.
+      shared: the number of experts, of the same width, that every token takes beside these, unweighted.
+      dense: so many first blocks have a plain MLP instead. They run with the embedding: outside of `remat`, whole while
+        the blocks run, and in a pipeline on the devices that compute the embedding.
+      dense_hidden: the hidden width of their MLP; by default that of k and the shared experts together.
+      scores: the router's scores of the experts of a token: "softmax" over all, or a "sigmoid" of each.
+      normalize: divide the weights of the chosen experts by their sum.
+      capacity: the room of an expert as a multiple of its mean share of tokens; None drops no token.
+      balance: what the balance loss is multiplied by.
+      z: what the z loss is multiplied by.
+      bias_rate: balance without a loss: a bias per expert is added to the scores, for the selection alone, and moved by
+        this much in every step, up where the expert was chosen less often than the mean of its block, else down. The
+        optimizer does it: `model.optimizer(tx)`.
+      head_dim, rope_base, rope_scaling, norm_epsilon, qk_norm, tied: as in `js.models.llama`.
+
+    Returns:
+      The model, a `js.Stacked` that every engine can run.
+
+    Raises:
+      ValueError: a size or factor out of its range, k above the number of experts; what `js.models.llama` refuses.
+      TypeError: a size that is no whole number.
+
+    Sources: Jiang et al. 2024, "Mixtral of Experts"; Dai et al. 2024, "DeepSeekMoE", section 3, for shared experts;
+    DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for both ways to balance (equations 16 to 20); Zoph
+    et al. 2022, "ST-MoE", equation 5, for the z loss.
+    """
+    check_sizes("moe", {"hidden": hidden, "experts": experts, "k": k})
+    check_sizes("moe", {"shared + 1": shared + 1, "dense + 1": dense + 1, "dense_hidden": dense_hidden or hidden})
+    if k > experts:
+        raise ValueError(f"moe: every token takes k={k} experts, but there are {experts}; use k from 1 to {experts}")
+    if dense >= depth:
+        raise ValueError(f"moe: dense={dense} blocks of depth={depth} leave none with experts; use at most {depth - 1}")
+    if wrong := {name: x for name, x in (("balance", balance), ("z", z), ("bias_rate", bias_rate)) if x < 0}:
+        raise ValueError(f"moe: factors must not be negative, got {wrong}")
+    plain = llama(
+        vocab=vocab, width=width, depth=depth, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim, tied=tied,
+        hidden=dense_hidden or hidden * (k + shared), rope_base=rope_base, rope_scaling=rope_scaling,
+        norm_epsilon=norm_epsilon, qk_norm=qk_norm,
+    )  # fmt: skip
+    attention = Attention(
+        heads, kv_heads, head_dim or width // heads, rope_base, as_scaling(rope_scaling), norm_epsilon,
+        residual_stddev(depth), qk_norm,
+    )  # fmt: skip
+    router = Router(experts, k, scores, normalize, capacity, balance, z, bias_rate)
+    mlps = SharedExperts(hidden * shared, residual_stddev(depth)) if shared else None
+    block = RoutedBlock(attention, nn.RMSNorm(epsilon=norm_epsilon), router, hidden, mlps, depth - dense)
+    return RoutedDecoder(plain, block, dense)
+
+
+@dataclass(frozen=True)
+class Router:
+    """How tokens choose their experts: the arguments of `moe` of these names."""
+
+    experts: int
+    k: int
+    scores: Scores
+    normalize: bool
+    capacity: float | None
+    balance: float
+    z: float
+    bias_rate: float
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The losses of the routing, with the factors by which they are added to the loss."""
+        return {name: factor for name, factor in (("balance", self.balance), ("z", self.z)) if factor}
+
+    def start(self, rows: int, depth: int) -> PyTree:
+        """Return the routing's numbers of so many rows before the first block."""
+        names = [*self.losses, "dropped", *(["bias"] if self.bias_rate else [])]
+        numbers = {name: jnp.zeros(rows, jnp.float32) for name in names}
+        return numbers | {"load": jnp.zeros((rows, depth, self.experts), jnp.float32)}
+
+    def add(self, numbers: PyTree, record: Routing, positions: int, bias_E: jax.Array | None) -> PyTree:
+        """Return the routing's numbers with those of a block, whose rows have so many positions."""
+        depth = numbers["load"].shape[1]
+        load_BE = record.load.astype(jnp.float32)
+        share_BE = load_BE / (self.k * positions)
+        found = {"dropped": record.dropped.astype(jnp.float32)}
+        if self.balance:
+            found["balance"] = (share_BE * record.probabilities).sum(-1) * (self.experts / positions / depth)
+        if self.z:
+            found["z"] = record.z / (positions * depth)
+        if bias_E is not None:
+            # Zero, and its gradient is by how much more than the mean an expert was chosen: engines sum it over all
+            # rows as any other, and the optimizer takes its sign.
+            weighted_B = ((share_BE - 1 / self.experts) * bias_E).sum(-1)
+            found["bias"] = weighted_B - jax.lax.stop_gradient(weighted_B)
+        load_BLE = jnp.concatenate([numbers["load"][:, 1:], load_BE[:, None]], 1)
+        return {name: numbers[name] + x for name, x in found.items()} | {"load": load_BLE}
+
+
+@dataclass(frozen=True)
+class RoutedBlock:
+    """Attention, then experts, each on a normalized copy of x[B, T, C] and added to it.
+
+    Attributes:
+      attention: the module that adds attention to x.
+      norm: of what router and experts read.
+      router: how tokens choose.
+      hidden: the hidden width of an expert.
+      shared: the module of the experts that every token takes; None without any.
+      depth: the number of blocks with experts.
+    """
+
+    attention: Attention
+    norm: nn.Module
+    router: Router
+    hidden: int
+    shared: nn.Module | None
+    depth: int
+
+    def init(self, key: jax.Array, width: int) -> PyTree:
+        """Draw the parameters of a block."""
+        keys, x_BTC = jax.random.split(key, 6), jnp.zeros((1, 1, width))
+        E, C, F = self.router.experts, width, self.hidden
+        shapes = {"gate_proj": (E, C, F), "up_proj": (E, C, F), "down_proj": (E, F, C)}
+        stddevs = {"gate_proj": STDDEV, "up_proj": STDDEV, "down_proj": self.attention.residual_stddev}
+        params = {
+            "attention": self.attention.init(keys[0], x_BTC)["params"],
+            "mlp_norm": self.norm.init(keys[0], x_BTC)["params"],
+            "router": {"kernel": STDDEV * jax.random.normal(keys[1], (C, E))},
+            "experts": {
+                name: stddevs[name] * jax.random.normal(k, shape) for k, (name, shape) in zip(keys[2:5], shapes.items())
+            },
+        }
+        if self.router.bias_rate:
+            params["router"][BIAS] = jnp.zeros(E)
+        return params | ({} if self.shared is None else {"shared": self.shared.init(keys[5], x_BTC)["params"]})
+
+    def run(self, params: PyTree, activations: PyTree, key: jax.Array | None) -> PyTree:
+        """Run the block on {"x", "routing"}."""
+        router = self.router
+        x_BTC = apply(self.attention, params["attention"], activations["x"])
+        h_BTC = enter_tensor_region(apply(self.norm, params["mlp_norm"], x_BTC))
+        logits_BTE = h_BTC.astype(jnp.float32) @ params["router"]["kernel"].astype(jnp.float32)
+        bias_E = params["router"].get(BIAS)
+        out_BTC, record = route(
+            h_BTC, logits_BTE, expert_mlp, params["experts"], k=router.k, scores=router.scores,
+            normalize=router.normalize, bias=bias_E, capacity=router.capacity, hidden=_HIDDEN_DIMS,
+        )  # fmt: skip
+        if self.shared is not None:
+            out_BTC += apply(self.shared, params["shared"], h_BTC)
+        routing = router.add(activations["routing"], record, x_BTC.shape[1], bias_E)
+        return {"x": x_BTC + constrain(out_BTC, RESIDUAL), "routing": routing}
+
+
+class SharedExperts(nn.Module):
+    """The experts that every token takes, as one gated MLP of x[B, T, C]."""
+
+    hidden: int
+    residual_stddev: float
+
+    @nn.compact
+    def __call__(self, x_BTC: jax.Array) -> jax.Array:
+        return gated_mlp(x_BTC, self.hidden, self.residual_stddev)
+
+
+def expert_mlp(params: PyTree, x_NC: jax.Array, dot: Callable[..., jax.Array]) -> jax.Array:
+    """Apply to each token the gated MLP of its expert, for `js.moe`."""
+    gate_NF, up_NF = (checkpoint_name(dot(x_NC, params[name]), "moe_hidden") for name in ("gate_proj", "up_proj"))
+    return dot(nn.silu(gate_NF) * up_NF, params["down_proj"])
+
+
+class RoutedDecoder(Decoder):
+    """The model of `moe`: a `Decoder` whose blocks have experts.
+
+    Args:
+      plain: a Llama of the same size, which gives embedding, head, first blocks and the check of batches.
+      block: a block with experts.
+      dense: the number of first blocks without.
+
+    Attributes:
+      router: how tokens choose their experts.
+      routing: the same model as a `js.Stacked` whose `evaluate` gives "load", a `js.Sum` of how often each expert was
+        chosen, [blocks with experts, experts], beside "loss".
+    """
+
+    def __init__(self, plain: Decoder, block: RoutedBlock, dense: int) -> None:
+        vars(self).update(vars(plain))  # the length of rows, the output, and what else a decoder has
+        self.router, depth = block.router, plain.num_blocks - dense
+
+        def init(key: jax.Array) -> PyTree:
+            keys = jax.random.split(key, 2 + dense)
+            parts = plain.init_parts(keys[0])
+            first = {f"dense_{number}": plain.init_parts(k)["block"] for number, k in enumerate(keys[2:])}
+            width = jax.tree.leaves(parts["embed"])[0].shape[-1]
+            return parts | {"embed": parts["embed"] | first, "block": block.init(keys[1], width)}
+
+        def embed(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
+            x_BTC = plain.embed(params, batch, key)
+            for number in range(dense):
+                x_BTC = plain.block(params["embed"][f"dense_{number}"], x_BTC, None)
+            return {"x": x_BTC, "routing": self.router.start(len(x_BTC), depth)}
+
+        def head(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Loss:
+            loss = as_loss(plain.head(params, x["x"], batch, key))
+            return self._add_routing(loss, x["routing"], x["x"].shape[1], training=key is not None)
+
+        def count(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Loss:
+            return Loss(
+                as_loss(plain.head(params, x["x"], batch, key)).value,
+                metrics={"load": Sum(x["routing"]["load"].sum(0))},
+            )
+
+        Stacked.__init__(self, embed, block.run, head, depth, init)
+        self.readout = lambda params, x_BTC: plain.readout(params, x_BTC["x"])
+        self.routing = Stacked(embed, block.run, count, depth, init)
+
+    def _add_routing(self, loss: Loss, routing: PyTree, positions: int, *, training: bool) -> Loss:
+        rows, depth, _ = routing["load"].shape
+        means = {name: Mean(routing[name].sum(), rows) for name in self.router.losses}
+        value = loss.value
+        if training:
+            for name, factor in self.router.losses.items():
+                value += factor * means[name]
+            if self.router.bias_rate:
+                value += Mean(routing["bias"].sum(), rows)
+        dropped = Mean(routing["dropped"].sum(), rows * positions * self.router.k * depth)
+        return Loss(value, metrics=loss.metrics | means | {"drop_rate": dropped})
+
+    def dim_names(self, params: PyTree) -> PyTree:
+        """Return the names of every parameter's dimensions, those of experts for `js.expert` and `js.tensor`."""
+
+        def names(path: Any, x: Any, found: tuple[str | None, ...]) -> tuple[str | None, ...]:
+            *_, folder, name = path_str(path).split("/")
+            if folder == "experts":
+                return (BLOCKS, "expert", *(("mlp", "embed") if name == "down_proj" else ("embed", "mlp")))
+            return found
+
+        return map_with_path(names, params, super().dim_names(params))
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return the optimizer of a run of this model: `tx`, but for biases that balance without a loss.
+
+        These are moved by the sign of their gradient, which says by how much more than the mean an expert was chosen.
+        Without `bias_rate` it is `tx` itself.
+        """
+        if not self.router.bias_rate:
+            return tx
+        move = optax.chain(optax.scale_by_sign(), optax.scale(-self.router.bias_rate))
+
+        def label(params: PyTree) -> PyTree:
+            return map_with_path(lambda path, _: "bias" if path_str(path).endswith(BIAS) else "rest", params)
+
+        return optax.partition({"bias": move, "rest": tx}, label)
+
+
+SIZES = {
+    # The active parameters of gpt-1m, and its recipe.
+    "moe-1m": Size(
+        {
+            "vocab": 256, "width": 144, "depth": 4, "heads": 8, "kv_heads": 8, "hidden": 192, "experts": 8, "k": 2,
+            "seq": 32, "tied": True,
+        },
+        Recipe(batch=64, steps=320, learning_rate=2.5e-3, warmup=80),
+        moe,
+        "everything",
+    ),
+    # Table 1 of Jiang et al. 2024; base of the angles and factor of the balance loss from the published weights'
+    # configuration. How it was trained is not said: batch, steps and rate are those of Llama 2 of this width.
+    "mixtral-8x7b": Size(
+        {
+            "vocab": 32_000, "width": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "hidden": 14_336, "experts": 8,
+            "k": 2, "seq": 32_768, "rope_base": 1_000_000, "balance": 0.02,
+        },
+        Recipe(batch=1024, steps=500_000, learning_rate=3e-4, warmup=2000),
+        moe,
+        "nothing",
+    ),
+    # Table 2 of Yang et al. 2025, "Qwen3 Technical Report", and the published weights' configuration, with the rows of
+    # its pre-training's last stage. Of the recipe only the 36T tokens are said.
+    "qwen3-30b-a3b": Size(
+        {
+            "vocab": 151_936, "width": 2048, "depth": 48, "heads": 32, "kv_heads": 4, "head_dim": 128, "hidden": 768,
+            "experts": 128, "k": 8, "seq": 32_768, "rope_base": 1_000_000, "norm_epsilon": 1e-6, "qk_norm": True,
+            "balance": 0.001,
+        },
+        Recipe(batch=1024, steps=1_000_000, learning_rate=3e-4, warmup=2000),
+        moe,
+        "nothing",
+    ),
+    # Section 5.1.2 of Dai et al. 2024, "DeepSeekMoE" (the 16B: rows of 4096, batches of 4608, 106,449 steps), and the
+    # published weights' configuration. Its first block has no experts.
+    "deepseek-16b": Size(
+        {
+            "vocab": 102_400, "width": 2048, "depth": 28, "heads": 16, "kv_heads": 16, "hidden": 1408, "experts": 64,
+            "k": 6, "shared": 2, "dense": 1, "dense_hidden": 10_944, "normalize": False, "seq": 4096,
+            "rope_base": 10_000, "norm_epsilon": 1e-6, "balance": 0.001,
+        },
+        Recipe(batch=4608, steps=106_449, learning_rate=4.2e-4, warmup=2000),
+        moe,
+        "nothing",
+    ),
+}  # fmt: skip
+"""Ready-made sizes of this family; `js.models.SIZES` has those of all families."""

@@ -1,0 +1,71 @@
+"""Decoders with routed experts: their numbers, and the same run on every mesh (losses 1e-6, gradients 1e-5)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+import jaxshard as js
+from tests.toys import Toy, assert_equal_runs, mask, one_device, sharded
+
+SIZES = {"vocab": 64, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 24, "experts": 8, "k": 2, "seq": 8}
+ROWS = 16
+KINDS = {
+    "softmax": {"z": 0.01},
+    "sigmoid": {"scores": "sigmoid", "shared": 1, "bias_rate": 0.01, "depth": 3, "dense": 1, "qk_norm": True},
+    "not normalized": {"normalize": False, "k": 3, "balance": 0.0},
+}
+
+
+@cache
+def moe_toy(kind: str) -> Toy:
+    model = js.models.moe(**SIZES | KINDS[kind])
+    tokens = np.random.default_rng(0).integers(0, 64, (ROWS, 9), dtype=np.int32)
+    return Toy(model.init, model.loss, {"tokens": tokens, "weights": mask((ROWS, 8))})
+
+
+@cache
+def reference(kind: str):
+    return one_device(moe_toy(kind), steps=2)
+
+
+fsdp = js.fsdp(("data", "expert"), min_size=0)
+MESHES = {
+    "expert=2": ({"data": 4, "expert": 2}, js.compose(fsdp, js.expert())),
+    "expert=4": ({"data": 2, "expert": 4}, js.compose(fsdp, js.expert())),
+    "expert=8": ({"data": 1, "expert": 8}, js.compose(fsdp, js.expert())),
+    "shared": ({"data": 8}, js.compose(js.fsdp(min_size=0), js.expert("data"))),
+    "tensor": ({"data": 2, "expert": 2, "tensor": 2}, js.compose(fsdp, js.expert(), js.tensor())),
+    "tensor=4": ({"expert": 2, "tensor": 4}, js.compose(js.expert(), js.tensor())),
+    "tensor alone": ({"data": 4, "tensor": 2}, js.compose(js.ddp(), js.tensor())),
+}
+ENGINES = {"explicit": js.explicit(microbatches=2), "auto": js.auto()}
+FAST = {("expert=4", "explicit", "softmax"), ("tensor", "auto", "sigmoid")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "engine", "kind"),
+    [
+        pytest.param(m, e, k, marks=() if (m, e, k) in FAST else pytest.mark.slow)
+        for m in MESHES
+        for e in ENGINES
+        for k in KINDS
+    ],
+)
+def test_a_mesh_equals_one_device(mesh, engine, kind):
+    axes, strategy = MESHES[mesh]
+    trace, layout = sharded(moe_toy(kind), strategy, js.make_mesh(**axes), ENGINES[engine], steps=2)
+    assert_equal_runs(trace, reference(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_a_pipeline_equals_one_device(kind, schedule):
+    mesh = js.make_mesh(pipe=2, data=2, expert=2)
+    engine = js.pipelined(microbatches=2, schedule=schedule)
+    strategy = js.compose(fsdp, js.expert(), js.pipeline(chunks=1))
+    trace, _ = sharded(moe_toy(kind), strategy, mesh, engine, steps=2)
+    assert_equal_runs(trace, reference(kind))
