@@ -56,7 +56,7 @@ FAST = {("expert=4", "explicit", "softmax"), ("tensor", "auto", "sigmoid")}
 )
 def test_a_mesh_equals_one_device(mesh, engine, kind):
     axes, strategy = MESHES[mesh]
-    trace, layout = sharded(moe_toy(kind), strategy, js.make_mesh(**axes), ENGINES[engine], steps=2)
+    trace, _ = sharded(moe_toy(kind), strategy, js.make_mesh(**axes), ENGINES[engine], steps=2)
     assert_equal_runs(trace, reference(kind))
 
 
