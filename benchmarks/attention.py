@@ -1,10 +1,12 @@
 """What attention takes of a device's memory: `js.attention` beside all logits, compiled, not run.
 
     python benchmarks/attention.py cpu          # one block, 1k to 16k positions, on this machine
-    python benchmarks/attention.py v5e          # the same for one TPU v5e; needs libtpu, no TPU
+    python benchmarks/attention.py v5e          # the same for one TPU v5e, to 64k; needs libtpu, no TPU
     python benchmarks/attention.py flax         # an unmodified transformer, Linen and NNX, before and after
 
 Temporaries are those of a training step (forward and backward pass, SGD) on each device, as the compiler assigned them.
+A TPU's are those in HBM, and arrays that fit lie in VMEM instead. The last column of v5e has them all: compiled with
+arrays kept out of VMEM.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +34,8 @@ from jaxshard.plan.topology import topology_mesh
 
 WIDTH, HEADS = 1024, 8
 POSITIONS = (1024, 2048, 4096, 8192, 16384)
+NONE_IN_VMEM = {"xla_vf_vmem_memory_space_assignment": False}
+"""The option of the compiler for v5e that keeps arrays in HBM, where they are counted."""
 SGD = optax.sgd(0.1)
 
 
@@ -39,11 +44,12 @@ def plain(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Arra
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
 
 
-def step_of(model: Any, mesh: Any, positions: int) -> Any:
+def step_of(model: Any, mesh: Any, positions: int, options: dict[str, Any] | None = None) -> Any:
     """Compile a step on one row of bf16 activations per device."""
+    engine = js.explicit(compute_dtype=jnp.bfloat16, options=options)
     layout = js.layout(js.fsdp(), mesh, model.init, SGD)
     batch = {"x": jax.ShapeDtypeStruct((mesh.size, positions, WIDTH), jnp.bfloat16)}
-    return js.make_step(model.loss, SGD, layout, engine=js.explicit(compute_dtype=jnp.bfloat16)).compile(batch)
+    return js.make_step(model.loss, SGD, layout, engine=engine).compile(batch)
 
 
 def report(compiled: Any) -> str:
@@ -73,18 +79,20 @@ def mean_square(model: Any, batch: Any) -> Any:
     return js.Mean((y**2).sum(), y.size)
 
 
-def one_block(mesh: Any, longest_plain: int) -> None:
+Column = tuple[str, Any, dict[str, Any], int]
+"""Title, attention, options of the compiler, and the longest row that is compiled."""
+
+
+def one_block(mesh: Any, positions: Sequence[int], columns: Sequence[Column]) -> None:
     """Print the table of one block."""
-    print("| positions | all logits | js.attention |\n|---:|---:|---:|")
-    for positions in POSITIONS:
+    titles = [title for title, *_ in columns]
+    print(f"| positions | {' | '.join(titles)} |\n|---:|{'---:|' * len(columns)}")
+    for T in positions:
         cells = []
-        for attend in (plain, js.attention):
-            if attend is plain and positions > longest_plain:
-                cells.append("")
-                continue
+        for _, attend, options, longest in columns:
             model = js.linen(Attention(attend), mean_square, {"x": jnp.ones((8, 8, WIDTH), jnp.bfloat16)})
-            cells.append(report(step_of(model, mesh, positions)))
-        print(f"| {positions:,} | {cells[0]} | {cells[1]} |", flush=True)
+            cells.append(report(step_of(model, mesh, T, options)) if longest >= T else "")
+        print(f"| {T:,} | {' | '.join(cells)} |", flush=True)
 
 
 # Unmodified transformers.
@@ -148,9 +156,16 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     match sys.argv[1:]:
         case ["cpu"]:
-            one_block(js.make_mesh(jax.devices()[:1], data=1), longest_plain=16384)
+            columns = [("all logits", plain, {}, 16384), ("js.attention", js.attention, {}, 16384)]
+            one_block(js.make_mesh(jax.devices()[:1], data=1), POSITIONS, columns)
         case ["v5e"]:
-            one_block(topology_mesh("v5e:2x4", data=8), longest_plain=4096)
+            columns = [
+                ("all logits", plain, {}, 4096),
+                ("js.attention", js.attention, {}, 65536),
+                ("all logits, none in VMEM", plain, NONE_IN_VMEM, 4096),
+                ("js.attention, none in VMEM", js.attention, NONE_IN_VMEM, 65536),
+            ]
+            one_block(topology_mesh("v5e:2x4", data=8), (*POSITIONS, 32768, 65536), columns)
         case ["flax"]:
             transformers()
         case _:

@@ -90,6 +90,9 @@ ROWS = {
          "per_device_batch_size": 0.125},
         "fsdp tensor", sides=SPLIT,
     ),
+    "llama3-8b-tensor": Row(
+        "llama3-8b", "v5e:16x16", 8192, {"data": 32, "tensor": 8}, None, "fsdp tensor", sides=("auto", "explicit")
+    ),
     "llama3-8b-slices": Row(
         "llama3-8b", "v5e:16x16", 8192, {"replica": 2, "data": 256}, None, "hsdp", slices=2, sides=("explicit",)
     ),

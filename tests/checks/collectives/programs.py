@@ -31,6 +31,24 @@ def program(entry, *computations, tables=""):
     )
 
 
+def _moving(name, last):
+    """A computation of a fusion that carries an all-gather."""
+    return f"""%{name} (q: f32[64,16]) -> f32[256,16] {{
+  %q = f32[64,16]{{1,0}} parameter(0)
+  %ag = f32[256,16]{{1,0}} all-gather(%q), {GROUPS}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
+  {last}
+}}
+"""
+
+
+GATHER_IN_FUSIONS = [
+    _moving("begin", 'ROOT %c = (f32[256,16]) custom-call(%ag), custom_call_target="AsyncCollectiveStart"'),
+    _moving("overlap", "ROOT %t = (f32[256,16]) tuple(%ag)"),
+    _moving("end", 'ROOT %c = f32[256,16] custom-call(%ag), custom_call_target="AsyncCollectiveDone"'),
+]
+"""What the TPU compiler makes of one all-gather that runs beside products: it begins, goes on and ends in a fusion."""
+
+
 def gpt_shapes(rows, **sizes):
     model = gpt(**sizes)
     return Toy(model.init, model.loss, {"tokens": jax.ShapeDtypeStruct((rows, sizes["seq"] + 1), jnp.int32)})

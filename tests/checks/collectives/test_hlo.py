@@ -4,7 +4,7 @@ import pytest
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.found import Row, collectives, summary
-from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
+from tests.checks.collectives.programs import GATHER_IN_FUSIONS, GROUPS, XY, mesh_of, program
 
 WHOLE = 64 * 16 * 4
 
@@ -159,23 +159,10 @@ def test_what_a_program_pads_itself_counts_padded():
 
 
 def test_a_collective_that_overlaps_with_several_fusions_counts_at_its_start():
-    def fused(name, last):
-        return f"""%{name} (q: f32[64,16]) -> f32[256,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  %ag = f32[256,16]{{1,0}} all-gather(%q), {GROUPS}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
-  {last}
-}}
-"""
-
-    computations = [
-        fused("begin", 'ROOT %c = (f32[256,16]) custom-call(%ag), custom_call_target="AsyncCollectiveStart"'),
-        fused("overlap", "ROOT %t = (f32[256,16]) tuple(%ag)"),
-        fused("end", 'ROOT %c = f32[256,16] custom-call(%ag), custom_call_target="AsyncCollectiveDone"'),
-    ]
     entry = """%a = f32[256,16] fusion(%p), kind=kCustom, calls=%begin
     %b = f32[256,16] fusion(%p), kind=kOutput, calls=%overlap
     ROOT %c = f32[256,16] fusion(%p), kind=kCustom, calls=%end"""
-    assert rows(program(entry, *computations)) == (Row("all-gather", ("y",), 1, 4 * WHOLE),)
+    assert rows(program(entry, *GATHER_IN_FUSIONS)) == (Row("all-gather", ("y",), 1, 4 * WHOLE),)
 
 
 def test_a_kernels_metadata_over_several_lines_ends_no_computation():

@@ -9,7 +9,7 @@ import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
 from jaxshard.checks.collectives.found import collectives
 from jaxshard.plan.topology import topology_mesh
-from tests.checks.collectives.programs import GROUPS, XY, gpt_shapes, mesh_of, program
+from tests.checks.collectives.programs import GATHER_IN_FUSIONS, GROUPS, XY, gpt_shapes, mesh_of, program
 from tests.engines.programs import tpu
 
 WORK = "%w = f32[64,16]{1,0} fusion(%p), kind=kLoop, calls=%add"
@@ -60,28 +60,15 @@ def test_a_collective_in_a_computation_that_is_started(between, waited):
 
 @pytest.mark.parametrize(("overlaps", "waited"), [(True, False), (False, True)])
 def test_a_collective_that_a_tpu_moves_in_fusions_with_products(overlaps, waited):
-    def fused(name, last):
-        return f"""%{name} (q: f32[64,16]) -> f32[256,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  %ag = f32[256,16]{{1,0}} all-gather(%q), {GROUPS}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
-  {last}
-}}
-"""
-
-    computations = [
-        fused("begin", 'ROOT %c = (f32[256,16]) custom-call(%ag), custom_call_target="AsyncCollectiveStart"'),
-        fused("overlap", "ROOT %t = (f32[256,16]) tuple(%ag)"),
-        fused("end", 'ROOT %c = f32[256,16] custom-call(%ag), custom_call_target="AsyncCollectiveDone"'),
-    ]
     lines = [
         "%a = (f32[256,16]) fusion(%p), kind=kCustom, calls=%begin",
         "%x = f32[256,16] get-tuple-element(%a), index=0",
     ]
     lines += ["%b = (f32[256,16]) fusion(%x), kind=kOutput, calls=%overlap"] if overlaps else []
     lines += [f"ROOT %c = f32[256,16] fusion(%{'b' if overlaps else 'x'}), kind=kCustom, calls=%end"]
-    assert waits(program("\n".join(lines), *computations)) == [waited]
+    assert waits(program("\n".join(lines), *GATHER_IN_FUSIONS)) == [waited]
     combined = "%alone = f32[256,16] fusion(%p), kind=kCustom, calls=%overlap"
-    assert waits(program(combined, computations[1].replace(', frontend_attributes={chain_id="0"}', ""))) == [True]
+    assert waits(program(combined, GATHER_IN_FUSIONS[1].replace(', frontend_attributes={chain_id="0"}', ""))) == [True]
 
 
 @pytest.mark.slow
