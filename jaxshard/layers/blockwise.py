@@ -73,16 +73,16 @@ def partial_attention(
     *,
     starts: Starts,
     block: int = 512,
-) -> tuple[jax.Array, jax.Array]:
-    """Compute attention to some of the keys: (output[B, T, H, E], logarithm of the sum of exp(logits) [B, T, H]).
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute attention to some of the keys; returns the output [B, T, H, E], and largest and total [B, T, H].
 
-    It is not to be differentiated; `partial_gradients` has the gradients.
+    The sum of exp(logits) is exp(largest) * total. It is not to be differentiated: see `partial_gradients`.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     arrays = cut.arrays(q_BTHD, k_BSKD, v_BSKE)
-    out, largest, total = _closed_forward(cut, form, *arrays, cut.extras(extras, k_BSKD), starts)
-    logsumexp = largest + jnp.log(jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
-    return cut.join(out), cut.join(logsumexp[..., None])[..., 0]
+    out, *sums = _closed_forward(cut, form, *arrays, cut.extras(extras, k_BSKD), starts)
+    largest, total = (cut.join(x[..., None])[..., 0] for x in sums)
+    return cut.join(out), largest, total
 
 
 def partial_gradients(
@@ -92,7 +92,8 @@ def partial_gradients(
     extras: Extras,
     form: Form,
     out_BTHE: jax.Array,
-    logsumexp_BTH: jax.Array,
+    largest_BTH: jax.Array,
+    total_BTH: jax.Array,
     d_out_BTHE: jax.Array,
     *,
     starts: Starts,
@@ -100,13 +101,15 @@ def partial_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return what some of the keys add to the gradients of q, and the gradients of these k and v, all in f32.
 
-    `out` and `logsumexp` are those of all keys.
+    `out`, `largest` and `total` are those of all keys.
     """
     cut = Cut.of(q_BTHD, k_BSKD, block, starts)
     K = k_BSKD.shape[2]
-    logsumexp, out, d_out = (cut.queries(x, K) for x in (logsumexp_BTH[..., None], out_BTHE, d_out_BTHE))
+    out, d_out = (cut.queries(x, K) for x in (out_BTHE, d_out_BTHE))
+    largest, total = (cut.queries(x[..., None], K)[..., 0] for x in (largest_BTH, total_BTH))
+    total = jnp.where(total > 0, total, 1)  # of padding
     kept = *cut.arrays(q_BTHD, k_BSKD, v_BSKE), cut.extras(extras, k_BSKD), starts
-    dq, dk, dv, _ = _gradients(cut, form, (*kept, out, logsumexp[..., 0], jnp.ones_like(logsumexp[..., 0])), d_out)
+    dq, dk, dv, _ = _gradients(cut, form, (*kept, out, largest, total), d_out)
     return cut.join(dq), cut.join_keys(dk), cut.join_keys(dv)
 
 

@@ -1,9 +1,9 @@
 """Attention in a ring: every device's keys and values pass by every other device, and nothing is gathered.
 
-In turn t device i computes its queries with the keys of device i - t, and sends those on. The parts are merged by the
-logarithms of their sums:
+In turn t device i computes its queries with the keys of device i - t, and sends those on. Each turn has an output and
+the sum of exp(logits), written as exp(largest) * total, so that neither a large logit nor its rounding does harm:
 
-    out = sum of exp(l_t - l) out_t        l = log(sum of exp(l_t)), each l_t the log of the sum of exp(logits)
+    out = sum of share_t out_t        share_t = exp(largest_t - largest) total_t / total
 
 The backward pass goes around once more. The gradients of keys and values, in f32, travel with them and arrive at home
 after n moves. Causal work is as much in every turn: with keys of an earlier device all queries see the first chunk,
@@ -49,11 +49,12 @@ class Parts(NamedTuple):
     """What computes a turn on a platform.
 
     Attributes:
-      forward: (q, k, v, extras, form, turn) -> (output, log of the sum of exp(logits) [B, T, H]).
-      backward: (q, k, v, extras, form, out, logsumexp, d_out, turn) -> what the turn adds to the gradients of q, k, v.
+      forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total of that shape).
+      backward: (q, k, v, extras, form, out, largest, total, d_out, turn) -> what the turn adds to the gradients of q,
+        k and v.
     """
 
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
@@ -68,7 +69,7 @@ def blocks(block: int) -> Parts:
 
     def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, turn: Turn
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         return partial_attention(q, k, v, extras, form, starts=starts(form, q, k, turn), block=block)
 
     def backward(
@@ -100,19 +101,21 @@ def ring_attention(
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, key_segments: Any, form: Form, parts: Parts, axes: Axes
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     def take_turn(carry: Any, sums: tuple[()], passing: Any, turn: Turn) -> tuple[Any, tuple[()]]:
         k, v, ids = passing
-        more, its_sum = parts.forward(q, k, v, Extras(segments, key_segments=ids), form, turn)
+        more, its_largest, its_total = parts.forward(q, k, v, Extras(segments, key_segments=ids), form, turn)
+        more = more.astype(jnp.float32)
         if turn.own:
-            return (more.astype(jnp.float32), its_sum), sums
-        out, logsumexp = carry
-        total = jnp.logaddexp(logsumexp, its_sum)
-        old, new = (jnp.exp(x - total)[..., None] for x in (logsumexp, its_sum))
-        return (out * old + more.astype(jnp.float32) * new, total), sums
+            return (more, its_largest, its_total), sums
+        out, largest, total = carry
+        new = jnp.maximum(largest, its_largest)
+        total, its_total = total * jnp.exp(largest - new), its_total * jnp.exp(its_largest - new)
+        share = (its_total / (total + its_total))[..., None]
+        return (out * (1 - share) + more * share, new, total + its_total), sums
 
-    (out, logsumexp), _ = _go_around(take_turn, None, (), (k, v, key_segments), axes)
-    return out.astype(v.dtype), logsumexp
+    (out, largest, total), _ = _go_around(take_turn, None, (), (k, v, key_segments), axes)
+    return out.astype(v.dtype), largest, total
 
 
 def _go_around(
@@ -149,8 +152,8 @@ def _ring_forward(
 ) -> tuple[jax.Array, Any]:
     # A call of its own, as in `blockwise`: policies of `jax.checkpoint` would look into the loop.
     found = _closed_forward(q, k, v, segments, key_segments, form, parts, axes)
-    out, logsumexp = (checkpoint_name(x, NAME) for x in found)
-    return out, (q, k, v, segments, key_segments, out, logsumexp)
+    out, largest, total = (checkpoint_name(x, NAME) for x in found)
+    return out, (q, k, v, segments, key_segments, out, largest, total)
 
 
 _closed_forward = jax.custom_vjp(_forward, nondiff_argnums=(5, 6, 7))
@@ -164,11 +167,11 @@ _closed_forward.defvjp(_no_second_derivative, _no_second_derivative)
 
 
 def _ring_backward(form: Form, parts: Parts, axes: Axes, kept: Any, d_out: jax.Array) -> Any:
-    q, k, v, segments, key_segments, out, logsumexp = kept
+    q, k, v, segments, key_segments, *results = kept
 
     def take_turn(dq: jax.Array, sums: Any, passing: Any, turn: Turn) -> tuple[jax.Array, Any]:
         k, v, ids = passing
-        given = q, k, v, Extras(segments, key_segments=ids), form, out, logsumexp, d_out, turn
+        given = q, k, v, Extras(segments, key_segments=ids), form, *results, d_out, turn
         dq, *sums = (x + more.astype(jnp.float32) for x, more in zip((dq, *sums), parts.backward(*given)))
         return dq, tuple(sums)
 

@@ -29,18 +29,19 @@ def splash_turns(*, interpret: bool = False) -> Parts:
 
     def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, turn: Turn
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         part = partial(_part, form=form, interpret=interpret)
         queries, keys = (q, extras.segments), (k, v, extras.of_keys())
         out, logsumexp = _by_turn(part, _put_forward, queries, keys, form, turn)
-        return out, logsumexp
+        return out, logsumexp, jnp.ones_like(logsumexp)
 
     def backward(
         q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, form: Form, *rest: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *results, turn = rest
+        out, largest, total, d_out, turn = rest
         part = partial(_gradients_of_part, form=form, interpret=interpret)
-        queries, keys = (q, extras.segments, *results), (k, v, extras.of_keys())
+        queries = q, extras.segments, out, largest + jnp.log(total), d_out
+        keys = k, v, extras.of_keys()
         dq, dk, dv = _by_turn(part, _put_backward, queries, keys, form, turn)
         return dq, dk, dv
 
