@@ -19,6 +19,7 @@ import tyro
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16"]
+ContextName = Literal["gather", "ulysses", "usp", "ring"]
 
 # Optional flags; without the hint their help would end in "(default: None)".
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
@@ -80,14 +81,16 @@ class ShardingFlags:
 
     Attributes:
       mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
-        tensor splits the layers themselves, an axis pipe puts them in stages, an axis expert spreads the experts of a
-        block (moe-1m), and rows too.
+        tensor splits the layers themselves, an axis pipe puts them in stages, an axis context splits long rows, an axis
+        expert spreads the experts of a block (moe-1m), and rows too.
       strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
         parameters too; hsdp is fsdp within each group of an axis replica.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
       chunks: stages per device of a pipeline; by default two for a ready-made size with enough blocks, else one.
+      context: how attention sees the other parts of a row that an axis context splits: gather keys and values, ulysses
+        exchanges heads, usp does both (over a second axis, context_heads), ring passes them around.
       devices: use so many devices, over all processes; simulated ones where there is no accelerator.
       microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
     """
@@ -97,6 +100,7 @@ class ShardingFlags:
     engine: EngineName | None = None
     schedule: Words = None
     chunks: Count = None
+    context: ContextName | None = None
     devices: Count = None
     microbatches: Count = None
 

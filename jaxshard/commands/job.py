@@ -46,7 +46,8 @@ class Job:
       held_out: the batches to evaluate on.
 
     Raises:
-      ValueError: a batch that devices and micro-batches do not divide, or a corpus that is too short.
+      ValueError: a batch that devices and micro-batches do not divide, a length that the devices of a context do not,
+        or a corpus that is too short.
     """
 
     def __init__(self, name: str, how: Parallel, size: Size, corpus: Corpus, seed: int):
@@ -56,6 +57,12 @@ class Job:
             parts = f"{how.rows_multiple}, the devices that share the rows times the micro-batches"
             fitting = batch + -batch % how.rows_multiple
             raise ValueError(f"--batch {batch}: use a multiple of {parts}, such as {fitting}")
+        if self.seq % how.seq_multiple:
+            near = self.seq + -self.seq % how.seq_multiple
+            raise ValueError(
+                f"--seq {self.seq}: use a multiple of {how.seq_multiple}, two chunks for each device of the axis "
+                f"context, such as {near}"
+            )
         self.tokens = batch * self.seq
         self.network = size.model(vocab=corpus.vocab)
         self.tx = self.network.optimizer(size.recipe.optimizer())

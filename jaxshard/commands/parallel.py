@@ -11,9 +11,11 @@ from jax.sharding import Mesh
 
 from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
 from jaxshard.commands.devices import choose_devices, describe
-from jaxshard.commands.flags import EngineName, PrecisionName, ShardingFlags, check_positive, refuse
-from jaxshard.core.mesh import axis_names, axis_size, make_mesh, mesh_str
+from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_positive, refuse
+from jaxshard.core.context import context
+from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
+from jaxshard.core.strategy_parts import context_of
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import explicit
@@ -30,6 +32,9 @@ _STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 _REMAT_NAMES = "everything", "dots", "nothing"
 
+CONTEXT_AXES = ("context", "context_heads")
+"""Axes in --mesh that split rows. The second is for --context usp, which exchanges heads over it."""
+
 _MICROBATCHES_PER_STAGE = 4
 """Of a pipeline where --microbatches is not given: with two chunks the bubble is an eighth at most."""
 
@@ -39,9 +44,10 @@ class Parallel(NamedTuple):
 
     Attributes:
       mesh: the mesh over the chosen devices.
-      strategy: the data strategy, composed with those of the axes expert, tensor and pipe.
+      strategy: the data strategy, composed with those of the axes context, expert, tensor and pipe.
       engine: how the gradient is computed.
       rows_multiple: the number that the rows of a batch must be a multiple of: micro-batches times data shards.
+      seq_multiple: the same for the tokens in a row: two chunks for each device of the context.
       strategy_name: the name of the data strategy.
       devices: the devices in words.
     """
@@ -50,6 +56,7 @@ class Parallel(NamedTuple):
     strategy: Strategy
     engine: Engine
     rows_multiple: int
+    seq_multiple: int
     strategy_name: str
     devices: str
 
@@ -60,6 +67,8 @@ class Parallel(NamedTuple):
         engine = about["engine"] + (", sums in one order" if about.get("reduction") == "ordered" else "")
         engine += f", computes and reduces gradients in {dtype}" if (dtype := about.get("compute_dtype")) else ""
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
+        if context := context_of(self.strategy):
+            shown["context"] = f"{context.how} over {' x '.join(context.axis)}"
         if "schedule" in about:
             shown["schedule"] = f"{about['schedule']}, {self.engine.microbatches} micro-batches"
         return shown
@@ -68,7 +77,9 @@ class Parallel(NamedTuple):
     def about(self) -> dict[str, Any]:
         """The facts that a command writes into its JSON object."""
         mesh = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size}
-        return mesh | {"strategy": self.strategy_name} | self.engine.describe()
+        context = context_of(self.strategy)
+        form = {"context": context.how} if context else {}
+        return mesh | {"strategy": self.strategy_name} | form | self.engine.describe()
 
 
 def make_parallel(
@@ -84,8 +95,9 @@ def make_parallel(
     """Resolve the flags; without --mesh all devices are on the axis data.
 
     Args:
-      flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline, an axis
-        expert spreads the experts of a model that has some.
+      flags: what was asked for. An axis tensor in the mesh adds tensor parallelism, an axis pipe a pipeline. An axis
+        context splits rows and an axis expert spreads the experts of a model that has some: their devices also share
+        what the data strategy splits.
       remat: what the forward pass keeps, as `parse_remat` takes it; by default what the model states, or nothing in a
         pipeline.
       precision: of weights where they are used, and of the sums of gradients; by default f32.
@@ -103,17 +115,20 @@ def make_parallel(
     axes = _with_data_axes(flags, data_axes)
     devices = choose_devices(flags.devices)
     mesh = make_mesh(devices, **axes) if topology is None else topology_mesh(topology, **axes)
-    # Rows, and what the data strategy splits, are spread over the devices that share the experts, too.
+    split = _context_axes(flags, axes)
     *replicas, data = data_axes
-    shared = ("data", "expert") if "expert" in axes else data
-    strategy = _STRATEGIES[flags.strategy](*replicas, shared)
+    rows_over = (data, "expert") if "expert" in axes else (data,)
+    shared = (*rows_over, *split)
+    strategy = _STRATEGIES[flags.strategy](*replicas, shared if len(shared) > 1 else data)
+    if split:
+        strategy = compose(strategy, context(split, how=flags.context or "gather"))
     if "expert" in axes:
         strategy = compose(strategy, expert())
     if "tensor" in axes:
         strategy = compose(strategy, tensor())
     if ordered:
-        _check_ordered(flags.engine, axes)
-    shards = axis_size(mesh, (*replicas, *axis_names(shared)))
+        _check_ordered(flags, axes)
+    shards = axis_size(mesh, (*replicas, *rows_over))
     engine: Engine
     if "pipe" in axes:
         make, chunks = _plan_pipeline(flags, mesh.shape["pipe"], shards, policy=policy, depth=depth, batch=batch)
@@ -125,7 +140,16 @@ def make_parallel(
         engine = _ENGINES[flags.engine or "explicit"](
             microbatches=flags.microbatches or 1, remat=policy, precision=precision, **options
         )
-    return Parallel(mesh, strategy, engine, shards * engine.microbatches, flags.strategy, topology or describe(devices))
+    parts = axis_size(mesh, split)
+    return Parallel(
+        mesh,
+        strategy,
+        engine,
+        shards * engine.microbatches,
+        2 * parts if parts > 1 else 1,
+        flags.strategy,
+        topology or describe(devices),
+    )
 
 
 def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str, int]:
@@ -133,21 +157,41 @@ def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str
     if flags.mesh is None:
         return data_axes
     axes = parse_axes(flags.mesh)
-    given = [name for name in axes if name not in ("expert", "tensor", "pipe")]
+    given = [name for name in axes if name not in ("expert", "tensor", "pipe", *CONTEXT_AXES)]
     if not given:
         return dict.fromkeys(data_axes, 1) | axes
     if set(given) != set(data_axes):
         example = ",".join(f"{name}={count}" for name, count in data_axes.items())
         raise ValueError(
-            f"--mesh {flags.mesh}: the strategy {flags.strategy} needs the axes {' and '.join(data_axes)}, and tensor "
-            f"and pipe if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or choose another "
-            "strategy"
+            f"--mesh {flags.mesh}: the strategy {flags.strategy} needs the axes {' and '.join(data_axes)}, and tensor, "
+            f"pipe, context and expert if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or choose "
+            "another strategy"
         )
     return axes
 
 
-def _check_ordered(engine: EngineName | None, axes: dict[str, int]) -> None:
+def _context_axes(flags: ShardingFlags, axes: dict[str, int]) -> tuple[str, ...]:
+    """The axes in --mesh that split rows; ValueError where --context is for others."""
+    found = tuple(name for name in CONTEXT_AXES if name in axes)
+    wanted = CONTEXT_AXES if flags.context == "usp" else CONTEXT_AXES[:1] if flags.context or found else ()
+    if found != wanted:
+        form = flags.context or "gather"
+        example = ",".join(f"{name}=2" for name in (CONTEXT_AXES if form == "usp" else CONTEXT_AXES[:1]))
+        raise ValueError(
+            f"--context {form} needs in --mesh {' and '.join(wanted)}, which has {' and '.join(found) or 'neither'}; "
+            f"write --mesh data=-1,{example}" + ("" if form == "usp" else ", or --context usp for two axes")
+        )
+    return found
+
+
+def _check_ordered(flags: ShardingFlags, axes: dict[str, int]) -> None:
+    engine, form = flags.engine, flags.context or "gather"
     other_engine = engine not in (None, "explicit")
+    if "context" in axes and form in ("gather", "usp"):
+        raise ValueError(
+            f"--ordered: --context {form} gathers keys and values, whose gradients the hardware sums in its own order; "
+            "use --context ulysses, or leave out --ordered"
+        )
     if other_engine or not {"expert", "tensor", "pipe"}.isdisjoint(axes):
         raise ValueError(
             "--ordered: only the engine explicit adds in one order, and without the axes tensor, pipe and expert; "

@@ -79,6 +79,12 @@ class Explicit(WholeModelEngine):
                 f"reduction='ordered' orders the sums over the axes {list(layout.sum_axes)}, but the layout "
                 f"has {what}, whose sums the compiler orders as it likes; use reduction='native', or data axes alone"
             )
+        if layout.context is not None and layout.context.how in ("gather", "usp"):
+            raise ValueError(
+                f"reduction='ordered' orders the sums over the axes {list(layout.sum_axes)}, but js.context gathers "
+                "keys and values, whose gradients the hardware sums as it likes; use reduction='native', or "
+                f"js.context({layout.context.axis!r}, how='ulysses')"
+            )
         return ORDERED
 
     def describe(self) -> dict[str, Any]:
