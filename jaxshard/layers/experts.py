@@ -110,7 +110,7 @@ def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
     y_NkC = jnp.where((choice.experts < E)[..., None], y_NkC, 0)
     weights = jnp.where(choice.experts < E, choice.weights, 0 * choice.weights)  # a NaN stays one
     wide = jnp.promote_types(y_RC.dtype, jnp.float32)
-    return jnp.einsum("nk,nkc->nc", weights, y_NkC, preferred_element_type=wide).astype(y_RC.dtype)
+    return (weights[..., None] * y_NkC.astype(wide)).sum(1).astype(y_RC.dtype)
 
 
 # A share of the experts on every device.

@@ -58,7 +58,7 @@ def route(
     logits = logits.astype(jnp.float32)
     score = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
     ranked = jax.lax.stop_gradient(score if bias is None else score + bias.astype(jnp.float32))
-    experts = jax.lax.top_k(ranked, k)[1].astype(jnp.int32)
+    experts = _largest(ranked, k)
     weights = jnp.take_along_axis(score, experts, -1)
     if normalize:
         weights = _over_sum(weights)
@@ -79,6 +79,19 @@ def route(
 def room_of(capacity: float, tokens: int, k: int, experts: int) -> int:
     """Return for how many of a row's tokens each expert has room, with `capacity` times that of an even routing."""
     return math.ceil(capacity * tokens * k / experts)
+
+
+def _largest(ranked: jax.Array, k: int) -> jax.Array:
+    """Return the indices of the k largest of each token, int32[..., T, k], in falling order; all are different.
+
+    One after the other, because compilers gather all rows for `jax.lax.top_k` where those are split (CPU, JAX 0.12).
+    """
+    ranked = jnp.maximum(ranked, jnp.finfo(ranked.dtype).min)  # above what is taken
+    chosen = []
+    for _ in range(k):
+        chosen.append(jnp.argmax(ranked, -1).astype(jnp.int32))
+        ranked = jnp.where(jnp.arange(ranked.shape[-1]) == chosen[-1][..., None], -jnp.inf, ranked)
+    return jnp.stack(chosen, -1)
 
 
 def _over_sum(x: jax.Array) -> jax.Array:
