@@ -55,6 +55,16 @@ class InRows(NamedTuple):
     rows: Rows
 
 
+def split_rows(activations: PyTree) -> tuple[PyTree, Rows]:
+    """Return the activations alone, and what the batch says of the positions in its rows."""
+    return (activations.x, activations.rows) if isinstance(activations, InRows) else (activations, Rows())
+
+
+def join_rows(x: PyTree, rows: Rows) -> PyTree:
+    """Join again what `split_rows` split: the activations themselves where the batch says nothing."""
+    return InRows(x, rows) if jax.tree.leaves(rows) else x
+
+
 class Decoder(Stacked):
     """A `js.Stacked` model that predicts the next token of every position.
 
@@ -89,15 +99,14 @@ class Decoder(Stacked):
             tokens_BT = _check_tokens(family, batch, seq)
             rows = _rows_of(family, batch, tokens_BT.shape)
             x = embed(params, tokens_BT, rows, key)
-            return InRows(x, rows) if jax.tree.leaves(rows) else x
+            return join_rows(x, rows)
 
         def run_block(params: PyTree, x: PyTree, key: jax.Array | None) -> PyTree:
-            if isinstance(x, InRows):
-                return InRows(block(params, x.x, x.rows, key), x.rows)
-            return block(params, x, Rows(), key)
+            x_BTC, rows = split_rows(x)
+            return join_rows(block(params, x_BTC, rows, key), rows)
 
         def head(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
-            x_BTC = x.x if isinstance(x, InRows) else x
+            x_BTC, _ = split_rows(x)
             targets_BT = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
             weights_BT = _token_weights(family, batch, targets_BT.shape)
             matrix = output(params)

@@ -31,7 +31,7 @@ from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.layers.moe import moe as route
 from jaxshard.layers.routing import Routing, Scores
-from jaxshard.models.decoder import Decoder
+from jaxshard.models.decoder import Decoder, join_rows, split_rows
 from jaxshard.models.llama import Attention, gated_mlp, llama
 from jaxshard.models.parts import RESIDUAL, STDDEV, apply, check_sizes, enter_tensor_region, residual_stddev
 from jaxshard.models.recipe import Recipe, Size
@@ -224,8 +224,8 @@ class RoutedBlock:
 
     def run(self, params: PyTree, activations: PyTree, key: jax.Array | None) -> PyTree:
         """Run the block on {"x", "routing"}."""
-        router = self.router
-        x_BTC = apply(self.attention, params["attention"], activations["x"])
+        router, (x_BTC, rows) = self.router, split_rows(activations["x"])
+        x_BTC = apply(self.attention, params["attention"], x_BTC, rows)
         h_BTC = enter_tensor_region(apply(self.norm, params["mlp_norm"], x_BTC))
         logits_BTE = h_BTC.astype(jnp.float32) @ params["router"]["kernel"].astype(jnp.float32)
         bias_E = params["router"].get(BIAS)
@@ -236,7 +236,8 @@ class RoutedBlock:
         if self.shared is not None:
             out_BTC += apply(self.shared, params["shared"], h_BTC)
         routing = router.add(activations["routing"], record, x_BTC.shape[1], bias_E)
-        return {"x": x_BTC + constrain(out_BTC, RESIDUAL), "routing": routing}
+        x_BTC += constrain(out_BTC, RESIDUAL)
+        return {"x": join_rows(x_BTC, rows), "routing": routing}
 
 
 class SharedExperts(nn.Module):
@@ -282,14 +283,14 @@ class RoutedDecoder(Decoder):
             return parts | {"embed": parts["embed"] | first, "block": block.init(keys[1], width)}
 
         def embed(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
-            x_BTC = plain.embed(params, batch, key)
+            x = plain.embed(params, batch, key)
             for number in range(dense):
-                x_BTC = plain.block(params["embed"][f"dense_{number}"], x_BTC, None)
-            return {"x": x_BTC, "routing": self.router.start(len(x_BTC), depth)}
+                x = plain.block(params["embed"][f"dense_{number}"], x, None)
+            return {"x": x, "routing": self.router.start(len(batch["tokens"]), depth)}
 
         def head(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Loss:
             loss = as_loss(plain.head(params, x["x"], batch, key))
-            return self._add_routing(loss, x["routing"], x["x"].shape[1], training=key is not None)
+            return self._add_routing(loss, x["routing"], split_rows(x["x"])[0].shape[1], training=key is not None)
 
         def count(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Loss:
             return Loss(
