@@ -84,7 +84,7 @@ def moe(
       made.
 
     Raises:
-      ValueError: shapes that do not fit each other, k larger than E, no capacity; experts, rows or hidden units that
+      ValueError: shapes that do not fit each other, k larger than E, no capacity; experts or hidden units that
         their axes do not divide.
       TypeError: k that is not an int, another word than "softmax" or "sigmoid".
 
@@ -206,10 +206,7 @@ class _Split:
         layout = activations.layout
         batch = self._automatic(layout.batch_axes)
         if x.shape[0] % self._size(batch):
-            raise ValueError(
-                f"moe: the {self._size(batch)} devices of {batch} do not divide the first dimension of x "
-                f"{list(x.shape)}; use a multiple of {self._size(batch)}"
-            )
+            batch = ()  # one row, of which a model draws a sample, or a short batch: every device computes all
         self.rows[0] = spec_entry(batch)
         context = () if layout.context is None else self._automatic(layout.context.axis)
         if x.ndim > 2 and x.shape[-2] % self._size(context) == 0:

@@ -309,9 +309,13 @@ def _check_results(output: Any) -> Results:
 
 def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | Max:
     """Combine the results of rows, [rows] each; `where`, not a product, so that NaN in the padding can't leak."""
+
+    def only(x: jax.Array, otherwise: Any) -> jax.Array:
+        return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, otherwise)
+
     if isinstance(metric, Max):
-        return Max(jnp.max(jnp.where(counts, metric.value, lowest_value(metric.value.dtype))))
-    combined: Mean | Sum = jax.tree.map(lambda x: jnp.sum(jnp.where(counts, x, 0)), metric)
+        return Max(jnp.max(only(metric.value, lowest_value(metric.value.dtype)), 0))
+    combined: Mean | Sum = jax.tree.map(lambda x: jnp.sum(only(x, 0), 0), metric)
     return combined
 
 

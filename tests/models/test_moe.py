@@ -69,3 +69,28 @@ def test_a_pipeline_equals_one_device(kind, schedule):
     strategy = js.compose(fsdp, js.expert(), js.pipeline(chunks=1))
     trace, _ = sharded(moe_toy(kind), strategy, mesh, engine, steps=2)
     assert_equal_runs(trace, reference(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [js.explicit(), js.pipelined(microbatches=2)])
+def test_evaluation_counts_loads_and_takes_short_batches(engine):
+    """Loads of the experts add up to every choice, and a batch that devices do not divide is evaluated as it is."""
+    piped = engine.name == "pipelined"
+    parts = [fsdp, js.expert(), *([js.pipeline(chunks=1)] if piped else [])]
+    mesh = js.make_mesh(**({"pipe": 2} if piped else {}), data=2, expert=2 if piped else 4)
+    model = js.models.moe(**SIZES, capacity=1.0)
+    layout = js.layout(js.compose(*parts), mesh, model.init, optax.sgd(0.1))
+    run = js.init(model.init, optax.sgd(0.1), layout, 0)
+    params = js.logical(run, layout).params
+    tokens = np.random.default_rng(0).integers(0, 64, (ROWS + 5, 9), dtype=np.int32)
+    batches = [{"tokens": tokens[:ROWS]}, {"tokens": tokens[ROWS:]}]
+    for fn in (model.evaluate, model.routing.evaluate):
+        step = js.make_eval_step(fn, layout, engine=engine)
+        for batch in batches:
+            found, expected = step(run, batch), fn(params, batch)
+            for name, metric in expected.items():
+                np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-5, atol=1e-6)
+            if fn == model.routing.evaluate:
+                assert np.asarray(found["load"].value).sum() == len(batch["tokens"]) * 8 * 2 * 2
+            else:
+                assert 0 < found["drop_rate"].value < 1
