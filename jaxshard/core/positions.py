@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxshard.core.constrain import activations_in_force
-from jaxshard.core.marks import is_marking, leave_mark
+from jaxshard.core.marks import is_marking, leave_mark, marked_length
 
 
 def positions(count: int) -> Int[Array, " count"]:
@@ -54,6 +54,8 @@ def positions(count: int) -> Int[Array, " count"]:
 
 def count_in_row(count: int) -> int:
     """Return how many positions a row has, of which `count` are at hand."""
+    if is_marking():
+        return marked_length()
     axes = split_axes()
     return count * lax.axis_size(axes) if axes else count
 
@@ -69,7 +71,9 @@ def split_axes() -> tuple[str, ...]:
 
 
 def is_context() -> bool:
-    """Return whether the layout that is followed here has a `js.context`."""
+    """Return whether the layout that is followed here has a `js.context`, or a proof asks as if it had one."""
+    if is_marking():
+        return True
     activations = activations_in_force()
     return activations is not None and activations.layout.context is not None
 

@@ -43,6 +43,7 @@ from jaxshard.engines.manual import (
     stored_specs,
     used_shape,
 )
+from jaxshard.engines.positionwise import make_position_check
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,14 @@ class Explicit(WholeModelEngine):
         axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
         call = self.make_call(objective, layout, make_move(layout, self))
+        check_positions = make_position_check(
+            layout,
+            objective.loss_fn,
+            objective.known,
+            manual,
+            microbatches=self.microbatches,
+            compute_dtype=self.compute_dtype,
+        )
 
         def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             batch = split_batch(layout, objective.known, batch)
@@ -117,6 +126,7 @@ class Explicit(WholeModelEngine):
             return Outcome(value, metrics, _average_state(outcome.state, axes, sums)), grads
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+            check_positions(batch)
             whole = PartitionSpec()
             in_specs = stored_specs(layout.params, manual), whole, row_specs(layout, batch), whole
             out_specs = whole, stored_specs(layout.grads, manual)

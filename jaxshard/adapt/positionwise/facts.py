@@ -30,7 +30,7 @@ class Kind(Enum):
 
 
 class Fact(NamedTuple):
-    """What is known of one value.
+    """A statement about one value.
 
     Attributes:
       kind: as in the table at the top of the file.

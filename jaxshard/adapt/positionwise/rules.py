@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxshard.adapt.positionwise.checks import check_degrees, check_same, moved, plain
 from jaxshard.adapt.positionwise.facts import (
     SAME,
     Fact,
@@ -18,6 +19,7 @@ from jaxshard.adapt.positionwise.facts import (
     reshaped,
     same_positions,
 )
+from jaxshard.adapt.positionwise.indexing import dynamic_update_slice, gather, scatter, slice_of
 from jaxshard.adapt.positionwise.pair import Pair
 from jaxshard.adapt.positionwise.primitives import EACH_ELEMENT, KEPT, REDUCTIONS, SCANNED, SHARDED_SUMS, WITHOUT_RESULT
 from jaxshard.adapt.positionwise.shares import combine_numbers, combine_shares, is_share, refuse, sum_of
@@ -64,38 +66,8 @@ def _elementwise(pair: Pair, facts: list[Fact]) -> Fact:
         return combine_shares(pair, facts)
     if not positions:
         return combine_numbers(pair, facts)
-    _check_degrees(facts)
+    check_degrees(facts)
     return same_positions(positions)
-
-
-def _check_degrees(facts: Sequence[Fact]) -> None:
-    if any(fact.degree for fact in facts if fact.kind is Kind.SAME):
-        raise Mixes("combines positions with a number that depends on how many there are", "number")
-
-
-def _plain(pair: Pair, facts: list[Fact]) -> Fact | None:
-    """The fact of a result where nothing depends on positions, for primitives that keep or combine values linearly."""
-    if all(fact.kind is Kind.SAME for fact in facts) and not pair.grown():
-        return SAME if not any(fact.degree for fact in facts) else None
-    return None
-
-
-def _moved(pair: Pair, facts: list[Fact], dim: Callable[[int], int]) -> Fact:
-    """The fact of one array, the first operand, whose dimensions are moved; the others only say where to."""
-    fact, *others = facts
-    _check_same(pair, others)
-    return fact._replace(dim=dim(fact.dim)) if fact.kind is Kind.ALONG else fact
-
-
-def _check_same(pair: Pair, facts: Sequence[Fact]) -> None:
-    """Raise where numbers that say what is taken, such as the start of a slice, depend on positions."""
-    for fact in facts:
-        if is_share(fact):
-            raise refuse(pair, fact)
-        if fact.kind is Kind.ALONG:
-            raise Mixes("takes what single positions say")
-        if fact.degree:
-            raise Mixes("takes what the number of positions says", "number")
 
 
 def _broadcast(pair: Pair, facts: list[Fact]) -> list[Fact]:
@@ -110,7 +82,7 @@ def _broadcast(pair: Pair, facts: list[Fact]) -> list[Fact]:
         return [fact]
     if is_share(fact):
         raise refuse(pair, fact, "single positions need all of it")
-    _check_degrees(facts)
+    check_degrees(facts)
     if len(grown) > 1:
         raise Mixes("makes an array of positions by positions", "attention")
     return [constant_along(grown[0])]
@@ -129,13 +101,13 @@ def _reshape(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _transpose(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    return [_moved(pair, facts, pair.params["permutation"].index)]
+    return [moved(pair, facts, pair.params["permutation"].index)]
 
 
 def _squeeze(pair: Pair, facts: list[Fact]) -> list[Fact]:
     rank = len(pair.shapes(0)[0])
     gone = {dim % rank for dim in pair.params["dimensions"]}
-    return [_moved(pair, facts, lambda dim: dim - sum(other < dim for other in gone))]
+    return [moved(pair, facts, lambda dim: dim - sum(other < dim for other in gone))]
 
 
 def _rev(pair: Pair, facts: list[Fact]) -> list[Fact]:
@@ -170,18 +142,18 @@ def _reduce(pair: Pair, facts: list[Fact]) -> list[Fact]:
 def _only_degree(pair: Pair, facts: Sequence[Fact]) -> float:
     if len({fact.degree for fact in facts}) == 1 and pair.name in ("reduce_sum", "reduce_max"):
         return facts[0].degree
-    _check_same(pair, facts)
+    check_same(pair, facts)
     return 0
 
 
 def _scanned(pair: Pair, facts: list[Fact]) -> list[Fact]:
     results = len(pair.one.outvars)
-    if found := _plain(pair, facts):
+    if found := plain(pair, facts):
         return [found] * results
     for fact in facts:
         if is_share(fact):
             raise refuse(pair, fact)
-    _check_degrees(facts)
+    check_degrees(facts)
     positions = same_positions([fact for fact in facts if fact.kind is Kind.ALONG])
     if positions.dim == pair.params[SCANNED[pair.name]] % len(pair.shapes(0)[0]):
         raise Mixes("goes over the positions in their order", "experts" if pair.name in _ORDERINGS else "auto")
@@ -199,7 +171,7 @@ def _dot_general(pair: Pair, facts: list[Fact]) -> list[Fact]:
         return [share._replace(degree=share.degree - other.degree)]
     if kinds == [Kind.SAME, Kind.SAME]:
         return [SAME._replace(degree=left.degree + right.degree)]
-    _check_degrees(facts)
+    check_degrees(facts)
     found: list[Fact] = []
     for side, fact in enumerate(facts):
         if fact.kind is not Kind.ALONG:
@@ -222,69 +194,6 @@ def _dot_general(pair: Pair, facts: list[Fact]) -> list[Fact]:
     return [same_positions(found)]
 
 
-def _gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    table, indices = facts
-    numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
-    for fact in facts:
-        if is_share(fact):
-            raise refuse(pair, fact)
-    shape = pair.out_shapes()[0]
-    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]  # one for each but the last of indices
-    found: list[Fact] = []
-    if indices.kind is Kind.ALONG:
-        if indices.dim == len(pair.shapes(1)[0]) - 1:
-            raise Mixes("takes what all positions say together")
-        found.append(indices._replace(dim=rows[indices.dim]))
-    if table.kind is Kind.ALONG:
-        dim = table.dim
-        if dim in numbers.operand_batching_dims:
-            of_indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-            found.append(table._replace(dim=rows[of_indices]))
-            if indices.kind is not Kind.ALONG or indices.dim != of_indices:
-                raise Mixes("takes positions by others", "gather")
-        elif dim in numbers.start_index_map or not pair.is_whole(0, dim, sizes, pair.two.params["slice_sizes"]):
-            raise Mixes("takes positions by their number", "gather")
-        else:
-            kept = [
-                d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-            ]
-            found.append(table._replace(dim=numbers.offset_dims[kept.index(dim)]))
-    _check_degrees(facts)
-    if not found:
-        return [SAME]
-    if len({fact.dim for fact in found}) > 1:
-        raise Mixes("takes positions by others", "gather")
-    return [same_positions(found)]
-
-
-def _slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    fact, *starts = facts
-    if fact.kind is Kind.ALONG:
-        if not pair.is_whole(0, fact.dim, *pair.out_shapes()):
-            raise Mixes("takes some of the positions", "shift")
-    elif pair.grown():
-        raise Mixes("takes as much of an array as there are positions", "positions")
-    one, two = (eqn.params.get("start_indices", ()) for eqn in (pair.one, pair.two))
-    if any(a != b for a, b in zip(one, two, strict=True)):
-        raise Mixes("takes what the number of positions says", "number")
-    return [_moved(pair, [fact, *starts], lambda dim: dim)]
-
-
-def _dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    array, update, *starts = facts
-    _check_same(pair, starts)
-    if is_share(array) or is_share(update):
-        return [sum_of(pair, [array, update])]
-    _check_degrees(facts)
-    positions = [fact for fact in (array, update) if fact.kind is Kind.ALONG]
-    if not positions:
-        return [SAME]
-    fact = same_positions(positions)
-    if pair.shapes(1)[0][fact.dim] != pair.shapes(0)[0][fact.dim] or len(positions) < 2:
-        raise Mixes("writes to some of the positions", "shift")
-    return [fact]
-
-
 def _concatenate(pair: Pair, facts: list[Fact]) -> list[Fact]:
     if any(map(is_share, facts)):
         if any(fact.kind is Kind.ALONG for fact in facts):
@@ -293,9 +202,9 @@ def _concatenate(pair: Pair, facts: list[Fact]) -> list[Fact]:
     positions = [fact for fact in facts if fact.kind is Kind.ALONG]
     if not positions:
         if len({fact.degree for fact in facts}) > 1:
-            _check_degrees(facts)
+            check_degrees(facts)
         return [facts[0]._replace(zero=False)]
-    _check_degrees(facts)
+    check_degrees(facts)
     if any(fact.dim == pair.params["dimension"] for fact in positions):
         raise Mixes("joins positions with others", "shift")
     return [same_positions(positions)]
@@ -315,11 +224,11 @@ def _pad(pair: Pair, facts: list[Fact]) -> list[Fact]:
     if fact.kind is Kind.ALONG:
         if tuple(pair.params["padding_config"][fact.dim]) != (0, 0, 0):
             raise Mixes("shifts or pads the positions", "shift")
-        _check_same(pair, [value])
+        check_same(pair, [value])
     elif is_share(fact):
         return [sum_of(pair, facts)]
     else:
-        _check_degrees(facts)
+        check_degrees(facts)
     return [fact._replace(zero=fact.zero and value.zero)]
 
 
@@ -346,15 +255,15 @@ def _random_wrap(pair: Pair, facts: list[Fact]) -> list[Fact]:
     (words,) = facts
     if words.kind is Kind.ALONG and words.dim >= len(pair.out_shapes()[0]):
         raise Mixes("makes keys of several positions each")
-    _check_same(pair, [words] if words.kind is not Kind.ALONG else [])
+    check_same(pair, [words] if words.kind is not Kind.ALONG else [])
     return [words]
 
 
 def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
     array, kernel = facts
-    if found := _plain(pair, facts):
+    if found := plain(pair, facts):
         return [found]
-    _check_same(pair, [kernel])
+    check_same(pair, [kernel])
     if is_share(array):
         return [array]
     numbers, params = pair.params["dimension_numbers"], pair.params
@@ -369,48 +278,6 @@ def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
         if one_by_one:
             return [array._replace(dim=numbers.out_spec[2 + at])]
     raise Mixes("convolves along the positions")
-
-
-def _scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    into, indices, updates = facts
-    if found := _plain(pair, facts):
-        return [found]
-    for fact in facts:
-        if is_share(fact):
-            raise refuse(pair, fact)
-    _check_degrees(facts)
-    if into.kind is Kind.SAME:
-        return [_count(pair, facts)]
-    numbers, dim = pair.params["dimension_numbers"], into.dim
-    if dim in numbers.operand_batching_dims:
-        of_indices = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-        outer = [at for at in range(len(pair.shapes(2)[0])) if at not in numbers.update_window_dims]
-        right = indices.kind is Kind.ALONG and indices.dim == of_indices
-        expected = outer[of_indices]
-    else:
-        taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        window = [at for at in range(len(pair.shapes(0)[0])) if at not in taken]
-        right = dim in window and dim not in numbers.scatter_dims_to_operand_dims and indices.kind is Kind.SAME
-        expected = numbers.update_window_dims[window.index(dim)] if right else -1
-    if not right or updates.kind is not Kind.ALONG or updates.dim != expected:
-        raise Mixes("writes to some of the positions", "shift")
-    return [same_positions([into, updates._replace(dim=dim)])]
-
-
-def _count(pair: Pair, facts: list[Fact]) -> Fact:
-    """Of scatters into an array without positions: zeros[experts] with a one added for each position is a sum."""
-    into, indices, updates = facts
-    numbers = pair.params["dimension_numbers"]
-    window = numbers.update_window_dims
-    apart = indices.kind is not Kind.ALONG or indices.dim != len(pair.shapes(1)[0]) - 1
-    if pair.name != "scatter-add" or not into.zero or not apart or updates.kind is not Kind.ALONG:
-        raise Mixes("writes what single positions say")
-    if updates.dim in window:
-        raise Mixes("writes to some of the positions", "shift")
-    if indices.kind is Kind.ALONG:
-        outer = [dim for dim in range(len(pair.shapes(2)[0])) if dim not in window]
-        same_positions([indices._replace(dim=outer[indices.dim]), updates])
-    return Fact(Kind.SUM)
 
 
 def _sum_over_devices(pair: Pair, facts: list[Fact]) -> list[Fact]:
@@ -452,8 +319,8 @@ def _mark(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 def _unknown(pair: Pair, facts: list[Fact]) -> list[Fact]:
     arrays = [*range(len(pair.one.outvars))]
-    plain = all(fact.kind is Kind.SAME and not fact.degree for fact in facts) and not any(map(pair.grown, arrays))
-    if plain and not pair.changed() and not pair.one.effects:
+    fixed = all(fact.kind is Kind.SAME and not fact.degree for fact in facts) and not any(map(pair.grown, arrays))
+    if fixed and not pair.changed() and not pair.one.effects:
         return [SAME] * len(arrays)
     raise Mixes("is not known to treat positions one by one")
 
@@ -465,10 +332,10 @@ _RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "rev": _rev,
     "dot_general": _dot_general,
-    "gather": _gather,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": gather,
+    "slice": slice_of,
+    "dynamic_slice": slice_of,
+    "dynamic_update_slice": dynamic_update_slice,
     "concatenate": _concatenate,
     "split": _split,
     "pad": _pad,
@@ -478,8 +345,8 @@ _RULES: dict[str, Rule] = {
     "random_wrap": _random_wrap,
     "random_unwrap": _keep,
     "conv_general_dilated": _convolution,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
+    "scatter": scatter,
+    "scatter-add": scatter,
     "axis_index": _axis_index,
     MARK.name: _mark,
 } | dict.fromkeys(SHARDED_SUMS, _sum_over_devices)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxshard.adapt.positionwise.backward import check_backward, is_custom_vjp
+from jaxshard.adapt.positionwise.backward import fact_of_cotangent, fits, is_custom_vjp, is_float, trace_backward
 from jaxshard.adapt.positionwise.facts import (
     LOST,
     ODD,
@@ -193,9 +193,30 @@ class Walk:
 
 def _call(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
     if is_custom_vjp(pair):
-        check_backward(walk, pair, facts)
+        _check_backward(walk, pair, facts)
     parameter = CALLS[pair.name]
     return walk.program(pair.params[parameter], pair.two.params[parameter], facts)
+
+
+def _check_backward(walk: Walk, pair: Pair, facts: list[Fact]) -> None:
+    """Note what mixes positions in the backward pass of a `jax.custom_vjp`."""
+    parameter = CALLS[pair.name]
+    if all(fact.kind is Kind.SAME for fact in facts) or any(fact.kind is Kind.LOST for fact in facts):
+        return
+    walk.silent += 1
+    results = walk.program(pair.params[parameter], pair.two.params[parameter], facts)
+    walk.silent -= 1
+    if any(fact.kind is Kind.LOST for fact in results):
+        return
+    outs = zip(results, pair.one.outvars, strict=True)
+    cotangents = [fact_of_cotangent(fact) for fact, x in outs if is_float(x.aval.dtype)]
+    before = len(walk.findings)
+    gradients = walk.closed(trace_backward(pair.one), trace_backward(pair.two), [*facts, *cotangents])
+    where = "in the backward pass of a jax.custom_vjp"
+    walk.findings[before:] = [one._replace(what=f"{where} {one.what}") for one in walk.findings[before:]]
+    operands = [fact for fact, x in zip(facts, pair.one.invars, strict=True) if is_float(x.aval.dtype)]
+    if len(walk.findings) == before and not all(map(fits, operands, gradients)):
+        raise Mixes("has a backward pass that is not right on a part of the positions")
 
 
 def _scan(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:

@@ -34,6 +34,7 @@ from jaxshard.engines.just_in_time import users_code
 from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.device import DeviceStep
 from jaxshard.engines.pipeline.tick_loop import run_ticks
+from jaxshard.engines.positionwise import make_position_check
 from jaxshard.schedules import named
 from jaxshard.schedules.buffers import plan_buffers
 from jaxshard.schedules.named import ONE_CHUNK, full_name
@@ -144,6 +145,10 @@ class Pipelined(Engine):
             )
         model = objective.model
         plan, pipe = plan_buffers(self.table(layout)), _pipeline(layout)
+        manual = self.manual_axes(layout)
+        check_positions = make_position_check(
+            layout, model.loss, model, manual, microbatches=self.microbatches, compute_dtype=self.compute_dtype
+        )
 
         def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             with users_code(layout):
@@ -158,7 +163,7 @@ class Pipelined(Engine):
 
         def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             del state  # a Stacked model has none
-            manual = self.manual_axes(layout)
+            check_positions(batch)
             run = on_each_device(
                 on_device,
                 layout,

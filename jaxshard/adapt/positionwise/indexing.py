@@ -1,0 +1,117 @@
+"""Slices, gathers and scatters: which elements are taken from an array, or written into it."""
+
+from __future__ import annotations
+
+from jaxshard.adapt.positionwise.checks import check_degrees, check_same, moved, plain
+from jaxshard.adapt.positionwise.facts import SAME, Fact, Kind, Mixes, same_positions
+from jaxshard.adapt.positionwise.pair import Pair
+from jaxshard.adapt.positionwise.shares import is_share, refuse, sum_of
+
+
+def gather(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    """Return the fact of what is taken from an array by indices."""
+    table, indices = facts
+    numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
+    for fact in facts:
+        if is_share(fact):
+            raise refuse(pair, fact)
+    shape = pair.out_shapes()[0]
+    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]  # one for each but the last of indices
+    found: list[Fact] = []
+    if indices.kind is Kind.ALONG:
+        if indices.dim == len(pair.shapes(1)[0]) - 1:
+            raise Mixes("takes what all positions say together")
+        found.append(indices._replace(dim=rows[indices.dim]))
+    if table.kind is Kind.ALONG:
+        dim = table.dim
+        if dim in numbers.operand_batching_dims:
+            of_indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+            found.append(table._replace(dim=rows[of_indices]))
+            if indices.kind is not Kind.ALONG or indices.dim != of_indices:
+                raise Mixes("takes positions by others", "gather")
+        elif dim in numbers.start_index_map or not pair.is_whole(0, dim, sizes, pair.two.params["slice_sizes"]):
+            raise Mixes("takes positions by their number", "gather")
+        else:
+            kept = [
+                d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+            ]
+            found.append(table._replace(dim=numbers.offset_dims[kept.index(dim)]))
+    check_degrees(facts)
+    if not found:
+        return [SAME]
+    if len({fact.dim for fact in found}) > 1:
+        raise Mixes("takes positions by others", "gather")
+    return [same_positions(found)]
+
+
+def slice_of(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    """Return the fact of a slice, or of a dynamic one."""
+    fact, *starts = facts
+    if fact.kind is Kind.ALONG:
+        if not pair.is_whole(0, fact.dim, *pair.out_shapes()):
+            raise Mixes("takes some of the positions", "shift")
+    elif pair.grown():
+        raise Mixes("takes as much of an array as there are positions", "positions")
+    one, two = (eqn.params.get("start_indices", ()) for eqn in (pair.one, pair.two))
+    if any(a != b for a, b in zip(one, two, strict=True)):
+        raise Mixes("takes what the number of positions says", "number")
+    return [moved(pair, [fact, *starts], lambda dim: dim)]
+
+
+def dynamic_update_slice(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    """Return the fact of an array into which a slice is written."""
+    array, update, *starts = facts
+    check_same(pair, starts)
+    if is_share(array) or is_share(update):
+        return [sum_of(pair, [array, update])]
+    check_degrees(facts)
+    positions = [fact for fact in (array, update) if fact.kind is Kind.ALONG]
+    if not positions:
+        return [SAME]
+    fact = same_positions(positions)
+    if pair.shapes(1)[0][fact.dim] != pair.shapes(0)[0][fact.dim] or len(positions) < 2:
+        raise Mixes("writes to some of the positions", "shift")
+    return [fact]
+
+
+def scatter(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    """Return the fact of an array into which updates are written, or added, by indices."""
+    into, indices, updates = facts
+    if found := plain(pair, facts):
+        return [found]
+    for fact in facts:
+        if is_share(fact):
+            raise refuse(pair, fact)
+    check_degrees(facts)
+    if into.kind is Kind.SAME:
+        return [_count(pair, facts)]
+    numbers, dim = pair.params["dimension_numbers"], into.dim
+    if dim in numbers.operand_batching_dims:
+        of_indices = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+        outer = [at for at in range(len(pair.shapes(2)[0])) if at not in numbers.update_window_dims]
+        right = indices.kind is Kind.ALONG and indices.dim == of_indices
+        expected = outer[of_indices]
+    else:
+        taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        window = [at for at in range(len(pair.shapes(0)[0])) if at not in taken]
+        right = dim in window and dim not in numbers.scatter_dims_to_operand_dims and indices.kind is Kind.SAME
+        expected = numbers.update_window_dims[window.index(dim)] if right else -1
+    if not right or updates.kind is not Kind.ALONG or updates.dim != expected:
+        raise Mixes("writes to some of the positions", "shift")
+    return [same_positions([into, updates._replace(dim=dim)])]
+
+
+def _count(pair: Pair, facts: list[Fact]) -> Fact:
+    """Of scatters into an array without positions: zeros[experts] with a one added for each position is a sum."""
+    into, indices, updates = facts
+    numbers = pair.params["dimension_numbers"]
+    window = numbers.update_window_dims
+    apart = indices.kind is not Kind.ALONG or indices.dim != len(pair.shapes(1)[0]) - 1
+    if pair.name != "scatter-add" or not into.zero or not apart or updates.kind is not Kind.ALONG:
+        raise Mixes("writes what single positions say")
+    if updates.dim in window:
+        raise Mixes("writes to some of the positions", "shift")
+    if indices.kind is Kind.ALONG:
+        outer = [dim for dim in range(len(pair.shapes(2)[0])) if dim not in window]
+        same_positions([indices._replace(dim=outer[indices.dim]), updates])
+    return Fact(Kind.SUM)

@@ -1,0 +1,88 @@
+"""The check, where each device runs the loss on its own positions, that it treats positions one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import jax
+
+from jaxshard.adapt.positionwise.prove import find_mixing
+from jaxshard.adapt.positionwise.report import explain
+from jaxshard.core.known_model import KnownModel
+from jaxshard.core.layout import Layout, join_model
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.tree import abstract, path_str
+from jaxshard.core.types import PyTree
+from jaxshard.engines.context import prepare
+from jaxshard.engines.just_in_time import cast_floats
+
+
+def make_position_check(
+    layout: Layout,
+    fn: Callable[..., Any],
+    known: KnownModel | None,
+    manual: Set[str],
+    *,
+    microbatches: int = 1,
+    compute_dtype: Any = None,
+    with_key: bool = True,
+) -> Callable[[PyTree], None]:
+    """Make `check(batch)`, which reads the program of `fn` before it is split over the positions of a context.
+
+    It takes about as long as tracing `fn` twice, once for each shape of a batch; nothing where no context splits
+    positions.
+
+    Args:
+      layout: says what splits the positions.
+      fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; without the key if `with_key` is False.
+      known: the model behind it, which separates inputs from labels.
+      manual: the mesh axes that `fn` may name.
+      microbatches: how many turns a device's rows are cut into.
+      compute_dtype: of the weights; None leaves them.
+      with_key: whether `fn` takes a key, that of the layout.
+
+    Raises:
+      ValueError: when `check` runs, with all places where positions are mixed.
+    """
+    context = layout.context
+    parts = 1 if context is None else axis_size(layout.mesh, context.axis)
+    passed: set[Any] = set()
+
+    def check(batch: PyTree) -> None:
+        if context is None or parts == 1:
+            return
+        rows = _rows_of_a_turn(layout, prepare(layout, known, abstract(batch)), microbatches)
+        leaves = jax.tree_util.tree_leaves_with_path(rows)
+        shapes = tuple((path_str(path), x.shape, x.dtype) for path, x in leaves)
+        if shapes in passed:
+            return
+        params = jax.tree.map(lambda x: _cast(x, compute_dtype), layout.shapes.params)
+        model = join_model(params, layout.shapes.state)
+        after = [layout.shapes.key] if with_key else []
+        dims = [context.dim_of(path_str(path), len(x.shape)) for path, x in leaves]
+        places = [None] * len(jax.tree.leaves(model)) + dims + [None] * len(after)
+        sizes = {axis: layout.mesh.shape[axis] for axis in sorted(manual)}
+        found = find_mixing(fn, (model, rows, *after), places, parts, axes=context.axis, manual=sizes)
+        if found:
+            raise ValueError(explain(found, context.axis))
+        passed.add(shapes)
+
+    return check
+
+
+def _rows_of_a_turn(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
+    """Shrink the rows of a batch of shapes to those that a device computes at a time; odd ones stay."""
+    count = axis_size(layout.mesh, layout.batch_axes) * microbatches
+
+    def shrink(x: Any, has_rows: bool) -> Any:
+        if not has_rows or x.shape[0] % count:
+            return x
+        return jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(shrink, batch, layout.rows_mask(batch))
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    made: Any = jax.eval_shape(lambda x: cast_floats(x, dtype), x)
+    return made

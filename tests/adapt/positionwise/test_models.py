@@ -1,0 +1,211 @@
+"""Ready-made models and unmodified models of Flax, as users write them."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxshard as js
+from tests.adapt.positionwise.cases import findings
+
+ROWS, LENGTH, VOCAB, WIDTH = 2, 16, 20, 16
+DIMS = {"tokens": 1, "targets": 1, "positions": 1, "segment_ids": 1, "weights": 1}
+IDS = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+BATCH = {"tokens": IDS, "targets": IDS}
+PACKED = BATCH | {"positions": IDS, "segment_ids": IDS, "weights": jax.ShapeDtypeStruct(IDS.shape, jnp.float32)}
+KEY = jax.random.key(0)
+gpt = partial(js.models.gpt, vocab=VOCAB, width=WIDTH, depth=2, heads=4, seq=LENGTH)
+llama = partial(js.models.llama, vocab=VOCAB, width=WIDTH, depth=2, heads=4, kv_heads=2, hidden=32, seq=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (partial(gpt, dropout=0.3), BATCH),
+        (llama, PACKED),
+        pytest.param(gpt, PACKED, marks=pytest.mark.slow),
+        pytest.param(partial(gpt, tied=True), BATCH, marks=pytest.mark.slow),
+        pytest.param(llama, BATCH, marks=pytest.mark.slow),
+    ],
+    ids=["gpt_dropout", "llama_packed", "gpt_packed", "gpt_tied", "llama"],
+)
+def test_ready_made_models_pass(make, batch):
+    model = make()
+    assert not findings(model.loss, jax.eval_shape(model.init, KEY), batch, dims=DIMS)
+
+
+def test_one_array_of_inputs_and_labels_is_refused():
+    model = llama()
+    found = findings(model.loss, jax.eval_shape(model.init, KEY), {"tokens": IDS}, dims=DIMS)
+    assert "have the shifted array in the batch, such as targets beside tokens" in str(found[0])
+
+
+def from_zero(count):
+    """Positions as people write them."""
+    return jnp.arange(count)
+
+
+def attend(q, k, v):
+    """Linen hands over what a function takes: this one gets no mask."""
+    return js.attention(q, k, v, causal=True)
+
+
+class LinenBlock(nn.Module):
+    """One block as people write them."""
+
+    attention_fn: object
+    beside: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(4, attention_fn=self.attention_fn)(nn.LayerNorm()(x))
+        if self.beside is not None:
+            x = x + self.beside()(x)
+        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.RMSNorm()(x))))
+
+
+class LinenModel(nn.Module):
+    """A language model with a table of positions."""
+
+    positions: object = js.positions
+    attention_fn: object = attend
+    beside: object = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH)(tokens)
+        table = self.param("table", nn.initializers.normal(), (64, WIDTH))
+        count = tokens.shape[1]
+        x = x + (table[:count] if self.positions is None else table[self.positions(count)])
+        blocks = nn.scan(nn.remat(lambda block, x, _: (block(x), None)), length=2, variable_axes={"params": 0},
+                         split_rngs={"params": True})  # fmt: skip
+        x, _ = blocks(LinenBlock(self.attention_fn, self.beside), x, None)
+        return nn.Dense(VOCAB)(x)
+
+
+def of_linen(module):
+    variables = jax.eval_shape(module.init, KEY, jnp.zeros(IDS.shape, jnp.int32))
+
+    def loss(variables, batch, key):
+        logits = module.apply(variables, batch["tokens"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return js.Mean(nats.sum(), nats.size)
+
+    return [str(finding) for finding in findings(loss, variables, BATCH, dims=DIMS)]
+
+
+def test_linen_with_js_attention_passes():
+    assert not of_linen(LinenModel())
+
+
+def line_of(text):
+    """The line of this file that holds a text."""
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if text in line and '"' not in line)
+
+
+BESIDE = "self.beside()(x)"
+
+
+def slow(*values):
+    """A cell that says as much as others."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "line"),
+    [
+        ({"positions": None}, "slice .* takes as much of an array as there are positions", "(table[:count]"),
+        slow({"positions": from_zero}, "iota .* counts from 0", "return jnp.arange(count)"),
+        ({"attention_fn": nn.dot_product_attention}, "flax/linen/attention.py.*dot_general", "x + nn.MultiHeadDot"),
+        ({"beside": partial(nn.Conv, WIDTH, (3,))}, "flax/linen/linear.py.* convolves along the positions", BESIDE),
+        slow({"beside": lambda: nn.RNN(nn.GRUCell(WIDTH))}, "scan .* one after the other", BESIDE),
+        slow({"beside": partial(nn.Dropout, 0.5, deterministic=False)}, None, ""),
+    ],
+    ids=["table", "arange", "attention", "conv", "rnn", "dropout"],
+)  # fmt: skip
+def test_linen_without_is_refused_by_name_and_line(changes, what, line):
+    if what is None:  # the mask needs a key of the module's own
+        module = LinenBlock(attend, changes["beside"])
+        variables = jax.eval_shape(module.init, {"params": KEY, "dropout": KEY}, jnp.zeros((ROWS, LENGTH, WIDTH)))
+
+        def loss(variables, batch, key):
+            x = jax.nn.one_hot(batch["tokens"], WIDTH)
+            return js.Mean(module.apply(variables, x, rngs={"dropout": key}).sum(), 1) * 0.0
+
+        found = [str(one) for one in findings(loss, variables, BATCH, dims=DIMS)]
+        what, line = "random_bits .* draws random numbers for the positions", BESIDE
+    else:
+        found = of_linen(LinenModel(**changes))
+    assert re.search(what, found[0]), found
+    assert found[0].startswith(f"positionwise/test_models.py:{line_of(line)}"), found
+
+
+class NnxModel(nnx.Module):
+    """A language model of NNX."""
+
+    def __init__(self, attention_fn, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.table = nnx.Embed(64, WIDTH, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attend = nnx.MultiHeadAttention(4, WIDTH, rngs=rngs, decode=False, attention_fn=attention_fn)
+        self.out = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.table(js.positions(tokens.shape[1]))
+        return self.out(x + self.attend(self.norm(x), is_causal=True))
+
+
+@pytest.mark.parametrize(
+    "attention_fn", [js.attention, pytest.param(nnx.dot_product_attention, marks=pytest.mark.slow)]
+)
+def test_nnx(attention_fn):
+    graph, params = nnx.split(NnxModel(attention_fn, nnx.Rngs(0)))
+
+    def loss(params, batch, key):
+        nats = js.cross_entropy(nnx.merge(graph, params)(batch["tokens"]), batch["targets"])
+        return js.Mean(nats.sum(), nats.size)
+
+    found = [str(finding) for finding in findings(loss, jax.eval_shape(lambda: params), BATCH, dims=DIMS)]
+    assert bool(found) == (attention_fn is not js.attention)
+    assert all("flax/nnx/nn/attention.py" in one for one in found), found
+
+
+class Normalized(nn.Module):
+    """Statistics over rows and positions."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.BatchNorm(use_running_average=False)(nn.Embed(VOCAB, WIDTH)(tokens))
+        return nn.Dense(VOCAB)(x)
+
+
+def test_batch_statistics_are_refused():
+    module = Normalized()
+    variables = jax.eval_shape(module.init, KEY, jnp.zeros(IDS.shape, jnp.int32))
+
+    def loss(variables, batch, key):
+        logits, state = module.apply(variables, batch["tokens"], mutable=["batch_stats"])
+        nats = js.cross_entropy(logits, batch["targets"])
+        return js.Loss(js.Mean(nats.sum(), nats.size), state=state)
+
+    found = [str(finding) for finding in findings(loss, variables, BATCH, dims=DIMS)]
+    assert "flax/linen/normalization.py" in found[0]
+    assert "is a sum over the positions, of which each device has a share" in found[0]
+
+
+def test_constants_of_the_host_that_are_the_same_are_no_matter():
+    table = np.ones((64, VOCAB), np.float32)
+
+    def loss(params, batch, key):
+        return js.Mean(jnp.asarray(table)[batch["tokens"]].sum(), batch["tokens"].size)
+
+    assert not findings(loss, jnp.zeros(3), BATCH, dims=DIMS)
