@@ -201,13 +201,17 @@ def test_docstrings_begin_with_a_plain_sentence():
     assert not wrong, "\n".join(wrong)
 
 
+MANY_PARAMETERS = ("fit", "attention", "llama", "moe")
+"""Functions that users call with a choice of many words: a model has one for every size."""
+
+
 def test_functions_are_short_and_take_few_parameters():
     wrong = []
     for path in FILES:
         if room_of(path) == "commands":
             continue  # a command has a parameter for every flag
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef) and node.name not in ("fit", "attention"):
+            if isinstance(node, ast.FunctionDef) and node.name not in MANY_PARAMETERS:
                 lines, parameters = code_lines(path, node), len(all_parameters(node))
                 if lines > MAX_FUNCTION_LINES or parameters > MAX_PARAMETERS:
                     wrong.append(f"{shown(path)}:{node.lineno} {node.name}: {lines} lines, {parameters} parameters")

@@ -164,8 +164,8 @@ def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str
         example = ",".join(f"{name}={count}" for name, count in data_axes.items())
         raise ValueError(
             f"--mesh {flags.mesh}: the strategy {flags.strategy} needs the axes {' and '.join(data_axes)}, and tensor, "
-            f"pipe, context and expert if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or choose "
-            "another strategy"
+            f"pipe, context and expert if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or "
+            "choose another strategy"
         )
     return axes
 

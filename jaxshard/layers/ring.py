@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What computes a turn on a platform.
+    """The functions that compute a turn on a platform.
 
     Attributes:
       forward: (q, k, v, extras, form, turn) -> (output, largest [B, T, H], total of that shape).

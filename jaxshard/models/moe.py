@@ -143,7 +143,7 @@ def moe(
 
 @dataclass(frozen=True)
 class Router:
-    """How tokens choose their experts: the arguments of `moe` of these names."""
+    """The way tokens choose their experts: the arguments of `moe` of these names."""
 
     experts: int
     k: int

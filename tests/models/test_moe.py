@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+import optax
 import pytest
 
 import jaxshard as js
