@@ -84,7 +84,7 @@ class Explicit(WholeModelEngine):
             raise ValueError(
                 f"reduction='ordered' orders the sums over the axes {list(layout.sum_axes)}, but js.context gathers "
                 "keys and values, whose gradients the hardware sums as it likes; use reduction='native', or "
-                f"js.context({layout.context.axis!r}, how='ulysses')"
+                "js.context(..., how='ulysses')"
             )
         return ORDERED
 

@@ -12,5 +12,6 @@ from jaxshard.models.moe import moe as moe
 from jaxshard.models.recipe import Recipe as Recipe
 from jaxshard.models.recipe import Size as Size
 from jaxshard.models.rope import RopeScaling as RopeScaling
+from jaxshard.models.rope import YarnScaling as YarnScaling
 from jaxshard.models.sizes import SIZES as SIZES
 from jaxshard.models.sizes import make as make

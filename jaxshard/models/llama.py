@@ -33,7 +33,7 @@ from jaxshard.models.parts import (
     residual_stddev,
 )
 from jaxshard.models.recipe import Recipe, Size
-from jaxshard.models.rope import RopeScaling, as_scaling, rotary_rates
+from jaxshard.models.rope import Scaling, as_scaling, rotary_gain, rotary_rates
 
 _KV_HEADS = ("batch", "context", "kv_heads", None)
 
@@ -49,7 +49,7 @@ def llama(
     seq: int,
     head_dim: int | None = None,
     rope_base: float = 500_000,
-    rope_scaling: RopeScaling | float | None = None,
+    rope_scaling: Scaling | float | None = None,
     norm_epsilon: float = 1e-5,
     qk_norm: bool = False,
     tied: bool = False,
@@ -83,8 +83,8 @@ def llama(
       seq: the largest number of positions in a row.
       head_dim: the width D of a head, an even number; by default width / heads.
       rope_base: base of the rotary angles, see `rotate`.
-      rope_scaling: the scaling of the rotary angles, `js.models.RopeScaling(...)`; a number is the factor, with the
-        other numbers of Llama 3.1 (whose factor is 8).
+      rope_scaling: the scaling of the rotary angles, `js.models.RopeScaling(...)` or `js.models.YarnScaling(...)`; a
+        number is the factor, with the other numbers of Llama 3.1 (whose factor is 8).
       norm_epsilon: what RMS norms add to the mean square.
       qk_norm: apply an RMS norm to every head of queries and keys, as Qwen3 does.
       tied: use the token embedding as the output matrix.
@@ -198,7 +198,7 @@ class Attention(nn.Module):
     kv_heads: int
     head_dim: int
     rope_base: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: Scaling | None
     norm_epsilon: float
     residual_stddev: float
     qk_norm: bool = False
@@ -258,14 +258,14 @@ def dense(name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializ
 def rotate(
     x_BTHD: Float[Array, "batch seq heads dim"],
     base: float,
-    scaling: RopeScaling | None = None,
+    scaling: Scaling | None = None,
     at: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
     """Apply rotary positions: turn the pair of dimensions (i, i + D / 2) at position t by t * base^(-2 i / D) radians.
 
     The positions are `at`, or those of `js.positions`. Computed in f32. Source: Su et al. 2021, "RoFormer", section
-    3.2, with the pairs of dimensions of Llama's weights in the form of Hugging Face; `RopeScaling` says what a scaling
-    does to the angles.
+    3.2, with the pairs of dimensions of Llama's weights in the form of Hugging Face; `RopeScaling` and `YarnScaling`
+    say what a scaling does.
     """
     T, D = x_BTHD.shape[1], x_BTHD.shape[3]
     rates = jnp.asarray(rotary_rates(D, base, scaling), jnp.float32)
@@ -274,4 +274,6 @@ def rotate(
     cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)
     first, second = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    if (gain := rotary_gain(scaling)) != 1:
+        rotated = rotated * gain
     return rotated.astype(x_BTHD.dtype)

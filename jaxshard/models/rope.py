@@ -30,34 +30,89 @@ class RopeScaling(NamedTuple):
     original: int = 8192
 
 
-def as_scaling(scaling: RopeScaling | float | None) -> RopeScaling | None:
-    """Return a scaling, of which a number is the factor.
+class YarnScaling(NamedTuple):
+    """The scaling of YaRN: slow dimensions turn `factor` times slower, and attention is sharper.
+
+    A dimension that turns more than `high` times over `original` positions stays as it is, one that turns less than
+    `low` times becomes `factor` times slower; between the two the rate goes over linearly in the number of the
+    dimension. Rotated queries and keys are multiplied by `attention`, so that logits grow by its square: a softmax over
+    more keys is flatter.
+
+    Attributes:
+      factor: how much slower, so how much longer the rows may be.
+      low: beta_slow in published configurations.
+      high: beta_fast.
+      original: the number of positions that the model was trained on before.
+      attention: the factor of queries and of keys; None for 0.1 ln(factor) + 1.
+
+    Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", sections 3.2 and 3.4,
+    in the form of the authors' code, with which weights are published (the paper has the ramp linear in the turns).
+    """
+
+    factor: float
+    low: float = 1
+    high: float = 32
+    original: int = 8192
+    attention: float | None = None
+
+
+Scaling = RopeScaling | YarnScaling
+
+
+def as_scaling(scaling: Scaling | float | None) -> Scaling | None:
+    """Return a scaling, of which a number is the factor of Llama 3.1's.
 
     Raises:
       TypeError: something else.
-      ValueError: not factor >= 1, 0 < low < high and original >= 1.
+      ValueError: not factor >= 1, 0 < low < high, original >= 1 and attention above 0.
     """
     if scaling is None:
         return None
     if isinstance(scaling, (int, float)) and not isinstance(scaling, bool):
         scaling = RopeScaling(scaling)
-    if not isinstance(scaling, RopeScaling):
-        raise TypeError(f"rope_scaling must be a factor such as 8 or a js.models.RopeScaling, got {scaling!r}")
+    if not isinstance(scaling, Scaling):
+        raise TypeError(
+            "rope_scaling must be a factor such as 8, a js.models.RopeScaling or a js.models.YarnScaling, "
+            f"got {scaling!r}"
+        )
     if scaling.factor < 1 or not 0 < scaling.low < scaling.high or scaling.original < 1:
         raise ValueError(
             f"rope_scaling: factor must be at least 1, 0 < low < high and original at least 1, got {scaling}"
         )
+    if isinstance(scaling, YarnScaling) and scaling.attention is not None and scaling.attention <= 0:
+        raise ValueError(f"rope_scaling: attention must be above 0, got {scaling.attention}")
     return scaling
 
 
-def rotary_rates(dims: int, base: float, scaling: RopeScaling | None = None) -> NDArray[np.float64]:
+def rotary_rates(dims: int, base: float, scaling: Scaling | None = None) -> NDArray[np.float64]:
     """Compute the angles per position, in radians, of the `dims` / 2 pairs of dimensions: base^(-2 i / dims), scaled.
 
-    Source: Su et al. 2021, "RoFormer", section 3.2; `RopeScaling` for the scaling.
+    Source: Su et al. 2021, "RoFormer", section 3.2; `RopeScaling` and `YarnScaling` for the scaling.
     """
     rates = base ** (-np.arange(0, dims, 2) / dims)
     if scaling is None:
         return rates
+    if isinstance(scaling, YarnScaling):
+        share = _yarn_share(dims, base, scaling)
+        return (1 - share) * rates / scaling.factor + share * rates
     turns = scaling.original * rates / (2 * math.pi)  # over the original length
     share = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)  # 0 where slow, 1 where fast
     return (1 - share) * rates / scaling.factor + share * rates
+
+
+def rotary_gain(scaling: Scaling | None) -> float:
+    """Return by what rotated queries and keys are multiplied: YaRN's factor, 1 for all others."""
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    return 0.1 * math.log(scaling.factor) + 1 if scaling.attention is None else scaling.attention
+
+
+def _yarn_share(dims: int, base: float, scaling: YarnScaling) -> NDArray[np.float64]:
+    """1 for pairs of dimensions that are fast, 0 for slow ones, and a ramp between."""
+
+    def pair_that_turns(times: float) -> float:
+        return dims * math.log(scaling.original / (2 * math.pi * times)) / (2 * math.log(base))
+
+    first = max(math.floor(pair_that_turns(scaling.high)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.low)), dims - 1)
+    return 1 - np.clip((np.arange(dims // 2) - first) / max(last - first, 1e-3), 0, 1)

@@ -59,6 +59,8 @@ MESHES = [
     ",",
     f"data={HUGE}",
     "data=-1,pipe=-1",
+    "data=-1,context=0",
+    "data=-1,context=2,context_heads=2",
 ]
 SHARDING = {
     "--mesh": MESHES,
@@ -66,6 +68,7 @@ SHARDING = {
     "--engine": [*CHOICES, "pipelined"],
     "--schedule": ["nope", "missing.csv", "gpipe", ""],
     "--chunks": NUMBERS,
+    "--context": [*CHOICES, "gather", "usp"],
     "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
     "--microbatches": [*NUMBERS, "100000"],
 }

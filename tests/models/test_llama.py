@@ -14,7 +14,7 @@ import jaxshard as js
 from jaxshard.models import SIZES
 from jaxshard.models.decoder import logits, sample
 from jaxshard.models.llama import llama, rotate
-from jaxshard.models.rope import RopeScaling, rotary_rates
+from jaxshard.models.rope import RopeScaling, YarnScaling, rotary_gain, rotary_rates
 from tests.engines.programs import Program, elements
 from tests.toys import quick_compile
 
@@ -73,7 +73,8 @@ def test_the_small_size():
         ({"norm_epsilon": -1e-5}, "norm_epsilon must not be negative, got -1e-05"),
         ({"rope_scaling": 0.5}, "rope_scaling: factor must be at least 1"),
         ({"rope_scaling": RopeScaling(low=4)}, "rope_scaling: factor must be at least 1, 0 < low < high"),
-        ({"rope_scaling": "8"}, "rope_scaling must be a factor such as 8 or a js.models.RopeScaling, got '8'"),
+        ({"rope_scaling": YarnScaling(8, attention=0.0)}, "rope_scaling: attention must be above 0"),
+        ({"rope_scaling": "8"}, "rope_scaling must be a factor such as 8, a js.models.RopeScaling or .*, got '8'"),
         ({"depth": 2.5}, r"llama: sizes must be whole numbers, got \{'depth': 2.5\}"),
     ],
 )
@@ -155,6 +156,34 @@ def test_head_width_epsilon_and_scaling_equal_a_plain_reference():
     assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
     for other in (small(head_dim=12, norm_epsilon=0.1), small(head_dim=12, rope_scaling=scaling)):
         assert np.abs(logits(other, params, tokens) - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("dims", "base", "original"), [(128, 1e4, 4096), (64, 5e5, 8192), (12, 100, 16)])
+def test_yarn_has_the_ramp_and_gain_of_its_authors(dims, base, original):
+    """The formula of Peng et al. in loops, f64: slow pairs are slower by the factor, fast ones stay."""
+    scaling, plain = YarnScaling(factor=16, low=1, high=32, original=original), rotary_rates(dims, base)
+    first, last = (dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1))
+    first, last = max(math.floor(first), 0), min(math.ceil(last), dims - 1)
+    for pair, (rate, got) in enumerate(zip(plain, rotary_rates(dims, base, scaling), strict=True)):
+        slow = min(max((pair - first) / (last - first), 0), 1)
+        assert got == pytest.approx(rate * (slow / 16 + 1 - slow), rel=1e-12)
+    assert rotary_rates(dims, base, scaling)[-1] == pytest.approx(plain[-1] / 16) or last > dims // 2 - 1
+    assert rotary_gain(scaling) == pytest.approx(1.2772588722239782)  # 0.1 ln 16 + 1
+    assert rotary_gain(scaling._replace(attention=1.5)) == 1.5 and rotary_gain(RopeScaling()) == 1
+
+
+def test_yarn_equals_a_plain_reference():
+    """f32 against f64: 2e-5 of the largest logit. Queries and keys have the gain."""
+    scaling = YarnScaling(factor=4, low=0.1, high=2, original=16)
+    model = small(rope_scaling=scaling)
+    params, tokens = noisy(model), batch_of(rows=2, positions=12)["tokens"][:, :-1]
+    rates = rotary_rates(8, SMALL["rope_base"], scaling)
+    louder = jax.tree.map(lambda x: x, params)
+    for name in ("q_proj", "k_proj"):
+        louder["blocks"][name] = {"kernel": params["blocks"][name]["kernel"] * rotary_gain(scaling)}
+    expected = reference_logits(louder, tokens, 4, 2, SMALL["rope_base"], scaled=lambda _: rates)
+    got = jax.jit(partial(logits, model))(params, tokens)
+    assert np.abs(got - expected).max() < 2e-5 * np.abs(expected).max()
 
 
 def scaled_rates(scaling, rates):
