@@ -179,11 +179,15 @@ def _with_gathered_keys(
 def _gather(x: jax.Array, axes: Axes, form: Form) -> jax.Array:
     """Gather dimension 1 from all devices, in the order of the sequence if the order matters.
 
-    Axis by axis, the last one first: over all of a torus at once the gradient would be summed whole (`benchmarks/`).
+    Axis by axis, the last one first, and as matrices with the sequence in rows: the TPU compiler sums the gradients of
+    other shapes whole instead of scattering the sums.
     """
+    B, S, *rest = x.shape
+    rows = x.swapaxes(0, 1).reshape(S, -1)
     for axis in reversed(axes):
-        x = lax.all_gather(x, axis, axis=1, tiled=True)
-    return from_zigzag(x, lax.axis_size(axes), 1) if is_ordered(form) else x
+        rows = lax.all_gather(rows, axis, axis=0, tiled=True)
+    rows = from_zigzag(rows, lax.axis_size(axes), 0) if is_ordered(form) else rows
+    return rows.reshape(-1, B, *rest).swapaxes(0, 1)
 
 
 def _group_count(kv_heads: int, size: int) -> int:
