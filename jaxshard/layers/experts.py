@@ -27,7 +27,9 @@ Experts = Callable[[PyTree, jax.Array, Dot], jax.Array]
 """The user's function of (params, rows sorted by expert, dot)."""
 
 ROOM = 1.25
-"""Rows of a window over those that a device receives of an even routing."""
+"""Rows of a window over those that a device receives of an even routing, at most."""
+LARGEST = 4096
+"""Rows of a window at most, but 2048 for each expert: so many keep the products at full speed, and more take memory."""
 
 
 class Order(NamedTuple):
@@ -155,14 +157,15 @@ class Share(NamedTuple):
 
 
 def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
-    """Return the size of windows: all that can come, or `ROOM` times what comes of an even routing.
+    """Return the size of windows: all that can come, `ROOM` times what comes of an even routing, or `LARGEST`.
 
     `rows` = N * k are sent by each device. A token goes to k different experts, so no device gets one more often than
     it has experts.
     """
     worst = devices * (rows // k) * min(k, experts_here)
-    multiple = 8 * devices if rows < 4096 else 512 * devices // math.gcd(512, devices)
-    return min(worst, -(-math.ceil(rows * ROOM) // multiple) * multiple)
+    enough = min(math.ceil(rows * ROOM), max(LARGEST, LARGEST // 2 * experts_here))
+    multiple = 8 * devices if enough < LARGEST else 512 * devices // math.gcd(512, devices)
+    return min(worst, -(-enough // multiple) * multiple)
 
 
 def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, share: Share) -> jax.Array:

@@ -56,9 +56,10 @@ def moe(
     matrices alone: by Pallas kernels (megablox) on TPUs, elsewhere in blocks.
 
     It is split as the layout in force says. Under `js.expert` each device has its share of the experts, and rows go to
-    where theirs are by ragged all-to-alls, on CPUs by all-to-alls of equal counts: in windows of 1.25 times the rows
-    that come of an even routing, as many as the most loaded device needs, so that uneven routing costs time, not
-    memory. The backward pass exchanges the rows again and computes what is hidden again. Under `js.tensor` the
+    where theirs are by ragged all-to-alls, on CPUs and large v5e slices by all-to-alls of equal counts: in windows of a
+    fixed number of rows (1.25 times what an even routing brings, or less), as many as the most loaded device needs, so
+    that uneven routing costs time, not memory. The backward pass exchanges the rows again and computes what is hidden
+    again. Under `js.tensor` the
     dimensions of `hidden` are split, and outputs summed once. Under `js.auto` it runs in a `shard_map` over all axes,
     under `js.explicit` and in stages of a pipeline on the device's own rows. Without these there are no collectives.
 

@@ -57,7 +57,7 @@ def assert_close(found, expected, tolerance):
     [
         {"k": 2},
         pytest.param({"k": 3, "scores": "sigmoid", "scale": 2.5}, marks=pytest.mark.slow),
-        *(pytest.param({"k": k, "normalize": k == 1}, marks=pytest.mark.slow) for k in range(1, E + 1)),
+        *(pytest.param({"k": k, "normalize": k > 1 and k % 2 == 0}, marks=pytest.mark.slow) for k in range(1, E + 1)),
     ],
     ids=str,
 )
@@ -328,18 +328,18 @@ def test_what_does_not_fit_is_refused():
         moe(fn=lambda params, rows, dot: rows * dot.of(jnp.zeros(3))[:, None])
 
 
-def lower_in_layout(hidden, experts=E, whole_bias=False):
+def lower_in_layout(hidden, whole_bias=False):
     """Trace a step with one layer of experts on data=2, expert=2, tensor=2."""
 
     def init_fn(key):
-        params = {"up": jax.random.normal(key, (experts, C, C))}
-        return {"moe": params | ({"b": jnp.zeros((experts, C))} if whole_bias else {})}
+        params = {"up": jax.random.normal(key, (E, C, H)), "down": jax.random.normal(key, (E, H, C))}
+        return {"moe": params | ({"b": jnp.zeros((E, C))} if whole_bias else {})}
 
     def fn(params, rows, dot):
-        return dot(rows, params["up"])
+        return dot(dot(rows, params["up"]), params["down"])
 
     def loss_fn(params, batch, key):
-        y, _ = js.moe(batch["x"], batch["x"] @ jnp.ones((C, experts)), fn, params["moe"], k=1, hidden=hidden)
+        y, _ = js.moe(batch["x"], batch["x"] @ jnp.ones((C, E)), fn, params["moe"], k=1, hidden=hidden)
         return js.Mean(y.sum(), y.size)
 
     rules = [*([("moe/b", ("experts", None))] if whole_bias else []), *js.RULES]
@@ -348,12 +348,12 @@ def lower_in_layout(hidden, experts=E, whole_bias=False):
     js.make_step(loss_fn, SGD, layout).lower({"x": normal(0, 8, 4, C)})
 
 
-def test_what_a_layout_does_not_divide_is_refused():
-    lower_in_layout({"up": 2})
-    with pytest.raises(ValueError, match=r"behind that of the experts, from 1 on\n  - moe/up|- up \[8, 8, 8\]: 0"):
-        lower_in_layout({"up": 0})
+def test_what_a_tensor_axis_cannot_split_is_refused():
+    lower_in_layout({"up": 2, "down": 1})
+    with pytest.raises(ValueError, match=r"behind that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
+        lower_in_layout({"up": 0, "down": 1})
     with pytest.raises(ValueError, match=r"these arrays have none.*\n  - b \[8, 8\]"):
-        lower_in_layout({"up": 2, "b": None}, whole_bias=True)
+        lower_in_layout({"up": 2, "down": 1, "b": None}, whole_bias=True)
     with pytest.raises(ValueError, match="hidden must have the tree of params"):
         lower_in_layout({"v": 2})
 
@@ -432,4 +432,4 @@ def test_a_program_for_tpus_has_the_kernels_and_their_exchange(topology, collect
     step = js.make_step(loss_fn, SGD, js.layout(EXPERT, mesh, init_fn, SGD), engine=engine)
     text = step.compile({"x": jax.ShapeDtypeStruct((mesh.size, 256, 128), jnp.float32)}).as_text()
     assert text.count(collective) == 7
-    assert "gmm" in text and "tgmm" in text
+    assert text.count('custom_call_target="tpu_custom_call"') == 12  # 3 forward; backward 3 again, 3 of rows, 3 of w
