@@ -1,0 +1,100 @@
+"""Engines under a context refuse a loss that mixes positions, with all places, before anything runs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+
+ROWS, LENGTH, WIDTH = 4, 16, 8
+BATCH = {
+    "tokens": np.random.default_rng(0).integers(0, WIDTH, (ROWS, LENGTH)).astype(np.int32),
+    "targets": np.random.default_rng(1).integers(0, WIDTH, (ROWS, LENGTH)).astype(np.int32),
+}
+TX = optax.sgd(0.1)
+
+
+def init(key):
+    return {"table": jax.random.normal(key, (WIDTH, WIDTH)), "out": jax.random.normal(key, (WIDTH, WIDTH))}
+
+
+def embed(params, tokens):
+    return params["table"][tokens]
+
+
+def cross_entropy(params, x, targets):
+    nats = js.cross_entropy(x @ params["out"], targets)
+    return js.Mean(nats.sum(), nats.size)
+
+
+def good_loss(params, batch, key):
+    return cross_entropy(params, embed(params, batch["tokens"]), batch["targets"])
+
+
+def mixing_loss(params, batch, key):
+    x = embed(params, batch["tokens"])
+    x = x + jnp.arange(x.shape[1])[:, None] / 9
+    x = x + jnp.roll(x, 1, 1)
+    return cross_entropy(params, x, batch["targets"])
+
+
+def mesh_of(**axes):
+    return js.make_mesh(jax.devices()[: int(np.prod(list(axes.values())))], **axes)
+
+
+def step_of(loss_fn, engine, init_fn=init, *more, **axes):
+    axes = axes or {"data": 2, "context": 2}
+    parts = [js.fsdp(tuple(axis for axis in axes if axis != "pipe"), min_size=0), js.context("context"), *more]
+    layout = js.layout(js.compose(*parts), mesh_of(**axes), init_fn, TX)
+    return js.make_step(loss_fn, TX, layout, engine=engine)
+
+
+def test_all_places_are_in_the_error():
+    with pytest.raises(ValueError, match="treats them one by one") as caught:
+        step_of(mixing_loss, js.explicit(microbatches=2)).compile(BATCH)
+    text = str(caught.value)
+    first = mixing_loss.__code__.co_firstlineno
+    assert f"engines/test_positionwise.py:{first + 2}: iota" in text
+    assert f"engines/test_positionwise.py:{first + 3}: slice i32" not in text
+    assert f"engines/test_positionwise.py:{first + 3}: slice f32[1,16,8]" in text  # of a micro-batch of a device
+    assert "js.positions" in text
+    assert "js.auto()" in text
+
+
+def test_the_same_loss_without_them_is_compiled():
+    assert "all-reduce" in step_of(good_loss, js.explicit()).compile(BATCH).as_text()
+
+
+def test_other_engines_and_contexts_of_one_device_do_not_ask():
+    step_of(mixing_loss, js.explicit(), data=4, context=1).compile(BATCH)
+
+
+@pytest.mark.slow
+def test_auto_is_right_for_it():
+    strategy = js.compose(js.fsdp(("data", "context"), min_size=0), js.context("context"))
+    mesh = mesh_of(data=2, context=2)
+    js.parity(init, mixing_loss, TX, strategy, mesh, BATCH, engine=js.auto()).check()
+
+
+def stacked(block):
+    def head(params, x, batch, key):
+        return cross_entropy({"out": params["head"]}, x, batch["targets"])
+
+    def init_fn(key):
+        draw = jax.random.normal(key, (WIDTH, WIDTH)) / 3
+        return {"embed": draw, "block": {"w": draw}, "head": draw}
+
+    return js.Stacked(lambda p, b, key: p["embed"][b["tokens"]], block, head, 2, init_fn)
+
+
+def test_blocks_of_a_pipeline_are_read_too():
+    model = stacked(lambda p, x, key: x + jax.nn.softmax(x @ p["w"], axis=1))
+    step = step_of(
+        model.loss, js.pipelined(microbatches=2), model.init, js.pipeline("pipe", chunks=1), data=1, context=2, pipe=2
+    )
+    with pytest.raises(ValueError, match=r"reduce_max f32\[2,16,8\] -> f32\[2,8\] is a maximum over the positions"):
+        step.compile(BATCH)
