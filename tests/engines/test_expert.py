@@ -103,7 +103,7 @@ ENGINES = {
     "explicit, turns": js.explicit(microbatches=2),
     "explicit, end": js.explicit(microbatches=2, scatter="end", remat="nothing"),
 }
-FAST = {("own axis", "explicit, end")}
+FAST: set[tuple[str, str]] = set()  # tests/models/test_moe.py has the fast ones
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ def test_experts_equal_one_device(strategy, engine):
     assert_equal_runs(trace, reference())
 
 
-@pytest.mark.parametrize("scatter", ["end", pytest.param("each", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scatter", ["end", "each"])
 def test_experts_in_stages_equal_one_device(scatter):
     mesh = js.make_mesh(pipe=2, data=2, expert=2)
     engine = js.pipelined(microbatches=2, scatter=scatter)
