@@ -5,6 +5,8 @@ import pytest
 from jaxshard.commands.flags import ShardingFlags
 from jaxshard.commands.main import main
 from jaxshard.commands.parallel import make_parallel
+from jaxshard.core.layout import split_rows
+from jaxshard.core.strategy_parts import expert_of
 
 NAMES = {"attention_out": "save", "block_in": "offload"}
 
@@ -31,3 +33,18 @@ def test_an_activation_that_the_model_does_not_name_is_refused_in_one_line(comma
     assert main([*command, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jaxshard: remat: no activation is named 'mlp_hiden'; there are 'attention_out', ")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "rows", "multiple"),
+    [
+        ("data=2,expert=4", "fsdp", ("data", "expert"), 8),
+        ("expert=8", "zero2", ("data", "expert"), 8),
+        ("replica=2,data=2,expert=2", "hsdp", ("replica", "data", "expert"), 8),
+        ("data=2,expert=2,tensor=2", "ddp", ("data", "expert"), 4),
+    ],
+)
+def test_an_axis_expert_splits_rows_and_experts(mesh, strategy, rows, multiple):
+    how = make_parallel(ShardingFlags(mesh=mesh, strategy=strategy))
+    assert (split_rows(how.strategy, how.mesh), how.rows_multiple) == (rows, multiple)
+    assert expert_of(how.strategy).axis == ("expert",)

@@ -170,3 +170,22 @@ def test_evaluation_counts_loads_and_takes_short_batches(engine):
                 assert np.asarray(found["load"].value).sum() == len(batch["tokens"]) * 8 * 2 * 2
             else:
                 assert 0 < found["drop_rate"].value < 1
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_spread_experts_is_restored_on_any_mesh(tmp_path):
+    model, tx = js.models.moe(**SIZES), optax.sgd(0.1, momentum=0.9)
+    axes, strategy = MESHES["expert=4"]
+    layout = js.layout(strategy, js.make_mesh(**axes), model.init, tx)
+    run = js.init(model.init, tx, layout, 0)
+    js.save(tmp_path, run, layout)
+    saved = jax.device_get(js.logical(run, layout).params)
+    others = [
+        ({"data": 8}, js.fsdp(min_size=0)),
+        MESHES["expert=2"],
+        ({"pipe": 2, "expert": 4}, js.compose(js.expert(), js.pipeline(chunks=1))),
+    ]
+    for axes, strategy in others:
+        other = js.layout(strategy, js.make_mesh(**axes), model.init, tx)
+        restored = js.logical(js.restore(tmp_path, other), other).params
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), saved)
