@@ -242,15 +242,15 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
         stack=parameter.shape[0] if is_slice else 1,
     )
     split = [(dim, axis) for dim, axis in split_dims(grad.store) if axis not in owned]
-    for dim, axis in split:
-        scattered = replace(one, axes=(axis,), shape=tuple(shape))
-        shape[dim] //= mesh.shape[axis]
-        if axis in free:
-            yield scattered
-            if mesh.devices.flat[0].platform == "tpu":
-                yield border_permutes(scattered, tuple(shape))
-                if compiler_chooses:
-                    yield ring_permutes(scattered, tuple(shape), mesh.shape[axis])
+    for dim, group in itertools.groupby(split, key=lambda one: one[0]):
+        axes = tuple(axis for _, axis in group)
+        # Over several axes that split one dimension a compiler may also scatter at once.
+        if compiler_chooses and len(axes) > 1 and set(axes) <= set(free):
+            yield from _scatters(step, replace(one, axes=axes, shape=tuple(shape)), dim)
+        for axis in axes:
+            if axis in free:
+                yield from _scatters(step, replace(one, axes=(axis,), shape=tuple(shape)), dim)
+            shape[dim] //= mesh.shape[axis]
     rest = tuple(axis for axis in free if axis not in [name for _, name in split])
     summed = replace(one, kind="all-reduce", axes=rest, shape=tuple(shape))
     if rank_of(parameter.path, parameter.shape) == 1:
@@ -261,6 +261,18 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
         yield replace(one, kind="all-reduce", axes=free)
     if compiler_chooses and splits_sequence(layout):
         yield replace(one, kind="all-reduce", axes=(*free, *tensor_axes(layout)))
+
+
+def _scatters(step: _Step, one: Expected, dim: int) -> Iterator[Expected]:
+    """`one`, a reduce-scatter along a dimension, and on a TPU the permutes that complete it or stand for it."""
+    assert one.shape is not None
+    mesh, count = step.layout.mesh, axis_size(step.layout.mesh, one.axes)
+    shard = tuple(size // count if at == dim else size for at, size in enumerate(one.shape))
+    yield one
+    if mesh.devices.flat[0].platform == "tpu":
+        yield border_permutes(one, shard)
+        if step.engine.compiler_chooses:
+            yield ring_permutes(one, shard, count)
 
 
 def _sum_stages(step: _Step, one: Expected) -> Iterator[Expected]:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
+from jaxshard.models.llama import llama
 from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import gpt_shapes
 from tests.engines import test_collectives as literals
@@ -149,6 +150,18 @@ def test_a_tpu_that_permutes_borders_and_joins_reductions_keeps_the_promise(stra
     comparison = audit(js.make_step(toy.loss_fn, ADAM, layout, engine=js.explicit()), toy.batch)
     assert comparison.ok, str(comparison)
     assert not comparison.missing, str(comparison)
+
+
+@tpu
+@pytest.mark.slow
+def test_on_a_torus_the_automatic_engine_may_scatter_over_both_axes_at_once():
+    """It did with JAX 0.10. 2,048 tokens: with fewer than the vocabulary has the lookup's result may be gathered."""
+    mesh = topology_mesh("v5e:2x4", x=2, y=4)
+    model = llama(vocab=1024, width=512, depth=2, heads=4, kv_heads=4, hidden=1024, seq=64)
+    layout = js.layout(js.fsdp(("x", "y"), min_size=2**14), mesh, model.init, ADAM)
+    batch = {"tokens": jax.ShapeDtypeStruct((32, 65), jnp.int32)}
+    comparison = audit(js.make_step(model.loss, ADAM, layout, engine=js.auto()), batch)
+    assert comparison.ok, str(comparison)
 
 
 # Surprises

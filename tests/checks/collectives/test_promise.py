@@ -13,6 +13,7 @@ from tests.engines.programs import setups, torus_setups
 from tests.toys import gpt_toy, linen_toy
 
 ADAM = optax.adam(1e-3)
+WEIGHT = "Dense_0/kernel"
 
 
 def promised(toy, strategy, mesh, engine=None, tx=ADAM, **options):
@@ -71,11 +72,28 @@ def test_recomputing_gathers_the_biases_again():
 def test_what_is_padded_is_moved_padded():
     """13 -> 27 -> 1001 -> 7 over 8 devices: 27 is padded to 32, 1001 to 1008, 7 to 8."""
     found = promised(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8))
-    assert lists(found, "Dense_0/kernel") == [
+    assert lists(found, WEIGHT) == [
         ("all-gather", ("data",), (13, 32), 1),
         ("reduce-scatter", ("data",), (13, 32), 1),
     ]
     assert sums(found) == {("reduce-scatter", "data"): 142_944, ("all-gather", "data"): 142_944}
+
+
+def test_a_compiler_may_scatter_over_two_axes_at_once():
+    """Where they split one dimension; an engine that scatters by itself does it axis by axis."""
+    mesh = js.make_mesh(x=2, y=4)
+    strategy = js.fsdp(("x", "y"), min_size=0)
+    assert lists(promised(linen_toy(), strategy, mesh, js.auto()), WEIGHT)[1:] == [
+        ("reduce-scatter", ("x", "y"), (13, 32), 2),
+        ("reduce-scatter", ("x",), (13, 32), 2),
+        ("reduce-scatter", ("y",), (13, 16), 2),
+        ("all-reduce", ("x", "y"), (13, 32), 2),
+    ]
+    explicit = lists(promised(linen_toy(), strategy, mesh), WEIGHT)
+    assert [one[:2] for one in explicit if one[0] == "reduce-scatter"] == [
+        ("reduce-scatter", ("x",)),
+        ("reduce-scatter", ("y",)),
+    ]
 
 
 def test_a_frozen_weight_is_gathered_and_has_no_gradient():
