@@ -94,12 +94,14 @@ class Job:
     @property
     def about(self) -> dict[str, Any]:
         """The facts that the command writes into its JSON object."""
+        about = self.how.about
+        if "remat" in about:  # of an engine that takes what the model states where it is not told
+            about["remat"] = about["remat"] or self.network.remat
         return {
             "model": self.name,
             "params": sum(x.size for x in jax.tree.leaves(self.layout.shapes.params)),
             "device_kind": self.how.mesh.devices.flat[0].device_kind,
-            "remat": self.network.remat,
-            **{name: fact for name, fact in self.how.about.items() if fact is not None},
+            **{name: fact for name, fact in about.items() if fact is not None},
             "seed": self.seed,
             "size": self.size.shape | {"vocab": self.corpus.vocab},
             "recipe": self.size.recipe._asdict(),

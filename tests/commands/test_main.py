@@ -7,6 +7,7 @@ import sys
 import jax
 import pytest
 
+import jaxshard as js
 from jaxshard.commands import doctor
 from jaxshard.commands.main import COMMANDS, main
 
@@ -65,6 +66,8 @@ def test_every_command_has_help(command, capsys):
     assert not end.value.code
     output = capsys.readouterr()
     assert output.out.startswith(f"usage: jaxshard {command} ") and output.err == ""
+    if command == "train":
+        assert [size for size in js.models.SIZES if size not in output.out] == []
 
 
 SHARED = ["--mesh", "--strategy", "--engine", "--schedule", "--chunks", "--devices", "--microbatches", "--json"]
