@@ -55,13 +55,13 @@ _MOVES = frozenset({
 """Those of them that round nothing."""
 
 _NARROWED = _MOVES | {"dot_general", "conv_general_dilated", "reduce_sum"}
-"""Primitives whose result a narrower dtype is moved behind."""
+"""Primitives that may give their result in a narrower dtype at once."""
 
 _CALLS = {name: parameter for name, parameter in CALLS.items() if parameter == "jaxpr"} | {"scan": "jaxpr"}
 """Primitives whose inner program is widened too; calls with a derivative of their own are forward code."""
 
 Dtypes = Sequence[Any]
-"""For each of several values the wider dtype in which it is wanted, or None."""
+"""For each of several values the dtype in which it is wanted, wider or narrower than its own; None for its own."""
 
 
 def sum_in(gradient: jax.Array, dtype: Any) -> jax.Array:
@@ -82,10 +82,10 @@ def widen_sums(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
-    """Evaluate a program, with results in wider dtypes; an argument may be wider than its variable, too."""
+    """Evaluate a program, with results in the wanted dtypes; an argument may have another than its variable, too."""
     jaxpr, consts = open_jaxpr(program)
     wanted = _find_wanted(jaxpr, outs)
-    values: dict[Any, Any] = {}  # as wide as they are
+    values: dict[Any, Any] = {}  # in the dtypes that they have
 
     def read(atom: Any, dtype: Any = None) -> Any:
         if isinstance(atom, Literal):
@@ -105,7 +105,7 @@ def _run(program: Any, args: Sequence[Any], outs: Dtypes) -> list[Any]:
 
 
 def _evaluate(eqn: Any, wanted: Dtypes, read: Callable[..., Any]) -> Sequence[Any]:
-    """Return the results of an equation, wider where that is wanted and known how."""
+    """Return the results of an equation, in the wanted dtypes where it is known how."""
     primitive, params, operands = eqn.primitive, eqn.params, list(map(read, eqn.invars))
     name, dtype = primitive.name, wanted[0] if wanted else None
     if primitive is _mark:
@@ -144,18 +144,18 @@ def _narrow_sum(x: jax.Array, dims: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def _widen_program(inner: Any, ins: Dtypes, outs: Dtypes) -> Any:
-    """Return the program of a call with arguments and results in wider dtypes, closed if it is closed."""
+    """Return the program of a call with arguments and results in the wanted dtypes, closed if it is closed."""
     jaxpr, _ = open_jaxpr(inner)
     avals = [x if dtype is None else x.update(dtype=dtype) for x, dtype in zip(jaxpr.in_avals, ins, strict=True)]
     widened = jax.make_jaxpr(lambda *args: _run(inner, args, outs))(*avals)
     return widened if hasattr(inner, "jaxpr") else open_jaxpr(widened)[0]
 
 
-# From the marks and the wanted results backwards: which values are wanted wider.
+# From the marks and the wanted results backwards: which values are wanted in which dtype.
 
 
 def _find_wanted(jaxpr: Any, outs: Dtypes) -> dict[Any, Any]:
-    """Find the variables of a program, arguments included, that are wanted in a wider dtype, and in which."""
+    """Find the variables of a program, arguments included, that are wanted in another dtype, and in which."""
     used = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
     uses = Counter(atom for atom in used if not isinstance(atom, Literal))
     made_by = {var: eqn.primitive.name for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -200,10 +200,6 @@ def _wanted_inputs(eqn: Any, outs: Dtypes) -> list[Any]:
 def _only_drops_ones(eqn: Any) -> bool:
     """Return True for a sum over dimensions of size one, which is how JAX undoes broadcasting."""
     return eqn.primitive.name == "reduce_sum" and bool(eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
-
-
-def _sums_several(eqn: Any) -> bool:
-    return eqn.primitive.name == "reduce_sum" and not _only_drops_ones(eqn)
 
 
 def _has_mark(eqn: Any) -> bool:
