@@ -113,7 +113,7 @@ def partial_gradients(
     return cut.join(dq), cut.join_keys(dk), cut.join_keys(dv)
 
 
-def _block_size(length: int, largest: int) -> int:
+def block_size(length: int, largest: int) -> int:
     """Return the size of equal blocks, as few as possible, in a multiple of 16."""
     blocks = -(-length // largest)
     return -(-length // (16 * blocks)) * 16
@@ -139,7 +139,7 @@ class Cut(NamedTuple):
         chunks = (1, 1) if starts is None else (starts.queries.size, starts.keys.size)
         while block > 128 and B * H * block**2 > _MOST_LOGITS:
             block //= 2
-        return cls(T, S, _block_size(T // chunks[0], block), _block_size(S // chunks[1], block), *chunks)
+        return cls(T, S, block_size(T // chunks[0], block), block_size(S // chunks[1], block), *chunks)
 
     def arrays(self, q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array) -> tuple[jax.Array, ...]:
         """Cut q into [N, B, K, G, t, D], k into [M, B, K, s, D] and v into [M, B, K, s, E]."""

@@ -1,5 +1,6 @@
 """Attention over a sequence that is split over devices, inside a `shard_map` of its own, against the formula."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -10,13 +11,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.layers import ring
+from jaxshard.core.compat import KEEP_REPEATED_GATHERS
+from jaxshard.layers import context, ring
 from jaxshard.layers.blockwise import blockwise
-from jaxshard.layers.context import Kernels, attend_in_context
-from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.context import Kernels, attend_in_context, why_not_in_context
+from jaxshard.layers.formula import Extras, Form, formula
 from jaxshard.layers.splash import splash
 from jaxshard.layers.splash_chunks import splash_chunks
 from jaxshard.layers.splash_ring import splash_turns
+from jaxshard.layers.visited import visited_blocks
 from jaxshard.layers.zigzag import from_zigzag, to_zigzag
 from tests.layers.cases import arrays, assert_equal, documents, normal
 
@@ -54,8 +57,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("how", AXES)
-@pytest.mark.parametrize("case", CASES)
+def cells(*axes, fast):
+    """All combinations, of which all but some are slow."""
+    return [pytest.param(*cell, marks=[] if cell in fast else pytest.mark.slow) for cell in itertools.product(*axes)]
+
+
+@pytest.mark.parametrize(
+    ("how", "case"), cells(AXES, CASES, fast=[("gather", "documents"), ("ring", "documents"), ("ring", "window")])
+)
 def test_it_is_the_formula(how, case):
     sizes, extras, form = CASES[case]
     if how == "ring" and form.window is not None:
@@ -86,6 +95,89 @@ def test_the_tpu_kernel_is_the_formula(how, case):
     assert_equal(split_over(devices, how, INTERPRETED), *arrays(512, **sizes), extras, form)
 
 
+# Collectives and work
+
+K, HEADS = 2 * 144 * 2 * 8 * 4, 2 * 144 * 8 * 8 * 4  # bytes of k or v, and of q or the output, of all 8 devices
+IDS = 2 * 144 * 4
+COLLECTIVES = {
+    # k, v and segments; k and v again in the backward pass, and their gradients
+    "gather": {
+        ("all-gather", "f32"): (4, 4 * K), ("all-gather", "s32"): (1, IDS), ("reduce-scatter", "f32"): (2, 2 * K),
+    },
+    # q, k, v, out and the gradients of all four; 2 heads of keys are repeated to 8
+    "ulysses": {("all-to-all", "f32"): (8, 8 * HEADS // 8), ("all-gather", "s32"): (1, IDS)},
+    # q, out and their gradients have 8 heads, k and v and theirs 2, repeated to 4; gathered are those of a device
+    "usp": {
+        ("all-to-all", "f32"): (8, 4 * HEADS // 8 + 4 * 2 * K // 8), ("all-gather", "f32"): (4, 4 * K // 2),
+        ("all-gather", "s32"): (2, IDS // 2 + IDS), ("reduce-scatter", "f32"): (2, 2 * K // 2),
+    },
+    # 7 times k, v and segments, forward and backward, and 8 times the gradients of k and v; the first move is the same
+    # both ways, and is made once where nothing lies between
+    "ring": {
+        ("collective-permute", "f32"): (2 * 7 + 2 * 6 + 2 * 8, 42 * K // 8),
+        ("collective-permute", "s32"): (7 + 6, 13 * IDS // 8),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.slow] * (how != "gather")) for how in AXES])
+def test_its_collectives_are_these(how):
+    mesh, names = js.make_mesh(**AXES[how]), tuple(AXES[how])
+
+    def loss(q, k, v, ids):
+        extras = Extras(segments=ids)
+        out = attend_in_context(q, k, v, extras, Form(causal=True), kernels=BLOCKS, axes=names, how=how)
+        return (out**2).sum()
+
+    split = P(None, names)
+    grads = jax.shard_map(jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=(split,) * 4, out_specs=split, check_vma=False)
+    given = *arrays(144, heads=8, kv_heads=2), documents(2, 144)
+    compiled = jax.jit(grads).lower(*given).compile(KEEP_REPEATED_GATHERS)
+    found = {}
+    for one in js.plan.arrays_only(js.collectives(compiled, mesh)):
+        count, size = found.get((one.kind, one.dtype), (0, 0))
+        found[one.kind, one.dtype] = count + one.count, size + one.bytes
+    assert found == COLLECTIVES[how]
+
+
+def test_keys_and_values_are_gathered_in_groups_of_heads(monkeypatch):
+    monkeypatch.setattr(context, "_MOST_GATHERED", 2 * 144 * 16 * 4)  # one of two heads
+    _, extras, form = CASES["documents"]
+    attend, (q, k, v) = split_over({"c": 2}, "gather"), arrays(144, heads=4, kv_heads=2)
+    np.testing.assert_allclose(
+        jax.jit(lambda q, k, v: attend(q, k, v, extras, form))(q, k, v), formula(q, k, v, extras, form), atol=2e-6
+    )
+    assert "f32[288,8]" not in str(jax.make_jaxpr(lambda q: attend(q, k, v, extras, form))(q))
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_causal_work_is_even(devices):
+    causal = Form(causal=True)
+    whole_pairs = 2 * devices - 1  # of chunks; the two on the diagonal are half seen
+    # Chunks of 8 blocks of 1024 queries and 4 of 2048 keys.
+    assert visited_blocks(causal, 16_384 * devices, devices) == [whole_pairs * 32 + 2 * 20] * devices
+    # Chunks of 4 blocks of 128.
+    for in_turns in (False, True):
+        found = visited_blocks(causal, 1024 * devices, devices, block=128, ring=in_turns)
+        assert found == [whole_pairs * 16 + 2 * 10] * devices
+    uneven = visited_blocks(causal, 1000 * devices, devices, block=128)
+    assert max(uneven) <= 1.02 * min(uneven)
+
+
+# What is refused
+
+
+def test_what_does_not_work_is_refused_by_name():
+    q, k, v = arrays(48, heads=6, kv_heads=2)
+    with pytest.raises(ValueError, match=r"6 heads .* not divisible by the 4 devices .* an axis of 2"):
+        split_over({"c": 4}, "ulysses")(q, k, v, Extras(), Form())
+    with pytest.raises(ValueError, match=r"a window of 5 in a ring.* how=\"ulysses\""):
+        split_over({"c": 4}, "ring")(q, k, v, Extras(), Form(window=5))
+    for name in ("bias", "mask", "keep"):
+        assert why_not_in_context(4, Extras(**{name: jnp.ones((1, 1, 4, 4))}), Form(), "gather", 2)
+    assert "use sequences of a multiple of 8" in why_not_in_context(3, Extras(), Form(causal=True), "gather", 4)
+
+
 # In a layout
 
 
@@ -109,15 +201,19 @@ BATCH = {"x": normal(6, 4, 48, 16), "segment_ids": documents(4, 48)}
 SGD = optax.sgd(0.1)
 
 
-@pytest.mark.parametrize("engine", [js.auto(), js.explicit()], ids=["auto", "explicit"])
-@pytest.mark.parametrize("tensor", [False, True])
-@pytest.mark.parametrize("how", AXES)
+ENGINES = {"auto": js.auto(), "explicit": js.explicit()}
+
+
+@pytest.mark.parametrize(
+    ("how", "tensor", "engine"),
+    cells(AXES, [False, True], ENGINES, fast=[("gather", True, "explicit"), ("ulysses", False, "auto")]),
+)
 def test_a_layout_splits_positions_and_one_device_is_equalled(how, tensor, engine):
     axes = {"data": 2, "tensor": 2, "c": 2} if tensor else {"data": 2, "c": 4}
     if how == "usp":
         axes = {"tensor": 2, "c": 2, "d": 2} if tensor else {"data": 2, "c": 2, "d": 2}
-    context = js.context(("c", "d") if how == "usp" else "c", dims={"x": 1, "segment_ids": 1}, how=how)
+    split = js.context(("c", "d") if how == "usp" else "c", dims={"x": 1, "segment_ids": 1}, how=how)
     parts = [js.ddp("data")] if "data" in axes else []
-    strategy = js.compose(*parts, context, *([js.tensor()] if tensor else []))
+    strategy = js.compose(*parts, split, *([js.tensor()] if tensor else []))
     init_fn, loss_fn = model(how, causal=True, **({} if how == "ring" else {"window": 30}))
-    js.parity(init_fn, loss_fn, SGD, strategy, js.make_mesh(**axes), BATCH, engine=engine).check()
+    js.parity(init_fn, loss_fn, SGD, strategy, js.make_mesh(**axes), BATCH, engine=ENGINES[engine]).check()
