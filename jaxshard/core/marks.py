@@ -46,7 +46,7 @@ def marked_length() -> int:
 def leave_mark(
     name: str,
     arrays: Sequence[Any],
-    dims: Sequence[int | None],
+    dims: Sequence[int | Literal["sum"] | None],
     results: Sequence[jax.ShapeDtypeStruct],
     result_dims: Sequence[int | Literal["sum"] | None],
 ) -> list[jax.Array]:
@@ -56,7 +56,7 @@ def leave_mark(
       name: what the user calls, such as "js.attention".
       arrays: its operands.
       dims: where each operand has its positions, counted from the end (-1 is the last dimension); None for an operand
-        without positions, such as a weight.
+        without positions, such as a weight; "sum" for a sum over positions.
       results: shapes and dtypes of its results.
       result_dims: where each result has its positions; "sum" if it adds up over positions, None if it is the same on
         all devices.

@@ -60,6 +60,19 @@ def count_in_row(count: int) -> int:
     return count * lax.axis_size(axes) if axes else count
 
 
+def sum_in_row(x: jax.Array) -> jax.Array:
+    """Return the sum over all positions of a row, given that over the positions at hand.
+
+    For what is not linear in such sums, such as a product of two of them: sums themselves are added up by `js.Mean`.
+
+    Collectives: an all-reduce of `x` over the axes of a context, where each device has its own positions.
+    """
+    if is_marking():
+        return leave_mark("sum_in_row", (x,), ("sum",), [jax.ShapeDtypeStruct(x.shape, x.dtype)], (None,))[0]
+    axes = split_axes()
+    return lax.psum(x, axes) if axes else x
+
+
 def split_axes() -> tuple[str, ...]:
     """Return the axes over which each device has its own part of the positions here; () where rows are whole."""
     activations = activations_in_force()

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxshard.core.constrain import Activations, activations_in_force
 from jaxshard.core.counting import is_counting
+from jaxshard.core.marks import is_marking, leave_mark
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry
 from jaxshard.core.tree import path_str, raise_all
@@ -102,7 +103,7 @@ def moe(
     E = _check_shapes(x, logits, k, scores, bias, capacity)
     activations = activations_in_force()
     room = None if capacity is None else room_of(capacity, x.shape[-2], k, E)
-    if room is not None and activations is not None:
+    if room is not None:
         _check_whole_rows(activations)
     choice, routing = route(logits, k, scores, normalize, scale, bias, room)
     split = _Split(activations, x, params, E, hidden)
@@ -137,13 +138,12 @@ def _check_shapes(x: jax.Array, logits: jax.Array, k: int, scores: str, bias: An
     return E
 
 
-def _check_whole_rows(activations: Activations) -> None:
-    context = activations.layout.context
-    cut = () if context is None else tuple(axis for axis in context.axis if axis in activations.mesh()[1])
-    if cut:
+def _check_whole_rows(activations: Activations | None) -> None:
+    context = None if activations is None else activations.layout.context
+    if is_marking() or (context is not None and activations is not None and set(context.axis) & activations.mesh()[1]):
         raise ValueError(
-            f"moe: capacity counts the tokens of whole rows, but js.context splits their positions over {cut}; leave "
-            "capacity out, or use js.auto()"
+            "moe: capacity counts the tokens of whole rows, but js.context splits their positions; leave capacity out, "
+            "or use js.auto()"
         )
 
 
@@ -242,6 +242,10 @@ class _Split:
             out_NC = self._on_device(fn, x_NC, own, params, lossless)
             return out_NC.reshape(x.shape)
 
+        if is_marking():
+            like, weights = jax.eval_shape(on_device, x, choice, params), jax.tree.leaves(params)
+            dims = (-2, -2, -2, *(None for _ in weights))
+            return leave_mark("js.moe", (x, *choice, *weights), dims, [like], (-2,))[0]
         if not self.automatic or is_counting():
             return on_device(x, choice, params)
         rows = PartitionSpec(*self.rows, None)

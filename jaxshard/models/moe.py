@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.constrain import constrain
 from jaxshard.core.loss import Loss, Mean, Sum, as_loss
+from jaxshard.core.positions import count_in_row, sum_in_row
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.layers.moe import moe as route
@@ -166,13 +167,18 @@ class Router:
         return numbers | {"load": jnp.zeros((rows, depth, self.experts), jnp.float32)}
 
     def add(self, numbers: PyTree, record: Routing, positions: int, bias_E: jax.Array | None) -> PyTree:
-        """Return the routing's numbers with those of a block, whose rows have so many positions."""
+        """Return the routing's numbers with those of a block, whose rows have so many positions at hand.
+
+        Under a context these are some of all: balance and bias need those of whole rows, the others are added up.
+        """
         depth = numbers["load"].shape[1]
         load_BE = record.load.astype(jnp.float32)
-        share_BE = load_BE / (self.k * positions)
+        all_positions = count_in_row(positions)
+        share_BE = sum_in_row(load_BE) / (self.k * all_positions)
         found = {"dropped": record.dropped.astype(jnp.float32)}
         if self.balance:
-            found["balance"] = (share_BE * record.probabilities).sum(-1) * (self.experts / positions / depth)
+            probabilities_BE = sum_in_row(record.probabilities) / all_positions
+            found["balance"] = (share_BE * probabilities_BE).sum(-1) * (self.experts / depth)
         if self.z:
             found["z"] = record.z / (positions * depth)
         if bias_E is not None:

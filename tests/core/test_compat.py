@@ -103,6 +103,7 @@ OTHER_VERSIONS = {
     "before 0.10": {"checkpoint", "core_call", "custom_vjp_call_jaxpr", "pjit", "remat"},
     "before 0.10, as lax functions": {"copy_p", "expand_dims", "infeed", "pcast"},
     "up to 0.11": {"closed_call"},
+    "from 0.11": {"log2", "one_minus_square"},
 }
 TABLES = {
     "CALLS": set(CALLS),

@@ -98,3 +98,15 @@ def test_blocks_of_a_pipeline_are_read_too():
     )
     with pytest.raises(ValueError, match=r"reduce_max f32\[2,16,8\] -> f32\[2,8\] is a maximum over the positions"):
         step.compile(BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [js.explicit(microbatches=2), js.auto()], ids=["explicit", "auto"])
+def test_losses_of_routing_are_those_of_whole_rows_to_1e_6(engine):
+    """Balance is a product of sums over positions: of a device's own alone it would be another number."""
+    model = js.models.moe(
+        vocab=32, width=16, depth=2, heads=4, kv_heads=2, hidden=16, seq=LENGTH, experts=4, k=2, balance=0.5, z=0.1
+    )
+    strategy = js.compose(js.fsdp(("data", "context"), min_size=0), js.context("context"))
+    mesh = mesh_of(data=2, context=2)
+    js.parity(model.init, model.loss, TX, strategy, mesh, BATCH, engine=engine).check()

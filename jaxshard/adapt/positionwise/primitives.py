@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from jaxshard.core.primitives import ELEMENTWISE, SAME
 
-KEPT = SAME | {"stop_gradient", "name", "reduce_precision", "random_clone", "layout_constraint"}
+KEPT = SAME | {
+    "stop_gradient", "name", "reduce_precision", "random_clone", "layout_constraint", "with_memory_space_constraint",
+}  # fmt: skip
 """Each result is the operand at the same place."""
 
 EACH_ELEMENT = ELEMENTWISE | {
-    "random_fold_in",
-    "random_seed",
-    "random_gamma",
-    "threefry2x32",
-    "eq_to",
-    "lt_to",
-    "le_to",
-}
+    "random_fold_in", "random_seed", "random_gamma", "threefry2x32", "log2", "one_minus_square", "mulhi",
+}  # fmt: skip
 """Element i of a result depends on element i of each operand; sizes of 1 are repeated."""
 
 REDUCTIONS = frozenset(

@@ -128,7 +128,8 @@ def _reduce(pair: Pair, facts: list[Fact]) -> list[Fact]:
         return [share]
     positions = [fact for fact in facts if fact.kind is Kind.ALONG]
     if not positions:
-        return [SAME._replace(degree=_only_degree(pair, facts))] * results
+        zero = pair.name == "reduce_sum" and facts[0].zero
+        return [SAME._replace(degree=_only_degree(pair, facts), zero=zero)] * results
     fact = same_positions(positions)
     if fact.dim not in axes:
         return [fact._replace(dim=fact.dim - sum(axis < fact.dim for axis in axes))] * results
@@ -208,6 +209,28 @@ def _concatenate(pair: Pair, facts: list[Fact]) -> list[Fact]:
     if any(fact.dim == pair.params["dimension"] for fact in positions):
         raise Mixes("joins positions with others", "shift")
     return [same_positions(positions)]
+
+
+def _stack(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    if any(map(is_share, facts)) or all(fact.kind is Kind.SAME for fact in facts):
+        return _concatenate(pair, facts)
+    check_degrees(facts)
+    fact = same_positions([fact for fact in facts if fact.kind is Kind.ALONG])
+    return [fact._replace(dim=fact.dim + (fact.dim >= pair.params["axis"]))]
+
+
+def _unstack(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    (fact,) = facts
+    if fact.kind is Kind.ALONG and fact.dim == pair.params["axis"]:
+        raise Mixes("takes some of the positions", "shift")
+    return [fact._replace(dim=fact.dim - (fact.dim > pair.params["axis"]))] * len(pair.one.outvars)
+
+
+def _tile(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    (fact,) = facts
+    if pair.changed() or (fact.kind is Kind.ALONG and pair.params["reps"][fact.dim] != 1):
+        raise Mixes("repeats positions for other positions", "attention")
+    return [fact]
 
 
 def _split(pair: Pair, facts: list[Fact]) -> list[Fact]:
@@ -298,6 +321,10 @@ def _mark(pair: Pair, facts: list[Fact]) -> list[Fact]:
     who = pair.params["name"]
     for number, (fact, dim) in enumerate(zip(facts, pair.params["positions"], strict=True)):
         shape = list(pair.shapes(number)[0])
+        if dim == "sum":
+            if (fact.kind is not Kind.SUM or fact.degree) and not fact.zero:
+                raise Mixes(f"gets an array {shape} that is no sum over the positions", "mark")
+            continue
         if is_share(fact):
             raise refuse(pair, fact, f"{who} gets it")
         if dim is None:
@@ -337,6 +364,9 @@ _RULES: dict[str, Rule] = {
     "dynamic_slice": slice_of,
     "dynamic_update_slice": dynamic_update_slice,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
     "split": _split,
     "pad": _pad,
     "iota": _iota,
@@ -347,6 +377,9 @@ _RULES: dict[str, Rule] = {
     "conv_general_dilated": _convolution,
     "scatter": scatter,
     "scatter-add": scatter,
+    "scatter-mul": scatter,
+    "scatter-min": scatter,
+    "scatter-max": scatter,
     "axis_index": _axis_index,
     MARK.name: _mark,
 } | dict.fromkeys(SHARDED_SUMS, _sum_over_devices)

@@ -209,3 +209,13 @@ def test_constants_of_the_host_that_are_the_same_are_no_matter():
         return js.Mean(jnp.asarray(table)[batch["tokens"]].sum(), batch["tokens"].size)
 
     assert not findings(loss, jnp.zeros(3), BATCH, dims=DIMS)
+
+
+def test_routed_experts_pass_and_room_for_some_tokens_does_not():
+    sizes = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 8, "seq": LENGTH}
+    make = partial(js.models.moe, **sizes, experts=4, k=2, shared=1, z=1e-3, bias_rate=1e-3)
+    model = make()
+    shapes = jax.eval_shape(model.init, KEY)
+    assert not findings(model.loss, shapes, PACKED, dims=DIMS)
+    with pytest.raises(ValueError, match="capacity counts the tokens of whole rows"):
+        findings(make(capacity=1.0).loss, shapes, BATCH, dims=DIMS)
