@@ -216,11 +216,11 @@ def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
         (["--mesh", "data=3"], "data=3 needs 3 devices, but there are 8; set one size to -1"),
         (
             ["--mesh", "data=-1", "--strategy", "hsdp"],
-            "needs the axes replica and data, and tensor and pipe if you like; write --mesh rep",
+            "needs the axes replica and data, and tensor, pipe, context and expert if you like; write --mesh rep",
         ),
         (
             ["--mesh", "data=4,pipes=2"],
-            "the strategy fsdp needs the axes data, and tensor and pipe if you like; write --mesh data",
+            "the strategy fsdp needs the axes data, and tensor, pipe, context and expert if you like; write --mesh",
         ),
         (["--devices", "9"], "--devices 9: there are 8 cpu device(s); ask for at most 8"),
         (["--devices", "0"], "--devices must be at least 1, got 0"),
