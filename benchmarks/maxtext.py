@@ -53,7 +53,8 @@ class Row(NamedTuple):
       strategy: "fsdp" over all axes, or the words of `strategy_of`.
       slices: TPU slices.
       microbatches: of the pipeline, where there is one.
-      sides: what is compiled.
+      sides: what is compiled. Ours begin with the engine; "f32" after it is f32 sums of gradients, "each" is
+        scatter="each" of a pipeline, and "stash ..." at the end what it keeps.
     """
 
     model: str
