@@ -83,12 +83,9 @@ def split_axes() -> tuple[str, ...]:
     return context.axis if set(context.axis) <= manual and any(mesh.shape[axis] > 1 for axis in context.axis) else ()
 
 
-def is_context() -> bool:
-    """Return whether the layout that is followed here has a `js.context`, or a proof asks as if it had one."""
-    if is_marking():
-        return True
-    activations = activations_in_force()
-    return activations is not None and activations.layout.context is not None
+def has_part() -> bool:
+    """Return whether a device has its own part of the positions here, or a proof asks as if it had one."""
+    return is_marking() or bool(split_axes())
 
 
 def take_part(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:

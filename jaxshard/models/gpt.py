@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.core.constrain import constrain
 from jaxshard.core.keys import row_keys
-from jaxshard.core.positions import count_in_row, is_context, positions
+from jaxshard.core.positions import count_in_row, has_part, positions
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention import attention
 from jaxshard.models.decoder import Decoder, Rows
@@ -155,7 +155,7 @@ class Embedding(nn.Module):
         tokens_BTC = nn.Embed(self.vocab, self.width, embedding_init=init, name="wte")(tokens_BT)
         tokens_BTC = constrain(tokens_BTC, WHOLE_ROWS)
         positions_TC: jax.Array = self.param("wpe", init, (self.seq, self.width))
-        if at_BT is None and not is_context():
+        if at_BT is None and not has_part():
             return tokens_BTC + positions_TC[: tokens_BT.shape[1]]
         return tokens_BTC + positions_TC[positions(tokens_BT.shape[1]) if at_BT is None else at_BT]
 
@@ -217,6 +217,6 @@ def _drop(x_BTC: jax.Array, rate: float, keys_B: jax.Array | None, call: int) ->
 
     def keep(key: jax.Array) -> jax.Array:
         kept_TC = jax.random.bernoulli(jax.random.fold_in(key, call), 1 - rate, (count_in_row(T), C))
-        return kept_TC[positions(T)] if is_context() else kept_TC
+        return kept_TC[positions(T)] if has_part() else kept_TC
 
     return jnp.where(jax.vmap(keep)(keys_B), x_BTC / (1 - rate), 0).astype(x_BTC.dtype)
