@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jaxshard.layers.blockwise import Cut, Starts, block_size
@@ -21,14 +22,17 @@ def visited_blocks(form: Form, length: int, devices: int, *, block: int | None =
       ring: whether the keys come one device's after the other; only in blocks.
     """
     own = length // devices
-    starts = [chunk_starts(i, devices, own) for i in range(devices)]
-    if block is None:
-        sizes = Blocks.of(own // 2, length)
-        return [int(visits(form, mine, own, length, sizes).counts.sum()) for mine in starts]
-    t = block_size(own // 2, block)
-    if ring:
-        cut, keys = Cut(own, own, t, t, 2, 2), starts
-    else:
-        cut, keys = Cut(own, length, t, block_size(length, block), 2, 1), [jnp.zeros(1, jnp.int32)]
-    counts = [[cut.pairs(form, Extras(), Starts(mine, theirs))[1] for theirs in keys] for mine in starts]
-    return [sum(int(count) for count in row if count is not None) for row in counts]
+    starts = jax.vmap(lambda i: chunk_starts(i, devices, own))(jnp.arange(devices))
+    t = block_size(own // 2, block or length)
+
+    def count(mine: jax.Array) -> jax.Array:
+        if block is None:
+            return visits(form, mine, own, length, Blocks.of(own // 2, length)).counts.sum()
+        if ring:
+            cut, keys = Cut(own, own, t, t, 2, 2), starts
+        else:
+            cut, keys = Cut(own, length, t, block_size(length, block), 2, 1), jnp.zeros((1, 1), jnp.int32)
+        _, counts = jax.vmap(lambda theirs: cut.pairs(form, Extras(), Starts(mine, theirs)))(keys)
+        return jnp.sum(counts)
+
+    return [int(found) for found in jax.jit(jax.vmap(count))(starts)]
