@@ -33,6 +33,7 @@ def visited_blocks(form: Form, length: int, devices: int, *, block: int | None =
         else:
             cut, keys = Cut(own, length, t, block_size(length, block), 2, 1), jnp.zeros((1, 1), jnp.int32)
         _, counts = jax.vmap(lambda theirs: cut.pairs(form, Extras(), Starts(mine, theirs)))(keys)
-        return jnp.sum(counts)
+        assert counts is not None
+        return counts.sum()
 
     return [int(found) for found in jax.jit(jax.vmap(count))(starts)]

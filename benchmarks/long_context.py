@@ -1,0 +1,234 @@
+"""Rows too long for one chip: a training step under `js.context`, and MaxText's, through the same TPU compiler.
+
+    pip install "maxtext[tpu]" -e .          # Python 3.12; ours alone: pip install "jax[tpu]" -e .
+    python benchmarks/long_context.py [--rows 128k 1m] [--sides gather maxtext] [--depth 2] [--layer] [--json FILE]
+
+Every program is compiled in a process of its own, for chips that are not here. Both sides have f32 parameters and AdamW
+moments, bf16 products and gradients reduced in bf16; ours is `js.explicit` with the defaults of `js.models.make`,
+MaxText's its defaults with gathered keys and values in its balanced order. Printed are arguments, temporaries and peak
+per chip, the bytes that a chip receives by kind of collective, those of attention by themselves, and estimated cycles,
+which count no kernel and no collective.
+
+`--layer` compiles one layer of attention alone with its gradient, in a minute instead of ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+
+
+class Row(NamedTuple):
+    """Rows of llama3-8b on a topology.
+
+    Attributes:
+      topology: as `js.plan.topology_mesh` takes it.
+      seq: tokens of a row.
+      data: mesh axes over which rows are split, with their sizes.
+      context: the same for positions.
+      usp: the axes of the context for "usp": keys are gathered over the first, heads exchanged over the second.
+      maxtext: MaxText's settings for the same.
+    """
+
+    topology: str
+    seq: int
+    data: dict[str, int]
+    context: dict[str, int]
+    usp: dict[str, int]
+    maxtext: dict[str, Any]
+
+
+ROWS = {
+    "128k": Row(
+        "v5e:16x16", 131_072, {"data": 16}, {"context": 16}, {"context": 2, "heads": 8},
+        {"compile_topology": "v5e-256", "ici_context_parallelism": 16, "per_device_batch_size": 1 / 16},
+    ),
+    "1m": Row(
+        "v5p:4x4x4", 1_048_576, {}, {"context0": 4, "context1": 4, "context2": 4}, {"context": 4, "heads": 16},
+        {"compile_topology": "v5p-128", "ici_context_parallelism": 64, "per_device_batch_size": 1 / 64},
+    ),
+}  # fmt: skip
+"""One row of 1,048,576 tokens over 64 chips, and 16 of 131,072 over 16 chips each."""
+
+SIDES = ("gather", "ulysses", "usp", "ring", "maxtext")
+
+
+def load_maxtext_benchmark() -> Any:
+    """Import `maxtext.py` beside this file, under a name that is not MaxText's own."""
+    spec = importlib.util.spec_from_file_location("beside_maxtext", HERE / "maxtext.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_ours(row: Row, how: str, depth: int | None) -> None:
+    """Compile a step of `js.models.make`'s model with its defaults."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jaxshard as js
+
+    axes = row.usp if how == "usp" else row.context
+    mesh = js.plan.topology_mesh(row.topology, **row.data, **axes)
+    model = js.models.make("llama3-8b", seq=row.seq, **({"depth": depth} if depth else {}))
+    tx = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
+    strategy = js.compose(js.fsdp((*row.data, *axes)), js.context(tuple(axes), how=how))  # type: ignore[arg-type]
+    layout = js.layout(strategy, mesh, model.init, tx)
+    rows = max(1, next(iter(row.data.values()), 1))
+    tokens = jax.ShapeDtypeStruct((rows, row.seq), jnp.int32)
+    step = js.make_step(model.loss, tx, layout, engine=js.explicit(precision="bf16"))
+    step.lower({"tokens": tokens, "targets": tokens}).compile()
+
+
+def compile_layer(row: Row, how: str) -> None:
+    """Compile attention alone, 32 heads that share 8 of keys and values, and its gradients."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import jaxshard as js
+    from jaxshard.layers.context import Kernels, attend_in_context
+    from jaxshard.layers.formula import Extras, Form
+    from jaxshard.layers.splash import splash
+    from jaxshard.layers.splash_chunks import splash_chunks
+    from jaxshard.layers.splash_ring import splash_turns
+
+    axes = row.usp if how == "usp" else row.context
+    mesh = js.plan.topology_mesh(row.topology, **row.data, **axes)
+    split = PartitionSpec(tuple(row.data) or None, tuple(axes))
+    kernels = Kernels(splash, splash_chunks, splash_turns())
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = attend_in_context(q, k, v, Extras(), Form(True), kernels=kernels, axes=tuple(axes), how=how)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    def array(heads: int) -> Any:
+        rows = next(iter(row.data.values()), 1)
+        return jax.ShapeDtypeStruct((rows, row.seq, heads, 128), jnp.bfloat16, sharding=NamedSharding(mesh, split))
+
+    grads = jax.shard_map(
+        jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=(split,) * 3, out_specs=(split,) * 3, check_vma=False
+    )
+    jax.jit(grads).lower(array(32), array(8), array(8)).compile()
+
+
+def child(row: Row, side: str, depth: int | None, layer: bool, out: Path) -> None:
+    """Compile one program in this process, and write what was found to a file."""
+    import jax
+
+    beside = load_maxtext_benchmark()
+    compile_lowered = jax.stages.Lowered.compile
+    found: dict[str, Any] = {}
+
+    def measured(lowered: Any, compiler_options: Any = None, **kwargs: Any) -> Any:
+        started, cpu = time.time(), time.process_time()
+        compiled = compile_lowered(lowered, compiler_options=compiler_options, **kwargs)
+        cpu = time.process_time() - cpu
+        if cpu > found.get("compile_cpu_seconds", 0):  # the step is the longest
+            found.update(
+                compile_cpu_seconds=cpu, compile_seconds=time.time() - started, **beside.sizes(compiled),
+                **numbers(compiled.as_text(), row, side, beside),
+            )  # fmt: skip
+        return compiled
+
+    jax.stages.Lowered.compile = measured  # type: ignore[method-assign]
+    try:
+        if side == "maxtext":
+            depth_of = {"override_model_config": True, "base_num_decoder_layers": depth} if depth else {}
+            settings = row.maxtext | {"context_parallel_load_balance": True} | depth_of
+            beside.compile_maxtext(beside.Row("llama3-8b", row.topology, row.seq, {}, settings), side, None)
+        elif layer:
+            compile_layer(row, side)
+        else:
+            compile_ours(row, side, depth)
+    except Exception as error:  # a compiler's refusal is a result
+        found.setdefault("error", f"{type(error).__name__}: {error}"[:1500])
+    out.write_text(json.dumps(found))
+
+
+def numbers(text: str, row: Row, side: str, beside: Any) -> dict[str, Any]:
+    """Bytes that a chip receives, by kind of collective and those of attention among them, and estimated cycles."""
+    import jaxshard as js
+    from jaxshard.checks.collectives import hlo
+    from jaxshard.checks.collectives.walk import executed
+
+    mesh = js.plan.topology_mesh(row.topology, **row.data, **(row.usp if side == "usp" else row.context))
+    kinds: defaultdict[str, int] = defaultdict(int)
+    of_attention = 0
+    for one in js.plan.arrays_only(js.collectives(text, mesh)):
+        kinds[one.kind] += beside.received(one)
+        if any(size in shape for shape in one.shapes for size in sequence_sizes(row)):
+            of_attention += beside.received(one)
+    cycles = 0
+    for found in executed(hlo.parse(text), re.compile('"estimated_cycles":"'), fused=False):
+        estimate = int(re.findall(r'"estimated_cycles":"(\d+)"', found.op.attributes + found.op.notes)[0])
+        cycles += estimate * (found.times or 1) if estimate < 2**62 else 0
+    return {"received": dict(kinds), "of_attention": of_attention, "cycles": cycles}
+
+
+def sequence_sizes(row: Row) -> set[int]:
+    """The lengths that parts of a row have on the way; no dimension of a weight is as long."""
+    sizes, part = {row.seq}, row.seq
+    for size in reversed(row.context.values()):
+        part //= size
+        sizes.add(part)
+    return {size for size in sizes if size not in (4096, 14_336)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--depth", type=int, help="so many blocks instead of 32, for a quick try")
+    parser.add_argument("--layer", action="store_true", help="attention alone")
+    parser.add_argument("--json", help="where to write the results")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    if args.child:
+        name, side, out = args.child
+        child(ROWS[name], side, args.depth, args.layer, Path(out))
+        return
+    results = []
+    for name in args.rows:
+        for side in args.sides:
+            out = Path(tempfile.mkdtemp(prefix="long-context-"))
+            flags = [f"--depth={args.depth}"] * bool(args.depth) + ["--layer"] * args.layer
+            command = [sys.executable, __file__, "--child", name, side, str(out / "found.json"), *flags]
+            with open(out / "log.txt", "w") as log:
+                status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+            found = out / "found.json"
+            one = {"row": name, "side": side, "depth": args.depth, "layer": args.layer}
+            one |= json.loads(found.read_text()) if found.exists() else {"error": f"exit {status}, see {out}/log.txt"}
+            results.append(one)
+            print(line(one), flush=True)
+            if args.json:
+                Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+def line(one: dict[str, Any]) -> str:
+    if "temporaries" not in one:
+        return f"| {one['row']} | {one['side']} | {one.get('error')} |"
+    gigabytes = [f"{one[key] / 1e9:.3f}" for key in ("arguments", "temporaries", "peak", "of_attention")]
+    kinds = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in sorted(one["received"].items()))
+    cells = [one["row"], one["side"], *gigabytes, kinds, f"{one['cycles'] / 1e6:.1f} M"]
+    return "| " + " | ".join([*cells, f"{one['compile_cpu_seconds']:.0f} s"]) + " |"
+
+
+if __name__ == "__main__":
+    main()
