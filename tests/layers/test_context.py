@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
-from jaxshard.layers import context, ring
+from jaxshard.layers import attention, context, ring
 from jaxshard.layers.blockwise import blockwise
 from jaxshard.layers.context import Kernels, attend_in_context, why_not_in_context
 from jaxshard.layers.formula import Extras, Form, formula
@@ -217,3 +217,37 @@ def test_a_layout_splits_positions_and_one_device_is_equalled(how, tensor, engin
     strategy = js.compose(*parts, split, *([js.tensor()] if tensor else []))
     init_fn, loss_fn = model(how, causal=True, **({} if how == "ring" else {"window": 30}))
     js.parity(init_fn, loss_fn, SGD, strategy, js.make_mesh(**axes), BATCH, engine=ENGINES[engine]).check()
+
+
+def test_what_is_saved_by_name_is_not_computed_again():
+    """Loops of blocks and gathers in a gradient; keys and values are gathered again for the backward pass in any case."""
+    (q, k, v), mesh = arrays(32, heads=2), js.make_mesh(c=8)
+
+    def count(names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+        def loss(q, k, v):
+            attend = partial(attend_in_context, kernels=BLOCKS, axes=("c",))
+            return jax.checkpoint(lambda q: attend(q, k, v, Extras(), Form(True)) ** 2, policy=policy)(q).sum()
+
+        split = P(None, "c")
+        grads = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(split,) * 3, out_specs=split, check_vma=False)
+        text = str(jax.make_jaxpr(grads)(q, k, v))
+        return text.count("= while["), text.count("= all_gather[")
+
+    assert count([]) == (3, 6)  # forward, forward again, backward
+    assert count(["attention_out"]) == (2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["mask", "bias"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_under_auto_every_call_stays_right(given, causal, monkeypatch):
+    """What can't be exchanged is computed with all keys, by every device; a warning says so."""
+    monkeypatch.setattr(attention, "_SHORT", 16)
+    attention._warn_once.cache_clear()
+    beside = {"bias": normal(3, 4, 1, 48, 48), "mask": normal(3, 1, 1, 48, 48) > 0}
+    init_fn, loss_fn = model(causal=causal, **{given: beside[given]})
+    strategy = js.compose(js.ddp("data"), js.context("c", dims={"x": 1, "segment_ids": 1}))
+    with pytest.warns(UserWarning, match=f"every device of .* with all keys, because a {given} is given"):
+        js.parity(init_fn, loss_fn, SGD, strategy, js.make_mesh(data=2, c=4), BATCH, engine=js.auto()).check()
