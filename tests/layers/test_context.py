@@ -220,7 +220,7 @@ def test_a_layout_splits_positions_and_one_device_is_equalled(how, tensor, engin
 
 
 def test_what_is_saved_by_name_is_not_computed_again():
-    """Loops of blocks and gathers in a gradient; keys and values are gathered again for the backward pass in any case."""
+    """Loops of blocks and gathers in a gradient; the backward pass gathers keys and values again in any case."""
     (q, k, v), mesh = arrays(32, heads=2), js.make_mesh(c=8)
 
     def count(names):
