@@ -304,8 +304,12 @@ def _convolution(pair: Pair, facts: list[Fact]) -> list[Fact]:
 
 
 def _sum_over_devices(pair: Pair, facts: list[Fact]) -> list[Fact]:
-    """Of the user's own, over axes that do not split positions."""
-    if any(fact.kind is Kind.MAX or fact.degree for fact in facts) or set(pair.params["axes"]) & set(pair.axes):
+    """Of the user's own: over axes that do not split positions, or of shares over all that do."""
+    axes = set(pair.params["axes"])
+    whole = bool(pair.axes) and axes >= set(pair.axes) and pair.params.get("axis_index_groups") is None
+    if whole and all(fact.kind is Kind.SUM and not fact.degree for fact in facts):
+        return [SAME] * len(facts)
+    if any(fact.kind is Kind.MAX or fact.degree for fact in facts) or axes & set(pair.axes):
         raise Mixes("adds over devices what each has a share of", "sum")
     return facts
 

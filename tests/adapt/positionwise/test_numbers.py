@@ -96,7 +96,7 @@ def test_all_layers_together_are_right_on_parts():
 
 
 @pytest.mark.slow
-@settings(max_examples=40, **QUICK)
+@settings(max_examples=20, **QUICK)
 @given(names=st.lists(st.sampled_from(list(LAYERS)), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_programs_of_such_layers_are_right_on_parts(names, seed):
     check(compose([LAYERS[name] for name in names]), np.random.default_rng(seed).permutation(LENGTH), 1e-4)
@@ -155,7 +155,7 @@ ENDS = [
 
 
 @pytest.mark.slow
-@settings(max_examples=600, **QUICK)
+@settings(max_examples=200, **QUICK)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(range(len(OPERATIONS))), st.integers(0, 5), st.integers(0, 5)), max_size=3

@@ -136,6 +136,11 @@ def test_axes_of_the_context_may_not_be_named():
     loss = mean_of(lambda x, w, b, key: x + jax.lax.axis_index("context"))
     (found,) = findings(loss, axes=("context",), manual={"context": PARTS, "data": 2})
     assert "asks which device it is" in str(found)
+    whole = mean_of(lambda x, w, b, key: x * jax.nn.sigmoid(jax.lax.psum(x.sum(1, keepdims=True), "context")))
+    assert not findings(whole, axes=("context",), manual={"context": PARTS})
+    more = mean_of(lambda x, w, b, key: jax.lax.psum(x, "context"))
+    (found,) = findings(more, axes=("context",), manual={"context": PARTS})
+    assert found.operation == "psum"
     fine = mean_of(lambda x, w, b, key: jax.lax.psum(x, "data") + jax.lax.axis_index("data"))
     assert not findings(fine, axes=("context",), manual={"context": PARTS, "data": 2})
 
