@@ -88,7 +88,7 @@ def found_over_context(model, axes, batch, engine, strategy):
     return counts
 
 
-KEYS = (4, 32, 4, 4)
+KEYS = (32, 4 * 4 * 4)  # gathered as a matrix: positions, and rows x heads x their width
 """Keys of 4 rows, all positions and 4 heads of width 4; QUERIES are a device's own positions, with 8 heads."""
 QUERIES = (4, 8, 8, 4)
 
