@@ -35,7 +35,7 @@ def make_position_check(
 
     Args:
       layout: says what splits the positions.
-      fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; without the key if `with_key` is False.
+      fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; `fn(model, batch)` metrics if `with_key` is False.
       known: the model behind it, which separates inputs from labels.
       manual: the mesh axes that `fn` may name.
       microbatches: how many turns a device's rows are cut into.

@@ -36,6 +36,7 @@ from jaxshard.engines.explicit import make_move as make_explicit_move
 from jaxshard.engines.just_in_time import MakeMove, make_opaque_run, users_code
 from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.evaluate import make_evaluate
+from jaxshard.engines.positionwise import make_position_check
 from jaxshard.optim.averaging import averaged_params
 from jaxshard.training.batch import check_batch
 from jaxshard.training.state import TrainState, check_run
@@ -242,6 +243,7 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     """Make the evaluation in which every device evaluates its own rows and sums are taken in one order."""
     rows_over, manual = layout.batch_axes, manual_axes_of(layout)
     compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
+    check_positions = make_position_check(layout, eval_fn, known_evaluate(eval_fn), manual, with_key=False)
 
     def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:
         batch = split_batch(layout, known_evaluate(eval_fn), batch)
@@ -258,6 +260,7 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
         return {name: combine_over(metric, layout.sum_axes, sums) for name, metric in found.items()}
 
     def evaluate(run: TrainState, batch: PyTree, rows: jax.Array | None = None) -> Results:
+        check_positions(batch)
         specs = stored_specs(layout.params, manual), PartitionSpec(), row_specs(layout, batch), PartitionSpec()
         spread = on_each_device(on_device, layout, manual, in_specs=specs, out_specs=PartitionSpec())
         results: Results = spread(run.params, use_stored(layout, layout.state, run.state), batch, rows)

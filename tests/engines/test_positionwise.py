@@ -101,6 +101,21 @@ def test_blocks_of_a_pipeline_are_read_too():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", [1, 2])
+def test_evaluation_in_stages_is_read_too(axis):
+    model = stacked(lambda p, x, key: x + jax.nn.softmax(x @ p["w"], axis=axis))
+    strategy = js.compose(js.context("context"), js.pipeline("pipe", chunks=1))
+    layout = js.layout(strategy, mesh_of(context=2, pipe=2), model.init, TX)
+    step = js.make_eval_step(model.evaluate, layout)
+    run = js.init(model.init, TX, layout, 0)
+    if axis == 1:
+        with pytest.raises(ValueError, match="is a maximum over the positions"):
+            step(run, BATCH)
+    else:
+        assert np.isfinite(step(run, BATCH)["loss"].value)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [js.explicit(microbatches=2), js.auto()], ids=["explicit", "auto"])
 def test_losses_of_routing_are_those_of_whole_rows_to_1e_6(engine):
     """Balance is a product of sums over positions: of a device's own alone it would be another number."""
@@ -110,3 +125,16 @@ def test_losses_of_routing_are_those_of_whole_rows_to_1e_6(engine):
     strategy = js.compose(js.fsdp(("data", "context"), min_size=0), js.context("context"))
     mesh = mesh_of(data=2, context=2)
     js.parity(model.init, model.loss, TX, strategy, mesh, BATCH, engine=engine).check()
+
+
+def test_an_evaluation_in_which_devices_see_their_own_positions_is_read_too():
+    def evaluate(params, batch):
+        x = embed(params, batch["tokens"])
+        return {"loss": cross_entropy(params, x - x.mean(1, keepdims=True), batch["targets"])}
+
+    strategy = js.compose(js.ddp("data"), js.context("context", how="ulysses"))
+    layout = js.layout(strategy, mesh_of(data=2, context=2), init, TX)
+    run = js.init(init, TX, layout, 0)
+    step = js.make_eval_step(evaluate, layout, engine=js.explicit(reduction="ordered"))
+    with pytest.raises(ValueError, match=r"reduce_sum f32\[2,16,8\] -> f32\[2,8\] is a sum over the positions"):
+        step(run, BATCH)

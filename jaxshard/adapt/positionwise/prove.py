@@ -34,7 +34,7 @@ def find_mixing(
     stand for what they are on all positions.
 
     Args:
-      loss_fn: returns a `js.Mean` or `js.Loss`.
+      loss_fn: returns a `js.Mean`, a `js.Loss` or, in an evaluation, metrics by name.
       args: its arguments for all positions, trees of shapes.
       dims: for each leaf of `args`, the dimension in which it has its positions, or None.
       parts: the number of parts, which divides the number of positions.
@@ -70,7 +70,12 @@ def find_mixing(
 
 
 def _as_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
-    return lambda *args: as_loss(loss_fn(*args))
+    def run(*args: Any) -> Loss:
+        output = loss_fn(*args)
+        # An evaluation: metrics by name, "loss" among them, which is no name for a metric of a loss.
+        return Loss(Mean(0.0, 1.0), metrics=output) if isinstance(output, dict) else as_loss(output)
+
+    return run
 
 
 def _common_length(args: PyTree, dims: Sequence[int | None], parts: int) -> int:

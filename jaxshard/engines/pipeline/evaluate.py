@@ -27,6 +27,7 @@ from jaxshard.engines.pipeline.device import DeviceStep
 from jaxshard.engines.pipeline.embed_and_head import Metrics
 from jaxshard.engines.pipeline.engine import Pipelined
 from jaxshard.engines.pipeline.tick_loop import run_forwards
+from jaxshard.engines.positionwise import make_position_check
 from jaxshard.schedules.buffers import plan_forward_buffers
 from jaxshard.schedules.named import interleaved
 
@@ -72,6 +73,7 @@ def make_evaluate(model: Stacked, layout: Layout) -> Callable[..., Metrics]:
             return {name: combine_over(metric, engine.row_axes(layout)) for name, metric in found.items()}
 
         manual = engine.manual_axes(layout)
+        make_position_check(layout, model.evaluate, model, manual, microbatches=microbatches, with_key=False)(batch)
         specs = stored_specs(layout.params, manual), row_specs(layout, batch), PartitionSpec()
         run = on_each_device(on_device, layout, manual, in_specs=specs, out_specs=PartitionSpec())
         metrics: Metrics = run(params, batch, rows)
