@@ -48,28 +48,36 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
     if is_fused(scope):
         if "chain_id=" not in op.notes:
             return True
-    elif scope.caller is None or scope.caller.opcode not in ("async-start", "call-start"):
+        assert scope.parent is not None and scope.caller is not None
+        return _ends_at_once(scope.parent, scope.caller)
+    # A collective on a SparseCore is called by the one operation of the computation that is started.
+    while scope.caller is not None and scope.caller.opcode == "custom-call" and scope.parent is not None:
+        scope = scope.parent
+    if scope.caller is None or scope.parent is None or scope.caller.opcode not in ("async-start", "call-start"):
         if not op.opcode.endswith("-start") and op.opcode not in ("send", "recv"):
             return True
         # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.
         return '"is_sync":true' in op.notes or _ends_at_once(scope, op)
-    assert scope.parent is not None and scope.caller is not None
     return _ends_at_once(scope.parent, scope.caller)
 
 
 def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
-    """True if nothing is computed between a start and what ends it, in the order of the schedule."""
-    state = {start.name}
+    """True if nothing is computed between a start and what ends it, in the order of the schedule.
+
+    A SparseCore is started without operands; it gets them by an update, and begins then.
+    """
+    state, begun = {start.name}, bool(start.operands)
     for op in _after(scope.computation, start.name):
         uses = not state.isdisjoint(op.operands)
         if uses and op.opcode in _HANDS_ON:
             state.add(op.name)
-        elif _is_work(scope, op):
+        elif uses and op.opcode.endswith("-update"):
+            state.add(op.name)
+            begun = True
+        elif begun and _is_work(scope, op):
             return False
         elif uses:
-            if not op.opcode.endswith("-update"):
-                return True
-            state.add(op.name)
+            return True
     return False  # it ends in another turn of the loop
 
 

@@ -58,6 +58,24 @@ def test_a_collective_in_a_computation_that_is_started(between, waited):
     assert waits(program("\n".join([start, *between, done]), inner)) == [waited]
 
 
+@pytest.mark.parametrize(("before", "between", "waited"), [([WORK], [], True), ([], [WORK], False)])
+def test_a_collective_on_a_sparse_core(before, between, waited):
+    """It is started without operands, which an update brings, and stands in what the started computation calls."""
+    inner = f"""%called (q: f32[64,16]) -> f32[64,16] {{
+  %q = f32[64,16]{{1,0}} parameter(0)
+  ROOT %r = f32[64,16]{{1,0}} all-reduce(%q), {GROUPS}, to_apply=%add
+}}
+%async (q: f32[64,16]) -> f32[64,16] {{
+  %q = f32[64,16]{{1,0}} parameter(0)
+  ROOT %c = f32[64,16]{{1,0}} custom-call(%q), custom_call_target="offload", called_computations={{%called}}
+}}
+"""
+    start = "%s = ((), (), s32[8]) async-start(), calls=%async"
+    update = "%u = ((f32[64,16]{1,0}), f32[64,16]{1,0}, s32[8]) async-update(%s, %p)"
+    done = "ROOT %d = f32[64,16]{1,0} async-done(%u)"
+    assert waits(program("\n".join([start, *before, update, *between, done]), inner)) == [waited]
+
+
 @pytest.mark.parametrize(("overlaps", "waited"), [(True, False), (False, True)])
 def test_a_collective_that_a_tpu_moves_in_fusions_with_products(overlaps, waited):
     lines = [
