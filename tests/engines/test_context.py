@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 
 import jax
 import numpy as np
@@ -73,7 +74,7 @@ def test_dropout_is_that_of_one_device():
 
 
 def found_over_context(model, axes, batch, engine, strategy):
-    """Executions of the collectives of arrays over the context alone, by kind and shape on a device; none surprises."""
+    """Executions of the collectives of arrays over the context alone, by kind and elements; none is a surprise."""
     mesh = js.make_mesh(jax.devices()[: int(np.prod(list(axes.values())))], **axes)
     step = js.make_step(
         model.loss, optax.sgd(0.1), js.layout(strategy, mesh, model.init, optax.sgd(0.1)), engine=engine
@@ -84,13 +85,13 @@ def found_over_context(model, axes, batch, engine, strategy):
     for one in arrays_only(comparison.found):
         if one.axes == ("context",):
             for shape in one.shapes:
-                counts[one.kind, shape] += one.count
+                counts[one.kind, math.prod(shape)] += one.count
     return counts
 
 
-KEYS = (32, 4 * 4 * 4)  # gathered as a matrix: positions, and rows x heads x their width
+KEYS = 4 * 32 * 4 * 4
 """Keys of 4 rows, all positions and 4 heads of width 4; QUERIES are a device's own positions, with 8 heads."""
-QUERIES = (4, 8, 8, 4)
+QUERIES = 4 * 8 * 8 * 4
 
 
 def test_a_context_adds_its_gathers_alone():
@@ -105,7 +106,7 @@ def test_a_context_adds_its_gathers_alone():
     ("how", "expected"),
     [
         # Queries and output of two blocks, forward and backward. Keys and values have as many heads as devices.
-        ("ulysses", {("all-to-all", QUERIES): 8, ("all-to-all", (4, 8, 4, 4)): 8}),
+        ("ulysses", {("all-to-all", QUERIES): 8, ("all-to-all", KEYS // 4): 8}),
     ],
 )
 def test_other_forms_add_their_collectives_alone(how, expected):
@@ -176,3 +177,16 @@ def test_every_mesh_equals_one_device_to_1e_6(make, axes, engine):
 def test_every_form_equals_one_device_to_1e_6(how, engine, tensor):
     axes = {"context0": 2, "context1": 2} if how == "usp" else {"context": 4}
     check(llama(), {**axes, "tensor": tensor}, packed_rows(), engine, how)
+
+
+@pytest.mark.slow
+def test_keys_and_values_are_promised_in_the_dtype_of_the_step():
+    axes, engine = {"data": 2, "context": 4}, js.explicit(precision="bf16")
+    model = llama()
+    layout = js.layout(make_strategy(axes), js.make_mesh(**axes), model.init, optax.sgd(0.1))
+    promised = js.plan.promise(layout, engine, model.loss, plain_rows()).expected
+    found = [one for one in promised if one.what.startswith("queries, keys")]
+    assert {(one.kind, math.prod(one.shape), one.wire_dtype, one.most) for one in found} == {
+        ("all-gather", KEYS, "bf16", 4),
+        ("reduce-scatter", KEYS, "bf16", 4),
+    }

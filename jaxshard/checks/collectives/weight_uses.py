@@ -33,7 +33,7 @@ from jaxshard.core.types import LossFn, PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.context import prepare, split_shapes
 from jaxshard.engines.engine import BlockPasses, Engine
-from jaxshard.engines.just_in_time import MakeMove, Move
+from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import used_shape
 from jaxshard.layers.attention import SCOPE
 
@@ -115,7 +115,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     # `make_move` sees placements alone, so the parameter's path travels in `Placement.rule`, which nothing here reads.
     named = replace(layout, params=map_with_path(lambda path, p: replace(p, rule=path_str(path)), layout.params))
     objective, manual = resolve(loss_fn), engine.manual_axes(layout)
-    call = engine.make_call(objective, named, _make_marking_move(layout if manual else None))
+    call = engine.make_call(objective, named, _make_marking_move(layout if manual else None, engine.compute_dtype))
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
         return accumulate(
@@ -151,7 +151,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     return Uses(counts, outcome.metrics, exchanges)
 
 
-def _make_marking_move(layout: Layout | None) -> MakeMove:
+def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
     """Make moves that only mark. Under a `layout` the loss runs once per device, with its part of the experts."""
 
     def make_move(param: Placement, grad: Placement | None) -> Move:
@@ -160,7 +160,8 @@ def _make_marking_move(layout: Layout | None) -> MakeMove:
 
         def gather(stored: jax.Array) -> jax.Array:
             marked: jax.Array = _mark.bind(stored, use=Use("weight", path, shape))
-            return param.view.invert(marked)[tuple(map(slice, used))]
+            # In the dtype of the step, in which activations are exchanged.
+            return cast_floats(param.view.invert(marked)[tuple(map(slice, used))], compute_dtype)
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
