@@ -348,7 +348,8 @@ class RoutedDecoder(Decoder):
 
 
 SIZES = {
-    # The active parameters of gpt-1m, and its recipe.
+    # The active parameters of gpt-1m, and its recipe. On the standard library 1.60 to 1.62 nats per held-out byte
+    # (3 seeds; benchmarks/README.md).
     "moe-1m": Size(
         {
             "vocab": 256, "width": 144, "depth": 4, "heads": 8, "kv_heads": 8, "hidden": 192, "experts": 8, "k": 2,
