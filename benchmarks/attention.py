@@ -3,6 +3,7 @@
     python benchmarks/attention.py cpu          # one block, 1k to 16k positions, on this machine
     python benchmarks/attention.py v5e          # the same for one TPU v5e, to 64k; needs libtpu, no TPU
     python benchmarks/attention.py flax         # an unmodified transformer, Linen and NNX, before and after
+    python benchmarks/attention.py tokamax      # our kernel (JAX's own) beside tokamax's; needs libtpu and tokamax
 
 Temporaries are those of a training step (forward and backward pass, SGD) on each device, as the compiler assigned them.
 A TPU's are those in HBM, and arrays that fit lie in VMEM instead. The last column of v5e has them all: compiled with
@@ -28,8 +29,11 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
+from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.splash import splash
 from jaxshard.plan.topology import topology_mesh
 
 WIDTH, HEADS = 1024, 8
@@ -152,6 +156,49 @@ def transformers(positions: int = 4096) -> None:
         print(f"| NNX | {name} | {report(step_of(model, mesh, positions))} |", flush=True)
 
 
+# Kernels.
+
+
+def ours(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The kernel that `js.attention` takes on TPUs."""
+    return splash(q, k, v, Extras(), Form(causal=True))
+
+
+def tokamax(q: jax.Array, k: jax.Array, v: jax.Array, *, steps: int | None) -> jax.Array:
+    """Tokamax's kernel with our blocks; `tokamax.dot_product_attention` itself does not compile without a TPU."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernels
+    from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask import CausalMask
+
+    names = "block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute"
+    config = kernels.SplashConfig(**dict.fromkeys(names.split(), 512), dq_reduction_steps=steps)
+    kernel = kernels.make_splash_mha(mask=CausalMask((q.shape[1],) * 2), config=config, q_seq_shards=1)
+    q = (q.astype(jnp.float32) / q.shape[-1] ** 0.5).astype(q.dtype)
+    return jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+
+
+def kernels_beside(topology: str) -> None:
+    """Print temporaries of forward and backward pass: one row, 32 heads of 128 on 8 heads of keys and values."""
+    mesh = topology_mesh(topology, data=-1)
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    sides = {
+        "JAX's": ours,
+        "tokamax's": partial(tokamax, steps=None),
+        "tokamax's, dq_reduction_steps=3": partial(tokamax, steps=3),
+    }
+    print(f"| positions, {topology} | {' | '.join(sides)} |\n|---:|{'---:|' * len(sides)}")
+    for T in POSITIONS[2:]:
+        arrays = [jax.ShapeDtypeStruct((mesh.size, T, n, 128), jnp.bfloat16, sharding=split) for n in (32, 8, 8)]
+        cells = []
+        for attend in sides.values():
+            rows = jax.shard_map(attend, mesh=mesh, in_specs=split.spec, out_specs=split.spec, check_vma=False)
+
+            def loss(*qkv: jax.Array, rows: Any = rows) -> jax.Array:
+                return (rows(*qkv).astype(jnp.float32) ** 2).sum()
+
+            cells.append(report(jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile(NONE_IN_VMEM)))
+        print(f"| {T:,} | {' | '.join(cells)} |", flush=True)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     match sys.argv[1:]:
@@ -168,5 +215,8 @@ if __name__ == "__main__":
             one_block(topology_mesh("v5e:2x4", data=8), (*POSITIONS, 32768, 65536), columns)
         case ["flax"]:
             transformers()
+        case ["tokamax"]:
+            for topology in ("v5e:2x2", "v5p:2x2x1"):
+                kernels_beside(topology)
         case _:
             raise SystemExit(__doc__)

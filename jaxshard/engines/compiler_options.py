@@ -26,6 +26,20 @@ _ON_SPARSE_CORES: dict[str, Any] = {
     f"{_SPARSE_CORE}_reduce_scatter": True,
 }
 
+# Products in pieces beside the permutes that bring, or take away, other pieces ("collective matmul"). The partitioner
+# makes them of products over `tensor` by itself; these make them also of gathers that it left whole. Of a Llama 3 70B
+# over data=64, tensor=8 of v5p:8x8x8 (explicit, libtpu 0.0.52), GB waited for and of temporaries: neither 131.7 and
+# 3.47, the partitioner's alone 82.0 and 3.29, these as well 37.6 and 3.31, without the unrolling 38.9 and 3.36.
+# Reductions too (`xla_tpu_decompose_einsum_reduce_scatter`): 37.6, but 3.60. Without `tensor` they change nothing.
+# v5e keeps the compiler's default, for it depends on the ring: over 16 chips, which close one, the partitioner's leave
+# 0.82 GB instead of 1.16 (two blocks of 8B), over 8, which do not, 1.59 instead of 1.12, for 8 % more cycles. There
+# `xla_jf_spmd_threshold_for_windowed_einsum_mib`, a large number, turns them off.
+_GATHERS_BESIDE_PRODUCTS: dict[str, Any] = {
+    "xla_tpu_decompose_all_gather_einsum": True,
+    "xla_tpu_decompose_all_gather_with_multiple_einsums": False,
+    "xla_tpu_spmd_unroll_windowed_einsum": True,
+}
+
 # Measured on three blocks of a Llama-2 7B with a flash kernel, 1 x 4096 tokens per chip, gradients reduced in bf16 (JAX
 # 0.12.0.1, libtpu 0.0.50, no hardware): bytes of collectives that nothing runs beside, and temporaries of a step.
 # "TPU v4" is not here: nothing was found that changes its program. TPU7x offloads to SparseCores by itself.
@@ -40,7 +54,7 @@ OVERLAP: dict[str, dict[str, Any]] = {
     },
     # With gathers as well: fsdp over 64 of v5p:4x4x4 4.69 to 0 GB, temporaries 1.61 to 1.55 GB; over 4 x 4 x 4 5.51 to
     # 0.03, 1.58 to 1.55. (The fusions of v5e are refused here: "not supported on platforms other than TPU v5e".)
-    "TPU v5": _ON_SPARSE_CORES,
+    "TPU v5": _ON_SPARSE_CORES | _GATHERS_BESIDE_PRODUCTS,
     # With gathers as well: fsdp over 16 of v6e:4x4 4.69 to 0 GB, temporaries 1.67 to 1.76 GB.
     "TPU v6 lite": _ON_SPARSE_CORES,
     # What JAX's guide to GPU performance asks for first; with jaxlib 0.10.2 the same program without it.
