@@ -32,8 +32,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxshard as js
-from jaxshard.layers.formula import Extras, Form
-from jaxshard.layers.splash import splash
+from jaxshard.layers.attention.formula import Extras, Form
+from jaxshard.layers.attention.splash import splash
 from jaxshard.plan.topology import topology_mesh
 
 WIDTH, HEADS = 1024, 8

@@ -102,11 +102,11 @@ def compile_layer(row: Row, how: str) -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import jaxshard as js
-    from jaxshard.layers.context import Kernels, attend_in_context
-    from jaxshard.layers.formula import Extras, Form
-    from jaxshard.layers.splash import splash
-    from jaxshard.layers.splash_chunks import splash_chunks
-    from jaxshard.layers.splash_ring import splash_turns
+    from jaxshard.layers.attention.context import Kernels, attend_in_context
+    from jaxshard.layers.attention.formula import Extras, Form
+    from jaxshard.layers.attention.splash import splash
+    from jaxshard.layers.attention.splash_chunks import splash_chunks
+    from jaxshard.layers.attention.splash_ring import splash_turns
 
     axes = row.usp if how == "usp" else row.context
     mesh = js.plan.topology_mesh(row.topology, **row.data, **axes)

@@ -75,9 +75,9 @@ if TYPE_CHECKING:
     from jaxshard.engines.auto import auto as auto
     from jaxshard.engines.explicit import explicit as explicit
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
-    from jaxshard.layers.attention import attention as attention
+    from jaxshard.layers.attention.attention import attention as attention
     from jaxshard.layers.head_loss import head_loss as head_loss
-    from jaxshard.layers.moe import moe as moe
+    from jaxshard.layers.moe.moe import moe as moe
     from jaxshard.training import metrics as metrics
     from jaxshard.training.describe import describe as describe
     from jaxshard.training.early_stopping import EarlyStopping as EarlyStopping
@@ -159,9 +159,9 @@ _NAMES = {
     "engines.auto": ("auto",),
     "engines.explicit": ("explicit",),
     "engines.pipeline.engine": ("pipelined",),
-    "layers.attention": ("attention",),
+    "layers.attention.attention": ("attention",),
     "layers.head_loss": ("head_loss",),
-    "layers.moe": ("moe",),
+    "layers.moe.moe": ("moe",),
     "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),
     "training.evaluate": ("averaged", "evaluate", "make_apply", "make_eval_step"),

@@ -16,7 +16,7 @@ from jaxshard.core.constrain import constrain
 from jaxshard.core.keys import row_keys
 from jaxshard.core.positions import count_in_row, has_part, positions
 from jaxshard.core.types import PyTree
-from jaxshard.layers.attention import attention
+from jaxshard.layers.attention.attention import attention
 from jaxshard.models.decoder import Decoder, Rows
 from jaxshard.models.parts import (
     HEADS,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxshard.core.constrain import constrain
 from jaxshard.core.positions import positions
 from jaxshard.core.types import PyTree
-from jaxshard.layers.attention import attention
+from jaxshard.layers.attention.attention import attention
 from jaxshard.models.decoder import Decoder, Rows
 from jaxshard.models.parts import (
     HEADS,

@@ -30,8 +30,8 @@ from jaxshard.core.loss import Loss, Mean, Sum, as_loss
 from jaxshard.core.positions import count_in_row, sum_in_row
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
-from jaxshard.layers.moe import moe as route
-from jaxshard.layers.routing import Routing, Scores
+from jaxshard.layers.moe.moe import moe as route
+from jaxshard.layers.moe.routing import Routing, Scores
 from jaxshard.models.decoder import Decoder, join_rows, split_rows
 from jaxshard.models.llama import Attention, gated_mlp, llama
 from jaxshard.models.parts import RESIDUAL, STDDEV, apply, check_sizes, enter_tensor_region, residual_stddev

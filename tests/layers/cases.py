@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.layers.formula import Extras, Form, formula
+from jaxshard.layers.attention.formula import Extras, Form, formula
 
 NOTHING, PLAIN = Extras(), Form()
 

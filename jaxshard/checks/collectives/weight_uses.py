@@ -35,7 +35,7 @@ from jaxshard.engines.context import prepare, split_shapes
 from jaxshard.engines.engine import BlockPasses, Engine
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import used_shape
-from jaxshard.layers.attention import SCOPE
+from jaxshard.layers.attention.attention import SCOPE
 
 # Called what it stands for, so that no policy of `jax.checkpoint` saves it: the backward pass gathers again.
 _mark = Primitive("all_gather")

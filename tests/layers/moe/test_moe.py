@@ -11,11 +11,11 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import summary
-from jaxshard.layers import experts as on_device
-from jaxshard.layers.exchange import form_for, use_form
-from jaxshard.layers.experts import Share, apply_share
-from jaxshard.layers.grouped import Way
-from jaxshard.layers.routing import Choice
+from jaxshard.layers.moe import experts as on_device
+from jaxshard.layers.moe.exchange import form_for, use_form
+from jaxshard.layers.moe.experts import Share, apply_share
+from jaxshard.layers.moe.grouped import Way
+from jaxshard.layers.moe.routing import Choice
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import normal
 

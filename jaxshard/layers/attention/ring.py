@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard.layers.blockwise import NAME, Starts, partial_attention, partial_gradients
-from jaxshard.layers.formula import Extras, Form
-from jaxshard.layers.zigzag import Axes, chunk_starts
+from jaxshard.layers.attention.blockwise import NAME, Starts, partial_attention, partial_gradients
+from jaxshard.layers.attention.formula import Extras, Form
+from jaxshard.layers.attention.zigzag import Axes, chunk_starts
 
 
 class Turn(NamedTuple):

@@ -22,10 +22,10 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry
 from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
-from jaxshard.layers.exchange import form_for
-from jaxshard.layers.experts import Experts, Share, apply_all, apply_share, window_rows
-from jaxshard.layers.grouped import Dot, Way
-from jaxshard.layers.routing import Choice, Routing, Scores, room_of, route
+from jaxshard.layers.moe.exchange import form_for
+from jaxshard.layers.moe.experts import Experts, Share, apply_all, apply_share, window_rows
+from jaxshard.layers.moe.grouped import Dot, Way
+from jaxshard.layers.moe.routing import Choice, Routing, Scores, room_of, route
 
 
 def moe(

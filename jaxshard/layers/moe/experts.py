@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jaxshard.core.types import PyTree
-from jaxshard.layers.exchange import Form, Slices, Window, count_windows, exchange, gather_counts, plan_window
-from jaxshard.layers.grouped import Dot, Way
-from jaxshard.layers.routing import Choice
+from jaxshard.layers.moe.exchange import Form, Slices, Window, count_windows, exchange, gather_counts, plan_window
+from jaxshard.layers.moe.grouped import Dot, Way
+from jaxshard.layers.moe.routing import Choice
 
 Experts = Callable[[PyTree, jax.Array, Dot], jax.Array]
 """The user's function of (params, rows sorted by expert, dot)."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxshard.adapt.remat import make_save_policy
-from jaxshard.layers.blockwise import Cut, blockwise
-from jaxshard.layers.formula import Extras, Form, formula
+from jaxshard.layers.attention.blockwise import Cut, blockwise
+from jaxshard.layers.attention.formula import Extras, Form, formula
 from tests.layers.cases import NOTHING, arrays, assert_equal, documents, normal
 
 in_blocks = partial(blockwise, block=16)

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxshard as js
-from jaxshard.layers import attention as module
+from jaxshard.layers.attention import attention as module
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import normal
 

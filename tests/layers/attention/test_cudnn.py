@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxshard.layers import cudnn
-from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.attention import cudnn
+from jaxshard.layers.attention.formula import Extras, Form
 from tests.layers.cases import arrays, documents
 
 H100 = SimpleNamespace(compute_capability="9.0", client=SimpleNamespace(platform_version="cuda 12090"))

@@ -33,10 +33,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxshard.layers.blockwise import NAME, Starts
-from jaxshard.layers.formula import Extras, Form
-from jaxshard.layers.ring import Parts, ring_attention
-from jaxshard.layers.zigzag import Axes, chunk_starts, from_zigzag, to_zigzag
+from jaxshard.layers.attention.blockwise import NAME, Starts
+from jaxshard.layers.attention.formula import Extras, Form
+from jaxshard.layers.attention.ring import Parts, ring_attention
+from jaxshard.layers.attention.zigzag import Axes, chunk_starts, from_zigzag, to_zigzag
 
 _MOST_GATHERED = 2**28
 """Bytes of gathered keys and values at a time: heads are computed in groups, as few as that takes."""

@@ -13,8 +13,8 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import summary
-from jaxshard.layers import attention as module
-from jaxshard.layers.formula import Extras, Form, formula
+from jaxshard.layers.attention import attention as module
+from jaxshard.layers.attention.formula import Extras, Form, formula
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import arrays, documents, normal
 

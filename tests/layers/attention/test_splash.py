@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.layers.formula import Extras, Form, formula
-from jaxshard.layers.splash import splash, why_not_splash
+from jaxshard.layers.attention.formula import Extras, Form, formula
+from jaxshard.layers.attention.splash import splash, why_not_splash
 from tests.layers.cases import arrays, assert_equal, documents
 
 interpreted = partial(splash, interpret=True)

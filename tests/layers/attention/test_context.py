@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
-from jaxshard.layers import attention, context, ring
-from jaxshard.layers.blockwise import blockwise
-from jaxshard.layers.context import Kernels, attend_in_context, why_not_in_context
-from jaxshard.layers.formula import Extras, Form, formula
-from jaxshard.layers.splash import splash
-from jaxshard.layers.splash_chunks import splash_chunks
-from jaxshard.layers.splash_ring import splash_turns
-from jaxshard.layers.visited import visited_blocks
-from jaxshard.layers.zigzag import from_zigzag, to_zigzag
+from jaxshard.layers.attention import attention, context, ring
+from jaxshard.layers.attention.blockwise import blockwise
+from jaxshard.layers.attention.context import Kernels, attend_in_context, why_not_in_context
+from jaxshard.layers.attention.formula import Extras, Form, formula
+from jaxshard.layers.attention.splash import splash
+from jaxshard.layers.attention.splash_chunks import splash_chunks
+from jaxshard.layers.attention.splash_ring import splash_turns
+from jaxshard.layers.attention.visited import visited_blocks
+from jaxshard.layers.attention.zigzag import from_zigzag, to_zigzag
 from tests.layers.cases import arrays, assert_equal, documents, normal
 
 BLOCKS = Kernels(partial(blockwise, block=16), partial(blockwise, block=16), ring.blocks(16))

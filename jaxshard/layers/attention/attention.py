@@ -22,15 +22,15 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxshard.core.constrain import activations_in_force
 from jaxshard.core.counting import is_counting
 from jaxshard.core.marks import is_marking, leave_mark
-from jaxshard.layers.blockwise import NAME, blockwise
-from jaxshard.layers.context import Kernels
-from jaxshard.layers.cudnn import cudnn, is_rocm, why_not_cudnn
-from jaxshard.layers.formula import Extras, Form, formula
-from jaxshard.layers.ring import blocks as turns_in_blocks
-from jaxshard.layers.splash import splash, why_not_splash
-from jaxshard.layers.splash_chunks import splash_chunks, why_not_chunks
-from jaxshard.layers.splash_ring import splash_turns
-from jaxshard.layers.split import Split
+from jaxshard.layers.attention.blockwise import NAME, blockwise
+from jaxshard.layers.attention.context import Kernels
+from jaxshard.layers.attention.cudnn import cudnn, is_rocm, why_not_cudnn
+from jaxshard.layers.attention.formula import Extras, Form, formula
+from jaxshard.layers.attention.ring import blocks as turns_in_blocks
+from jaxshard.layers.attention.splash import splash, why_not_splash
+from jaxshard.layers.attention.splash_chunks import splash_chunks, why_not_chunks
+from jaxshard.layers.attention.splash_ring import splash_turns
+from jaxshard.layers.attention.split import Split
 
 SCOPE = "js.attention"
 """The scope in programs, by which the promise of collectives finds what attention exchanges."""
@@ -76,8 +76,8 @@ def attention(
     but the sum of the gradients of these.
 
     Where `js.context` splits the sequence every query still sees all keys that it should: `causal` and `window` mean
-    positions in the whole sequence. `layers/context.py` says by which collectives. Bias, mask and dropout are refused
-    there under `js.explicit`; under `js.auto` each device then computes with all keys.
+    positions in the whole sequence. `layers/attention/context.py` says by which collectives. Bias, mask and dropout are
+    refused there under `js.explicit`; under `js.auto` each device then computes with all keys.
 
     It fits `attention_fn=` of Flax's attention layers; the arguments from `mask` on are those that Flax passes:
 

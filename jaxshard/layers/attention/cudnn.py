@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard.layers.blockwise import NAME
-from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.attention.blockwise import NAME
+from jaxshard.layers.attention.formula import Extras, Form
 
 _MOST_WIDTH = 128
 _OLDEST = 8.0

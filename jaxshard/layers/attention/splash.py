@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard.layers.blockwise import NAME
-from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.attention.blockwise import NAME
+from jaxshard.layers.attention.formula import Extras, Form
 
 _LANES = 128
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.core.compat import splash_gradients
-from jaxshard.layers.formula import UNSEEN, Extras, Form
-from jaxshard.layers.ring import Parts, Turn
-from jaxshard.layers.splash_chunks import Blocks, Sees, block_sizes, heads_first, tables
+from jaxshard.layers.attention.formula import UNSEEN, Extras, Form
+from jaxshard.layers.attention.ring import Parts, Turn
+from jaxshard.layers.attention.splash_chunks import Blocks, Sees, block_sizes, heads_first, tables
 
 _Results = tuple[jax.Array, ...]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxshard.layers.blockwise import Cut, Starts, block_size
-from jaxshard.layers.formula import Extras, Form
-from jaxshard.layers.splash_chunks import Blocks, visits
-from jaxshard.layers.zigzag import chunk_starts
+from jaxshard.layers.attention.blockwise import Cut, Starts, block_size
+from jaxshard.layers.attention.formula import Extras, Form
+from jaxshard.layers.attention.splash_chunks import Blocks, visits
+from jaxshard.layers.attention.zigzag import chunk_starts
 
 
 def visited_blocks(form: Form, length: int, devices: int, *, block: int | None = None, ring: bool = False) -> list[int]:

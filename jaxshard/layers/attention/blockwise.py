@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard.layers.formula import UNSEEN, Extras, Form, add_bias, by_group, cap, drop, visible
+from jaxshard.layers.attention.formula import UNSEEN, Extras, Form, add_bias, by_group, cap, drop, visible
 
 NAME = "attention_out"
 """The name for `jax.checkpoint_policies` of what the backward pass needs beside q, k and v, the output among it."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.layers.formula import Extras, Form, formula
+from jaxshard.layers.attention.formula import Extras, Form, formula
 from tests.layers.cases import arrays, documents, normal
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxshard.layers.blockwise import NAME, Starts
-from jaxshard.layers.formula import Extras, Form
+from jaxshard.layers.attention.blockwise import NAME, Starts
+from jaxshard.layers.attention.formula import Extras, Form
 
 _LANES = 128
 _MOST = (1024, 2048, 512)

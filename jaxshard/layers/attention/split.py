@@ -20,9 +20,9 @@ from jaxshard.core.constrain import activations_in_force
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry
 from jaxshard.core.strategy_parts import Context
-from jaxshard.layers.context import Kernels, attend_in_context, chunk_length, is_ordered, why_not_in_context
-from jaxshard.layers.formula import Extras, Form
-from jaxshard.layers.zigzag import exchange_from_zigzag, exchange_to_zigzag
+from jaxshard.layers.attention.context import Kernels, attend_in_context, chunk_length, is_ordered, why_not_in_context
+from jaxshard.layers.attention.formula import Extras, Form
+from jaxshard.layers.attention.zigzag import exchange_from_zigzag, exchange_to_zigzag
 
 _NONE: tuple[str, ...] = ()
 
