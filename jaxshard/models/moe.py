@@ -360,13 +360,13 @@ SIZES = {
         "everything",
     ),
     # Table 1 of Jiang et al. 2024; base of the angles and factor of the balance loss from the published weights'
-    # configuration. How it was trained is not said: batch, steps and rate are those of Llama 2 of this width.
+    # configuration. How it was trained is not said: tokens in a batch, steps and rate are Llama 2's.
     "mixtral-8x7b": Size(
         {
             "vocab": 32_000, "width": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "hidden": 14_336, "experts": 8,
             "k": 2, "seq": 32_768, "rope_base": 1_000_000, "balance": 0.02,
         },
-        Recipe(batch=1024, steps=500_000, learning_rate=3e-4, warmup=2000),
+        Recipe(batch=128, steps=500_000, learning_rate=3e-4, warmup=2000),
         moe,
         "nothing",
     ),
@@ -378,7 +378,7 @@ SIZES = {
             "experts": 128, "k": 8, "seq": 32_768, "rope_base": 1_000_000, "norm_epsilon": 1e-6, "qk_norm": True,
             "balance": 0.001,
         },
-        Recipe(batch=1024, steps=1_000_000, learning_rate=3e-4, warmup=2000),
+        Recipe(batch=256, steps=4_300_000, learning_rate=3e-4, warmup=2000),
         moe,
         "nothing",
     ),

@@ -241,7 +241,7 @@ def test_what_the_compiler_would_order_is_refused_by_name():
     toy = gpt_toy(vocab=64)
     tensor = js.compose(js.zero2(), js.tensor())
     layout = js.layout(tensor, js.make_mesh(data=4, tensor=2), toy.init_fn, optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"orders the sums over the batch axes \['data'\], but .*over \['tensor'\]"):
+    with pytest.raises(ValueError, match=r"orders the sums over the axes \['data'\], but .*over \['tensor'\]"):
         js.make_step(toy.loss_fn, optax.sgd(0.1), layout, engine=ORDERED)
     with pytest.raises(ValueError, match="reduction must be 'native' or 'ordered', got 'fixed'"):
         js.explicit(reduction="fixed")

@@ -157,16 +157,19 @@ def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
     def make_move(param: Placement, grad: Placement | None) -> Move:
         path, shape = param.rule, param.view.logical
         used = shape if layout is None else used_shape(layout, param)
+        is_split = used != shape
 
         def gather(stored: jax.Array) -> jax.Array:
             marked: jax.Array = _mark.bind(stored, use=Use("weight", path, shape))
-            # In the dtype of the step, in which activations are exchanged.
-            return cast_floats(param.view.invert(marked)[tuple(map(slice, used))], compute_dtype)
+            weight = param.view.invert(marked)
+            own = weight[tuple(map(slice, used))] if is_split else weight
+            return cast_floats(own, compute_dtype)  # in the dtype of the step, in which activations are exchanged
 
         def reduce(cotangent: jax.Array) -> jax.Array:
             assert grad is not None
             marked: jax.Array = _mark.bind(cotangent, use=Use("gradient", path, shape))
-            return grad.view.apply(jnp.pad(marked, [(0, size - part) for size, part in zip(shape, used)]))
+            whole = jnp.pad(marked, [(0, size - part) for size, part in zip(shape, used)]) if is_split else marked
+            return grad.view.apply(whole)
 
         return Move(gather, reduce)
 

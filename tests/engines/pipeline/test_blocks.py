@@ -233,7 +233,7 @@ def others_toy() -> Toy:
     model = base.loss_fn.model
 
     def init(key):
-        parts = model._init_parts(key)
+        parts = model.init_parts(key)
         block = parts["block"] | {"gain": jax.random.normal(key), "shift": jnp.array([0, 2, 1])}
         return parts | {"block": block, "extra": {"unused": jnp.ones(3), "count": jnp.arange(4)}}
 

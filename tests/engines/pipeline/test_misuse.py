@@ -188,7 +188,7 @@ def test_an_opaque_loss(loss):
 
 
 def lower(block=MODEL.block, head=MODEL.head):
-    model = js.Stacked(MODEL.embed, block, head, num_blocks=8, init=MODEL._init_parts)
+    model = js.Stacked(MODEL.embed, block, head, num_blocks=8, init=MODEL.init_parts)
     return make(js.pipelined(microbatches=4), layout(init=model.init), model.loss).lower(TOY.batch)
 
 
