@@ -21,11 +21,9 @@ NAMES = list(LAYOUTS)
 CELLS = list(itertools.product(NAMES, NAMES, SIZES))
 
 FAST = [
-    ("three", 8, "three", 8),
     ("three", 8, "fsdp", 2),
     ("fsdp", 2, "three", 8),
     ("fsdp", 2, "fsdp", 2),
-    ("pipeline", 2, "three", 8),
     ("pipeline", 2, "hsdp", 4),
     ("hsdp", 4, "pipeline", 2),
     ("ddp", 1, "tensor", 8),

@@ -109,8 +109,7 @@ TENSOR = ["data=2,tensor=4", "data=4,tensor=2", "tensor=8"]
 
 def tensor_cells():
     for strategy, engine, mesh in itertools.product(("ddp", "zero1", "zero2", "fsdp"), ("explicit", "auto"), TENSOR):
-        fast = (strategy, engine, mesh) in {("zero2", "explicit", TENSOR[0])}
-        yield pytest.param(strategy, engine, mesh, marks=() if fast else pytest.mark.slow)
+        yield pytest.param(strategy, engine, mesh, marks=pytest.mark.slow)
     for engine in ("explicit", "auto"):
         yield pytest.param("hsdp", engine, "replica=2,data=2,tensor=2", marks=pytest.mark.slow)
 

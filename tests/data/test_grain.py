@@ -84,7 +84,10 @@ class Numbers:
         return as_row(i)
 
 
-@pytest.mark.parametrize("entry", [data.batches, data.local_batches], ids=["global", "local"])
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(data.batches, id="global", marks=pytest.mark.slow), pytest.param(data.local_batches, id="local")],
+)
 @pytest.mark.parametrize(
     "make", [lambda: rows().batch(16).to_iter_dataset(), loader], ids=["iter dataset", "data loader"]
 )

@@ -69,6 +69,7 @@ def test_packed_rows_under_explicit_to_1e_6():
     check(llama(), {"data": 2, "context": 4}, packed_rows(), js.explicit(microbatches=2))
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_one_device():
     check(gpt(dropout=0.3, depth=1), {"context": 2}, plain_rows(), js.explicit())
 

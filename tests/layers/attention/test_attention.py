@@ -235,6 +235,7 @@ def test_heads_that_the_axis_does_not_divide_are_refused(blocks_from_16):
     js.parity(init_fn, loss_fn, SGD, js.compose(js.ddp("data"), whole), js.make_mesh(data=2, tensor=4), BATCH).check()
 
 
+@pytest.mark.slow
 def test_rows_that_the_axes_do_not_divide_are_not_gathered(blocks_from_16, monkeypatch):
     """Under `vmap` a call has one row: the compiler splits the blocks, and a TPU's fallback says so."""
     init_fn, _ = attention_model()

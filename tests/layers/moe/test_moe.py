@@ -124,7 +124,7 @@ LAYOUTS = {
     "auto-tensor": ({"data": 2, "tensor": 4}, js.compose(js.ddp(), TENSOR), js.auto()),
     "explicit-tensor": ({"data": 2, "tensor": 4}, js.compose(js.ddp(), TENSOR), js.explicit()),
 }
-FAST = [("explicit-expert-tensor", "even"), ("auto-expert", "one")]
+FAST = [("explicit-expert-tensor", "even")]
 CELLS = [(name, kind) for name in LAYOUTS for kind in ("even", "one")]
 
 
