@@ -140,6 +140,7 @@ def test_units_equal_one_device(library, engine):
     assert_equal_runs(trace, reference(library, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_batch_norm_and_dropout_inside_units_equal_one_device(library):
     """Losses within 1e-6, gradients and batch statistics within 1e-5: keys and state pass through a unit."""

@@ -32,7 +32,8 @@ def check_output(pictures: int, text: str) -> None:
     assert "over replica x data" in text
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 1])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_cells_run_and_draw(path: Path, devices: int) -> None:
     """In this process, for three steps instead of thirty, on all devices and as on a single GPU."""

@@ -46,7 +46,8 @@ STRATEGIES = {
 }
 SPLIT = {"ddp": (), "zero1": ("opt",), "zero2": ("opt", "grad")}
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
-FAST = {(s, e, "nnx") for s in STRATEGIES for e in ENGINES} | {("fsdp", "explicit", "gpt"), ("hsdp", "auto", "linen")}
+FAST = {(s, "explicit", "nnx") for s in STRATEGIES} | {("fsdp", "auto", "nnx"), ("fsdp", "explicit", "gpt")}
+FAST |= {("hsdp", "auto", "linen")}
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:

@@ -146,9 +146,7 @@ OVER_TENSOR = {
 }
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=() if m in ("llama", "experts") else pytest.mark.slow) for m in ZOO]
-)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m == "experts" else pytest.mark.slow) for m in ZOO])
 def test_what_every_model_communicates_over_the_tensor_axis(model):
     """On CPU under fsdp x tensor: no weight and no logits, and where blocks are pairs of layers all-reduces alone."""
     toy, (strategy, mesh) = ZOO[model](), setup(4, "fsdp")

@@ -125,6 +125,7 @@ def test_a_finite_gradient_whose_square_overflows_is_not_bad():
     assert not metrics["bad"] and math.isinf(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_single_device_and_mesh_agree_on_what_is_bad():
     flags = []
     for devices in (1, 8):
