@@ -115,11 +115,25 @@ def test_other_forms_add_their_collectives_alone(how, expected):
     assert found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy) == expected
 
 
+WITH_TENSOR = {"data": 2, "context": 2, "tensor": 2}
+# The compiler moves activations over the context where a tensor axis is beside it, and the audit says so.
+MOVED = pytest.mark.xfail(reason="the compiler gathers activations over the context", strict=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["gather", "ulysses"])
 @pytest.mark.parametrize("make", [llama, gpt])
-@pytest.mark.parametrize("axes", [{"data": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("engine", [js.auto(), js.explicit(), js.explicit(microbatches=2)], ids=str)
+@pytest.mark.parametrize(
+    ("engine", "axes"),
+    [
+        pytest.param(js.auto(), {"data": 2, "context": 4}, id="auto"),
+        pytest.param(js.auto(), WITH_TENSOR, id="auto-tensor", marks=MOVED),
+        pytest.param(js.explicit(), {"data": 2, "context": 4}, id="explicit"),
+        pytest.param(js.explicit(), WITH_TENSOR, id="explicit-tensor"),
+        pytest.param(js.explicit(microbatches=2), {"data": 2, "context": 4}, id="explicit-2"),
+        pytest.param(js.explicit(microbatches=2), WITH_TENSOR, id="explicit-2-tensor"),
+    ],
+)
 def test_no_collective_surprises(make, axes, engine, how):
     found_over_context(make(), axes, packed_rows(), engine, make_strategy(axes, how))
 

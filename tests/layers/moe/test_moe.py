@@ -179,7 +179,7 @@ def test_the_ragged_program_equals_one_device_and_reads_nothing_unwritten(kind, 
 def lossless(form, routings, devices=8, tokens=6, k=2, room=1.25):
     """The largest error over random routings, extreme ones among them, of experts that multiply by their number."""
     share = Share(("expert",), devices, E, 8 * -(-int(tokens * k * room) // 8), Way("cpu"), form)
-    mesh = js.make_mesh(expert=devices)
+    mesh = js.make_mesh(jax.devices()[:devices], expert=devices)
 
     def routing(key):
         """All to one expert, to the experts of one device, even, or anything between these."""
