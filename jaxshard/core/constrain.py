@@ -96,6 +96,15 @@ def activations_in_force() -> Activations | None:
     return activations
 
 
+def devices_in_force() -> list[Any]:
+    """Return the devices that the program traced here is made for: those of the layout's mesh, else the default one."""
+    activations: Activations | None = _current.value
+    if activations is not None:
+        return list(activations.layout.mesh.devices.flat)
+    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return [default] if hasattr(default, "platform") else jax.local_devices(backend=default)[:1]
+
+
 def follow_layout(layout: Layout) -> AbstractContextManager[None]:
     """Make a context in which `constrain` follows the layout."""
     context: AbstractContextManager[None] = _current(Activations(layout))

@@ -36,7 +36,7 @@ from jaxshard.models.decoder import Decoder, join_rows, split_rows
 from jaxshard.models.llama import Attention, gated_mlp, llama
 from jaxshard.models.parts import RESIDUAL, STDDEV, apply, check_sizes, enter_tensor_region, residual_stddev
 from jaxshard.models.recipe import Recipe, Size
-from jaxshard.models.rope import RopeScaling, as_scaling
+from jaxshard.models.rope import Scaling, as_scaling
 
 _HIDDEN_DIMS = {"gate_proj": 2, "up_proj": 2, "down_proj": 1}
 
@@ -66,7 +66,7 @@ def moe(
     bias_rate: float = 0.0,
     head_dim: int | None = None,
     rope_base: float = 500_000,
-    rope_scaling: RopeScaling | float | None = None,
+    rope_scaling: Scaling | float | None = None,
     norm_epsilon: float = 1e-5,
     qk_norm: bool = False,
     tied: bool = False,

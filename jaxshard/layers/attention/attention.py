@@ -19,7 +19,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxshard.core.constrain import activations_in_force
+from jaxshard.core.constrain import devices_in_force
 from jaxshard.core.counting import is_counting
 from jaxshard.core.marks import is_marking, leave_mark
 from jaxshard.layers.attention.blockwise import NAME, blockwise
@@ -257,7 +257,7 @@ def _without_known_mask(extras: Extras, form: Form) -> tuple[Extras, Form]:
 
 def _dispatch(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:
     """Compute attention by the kernel of the platform, on the part that the layout gives each device."""
-    device = _device()
+    device = devices_in_force()[0]
     platform = device.platform
     split = Split.in_force(q_BTHD, k_BSKD, extras, form)
     short = max(q_BTHD.shape[1], k_BSKD.shape[1]) <= (_SHORT_ON_TPU if platform == "tpu" else _SHORT)
@@ -293,12 +293,3 @@ def _why_not_on_gpus(chunk: int) -> str:
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)  # over attention to its caller
-
-
-def _device() -> Any:
-    """Return a device that the program is made for: one of the layout's mesh, else the default one."""
-    activations = activations_in_force()
-    if activations is not None:
-        return activations.layout.mesh.devices.flat[0]
-    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return default if hasattr(default, "platform") else jax.local_devices(backend=default)[0]

@@ -29,12 +29,6 @@ def chunk_starts(i: Any, n: int, length: int) -> jax.Array:
     return jnp.stack([jnp.asarray(i), jnp.asarray(2 * n - 1 - i)]).astype(jnp.int32) * (length // 2)
 
 
-def positions(axes: Axes, length: int) -> jax.Array:
-    """Return the positions of this device's `length` elements of the sequence, int32[length]."""
-    starts = chunk_starts(lax.axis_index(axes), lax.axis_size(axes), length)
-    return (starts[:, None] + jnp.arange(length // 2, dtype=jnp.int32)).reshape(length)
-
-
 def to_zigzag(x: Shaped[Array, "*dims"], n: int, dim: int) -> Shaped[Array, "*dims"]:
     """Bring a sequence into the order in which n devices, one after the other, have it: chunks 0 2n-1 1 2n-2 ..."""
     chunks = x.reshape(*x.shape[:dim], 2, n, -1, *x.shape[dim + 1 :])

@@ -7,7 +7,7 @@ Shape suffixes as in `experts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxshard.core.constrain import Activations, activations_in_force
+from jaxshard.core.constrain import Activations, activations_in_force, devices_in_force
 from jaxshard.core.counting import is_counting
 from jaxshard.core.marks import is_marking, leave_mark
 from jaxshard.core.mesh import axis_size
@@ -163,20 +163,12 @@ def _checked(fn: Experts) -> Experts:
 # The layout
 
 
-def _devices(activations: Activations | None) -> Sequence[Any]:
-    """Return the devices that the program is made for: those of the layout's mesh, else the default one."""
-    if activations is not None:
-        return list(activations.layout.mesh.devices.flat)
-    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return [default] if hasattr(default, "platform") else jax.local_devices(backend=default)[:1]
-
-
 class _Split:
     """How the layout in force splits one call: the specs of its arrays over the axes that are not manual yet."""
 
     def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:
         self.E = E
-        self.devices = _devices(activations)
+        self.devices = devices_in_force()
         self.mesh: Mesh | None = None
         self.automatic: frozenset[str] = frozenset()
         self.manual: frozenset[str] = frozenset()

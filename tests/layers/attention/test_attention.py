@@ -99,7 +99,7 @@ def on_a_tpu(monkeypatch):
         asked.append(form)
         return formula(q, k, v, extras, form)
 
-    monkeypatch.setattr(module, "_device", lambda: SimpleNamespace(platform="tpu"))
+    monkeypatch.setattr(module, "devices_in_force", lambda: [SimpleNamespace(platform="tpu")])
     monkeypatch.setattr(module, "splash", count)
     module._warn_once.cache_clear()
     return asked
@@ -139,7 +139,7 @@ def test_a_constant_causal_mask_is_known_to_the_kernel(on_a_tpu):
 def test_a_gpu_takes_cudnn_for_half_precision_and_rocm_blocks(monkeypatch):
     asked = []
     gpu = SimpleNamespace(platform="gpu", compute_capability="9.0", client=SimpleNamespace(platform_version="cuda"))
-    monkeypatch.setattr(module, "_device", lambda: gpu)
+    monkeypatch.setattr(module, "devices_in_force", lambda: [gpu])
     monkeypatch.setattr(module, "cudnn", lambda *args: asked.append(args) or formula(*args))
     module._warn_once.cache_clear()
     half = [x.astype(jnp.bfloat16) for x in arrays(300, rows=1)]
@@ -250,7 +250,7 @@ def test_rows_that_the_axes_do_not_divide_are_not_gathered(blocks_from_16, monke
     step = js.make_step(loss_fn, SGD, js.layout(js.ddp(), mesh, init_fn, SGD))
     assert {row.kind for row in summary(js.collectives(step.compile(BATCH), mesh))} == {"all-reduce"}
     monkeypatch.setattr(module, "_SHORT_ON_TPU", 16)
-    monkeypatch.setattr(module, "_device", lambda: SimpleNamespace(platform="tpu"))
+    monkeypatch.setattr(module, "devices_in_force", lambda: [SimpleNamespace(platform="tpu")])
     module._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="1 rows over the 8 devices"):
         js.make_step(loss_fn, SGD, js.layout(js.ddp(), mesh, init_fn, SGD)).lower(BATCH)

@@ -78,16 +78,15 @@ INTERPRETED = Kernels(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", AXES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("how", "case"), [(how, case) for how in AXES for case in CASES if how != "ring" or CASES[case][2].window is None]
+)
 def test_the_tpu_kernel_is_the_formula(how, case):
     sizes, extras, form = CASES[case]
     if extras.segments is not None:
         extras = Extras(segments=documents(1, 512))
     if form.window is not None:
         form = form._replace(window=form.window * 8)
-        if how == "ring":
-            pytest.skip("refused")
     devices = {"c": 2} if how != "usp" else {"c": 2, "d": 1}
     sizes = {**sizes, "heads": sizes["heads"] // 4, "kv_heads": max(1, sizes["kv_heads"] // 4), "rows": 1}
     assert_equal(split_over(devices, how, INTERPRETED), *arrays(512, **sizes), extras, form)
