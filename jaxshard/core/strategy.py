@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -165,7 +165,9 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
     return Pipeline(axis_names(axis)[0], chunks)
 
 
-def expert(axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES) -> Strategy:
+def expert(
+    axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES, exchange: Literal["equal"] | None = None
+) -> Strategy:
     """Expert parallelism: each device of the axis holds some of the experts, and sends tokens to where theirs are.
 
     Parameters with a dimension of experts, their gradients and their optimizer state are split along it, and
@@ -184,6 +186,8 @@ def expert(axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES) -> Strat
       axis: a mesh axis, or a tuple of axes that split the experts together.
       rules: as in `js.tensor`: patterns that name dimensions. Those called "expert" or "experts" are split, by the
         model's own annotation or by a pattern.
+      exchange: "equal" makes `js.moe` exchange rows by all-to-alls of equal counts also where the chips have ragged
+        ones, which None takes.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis, no parameter has experts, or the axis does
@@ -191,6 +195,7 @@ def expert(axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES) -> Strat
 
     Raises:
       TypeError: rules that are not pairs.
+      ValueError: another `exchange`.
 
     References:
       Lepikhin et al. 2020, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding",
@@ -200,7 +205,9 @@ def expert(axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES) -> Strat
         mesh = js.make_mesh(data=2, expert=4)
         layout = js.layout(js.compose(js.fsdp("data"), js.expert()), mesh, model.init, tx)
     """
-    return Expert(axis_names(axis), Rules(tuple(rules)))
+    if exchange not in ("equal", None):
+        raise ValueError(f'expert: exchange must be "equal" or None, got {exchange!r}')
+    return Expert(axis_names(axis), Rules(tuple(rules)), exchange)
 
 
 def compose(*strategies: Strategy) -> Strategy:

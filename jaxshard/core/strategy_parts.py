@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jax.sharding import Mesh
 
@@ -74,6 +74,7 @@ class Expert:
 
     axis: tuple[str, ...]
     rules: Rules
+    exchange: Literal["equal"] | None = None
 
     def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
         names = check_axis(mesh, self.axis, "expert")

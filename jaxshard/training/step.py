@@ -36,6 +36,7 @@ from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.proof.stacking import require_same_stacked
 from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
+from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import (
@@ -63,6 +64,7 @@ def make_step(
     engine: Engine | None = None,
     guarded: bool = True,
     donate: bool = True,
+    check_exchange: bool = True,
 ) -> Step:
     """Make the compiled training step `step(run, batch) -> (run, metrics)`.
 
@@ -89,6 +91,10 @@ def make_step(
         which then does what it does on one device (`Step.guarded` is False).
       donate: False leaves the run that goes in as it is, for two runs that share arrays (two losses of one set of
         parameters, as of a GAN) and for going back; both runs are then in memory.
+      check_exchange: where experts exchange rows by ragged all-to-alls (`js.expert` on GPUs and TPUs), compare the loss
+        and the norm of each gradient of the first step with those of rows that are exchanged by equal counts, because
+        compilers have ordered such exchanges wrongly. It costs one more compilation and one more step; False leaves it
+        out. Not inside a program of your own.
 
     Returns:
       The step. A batch is a tree of global arrays [rows, ...] whose rows devices and micro-batches divide, beside
@@ -107,6 +113,7 @@ def make_step(
         or `js.Loss`.
       ValueError: a run, `tx` or batch that does not fit the layout; a batch of another shape than the first; a `tx`
         that does something else to blocks that `js.stack` stacked than to single ones.
+      RuntimeError: by the first call, ragged exchanges whose gradients are wrong (`check_exchange`), by name.
       js.distributed.Disagreement: in several processes, by the first call: one has another batch or program.
 
     Example:
@@ -114,7 +121,7 @@ def make_step(
         for batch in js.batches(source, layout, start=run.step):
             run, metrics = step(run, batch)
     """
-    return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded, donate=donate)
+    return Step(loss_fn, tx, layout, engine or auto(), guarded=guarded, donate=donate, check_exchange=check_exchange)
 
 
 class Step:
@@ -130,6 +137,7 @@ class Step:
       update_view: the arrays on which the optimizer runs, stored or logical, with the reason and the cost.
       guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
       donate: True if the step takes the arrays of the run that goes in.
+      check_exchange: True if the first step is compared where experts exchange rows by ragged all-to-alls.
     """
 
     def __init__(
@@ -141,10 +149,12 @@ class Step:
         *,
         guarded: bool = True,
         donate: bool = True,
+        check_exchange: bool = False,
     ):
         check_engine(engine)
         check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
         self.loss_fn, self.layout, self.engine, self.donate = loss_fn, layout, engine, donate
+        self.check_exchange = check_exchange
         check_transform(tx)
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(tx.init, params))
@@ -179,6 +189,7 @@ class Step:
         self._jitted: Any = None
         self._compiled: Any = None
         self._peers_agreed = False
+        self._first: FirstStep | None = None
 
     @property
     def update_view(self) -> str:
@@ -209,7 +220,10 @@ class Step:
         with own_settings(self.layout.mesh):
             program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
             try:
-                run, metrics = program(run, jax.device_put(batch, self._rows))
+                batch = jax.device_put(batch, self._rows)
+                if self._first is not None:
+                    self._first.expect(run, batch)
+                run, metrics, *evidence = program(run, batch)
             except (TypeError, ValueError):
                 check_run(self.layout, run)
                 raise
@@ -222,6 +236,9 @@ class Step:
         if self.layout.mesh.devices.flat[0].platform == "cpu" and self.layout.mesh.size > 1:
             # Simulated devices starve each other when two programs are in flight: the rendezvous aborts after 40 s.
             jax.block_until_ready(metrics)
+        if self._first is not None:
+            self._first.check(*evidence)
+            self._first = None
         return run, metrics
 
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -269,10 +286,17 @@ class Step:
             # Compared before anything runs: processes with different programs wait for each other's collectives for
             # ever. They meet again once all have compiled, because a collective times out while a peer compiles.
             peers.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})
-            self._compile(run, batch)
+            self._compile_all(run, batch)
             peers.meet("the first step, compiled")
         self._peers_agreed = True
-        return self._compile(run, batch)
+        return self._compile_all(run, batch)
+
+    def _compile_all(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
+        """Compile the step and, where there is one, what its first results are compared with."""
+        compiled = self._compile(run, batch)
+        if self._first is not None:
+            self._first.compile(run, abstract(batch))
+        return compiled
 
     def _program(self, run: TrainState, batch: PyTree) -> Any:
         check_arrays("the batch", batch)
@@ -283,14 +307,22 @@ class Step:
             check_run(self.layout, run)
             shardings = run_shardings(self.layout)
             self._batch, self._rows = shapes, self.layout.batch_shardings(shapes)
+            compares = self.check_exchange and exchanges_ragged(self.layout)
+            whole, options = self._whole(), self.engine.compiler_options(self.layout.mesh)
+            inputs = (shardings, self._rows)
             self._jitted = jax.jit(
-                self._step,
-                in_shardings=(shardings, self._rows),
-                out_shardings=(shardings, self._whole()),
+                self._step_with_evidence if compares else self._step,
+                in_shardings=inputs,
+                out_shardings=(shardings, whole, whole) if compares else (shardings, whole),
                 donate_argnums=0 if self.donate else (),
                 keep_unused=True,
-                compiler_options=self.engine.compiler_options(self.layout.mesh),
+                compiler_options=options,
             )
+            if compares:
+                self._first = FirstStep(
+                    self._find, self.layout, self._trained,
+                    in_shardings=inputs, out_shardings=whole, compiler_options=options,
+                )  # fmt: skip
         elif shapes != self._batch:
             check_same_tree(
                 self._batch, shapes, "the batch has other shapes or dtypes than the first, which would compile again",
@@ -302,7 +334,17 @@ class Step:
         return NamedSharding(self.layout.mesh, PartitionSpec())
 
     def _step(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take one step; traced under jit, in global view.
+        """Take one step; traced under jit, in global view."""
+        return self._step_with_evidence(run, batch)[:2]
+
+    def _find(self, run: TrainState, batch: PyTree) -> Evidence:
+        """Compute the loss and gradients that a step would, for their evidence alone."""
+        state, key = self._state_and_key(run)
+        outcome, grads = self._value_and_grad(run.params, state, batch, key)
+        return Evidence(outcome.value, self._sum_squares(grads))
+
+    def _step_with_evidence(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
+        """Take one step, and tell apart the gradients that `metrics` has the norm of.
 
         1. The engine computes loss and gradients. Gradients come as the layout's `grads` store them.
         2. Their sums of squares give the norm, and say which of them are not finite.
@@ -311,9 +353,7 @@ class Step:
         4. Of parameters, optimizer state and model state the new ones are kept if the step was good, else the old ones.
         """
         layout = self.layout
-        state = use_stored(layout, layout.state, run.state)
-        # Not split off a key that the run carries on: a restored or repeated step has the same key, bit for bit.
-        key = jax.random.fold_in(run.key, run.step)
+        state, key = self._state_and_key(run)
         with models_run() as runs:
             outcome, grads = self._value_and_grad(run.params, state, batch, key)
         if any(one.model.stacked_for_user for one in runs):
@@ -337,7 +377,12 @@ class Step:
         metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
         state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
         # The step counts on in any case, so that the next one has the batch and the key that it would have had.
-        return TrainState(run.step + 1, params, opt_state, state, run.key), metrics
+        after = TrainState(run.step + 1, params, opt_state, state, run.key)
+        return after, metrics, Evidence(outcome.value, squares)
+
+    def _state_and_key(self, run: TrainState) -> tuple[PyTree, jax.Array]:
+        # Not split off a key that the run carries on: a restored or repeated step has the same key, bit for bit.
+        return use_stored(self.layout, self.layout.state, run.state), jax.random.fold_in(run.key, run.step)
 
     def _sum_squares(self, grads: PyTree) -> jax.Array:
         """Compute the sum of squares of each gradient, f32[trained parameters]; padding is zero and adds nothing."""

@@ -103,6 +103,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         layout_of(js.compose(js.ddp(), js.expert()), data=2, expert=4).batch_placement(jnp.zeros((12, 2)))
     with pytest.raises(TypeError, match=r"write js.expert\(...\), not js.expert"):
         js.compose(js.ddp(), js.expert)
+    with pytest.raises(ValueError, match="exchange must be \"equal\" or None, got 'ragged'"):
+        js.expert(exchange="ragged")
 
 
 def test_bytes_and_text_count_experts_once_per_axis():

@@ -64,15 +64,18 @@ def use_form(form: Form) -> AbstractContextManager[None]:
     return context
 
 
-def form_for(devices: Sequence[Any]) -> Form:
-    """Return the form for a mesh of these devices.
+def form_for(devices: Sequence[Any], asked: Form | None = None) -> Form:
+    """Return the form for a mesh of these devices: that of `use_form`, the one that is asked for, or the best."""
+    used: Form | None = _used.value
+    return used or asked or _best_form(devices)
+
+
+def _best_form(devices: Sequence[Any]) -> Form:
+    """Return the form that devices have.
 
     CPUs have no ragged all-to-all, and v5e slices of more than 16 chips have none either: "not supported in limited ICI
     routing settings" says libtpu 0.0.42 and 0.0.52. Try again with later ones.
     """
-    if _used.value is not None:
-        form: Form = _used.value
-        return form
     if devices[0].platform == "cpu":
         return "equal"
     limited = "v5 lite" in getattr(devices[0], "device_kind", "").lower() and len(devices) > 16

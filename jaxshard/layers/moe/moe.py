@@ -22,7 +22,7 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry
 from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
-from jaxshard.layers.moe.exchange import form_for
+from jaxshard.layers.moe.exchange import Form, form_for
 from jaxshard.layers.moe.experts import Experts, Share, apply_all, apply_share, window_rows
 from jaxshard.layers.moe.grouped import Dot, Way
 from jaxshard.layers.moe.routing import Choice, Routing, Scores, room_of, route
@@ -169,6 +169,7 @@ class _Split:
     def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:
         self.E = E
         self.devices = devices_in_force()
+        self.form: Form = "equal"
         self.mesh: Mesh | None = None
         self.automatic: frozenset[str] = frozenset()
         self.manual: frozenset[str] = frozenset()
@@ -179,6 +180,7 @@ class _Split:
             self.automatic = frozenset(self.mesh.axis_names) - self.manual
             expert = activations.layout.expert
             self.experts = () if expert is None else expert.axis
+            self.form = form_for(self.devices, None if expert is None else expert.exchange)
         _check_experts(params, E, self._size(self.experts), self._size(self._manual(self.experts)))
         self.rows: list[Any] = [None] * (x.ndim - 1)
         self.params: PyTree = None
@@ -260,7 +262,7 @@ class _Split:
             return apply_all(fn, params, x_NC, choice, self.E, way)
         k = choice.experts.shape[1]
         window = window_rows(x_NC.shape[0] * k, k, count, self.E // count)
-        share = Share(self.experts, count, self.E, window, way._replace(full=False), form_for(self.devices))
+        share = Share(self.experts, count, self.E, window, way._replace(full=False), self.form)
         return apply_share(fn, params, x_NC, choice, share)
 
 

@@ -18,6 +18,7 @@ from jaxshard.layers.moe.grouped import Way
 from jaxshard.layers.moe.routing import Choice
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import normal
+from tests.layers.moe.ragged import ragged_reference
 
 SGD = optax.sgd(0.1)
 E, C, H = 8, 8, 16
@@ -137,25 +138,6 @@ def test_a_layout_splits_it_and_one_device_is_equalled(name, kind):
 
 
 # Exchanges
-
-
-def ragged_reference(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What JAX documents of `ragged_all_to_all`, which CPUs lack; NaN if the receiver expects other sizes."""
-    me, n = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
-    slices = len(input_offsets) // n
-    operands, starts, sizes, targets = (
-        jax.lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
-    )
-    rows = jnp.arange(len(output))
-    for sender in range(n):
-        for i in range(slices):
-            slice_ = me * slices + i
-            within = rows - targets[sender, slice_]
-            inside = (within >= 0) & (within < sizes[sender, slice_])
-            expected = sizes[sender, slice_] == recv_sizes[sender * slices + i]
-            sent = jnp.where(expected, operands[sender][(starts[sender, slice_] + within) % len(operand)].T, jnp.nan).T
-            output = jnp.where(inside.reshape(-1, *(1,) * (output.ndim - 1)), sent, output)
-    return output
 
 
 @pytest.fixture
