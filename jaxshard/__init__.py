@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jaxshard import data as data
     from jaxshard import distributed as distributed
+    from jaxshard import hf as hf
     from jaxshard import models as models
     from jaxshard import optim as optim
     from jaxshard import plan as plan
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
 _SUBMODULES = {
     "data": "jaxshard.data",
     "distributed": "jaxshard.distributed",
+    "hf": "jaxshard.hf",
     "metrics": "jaxshard.training.metrics",
     "models": "jaxshard.models",
     "optim": "jaxshard.optim",

@@ -18,7 +18,7 @@ import jaxshard
 FLOORS = {
     8: ("__main__",),
     7: ("__init__", "commands"),
-    6: ("plan",),
+    6: ("plan", "hf"),
     5: ("checks", "checkpoint"),
     4: ("training",),
     3: ("engines", "models", "data"),

@@ -11,6 +11,7 @@ from jaxshard.models.llama import llama as llama
 from jaxshard.models.moe import moe as moe
 from jaxshard.models.recipe import Recipe as Recipe
 from jaxshard.models.recipe import Size as Size
+from jaxshard.models.rope import LinearScaling as LinearScaling
 from jaxshard.models.rope import RopeScaling as RopeScaling
 from jaxshard.models.rope import YarnScaling as YarnScaling
 from jaxshard.models.sizes import SIZES as SIZES

@@ -56,7 +56,19 @@ class YarnScaling(NamedTuple):
     attention: float | None = None
 
 
-Scaling = RopeScaling | YarnScaling
+class LinearScaling(NamedTuple):
+    """The scaling of position interpolation: all dimensions turn `factor` times slower.
+
+    Attributes:
+      factor: how much slower, so how much longer the rows may be.
+
+    Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
+    """
+
+    factor: float
+
+
+Scaling = RopeScaling | YarnScaling | LinearScaling
 
 
 def as_scaling(scaling: Scaling | float | None) -> Scaling | None:
@@ -72,9 +84,13 @@ def as_scaling(scaling: Scaling | float | None) -> Scaling | None:
         scaling = RopeScaling(scaling)
     if not isinstance(scaling, Scaling):
         raise TypeError(
-            "rope_scaling must be a factor such as 8, a js.models.RopeScaling or a js.models.YarnScaling, "
+            "rope_scaling must be a factor such as 8, a js.models.RopeScaling or a YarnScaling or LinearScaling, "
             f"got {scaling!r}"
         )
+    if isinstance(scaling, LinearScaling):
+        if scaling.factor < 1:
+            raise ValueError(f"rope_scaling: factor must be at least 1, got {scaling}")
+        return scaling
     if scaling.factor < 1 or not 0 < scaling.low < scaling.high or scaling.original < 1:
         raise ValueError(
             f"rope_scaling: factor must be at least 1, 0 < low < high and original at least 1, got {scaling}"
@@ -87,11 +103,13 @@ def as_scaling(scaling: Scaling | float | None) -> Scaling | None:
 def rotary_rates(dims: int, base: float, scaling: Scaling | None = None) -> NDArray[np.float64]:
     """Compute the angles per position, in radians, of the `dims` / 2 pairs of dimensions: base^(-2 i / dims), scaled.
 
-    Source: Su et al. 2021, "RoFormer", section 3.2; `RopeScaling` and `YarnScaling` for the scaling.
+    Source: Su et al. 2021, "RoFormer", section 3.2; `RopeScaling`, `YarnScaling` and `LinearScaling` for the scaling.
     """
     rates = base ** (-np.arange(0, dims, 2) / dims)
     if scaling is None:
         return rates
+    if isinstance(scaling, LinearScaling):
+        return rates / scaling.factor
     if isinstance(scaling, YarnScaling):
         share = _yarn_share(dims, base, scaling)
         return (1 - share) * rates / scaling.factor + share * rates

@@ -31,12 +31,14 @@ class StoredTensor(NamedTuple):
       tensor: its dtype, shape and place.
       raw: its bytes. Those of a file are mapped: they are read where they are used.
       crc32: its checksum, None if the file has none.
+      start: where its bytes begin in the file.
     """
 
     file: str
     tensor: Tensor
     raw: npt.NDArray[np.uint8]
     crc32: int | None
+    start: int
 
     @property
     def array(self) -> npt.NDArray[Any]:
@@ -68,7 +70,7 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
         named, nothing is cast); a file is missing, damaged, cut off or no safetensors file.
     """
     path = Path(path).absolute()
-    found, problems = _open_files(path)
+    found, problems = open_files(path)
     return _load_onto(layout, str(path), found, problems, verify=verify)
 
 
@@ -134,7 +136,7 @@ def _is_damaged(one: StoredTensor) -> bool:
     return one.crc32 is not None and zlib.crc32(one.raw.data) != one.crc32
 
 
-def _open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of a file, or of the files of its index, and what is wrong with them."""
     problems: list[str] = []
     index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
@@ -194,7 +196,13 @@ def open_buffer(
         return {}, {}
     data = raw[header.length :]
     tensors = {
-        name: StoredTensor(file, tensor, data[tensor.start : tensor.start + tensor.size], header.checksums.get(name))
+        name: StoredTensor(
+            file,
+            tensor,
+            data[tensor.start : tensor.start + tensor.size],
+            header.checksums.get(name),
+            header.length + tensor.start,
+        )
         for name, tensor in header.tensors.items()
     }
     return tensors, header.metadata

@@ -1,0 +1,105 @@
+"""Parts of tensors in files, read without the rest: what a process needs of a large file, and no more on its host.
+
+A part is some indices of each dimension. It is read run by run, where a run is what lies together in the file. Files
+are read and not mapped: mapped pages stay in memory until somebody unmaps them, and count as the process's own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+_LEAST = 1 << 10
+"""Bytes of a run below which everything between runs is read, too, and thrown away."""
+_MOST = 1 << 22
+"""Bytes that are read at once for that."""
+
+
+class Range(NamedTuple):
+    """The indices from `start` up to, but without, `end`."""
+
+    start: int
+    end: int
+
+
+class Source(NamedTuple):
+    """The bytes of a tensor in a file.
+
+    Attributes:
+      file: the file.
+      offset: where they begin.
+      dtype: the dtype of the tensor.
+    """
+
+    file: str
+    offset: int
+    dtype: str
+
+
+def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> NDArray[Any]:
+    """Read a part of a tensor.
+
+    Args:
+      source: the tensor.
+      shape: its shape.
+      ranges: of each dimension the indices to read.
+
+    Returns:
+      The part, in C order.
+
+    Raises:
+      OSError: the file can't be read, or ends before the part does.
+    """
+    lengths = [end - start for start, end in ranges]
+    part = np.empty(lengths, jnp.dtype(source.dtype))
+    if not part.size:
+        return part
+    cut = next((dim for dim in reversed(range(len(shape))) if lengths[dim] < shape[dim]), 0)  # the last that is cut
+    with open(source.file, "rb", buffering=0) as file:
+        if cut and math.prod(lengths[cut:]) * part.itemsize < _LEAST:
+            _read_rows(file.fileno(), source, shape, ranges, cut, part)
+        else:
+            raw, size = part.reshape(-1).view(np.uint8), math.prod(lengths[cut:]) * part.itemsize
+            for number, first in enumerate(_firsts(shape, ranges, cut)):
+                _read_into(file.fileno(), source, first * part.itemsize, raw[number * size : (number + 1) * size])
+    return part
+
+
+def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator[int]:
+    """Yield the number of the first element of each run: one for each index in the dimensions before `cut`."""
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    start = ranges[cut].start * steps[cut] if shape else 0
+    for index in product(*(range(*one) for one in ranges[:cut])):
+        yield start + sum(at * step for at, step in zip(index, steps))
+
+
+def _read_rows(
+    fd: int, source: Source, shape: Sequence[int], ranges: Sequence[Range], cut: int, part: NDArray[Any]
+) -> None:
+    """Read whole rows, as many as 4 MiB have of those in dimension `cut` - 1, and keep the part of them."""
+    dim, row = cut - 1, math.prod(shape[cut:])
+    together = max(1, _MOST // (row * part.itemsize))
+    flat = part.reshape(-1, *part.shape[dim:])
+    for number, first in enumerate(_firsts(shape, ranges, dim)):
+        for at in range(0, part.shape[dim], together):
+            count = min(together, part.shape[dim] - at)
+            rows = np.empty((count, *shape[cut:]), part.dtype)
+            _read_into(fd, source, (first + at * row) * part.itemsize, rows.reshape(-1).view(np.uint8))
+            flat[number, at : at + count] = rows[(slice(None), *(slice(*one) for one in ranges[cut:]))]
+
+
+def _read_into(fd: int, source: Source, start: int, raw: NDArray[np.uint8]) -> None:
+    """Fill bytes from a place in the tensor."""
+    done, rest = 0, raw.data
+    while done < len(rest):
+        count = os.preadv(fd, [rest[done : done + (1 << 30)]], source.offset + start + done)
+        if count <= 0:
+            raise OSError(f"{source.file}: it ends before its tensors do; it was cut off while it was read")
+        done += count

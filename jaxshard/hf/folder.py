@@ -1,0 +1,44 @@
+"""A folder with config.json and safetensors files: one that is named, or the one in the hub's own cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+def find_folder(name: str | os.PathLike[str]) -> Path:
+    """Find a model's folder: the folder itself, or of "owner/name" what the hub's tools have downloaded.
+
+    Args:
+      name: a folder, or the name of a model on the hub. Nothing is downloaded.
+
+    Raises:
+      FileNotFoundError: there is neither; the message says how to get one.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG).exists():
+            raise FileNotFoundError(f"js.hf: {folder} has no {CONFIG}; name a folder with {CONFIG} and {WEIGHTS}")
+        return folder.absolute()
+    parts = str(name).split("/")
+    if len(parts) != 2 or not all(parts) or str(name).startswith((".", "~")):
+        raise FileNotFoundError(f"js.hf: there is no folder {folder}")
+    cached = _cache() / f"models--{'--'.join(parts)}"
+    revision = cached / "refs" / "main"
+    if revision.is_file():
+        snapshot = cached / "snapshots" / revision.read_text().strip()
+        if (snapshot / CONFIG).exists():
+            return snapshot
+    raise FileNotFoundError(
+        f"js.hf: there is no folder {folder}, and {_cache()} has no model {name}; nothing is downloaded here. Get its "
+        f"{CONFIG} and *.safetensors with\n    hf download {name}\nor name a folder that has them"
+    )
+
+
+def _cache() -> Path:
+    """The folder in which the hub's tools keep what they download, as their environment variables say."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()

@@ -1,0 +1,173 @@
+"""`js.hf.model` and `js.hf.load`: a folder of Hugging Face's as a model of `js.models`, and its weights on a layout."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxshard.checkpoint.leaves import Entry, list_differences
+from jaxshard.checkpoint.safetensors.header import Tensor
+from jaxshard.checkpoint.safetensors.names import model_entries
+from jaxshard.checkpoint.safetensors.parts import Range, Source, read_part
+from jaxshard.checkpoint.safetensors.reader import StoredTensor, open_files
+from jaxshard.checkpoint.safetensors.writer import INDEX
+from jaxshard.core.layout import Layout
+from jaxshard.core.settings import with_own_settings
+from jaxshard.core.tree import map_with_path, path_str
+from jaxshard.core.types import PyTree
+from jaxshard.distributed.together import raise_together
+from jaxshard.hf.config import Config, read_config
+from jaxshard.hf.folder import WEIGHTS, find_folder
+from jaxshard.hf.places import Place, find_places
+from jaxshard.models.decoder import Decoder
+
+_POINT = "js.hf.load"
+
+
+def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable[str] = (), **changes: Any) -> Decoder:
+    """Build the model of a folder that transformers wrote, from its config.json: what `js.models.make` gives.
+
+    Nothing is downloaded, and no weights are read: `js.hf.load` does that. A new model of this shape is `model.init`.
+
+    Args:
+      folder: the folder, or "owner/name" of a model in the hub's own cache.
+      dtype: of the parameters, such as "float32"; by default each has the dtype of its tensor in the files, and where
+        there are no files the one in config.json.
+      ignore: entries of config.json that are not supported and make no difference to what the model computes.
+      **changes: arguments of the function of `js.models` in the place of the folder's own, such as `seq=1024`.
+
+    Returns:
+      The model, a `js.Stacked` that every engine can run. Dropout rates of the folder are not taken over; a GPT-2 drops
+      with `dropout=0.1`.
+
+    Raises:
+      FileNotFoundError: there is no such folder; the message says how to download a model.
+      ValueError: config.json is of an architecture that is not known (the nearest ones are named), or has entries that
+        are not supported, all by name; what the function of `js.models` refuses.
+
+    Example:
+        model = js.hf.model("folder")
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
+        run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
+    """
+    folder = find_folder(folder)
+    config = read_config(folder, ignore)
+    made = config.family.make(**config.arguments | changes)
+    _set_dtypes(made, config, folder, dtype)
+    return made
+
+
+@with_own_settings
+def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, ignore: Iterable[str] = ()) -> PyTree:
+    """Read the weights of a folder that transformers wrote onto a layout. Every process calls this.
+
+    Each process reads the slices of the tensors that its devices hold, one array of one device at a time.
+
+    Args:
+      folder: the folder, as in `js.hf.model`, on a disk that all processes see. Its weights are model.safetensors, or
+        the files of model.safetensors.index.json.
+      layout: a layout of the model that `js.hf.model` made of the folder.
+      dtype: cast all tensors to it, whatever they are. By default nothing is cast, and a tensor of another dtype than
+        the layout's is refused.
+      ignore: as in `js.hf.model`.
+
+    Returns:
+      What `model.init` returns: global arrays in model order, split over the mesh as far as the layout stores them
+      split; for `js.init(..., init_from=)`.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      ValueError: a file is missing, cut off or damaged; a tensor has no place in the model, an array of the model no
+        tensor, or either another shape or dtype. All are named.
+    """
+    folder = find_folder(folder)
+    config = read_config(folder, ignore)
+    found, problems = open_files(folder / WEIGHTS)
+    raise_together(problems, ValueError, f"{folder}: its weights are not complete", point=_POINT)
+    wanted, structure = model_entries(layout)
+    places = _match(config, wanted, found, folder, dtype)
+    sources = {name: Source(one.file, one.start, one.tensor.dtype) for name, one in found.items()}
+    placed = [_place(entry, place, sources, layout) for entry, place in zip(wanted, places, strict=True)]
+    return jax.tree.unflatten(structure, placed)
+
+
+def _match(
+    config: Config, wanted: list[Entry], found: dict[str, StoredTensor], folder: Path, dtype: Any
+) -> list[Place]:
+    """Return the place of each array; raise in all processes unless every tensor has one and is what it should be."""
+    places, problems = find_places(config.family, wanted, config.arguments)
+    cast = None if dtype is None else str(jax.numpy.dtype(dtype))
+    expected = {
+        name: str(Tensor(str(entry.dtype), place.shape, 0))
+        for entry, place in zip(wanted, places)
+        for name in place.names
+    }
+    unused = {name for name in found if re.fullmatch(config.family.unused, name)} - set(expected)
+    unused |= _repeated_head(config, found, expected)
+    there = {
+        name: str(one.tensor if cast is None else one.tensor._replace(dtype=cast))
+        for name, one in found.items()
+        if name not in unused
+    }
+    if not problems:
+        problems = list_differences(there, expected)
+    headline = (
+        f"{folder}: its tensors are not those of this layout, and nothing is left out, or cast unless asked for: make "
+        "the model with js.hf.model of this folder; for another dtype give dtype= to js.hf.model and to js.hf.load"
+    )
+    raise_together(problems, ValueError, headline, point=_POINT)
+    return places
+
+
+def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dict[str, str]) -> set[str]:
+    """Return the output matrix of a tied model where the file has it too, and it is the embedding table."""
+    rows = {ours: theirs for ours, theirs, _ in config.family.rows()}
+    head, table = found.get("lm_head.weight"), found.get(next(iter(rows.values())))
+    if head is None or table is None or "lm_head.weight" in expected or head.tensor[:2] != table.tensor[:2]:
+        return set()
+    rows_at_once = max(1, (1 << 22) // max(1, head.tensor.size // head.tensor.shape[0]))
+    for at in range(0, head.tensor.shape[0], rows_at_once):
+        ranges = [Range(at, min(at + rows_at_once, head.tensor.shape[0])), Range(0, head.tensor.shape[1])]
+        one, other = (
+            read_part(Source(x.file, x.start, x.tensor.dtype), x.tensor.shape, ranges).reshape(-1).view(np.uint8)
+            for x in (head, table)
+        )
+        if not np.array_equal(one, other):
+            return set()
+    return {"lm_head.weight"}
+
+
+def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layout) -> jax.Array:
+    """Read each device's part of an array, one after the other, and put it there."""
+    sharding = entry.shape_saved(layout.mesh).sharding
+    devices: dict[Any, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
+        cut = tuple(slice(*one.indices(size)) for one, size in zip(index, entry.shape))
+        devices.setdefault(tuple((one.start, one.stop) for one in cut), []).append(device)
+    parts = []
+    for bounds, holders in devices.items():
+        part = place.read(sources, tuple(slice(*bound) for bound in bounds), entry.dtype)
+        parts += [jax.block_until_ready(jax.device_put(part, device)) for device in holders]
+    return jax.make_array_from_single_device_arrays(entry.shape, sharding, parts)
+
+
+def _set_dtypes(made: Decoder, config: Config, folder: Path, dtype: Any) -> None:
+    """Let `made.init` return parameters in the dtypes of the files, or in `dtype`."""
+    original = made.init_parts
+    there = (folder / WEIGHTS).exists() or (folder / (WEIGHTS + INDEX)).exists()
+    found = open_files(folder / WEIGHTS)[0] if there and dtype is None else {}
+    names = {ours: theirs for ours, theirs, _ in config.family.rows()}
+    default = dtype or config.entries.get("dtype") or config.entries.get("torch_dtype") or "float32"
+
+    def cast(path: Any, x: jax.Array) -> jax.Array:
+        ours = ".".join(path_str(path).split("/")).replace("block.", "blocks.", 1)
+        tensor = found.get(names.get(ours, "").format(0, 0))
+        return x.astype(default if tensor is None else tensor.tensor.dtype)
+
+    made.init_parts = lambda key: map_with_path(cast, original(key))

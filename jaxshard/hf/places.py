@@ -1,0 +1,121 @@
+"""Where each of our arrays lies in a family's tensors: the names, and the parts of tensors that a part of ours is.
+
+An array of ours is [*counted, *dims]: counted are the blocks (and experts), each of which has a tensor of its own. The
+other dimensions are products of letters, as in "c h3d", and so are those of the tensor, in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxshard.checkpoint.leaves import Entry
+from jaxshard.checkpoint.safetensors.parts import Range, Source, read_part
+from jaxshard.hf.families import Family
+
+
+class Place(NamedTuple):
+    """Where one of our arrays lies.
+
+    Attributes:
+      name: the name of its tensors, with {} for each counted dimension.
+      counted: the sizes of the counted dimensions.
+      ours: the letters of each other dimension.
+      theirs: the letters of each dimension of the tensors.
+      sizes: the size of each letter.
+    """
+
+    name: str
+    counted: tuple[int, ...]
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    sizes: dict[str, int]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its tensors, in the order of the counted dimensions."""
+        return [self.name.format(*at) for at in product(*map(range, self.counted))]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each of its tensors."""
+        return tuple(self._size(letters) for letters in self.theirs)
+
+    def _size(self, letters: str) -> int:
+        return math.prod(self.sizes[letter] for letter in letters)
+
+    def read(self, found: Mapping[str, Source], index: tuple[slice, ...], dtype: Any) -> NDArray[Any]:
+        """Read a part of our array from the tensors, cast to `dtype`."""
+        counted = [range(*cut.indices(size)) for cut, size in zip(index, self.counted)]
+        ranges = [
+            Range(*cut.indices(self._size(letters))[:2]) for cut, letters in zip(index[len(counted) :], self.ours)
+        ]
+        part = np.empty([*map(len, counted), *(end - start for start, end in ranges)], dtype)
+        for number, at in zip(product(*map(range, part.shape[: len(counted)])), product(*counted)):
+            part[number] = self._read_one(found[self.name.format(*at)], ranges)
+        return part
+
+    def _read_one(self, source: Source, ranges: list[Range]) -> NDArray[Any]:
+        wanted, cuts = {letter: Range(0, size) for letter, size in self.sizes.items()}, []
+        for (start, end), letters in zip(ranges, self.ours):
+            inner = self._size(letters[1:])
+            first = Range(start // inner, -(-end // inner))  # the smallest range of the first letter that has it all
+            wanted[letters[0]] = first
+            cuts.append(slice(start - first.start * inner, end - first.start * inner))
+        theirs, ours = "".join(self.theirs), "".join(self.ours)
+        read = read_part(source, [self.sizes[x] for x in theirs], [wanted[x] for x in theirs])
+        turned = read.transpose([theirs.index(x) for x in ours])
+        lengths = [math.prod(wanted[x].end - wanted[x].start for x in letters) for letters in self.ours]
+        return turned.reshape(lengths)[tuple(cuts)]
+
+    def to_theirs(self, ours: Any) -> Any:
+        """Turn one of our arrays, without its counted dimensions, into the tensor, in NumPy or JAX."""
+        letters, order = "".join(self.ours), "".join(self.theirs)
+        apart = ours.reshape([self.sizes[x] for x in letters])
+        return apart.transpose([letters.index(x) for x in order]).reshape(self.shape)
+
+
+def find_places(family: Family, wanted: Iterable[Entry], arguments: Mapping[str, Any]) -> tuple[list[Place], list[str]]:
+    """Find the place of each of our arrays.
+
+    Returns:
+      (the places in the order of `wanted`, the names of arrays that have none).
+    """
+    rows = {ours: (theirs, dims) for ours, theirs, dims in family.rows()}
+    known = {"h": arguments["heads"], "k": arguments.get("kv_heads")}
+    places, problems = [], []
+    for entry in wanted:
+        if entry.path not in rows:
+            problems.append(f"{entry.path}: {entry.dtype}{list(entry.shape)} has no place in a {family.architecture}")
+            continue
+        name, dims = rows[entry.path]
+        counted = name.count("{}")
+        theirs, ours = (tuple(side.split()) for side in dims.split(">"))
+        sizes = _solve(ours, entry.shape[counted:], known)
+        if sizes is None:
+            problems.append(f"{entry.path}: {list(entry.shape)} is no {dims.split('>')[1].strip()!r} of this model")
+            continue
+        places.append(Place(name, entry.shape[:counted], ours, theirs, sizes))
+    return places, problems
+
+
+def _solve(dims: tuple[str, ...], shape: tuple[int, ...], known: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the size of each letter, of which one in a dimension may be unknown; None where they do not fit."""
+    if len(dims) != len(shape):
+        return None
+    sizes: dict[str, int] = {}
+    for letters, size in zip(dims, shape):
+        apart = {x: int(x) if x.isdigit() else known.get(x) for x in letters} if len(letters) > 1 else {letters: size}
+        rest = math.prod(x for x in apart.values() if x is not None)
+        unknown = [x for x, length in apart.items() if length is None]
+        if size % rest or len(unknown) > 1:
+            return None
+        sizes |= {x: size // rest if length is None else length for x, length in apart.items()}
+        if math.prod(sizes[x] for x in letters) != size:
+            return None
+    return sizes

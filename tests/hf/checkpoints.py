@@ -1,0 +1,81 @@
+"""Small models of every family, with and without transformers.
+
+The weights are drawn by NumPy from the name of each tensor, so they are the same everywhere and are stored nowhere.
+`numbers.json` has what transformers computes with them; tests/hf/write_numbers.py wrote it.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from jaxshard.checkpoint.safetensors.header import CODES, Tensor
+
+NUMBERS = Path(__file__).with_name("numbers.json")
+VOCAB, ROWS, SEQ = 96, 2, 40
+SEEN = (0, 5, 19, 39)  # positions whose logits are stored, of the tokens
+SHOWN = 12  # so many of them
+
+_LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16, "rope_theta": 500000.0,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+
+# Rows are longer than windows, and than the lengths that scaled models were trained on.
+CASES = {
+    "llama": ("llama", _LLAMA),
+    "llama-llama3": ("llama", _LLAMA | {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama-yarn": ("llama", _LLAMA | {"rope_parameters": _YARN, "num_hidden_layers": 2}),
+    "llama-linear": (
+        "llama",
+        _LLAMA
+        | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "head_dim": 8}
+        | {"num_hidden_layers": 2},
+    ),
+}
+"""The model_type and configuration of each case."""
+
+
+def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The weights of a tensor: large enough that every part of the model makes a difference."""
+    x = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+    if len(shape) == 1:
+        return (0.3 * x + ("norm" in name or "ln_" in name) * name.endswith("weight")).astype(np.float32)
+    return (x / np.sqrt(shape[-1]) * (1.5 if "embed" in name or "wte" in name else 1)).astype(np.float32)
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (ROWS, SEQ))
+
+
+def numbers(case: str) -> dict:
+    return json.loads(NUMBERS.read_text())[case]
+
+
+def write_folder(folder: Path, case: str, **entries: object) -> Path:
+    """Write config.json and model.safetensors of a case, as transformers does."""
+    stored = numbers(case)
+    (folder / "config.json").write_text(json.dumps(stored["config"] | entries))
+    write_tensors(folder / "model.safetensors", {name: draw(name, tuple(s)) for name, s in stored["tensors"].items()})
+    return folder
+
+
+def write_tensors(file: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write a file as the `safetensors` library does: without our metadata."""
+    placed, at = {}, 0
+    for name, x in arrays.items():
+        placed[name] = Tensor(str(x.dtype), x.shape, at)
+        at += x.nbytes
+    header = json.dumps(
+        {
+            name: {"dtype": CODES[one.dtype], "shape": one.shape, "data_offsets": [one.start, one.start + one.size]}
+            for name, one in placed.items()
+        }
+    ).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(x.tobytes() for x in arrays.values()))
