@@ -10,9 +10,9 @@ import codecs
 import hashlib
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,13 +29,16 @@ _MAX_CHUNKS = 64
 """Chunks that are checked and hashed at most: of 2**40 tokens one in a thousand."""
 
 
-class Corpus(NamedTuple):
+Part = TypeVar("Part")
+
+
+class Corpus(NamedTuple, Generic[Part]):
     """Tokens to train on and tokens held out, in memory or memory-mapped.
 
     Attributes:
       name: the name of the file or folder, or "stdlib-" and the Python version.
-      train: integers [number of tokens].
-      held_out: integers [number of tokens], for evaluation.
+      train: integers [number of tokens]; of `tokenize` they are `js.data.Documents`.
+      held_out: the same, for evaluation.
       vocab: the size of the vocabulary; all ids are from 0 to vocab - 1.
       digest: SHA-256 over the tokens of both, in hexadecimal, so that a result can name the text it was trained on (the
         standard library differs between Python versions). Of more than 2**30 tokens it covers the number and 64 evenly
@@ -43,13 +46,13 @@ class Corpus(NamedTuple):
     """
 
     name: str
-    train: np.ndarray
-    held_out: np.ndarray
+    train: Part
+    held_out: Part
     vocab: int
     digest: str
 
 
-def stdlib() -> Corpus:
+def stdlib() -> Corpus[np.ndarray]:
     """Load the source text of the running Python's standard library: about 12 MB that are on every machine.
 
     These are all `*.py` files below `sysconfig`'s stdlib folder in the order of their paths, without installed packages
@@ -69,7 +72,7 @@ def stdlib() -> Corpus:
     return _join_texts(f"stdlib-{sysconfig.get_python_version()}", texts)
 
 
-def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Corpus:
+def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Corpus[np.ndarray]:
     """Load the corpus at a path: text, or tokens.
 
     - A folder: the bytes of every UTF-8 file below it. Hidden files are left out, and other ones that are not UTF-8,
@@ -126,7 +129,19 @@ def _begins_as_text(path: Path) -> bool:
     return True
 
 
-def _load_folder(root: Path) -> Corpus:
+def _load_folder(root: Path) -> Corpus[np.ndarray]:
+    texts, skipped = read_texts(root)
+    if skipped:
+        warnings.warn(skipped, stacklevel=3)
+    return _join_texts(root.resolve().name, texts)
+
+
+def read_texts(root: Path) -> tuple[dict[str, bytes], str]:
+    """Read the UTF-8 files below a folder, by their relative paths, and say what was left out (empty for nothing).
+
+    Raises:
+      ValueError: there is no text.
+    """
     texts, skipped = {}, []
     for path in _list_files(root, "*", frozenset()):
         content = (root / path).read_bytes()
@@ -137,9 +152,7 @@ def _load_folder(root: Path) -> Corpus:
             skipped.append(path.as_posix())
     if not any(texts.values()):
         raise ValueError(f"data: the folder {root} has no text: {len(texts)} empty files, {len(skipped)} not UTF-8")
-    if skipped:
-        warnings.warn(f"data: left out {len(skipped)} files that are not UTF-8, such as {skipped[0]}", stacklevel=3)
-    return _join_texts(root.resolve().name, texts)
+    return texts, f"data: left out {len(skipped)} files that are not UTF-8, such as {skipped[0]}" if skipped else ""
 
 
 def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
@@ -148,32 +161,37 @@ def _list_files(root: Path, pattern: str, skip: frozenset[str]) -> list[Path]:
     return sorted(path for path in found if not any(part in skip or part.startswith(".") for part in path.parts))
 
 
-def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus:
+def _join_texts(name: str, texts: dict[str, bytes]) -> Corpus[np.ndarray]:
     """Make the corpus of several texts by relative path, each of them either trained on or held out."""
     texts = {path: text for path, text in texts.items() if text}
     if len(texts) < 2:
         return _split_tokens(name, np.frombuffer(b"".join(texts.values()), np.uint8), _BYTES)
-    # A number in [0, 1) for each path that does not depend on the other files.
-    share = {path: int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64 for path in texts}
-    by_share = sorted(texts, key=share.__getitem__)
-    count = sum(value < HELD_OUT for value in share.values())
-    held = set(by_share[: min(max(count, 1), len(texts) - 1)])
+    held = choose_held_out(texts)
 
     def join(paths: Iterable[str]) -> np.ndarray:
         return np.frombuffer(b"".join(texts[path] + _SEPARATOR for path in paths), np.uint8)
 
     train, held_out = join(p for p in texts if p not in held), join(p for p in texts if p in held)
-    return Corpus(name, train, held_out, _BYTES, _hash_tokens([train, held_out]))
+    return Corpus(name, train, held_out, _BYTES, hash_tokens([train, held_out]))
 
 
-def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus:
+def choose_held_out(paths: Collection[str]) -> set[str]:
+    """Choose the paths of two or more that are held out, at least one; a path does not depend on the others."""
+    # A number in [0, 1) for each path.
+    share = {path: int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64 for path in paths}
+    by_share = sorted(paths, key=share.__getitem__)
+    count = sum(value < HELD_OUT for value in share.values())
+    return set(by_share[: min(max(count, 1), len(paths) - 1)])
+
+
+def _split_tokens(name: str, tokens: np.ndarray, vocab: int) -> Corpus[np.ndarray]:
     """Make the corpus of one token array, whose end is held out."""
     if not len(tokens):
         raise ValueError(f"data: {name} is empty")
     for chunk in _sample_chunks(tokens):
         check_ids(chunk, vocab)
     cut = len(tokens) - int(len(tokens) * HELD_OUT)
-    return Corpus(name, tokens[:cut], tokens[cut:], vocab, _hash_tokens([tokens]))
+    return Corpus(name, tokens[:cut], tokens[cut:], vocab, hash_tokens([tokens]))
 
 
 def _map_tokens(path: Path, dtype: Any) -> np.ndarray:
@@ -220,7 +238,8 @@ def _sample_chunks(tokens: np.ndarray) -> Iterator[np.ndarray]:
     return (tokens[start : start + _CHUNK] for start in starts)
 
 
-def _hash_tokens(arrays: list[np.ndarray]) -> str:
+def hash_tokens(arrays: list[np.ndarray]) -> str:
+    """Return SHA-256 over arrays of tokens, in hexadecimal; of very many over evenly spaced pieces."""
     total = hashlib.sha256()
     for tokens in arrays:
         total.update(f"{tokens.dtype.str}{len(tokens)}".encode())

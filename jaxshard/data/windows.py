@@ -18,6 +18,8 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jaxshard.data.corpus import check_ids, check_token_array
+from jaxshard.data.documents import Documents
+from jaxshard.data.packing import eval_rows
 from jaxshard.data.source import draw_indices
 
 
@@ -90,29 +92,36 @@ def windows(
 
 
 def eval_batches(
-    tokens: Int[np.ndarray, " tokens"], *, batch: int, seq: int, limit: int | None = None, vocab: int | None = None
-) -> Iterator[dict[str, Int32[np.ndarray, "rows seq_plus_1"]]]:
-    """Make batches of held-out windows, a finite number, in the order of the text.
+    tokens: Int[np.ndarray, " tokens"] | Documents,
+    *,
+    batch: int,
+    seq: int,
+    limit: int | None = None,
+    vocab: int | None = None,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Make batches of held-out windows, a finite number, in the order of the text; or of packed rows of documents.
 
     They are NumPy arrays with all global rows, the same on every host.
 
     Args:
-      tokens: integers [number of tokens], in memory or memory-mapped.
-      batch: the number of windows in a batch; the last may be shorter.
-      seq: the number of targets of a window, which has seq + 1 tokens.
-      limit: the largest number of windows, taken evenly spaced over the text, so that a short evaluation is no sample
-        of the first files alone. None takes every window once.
-      vocab: checks the token ids of every row.
+      tokens: integers [number of tokens], in memory or memory-mapped; or `js.data.Documents`.
+      batch: the number of rows in a batch; the last may be shorter.
+      seq: the number of targets of a row.
+      limit: the largest number of rows, taken evenly spaced over the text, so that a short evaluation is no sample
+        of the first files alone. None takes every row once.
+      vocab: checks the token ids of every row; documents have a vocabulary of their own.
 
     Returns:
-      An iterator of {"tokens": int32[batch, seq + 1]}.
+      An iterator of {"tokens": int32[batch, seq + 1]}; for documents of what `js.data.packed` gives.
 
     Raises:
       ValueError: as `windows`, or a limit below 1. While iterating: a token id outside the vocabulary.
     """
-    _check_tokens(tokens, batch, seq)
     if limit is not None and limit < 1:
         raise ValueError(f"data: limit must be at least 1 window, got {limit}")
+    if isinstance(tokens, Documents):
+        return eval_rows(tokens, batch=batch, seq=seq, limit=limit)
+    _check_tokens(tokens, batch, seq)
     total = (len(tokens) - 1) // seq
     count = min(total, limit or total)
     chosen = np.arange(count) * total // count

@@ -1,0 +1,297 @@
+"""`Documents`: tokens, where each document begins, and which tokens are answers; `tokenize` makes them of text."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxshard.data.corpus import HELD_OUT, Corpus, check_token_array, choose_held_out, read_texts
+from jaxshard.data.records import TEMPLATE, Record, first_kind, read_records, split_template
+from jaxshard.data.token_cache import TokenFiles, load_tokens, save_tokens
+from jaxshard.data.tokenizer import Tokenizer
+
+_AT_ONCE = 1024
+"""Documents that the tokenizer is given at a time."""
+
+_FORMAT = "1"
+"""Changes with what is written into the cache."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokens of documents, one after another, in memory or memory-mapped.
+
+    Attributes:
+      tokens: integers [tokens].
+      starts: int64[documents + 1]; document i is tokens[starts[i] : starts[i + 1]].
+      answers: bool[tokens], the tokens that are learned as labels; None for all of them.
+      vocab: the size of the vocabulary, against which ids are checked where they are read; None for no check.
+      lines: int64[documents], the line of each in its file; None where documents are no lines.
+      name: what errors call the documents.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    answers: np.ndarray | None = None
+    vocab: int | None = None
+    lines: np.ndarray | None = None
+    name: str = "documents"
+
+    def __post_init__(self) -> None:
+        check_token_array(self.tokens, self.name)
+        starts, count = self.starts, len(self.tokens)
+        if starts.ndim != 1 or not len(starts) or (starts[0], starts[-1]) != (0, count) or (np.diff(starts) < 1).any():
+            raise ValueError(
+                f"data: starts of {self.name} must grow from 0 to the number of tokens, {count}: no document is empty"
+            )
+        if self.answers is not None and (self.answers.shape != self.tokens.shape or self.answers.dtype != bool):
+            raise ValueError(
+                f"data: answers of {self.name} must be bool[{count}], one for each token, got "
+                f"{self.answers.dtype}{list(self.answers.shape)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def where(self, number: int) -> str:
+        """Name a document for people: its line, or its number."""
+        return f"{self.name} document {number}" if self.lines is None else f"{self.name} line {self.lines[number]}"
+
+    def part(self, first: int, last: int) -> Documents:
+        """Return documents first to last - 1; nothing is copied but where they begin."""
+        begin, end = self.starts[first], self.starts[last]
+        answers = None if self.answers is None else self.answers[begin:end]
+        lines = None if self.lines is None else self.lines[first:last]
+        starts = self.starts[first : last + 1] - begin
+        return Documents(self.tokens[begin:end], starts, answers, self.vocab, lines, self.name)
+
+
+def documents(
+    tokens: Sequence[Int[np.ndarray, " tokens"]],
+    *,
+    answers: Sequence[Bool[np.ndarray, " tokens"]] | None = None,
+    vocab: int | None = None,
+) -> Documents:
+    """Make documents of token arrays of your own, to be packed by `js.data.packed`.
+
+    Args:
+      tokens: the token ids of each document, at least one.
+      answers: for each document which of its tokens are learned as labels; None for all of them.
+      vocab: checks the token ids of every row that is read.
+
+    Returns:
+      The documents, with a copy of the tokens.
+
+    Raises:
+      ValueError: an empty document, arrays that are no integers, or answers of another shape or dtype.
+    """
+    lengths = [len(one) for one in tokens]
+    if empty := [number for number, length in enumerate(lengths) if not length]:
+        raise ValueError(f"data: document {empty[0]} is empty; leave out the {len(empty)} empty document(s)")
+    if answers is not None and [len(one) for one in answers] != lengths:
+        raise ValueError("data: answers need one truth value for each token of each document")
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    joined = None if answers is None else np.concatenate(answers or [np.zeros(0, bool)])
+    return Documents(np.concatenate(tokens or [np.zeros(0, np.int32)]), starts, joined, vocab)
+
+
+def tokenize(
+    path: str | Path, tokenizer: Tokenizer, *, template: str | None = None, cache: str | Path | None = None
+) -> Corpus[Documents]:
+    r"""Tokenise the documents at a path: text, or records of which only the answers are learned.
+
+    - A `.jsonl` file: one record in each line, all of one kind: {"text": ...}, {"prompt": ..., "completion": ...} or
+      {"messages": [{"role": ..., "content": ...}, ...]}. Other keys are left alone. Of a conversation the messages of
+      the roles "assistant" and "model" are answers, with what the template has behind them. The last 8 % of the records
+      are held out, at least one.
+    - A folder: every UTF-8 file below it is a document, as `js.data.load` reads and holds them out.
+    - Any other file is one document, whose last 8 % are held out.
+
+    Each text is tokenised as a whole, with the tokens that the tokenizer adds to a text, so that it gives the tokens
+    that `transformers` has for the same text. A token with a character of an answer is an answer's. The tokenizer's
+    `end` is put behind every document that does not end with it; it is learned where what stands before it is. Empty
+    texts are left out, with a warning.
+
+    The tokens are kept in files of a cache, named by a hash of the data, the tokenizer and the template.
+
+    Args:
+      path: a file or a folder.
+      tokenizer: what `js.data.tokenizer` returns.
+      template: the text of a message, in which {role} and {content} are replaced; "{role}:\n{content}\n" by default.
+        Where there is a chat template beside the tokenizer, it must be given for records with messages: a Jinja program
+        is not run.
+      cache: the folder of the cache; by default `jaxshard/tokens` in $XDG_CACHE_HOME, or in ~/.cache.
+
+    Returns:
+      The corpus, its parts memory-mapped.
+
+    Raises:
+      FileNotFoundError: nothing at the path.
+      ValueError: wrong lines, with their numbers; no documents, or no second one to hold out; a template that is none,
+        or that is missing.
+
+    Example:
+        tokenizer = js.data.tokenizer("llama/")
+        corpus = js.data.tokenize("chats.jsonl", tokenizer, template="<|im_start|>{role}\n{content}<|im_end|>\n")
+        source = js.data.packed(corpus.train, batch=32, seq=1024, seed=0)
+    """
+    texts = _open(Path(path), tokenizer, template)
+    key = hashlib.sha256()
+    for fact in (_FORMAT, tokenizer.digest, TEMPLATE if template is None else template, texts.digest):
+        key.update(f"{len(fact)} {fact}".encode())
+    found = load_tokens(cache, texts.name, key.hexdigest())
+    if found is None:
+        found = _tokenize(texts, tokenizer)
+        if (problem := save_tokens(cache, texts.name, key.hexdigest(), found)) is not None:
+            warnings.warn(f"data: the tokens of {texts.name} are not kept: {problem}", stacklevel=2)
+    for note in (*texts.notes, *found.notes):
+        warnings.warn(f"data: {note}", stacklevel=2)
+    whole = Documents(found.tokens, found.starts, found.answers, tokenizer.vocab, found.lines, texts.name)
+    cut = len(whole) - found.held_out
+    return Corpus(texts.name, whole.part(0, cut), whole.part(cut, len(whole)), tokenizer.vocab, found.digest)
+
+
+class _Texts(NamedTuple):
+    """The documents at a path, not yet tokenised.
+
+    `first_held` is the number of the first that is held out, or None where the last 8 % are.
+    """
+
+    name: str
+    digest: str
+    records: Callable[[], Iterator[Record]]
+    first_held: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _open(path: Path, tokenizer: Tokenizer, template: str | None) -> _Texts:
+    """Find the documents at a path, and hash them; ValueError where there are none, or a template is missing."""
+    if not path.exists():
+        raise FileNotFoundError(f"data: {path} does not exist; give a .jsonl file, a text file or a folder of text")
+    name = path.resolve().name
+    if path.suffix in (".npy", ".bin") and path.is_file():
+        raise ValueError(f"data: {path} holds token ids, for which there is no use of a tokenizer; read it without one")
+    if path.is_dir():
+        return _open_folder(path, name)
+    with path.open("rb") as file:
+        digest = f"{path.suffix} {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    if path.suffix != ".jsonl":
+        return _Texts(name, digest, lambda: iter([Record(_decode(path))]))
+    if template is None and first_kind(path) == "messages" and tokenizer.template_file is not None:
+        raise ValueError(
+            f"data: {path} has messages, and the chat template in {tokenizer.template_file} is a Jinja program, which "
+            "is not run here. Say what a message looks like as template= (--template), such as "
+            "'<|im_start|>{role}\\n{content}<|im_end|>\\n', or write the conversations as prompts and completions"
+        )
+    chosen = TEMPLATE if template is None else template
+    split_template(chosen)
+    return _Texts(name, digest, lambda: read_records(path, chosen))
+
+
+def _open_folder(path: Path, name: str) -> _Texts:
+    texts, skipped = read_texts(path)
+    if lines := [one for one in texts if one.endswith(".jsonl")]:
+        raise ValueError(
+            f"data: the folder {path} has {lines[0]}; give one .jsonl file, or a folder of text without any"
+        )
+    texts = {one: text for one, text in texts.items() if text}
+    held = choose_held_out(texts) if len(texts) > 1 else set()
+    order = sorted(texts, key=lambda one: one in held)  # stable: those that are held out last
+    digest = hashlib.sha256()
+    for one in order:
+        digest.update(f"{len(one)} {one} {len(texts[one])} ".encode() + texts[one])
+    first_held = len(order) - len(held) if held else None
+    notes = (skipped.removeprefix("data: "),) if skipped else ()
+    return _Texts(name, digest.hexdigest(), lambda: (Record(texts[one].decode()) for one in order), first_held, notes)
+
+
+def _decode(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data: {path} is not UTF-8 at byte {error.start}; a tokenizer takes text") from error
+
+
+class _Encoded(NamedTuple):
+    """A tokenised record: which of its tokens are learned, and how many answers begin inside a token."""
+
+    number: int
+    line: int
+    ids: np.ndarray
+    learned: np.ndarray | None
+    straddling: int
+
+
+def _tokenize(texts: _Texts, tokenizer: Tokenizer) -> TokenFiles:
+    """Tokenise all documents of a path into arrays in memory."""
+    dtype = np.uint16 if tokenizer.vocab <= 2**16 else np.int32
+    found, empty = [], 0
+    for one in _encode(texts.records(), tokenizer):
+        if one.ids.size:
+            found.append(one._replace(ids=one.ids.astype(dtype)))
+        else:
+            empty += 1
+    if not found:
+        raise ValueError(f"data: {texts.name} has no documents with tokens")
+    notes = [f"{texts.name}: left out {empty} empty document(s)"] if empty else []
+    if straddling := sum(one.straddling for one in found):
+        notes.append(
+            f"{texts.name}: {straddling} answer(s) begin inside a token, which then counts as the answer's; better end "
+            "prompts without a space, and begin answers with it"
+        )
+    tokens = np.concatenate([one.ids for one in found])
+    starts = np.concatenate([[0], np.cumsum([len(one.ids) for one in found])]).astype(np.int64)
+    learned = None if found[0].learned is None else np.concatenate([one.learned for one in found])
+    lines = np.array([one.line for one in found], np.int64) if found[0].line else None
+    if len(found) > 1:
+        held = sum(one.number >= texts.first_held for one in found) if texts.first_held is not None else 0
+        held = held if 0 < held < len(found) else max(1, int(len(found) * HELD_OUT))
+        return TokenFiles(tokens, starts, learned, lines, held, tuple(notes))
+    if lines is not None or len(tokens) < 2:
+        raise ValueError(f"data: {texts.name} has one document, and one must be held out; give at least two")
+    cut = min(len(tokens) - 1, len(tokens) - int(len(tokens) * HELD_OUT))
+    return TokenFiles(tokens, np.array([0, cut, len(tokens)]), None, None, 1, tuple(notes))
+
+
+def _encode(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[_Encoded]:
+    """Tokenise records; those without text have no tokens."""
+    number = 0
+    while some := list(islice(records, _AT_ONCE)):
+        with_answers = some[0].answers is not None  # a file has records of one kind
+        texts = [record.text for record in some]
+        spans: list[Any] = [None] * len(some)
+        if with_answers:
+            ids, spans = map(list, zip(*tokenizer.encode_with_spans(texts), strict=True))
+        else:
+            ids = tokenizer.encode(texts)
+        for record, its_ids, its_spans in zip(some, ids, spans, strict=True):
+            its_ids = its_ids if record.text else its_ids[:0]
+            yield _Encoded(number, record.line, *_end(record, its_ids, its_spans, tokenizer))
+            number += 1
+
+
+def _end(
+    record: Record, ids: np.ndarray, spans: np.ndarray | None, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Put the end token behind a document, and find the tokens that are learned and answers that begin inside one."""
+    end = tokenizer.end
+    if end is not None and ids.size and ids[-1] != end and not record.text.rstrip().endswith(tokenizer.text_of(end)):
+        ids = np.append(ids, end)
+    if record.answers is None or spans is None:
+        return ids, None, 0
+    learned, straddling = np.zeros(len(ids), bool), 0
+    first, last = spans.T
+    for begin, stop in record.answers:
+        learned[: len(spans)] |= (first < stop) & (last > begin) & (last > first)
+        straddling += bool(((first < begin) & (last > begin)).any())
+    if ids[-1] == end:  # learned with the answer that it ends
+        learned[-1] |= record.answers[-1][1] == len(record.text)
+    return ids, learned, straddling

@@ -1,0 +1,86 @@
+"""A cache of tokenised documents: a folder of arrays for each, named by a hash of what they were made of.
+
+A folder is written under another name and renamed when it is whole, so that several processes may make the same one.
+Its content is compared with its checksum when it is read; one that is damaged is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxshard.data.corpus import hash_tokens
+
+_FACTS = "facts.json"
+
+
+class TokenFiles(NamedTuple):
+    """Tokenised documents; see `js.data.Documents`. The last `held_out` of them are held out.
+
+    `notes` say what tokenising left out.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    answers: np.ndarray | None
+    lines: np.ndarray | None
+    held_out: int
+    notes: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all arrays, in hexadecimal."""
+        return hash_tokens(list(self.arrays.values()))
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that there are, by name."""
+        arrays = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers, "lines": self.lines}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+
+def load_tokens(cache: str | Path | None, name: str, key: str) -> TokenFiles | None:
+    """Open what `save_tokens` wrote, memory-mapped; None where there is nothing, or it is damaged."""
+    folder = _folder(cache, name, key)
+    try:
+        facts = json.loads((folder / _FACTS).read_text())
+        arrays = {one: np.load(folder / f"{one}.npy", mmap_mode="r") for one in facts["arrays"]}
+        held, notes = facts["held_out"], tuple(facts["notes"])
+        found = TokenFiles(arrays["tokens"], arrays["starts"], arrays.get("answers"), arrays.get("lines"), held, notes)
+        return found if found.digest == facts["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save_tokens(cache: str | Path | None, name: str, key: str, found: TokenFiles) -> str | None:
+    """Write tokenised documents; return why it could not be done, or None."""
+    folder = _folder(cache, name, key)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+        try:
+            for one, array in found.arrays.items():
+                np.save(made / f"{one}.npy", array)
+            arrays, held_out = list(found.arrays), found.held_out
+            facts = {"arrays": arrays, "sha256": found.digest, "held_out": held_out, "notes": found.notes}
+            (made / _FACTS).write_text(json.dumps(facts))
+            if load_tokens(cache, name, key) is None:  # another process may have been faster
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        return f"{error.filename or folder}: {error.strerror or error}"
+    return None
+
+
+def _folder(cache: str | Path | None, name: str, key: str) -> Path:
+    if cache is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxshard" / "tokens"
+    return Path(cache) / f"{name[:64]}-{key[:32]}"
