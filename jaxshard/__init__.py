@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from jaxshard.engines.auto import auto as auto
     from jaxshard.engines.explicit import explicit as explicit
     from jaxshard.engines.pipeline.engine import pipelined as pipelined
+    from jaxshard.generation.generate import generate as generate
     from jaxshard.layers.attention.attention import attention as attention
     from jaxshard.layers.head_loss import head_loss as head_loss
     from jaxshard.layers.moe.moe import moe as moe
@@ -161,6 +162,7 @@ _NAMES = {
     "engines.auto": ("auto",),
     "engines.explicit": ("explicit",),
     "engines.pipeline.engine": ("pipelined",),
+    "generation.generate": ("generate",),
     "layers.attention.attention": ("attention",),
     "layers.head_loss": ("head_loss",),
     "layers.moe.moe": ("moe",),

@@ -19,7 +19,7 @@ FLOORS = {
     8: ("__main__",),
     7: ("__init__", "commands"),
     6: ("plan", "hf"),
-    5: ("checks", "checkpoint"),
+    5: ("checks", "checkpoint", "generation"),
     4: ("training",),
     3: ("engines", "models", "data"),
     2: ("adapt", "layers", "schedules", "optim", "distributed", "cost"),

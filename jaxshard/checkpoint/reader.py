@@ -41,7 +41,8 @@ def restore(
 
     Args:
       dir: the folder of checkpoints.
-      layout: how to store the run; its model and optimizer are those that were saved.
+      layout: how to store the run; its model and optimizer are those that were saved. One that was made without an
+        optimizer (`js.layout(strategy, mesh, init_fn)`) reads all but the optimizer's state.
       step: the number of the step; the newest complete one by default.
       verify: first compare every byte of the step with its checksum, a share of the files in each process. Without
         it, only the names and sizes of the files and the shapes and dtypes in them are compared.
@@ -70,7 +71,9 @@ def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, key:
     """Restore a run, as `restore`; with a key and without `verify`, only the manifest is compared with the key."""
     folder, manifest = _find_step(root, layout, step, key)
     wanted, structure = entries(layout)
-    _check_same_arrays(folder, manifest.arrays, wanted)
+    without = layout.shapes.opt_state is None
+    saved = [array for array in manifest.arrays if not (without and array.path.startswith("opt_state/"))]
+    _check_same_arrays(folder, saved, wanted)
     check_intact(folder, manifest, verify=verify)
     try:
         found = store.load_arrays(folder, {entry.path: entry.shape_saved(layout.mesh) for entry in wanted})

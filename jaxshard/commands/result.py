@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import Layout
 from jaxshard.data.corpus import Corpus
-from jaxshard.models.decoder import Decoder, sample
-from jaxshard.training.evaluate import make_apply
+from jaxshard.generation.generate import generate
+from jaxshard.models.decoder import Decoder
 from jaxshard.training.metrics import finite
 from jaxshard.training.records import Record
 from jaxshard.training.state import TrainState
@@ -92,15 +91,27 @@ def draw_sample(
 ) -> dict[str, str] | None:
     """Let the model continue the first held-out tokens.
 
+    The model's rows end somewhere: then it goes on from the second half of what it sees.
+
     Returns:
       {"prompt", "text"}, the text of `length` new tokens; None for a length of 0.
+
+    Raises:
+      ValueError: `js.generate` refuses the model.
     """
     if length == 0:
         return None
-    prompt = np.asarray(corpus.held_out[:_PROMPT_LENGTH], np.int32)
-    draw = make_apply(partial(sample, network, length=length, temperature=_TEMPERATURE), layout)
-    tokens = np.asarray(draw(run, prompt[None], jax.random.key(seed)))[0]
-    return {"prompt": _decode(prompt, corpus), "text": _decode(tokens[len(prompt) :], corpus)}
+    kept = (network.seq + 1) // 2
+    prompt = np.asarray(corpus.held_out[: min(_PROMPT_LENGTH, kept)], np.int32)
+    tokens, key, wanted = prompt.tolist(), jax.random.key(seed), len(prompt) + length
+    while len(tokens) < wanted:
+        seen = tokens[-kept:]
+        new = min(length, network.seq + 1 - len(seen))
+        key = jax.random.fold_in(key, len(tokens))
+        (drawn,) = generate(network, run.params, layout, [seen], length=new, temperature=_TEMPERATURE, key=key)
+        tokens += drawn[len(seen) :]
+    text = np.asarray(tokens[len(prompt) : wanted])
+    return {"prompt": decode(prompt, _is_text(corpus)), "text": decode(text, _is_text(corpus))}
 
 
 def write_json(file: Path | None, result: dict[str, Any]) -> None:
@@ -117,9 +128,9 @@ def _is_text(corpus: Corpus) -> bool:
     return corpus.train.dtype == np.uint8 and corpus.vocab == 256
 
 
-def _decode(tokens: np.ndarray, corpus: Corpus) -> str:
+def decode(tokens: np.ndarray, is_text: bool) -> str:
     """Decode bytes as text without control characters, and other tokens as numbers."""
-    if not _is_text(corpus):
+    if not is_text:
         return " ".join(map(str, tokens))
     text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -6,6 +6,7 @@ dimensions once and knows neither mesh nor strategy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
+from jaxshard.core.cache import cache_in_force
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import spec_entry
@@ -178,9 +180,15 @@ class Activations:
             axes = self.layout.batch_axes if name == "batch" else self.layout.sum_axes
             return axes if size % axis_size(self.layout.mesh, axes) == 0 else _FREE
         of_context = self._context_axes() if name in ("context", "sequence") else ()
-        parts = [] if name == "context" else self.tensors()
+        # Of the new positions that generation runs, often one, there may be fewer than devices.
+        few = name == "sequence" and cache_in_force() is not None and size % self._size_of("sequence")
+        parts = [] if name == "context" or few else self.tensors()
         axes = of_context + tuple(axis for part in parts for axis in part.entry(name, size, self.layout.mesh, who))
         return _FREE if of_context and size % axis_size(self.layout.mesh, axes) else axes
+
+    def _size_of(self, name: str) -> int:
+        """The number of devices over which rules of `js.tensor` split dimensions of this name."""
+        return math.prod(axis_size(self.layout.mesh, p.axis) for p in self.tensors() if p.rules.fate(name) == "split")
 
     def _context_axes(self) -> tuple[str, ...]:
         """The axes of the context, if the compiler handles them: each device has its own positions otherwise."""

@@ -51,7 +51,11 @@ def row_keys(
     """
     if rows < 0:
         raise ValueError(f"row_keys: the number of rows must not be negative, got {rows}")
-    numbers = _stride.value * jnp.arange(rows, dtype=jnp.uint32)
+    return keys_of_rows(key, _stride.value * jnp.arange(rows, dtype=jnp.uint32))
+
+
+def keys_of_rows(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Make the keys of `row_keys` for rows of these numbers in the global batch, uint32[rows]."""
     # The hash keeps row r's key from being the advanced key itself, of which the user may draw numbers too.
     keys: jax.Array = jax.vmap(lambda row: jax.random.fold_in(advance(key, row), 0))(numbers)
     return keys

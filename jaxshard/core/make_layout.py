@@ -46,7 +46,7 @@ def layout(
     strategy: Strategy,
     mesh: Mesh,
     init_fn: InitFn,
-    tx: Any,
+    tx: Any = None,
     *,
     trainable: PyTree | Callable[[str], bool] = lambda path: True,
 ) -> Layout:
@@ -59,7 +59,8 @@ def layout(
       strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
       mesh: made by `js.make_mesh`.
       init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
-      tx: the optax transform of the run.
+      tx: the optax transform of the run. Without one the layout is for a model that is only read, by `js.generate` or
+        `js.make_eval_step`: `js.restore` then leaves the optimizer's state out.
       trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
         parameters. A frozen parameter has no gradient and no optimizer state.
 
@@ -77,7 +78,8 @@ def layout(
         layout = js.layout(js.compose(js.zero2(), js.tensor()), mesh, init_fn, optax.adamw(3e-4))
     """
     warn_if_untested()
-    check_transform(tx)
+    if tx is not None:
+        check_transform(tx)
     if isinstance(strategy, (Mesh, AbstractMesh)):
         raise TypeError("strategy is a mesh; write js.layout(strategy, mesh, init_fn, tx), in this order")
     check_strategy(strategy)
@@ -107,7 +109,7 @@ def layout(
     # The update happens where the optimizer state is, so that is where the optimizer sees parameters and gradients.
     opt_params = select(mask, placed["opt"])
     with own_mesh(mesh):
-        opt_state = _shapes_of_opt_state(tx, select(mask, params))
+        opt_state = None if tx is None else _shapes_of_opt_state(tx, select(mask, params))
 
     def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
         return lambda path, x: placer.place(role, leaf_of(path, x))

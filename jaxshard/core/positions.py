@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxshard.core.cache import cache_in_force
 from jaxshard.core.constrain import activations_in_force
 from jaxshard.core.marks import is_marking, leave_mark, marked_length
 
@@ -23,8 +24,8 @@ def positions(count: int) -> Int[Array, " count"]:
     """Return the positions in its row of the `count` elements at hand, of which each device may have a part.
 
     Under `js.explicit` and `js.pipelined` with `js.context` these are this device's positions, for a model that knows
-    positions not from its batch: rotary angles, a table of learned positions. Elsewhere they are 0 to `count` - 1. No
-    collectives.
+    positions not from its batch: rotary angles, a table of learned positions. Where `js.generate` goes on with a row
+    they are those behind the ones before. Elsewhere they are 0 to `count` - 1. No collectives.
 
     Args:
       count: how many positions the arrays at hand have.
@@ -39,6 +40,8 @@ def positions(count: int) -> Int[Array, " count"]:
         raise ValueError(f"positions: the count must not be negative, got {count}")
     if is_marking():
         return leave_mark("js.positions", (), (), [jax.ShapeDtypeStruct((count,), jnp.int32)], (-1,))[0]
+    if (cache := cache_in_force()) is not None:
+        return cache.positions(count)
     axes = split_axes()
     if not axes:
         return jnp.arange(count, dtype=jnp.int32)

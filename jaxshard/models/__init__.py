@@ -5,7 +5,6 @@ Imports `core/`, `adapt/` and `layers/`.
 
 from jaxshard.models.decoder import Decoder as Decoder
 from jaxshard.models.decoder import logits as logits
-from jaxshard.models.decoder import sample as sample
 from jaxshard.models.gpt import gpt as gpt
 from jaxshard.models.llama import llama as llama
 from jaxshard.models.moe import moe as moe

@@ -1,4 +1,4 @@
-"""Decoder-only language models as `js.Stacked` models: the batch they take, their loss, their logits and samples.
+"""Decoder-only language models as `js.Stacked` models: the batch they take, their loss and their logits.
 
 A batch is {"tokens": int32[B, T + 1]}, for example for B = 1 and T = 3
 
@@ -28,7 +28,6 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.core.keys import row_keys
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.positions import count_in_row
 from jaxshard.core.tree import BLOCKS
@@ -112,12 +111,16 @@ class Decoder(Stacked):
             matrix = output(params)
             return head_loss(norm(params, x_BTC), matrix, targets_BT, weights_BT, tied=tied, accuracy=key is None)
 
-        def readout(params: PyTree, x_BTC: PyTree) -> jax.Array:
+        def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
             matrix = output(params)
             return norm(params, x_BTC) @ (matrix.T if tied else matrix)
 
         super().__init__(embed_batch, run_block, head, num_blocks, init)
         self.seq, self.readout = seq, readout
+
+    def residual(self, activations: PyTree) -> jax.Array:
+        """Return x[B, T, C] of the activations between blocks, of which `readout(params, x)` makes logits."""
+        return split_rows(activations)[0]  # type: ignore[no-any-return]
 
     def separate_labels(self, batch: PyTree) -> PyTree:
         """Return a batch with "targets" beside "tokens", [B, T] both."""
@@ -146,65 +149,7 @@ def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> F
     # embed takes a training row, whose last token is only a target.
     x_BTC = model.embed(rest, {"tokens": jnp.pad(tokens, ((0, 0), (0, 1)))}, None)
     x_BTC, _ = jax.lax.scan(lambda x, block: (model.block(block, x, None), None), x_BTC, params[BLOCKS])
-    return model.readout(rest, x_BTC).astype(jnp.float32)
-
-
-def sample(
-    model: Decoder,
-    params: PyTree,
-    prompt: Int[Array, "batch prompt"],
-    key: jax.Array,
-    *,
-    length: int,
-    temperature: float = 1.0,
-) -> Int[Array, "batch prompt+length"]:
-    """Continue prompts with tokens drawn from the model.
-
-    One compiled program draws all tokens: the model sees a window of fixed size, the last `model.seq` tokens. Nothing
-    is cached, so every token costs a forward pass over the window. For a sharded state:
-
-        generate = js.make_apply(partial(js.models.sample, model, length=256), layout)
-        tokens = generate(run, prompt, key)
-
-    Args:
-      model: a `js.models.gpt` or `js.models.llama`.
-      params: the model's whole parameters in model order.
-      prompt: at least one token per row; a longer prompt than the window is cut for the model, not in the result.
-      key: every row draws from a key of its own (`js.row_keys`), so its tokens do not depend on the other rows.
-      length: the number of tokens to draw, at least 1.
-      temperature: divides the logits; 0 takes the most likely token.
-
-    Returns:
-      The prompts followed by the drawn tokens, int32.
-
-    Raises:
-      ValueError: an empty prompt, a length below 1 or a negative temperature.
-    """
-    rows, given = prompt.shape
-    if given < 1 or length < 1:
-        raise ValueError(
-            f"sample: the prompt needs at least 1 token and length must be at least 1, got {given}, {length}"
-        )
-    if temperature < 0:
-        raise ValueError(f"sample: temperature must not be negative, got {temperature}")
-    window = model.seq
-    keys_B = row_keys(key, rows)
-    # Positions from the drawn one on hold zeros; attention is causal, so the model never sees them.
-    tokens = jnp.zeros((rows, max(given + length, window)), jnp.int32).at[:, :given].set(prompt)
-
-    def draw(position: jax.Array, tokens: jax.Array) -> jax.Array:
-        start = jnp.maximum(position - window, 0)
-        seen = jax.lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
-        logits_BV = logits(model, params, seen)[:, position - start - 1]
-        if temperature == 0:
-            drawn = logits_BV.argmax(-1)
-        else:
-            keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, position)
-            drawn = jax.vmap(jax.random.categorical)(keys, logits_BV / temperature)
-        return tokens.at[:, position].set(drawn.astype(jnp.int32))
-
-    continued: jax.Array = jax.lax.fori_loop(given, given + length, draw, tokens)
-    return continued[:, : given + length]
+    return model.readout(rest, model.residual(x_BTC)).astype(jnp.float32)
 
 
 def _check_tokens(family: str, batch: PyTree, seq: int) -> jax.Array:

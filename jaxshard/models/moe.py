@@ -305,8 +305,11 @@ class RoutedDecoder(Decoder):
             )
 
         Stacked.__init__(self, embed, block.run, head, depth, init)
-        self.readout = lambda params, x_BTC: plain.readout(params, x_BTC["x"])
         self.routing = Stacked(embed, block.run, count, depth, init)
+
+    def residual(self, activations: PyTree) -> jax.Array:
+        """Return x[B, T, C] of the activations between blocks."""
+        return super().residual(activations["x"])
 
     def _add_routing(self, loss: Loss, routing: PyTree, positions: int, *, training: bool) -> Loss:
         rows, depth, _ = routing["load"].shape

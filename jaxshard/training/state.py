@@ -44,7 +44,12 @@ class TrainState(NamedTuple):
 
 @with_own_settings
 def init(
-    init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout, key: jax.Array | int, *, init_from: PyTree = None
+    init_fn: InitFn,
+    tx: optax.GradientTransformation | None,
+    layout: Layout,
+    key: jax.Array | int,
+    *,
+    init_from: PyTree = None,
 ) -> TrainState:
     """Make a `TrainState` at step 0, every array born as the layout stores it.
 
@@ -52,7 +57,7 @@ def init(
 
     Args:
       init_fn: `init_fn(key) -> params | js.Model(params, state)`, the one that the layout was made from.
-      tx: the optax transform, likewise.
+      tx: the optax transform, likewise; None for a layout without one.
       layout: says where everything lives.
       key: a seed or a `jax.random` key. Parameters are made from it, the keys of steps from another derived from it.
       init_from: parameters to start from instead, such as pretrained ones: what `init_fn` would return, as NumPy or JAX
@@ -70,7 +75,8 @@ def init(
         run = js.init(init_fn, tx, layout, 0)
     """
     check_function("init_fn", init_fn, "init_fn(key)")
-    check_transform(tx)
+    if tx is not None or layout.shapes.opt_state is not None:
+        check_transform(tx)
     key = typed_key(key)
     peers = peers_of(layout.mesh)
     if peers is not None:
@@ -87,11 +93,11 @@ def init(
     return TrainState(step, params, init_opt_state(tx, layout, params), state, key)
 
 
-def init_opt_state(tx: optax.GradientTransformation, layout: Layout, params: PyTree) -> PyTree:
+def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, params: PyTree) -> PyTree:
     """Make the optimizer's first state for stored parameters, every array born as the layout stores it."""
 
     def start(params: PyTree) -> PyTree:
-        opt_state = tx.init(select(layout.trainable, unstore(layout.params, params)))
+        opt_state = None if tx is None else tx.init(select(layout.trainable, unstore(layout.params, params)))
         check_opt_state(layout, opt_state)
         return store(layout.opt_state, opt_state)
 
@@ -122,13 +128,13 @@ def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = 
     return params, jax.tree.map(lambda x, p: put_stored(x, p, layout), state, layout.state if with_state else ())
 
 
-def init_program(init_fn: InitFn, tx: optax.GradientTransformation, layout: Layout) -> Any:
+def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layout: Layout) -> Any:
     """Make the jitted function `key -> TrainState` behind `init`, to lower and compile."""
 
     def build(key: jax.Array) -> TrainState:
         params, state = split_model(init_fn(key))
         check_model(layout, params, state)
-        opt_state = tx.init(select(layout.trainable, params))
+        opt_state = None if tx is None else tx.init(select(layout.trainable, params))
         check_opt_state(layout, opt_state)
         return TrainState(
             step=jnp.zeros((), jnp.int32),

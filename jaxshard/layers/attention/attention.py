@@ -19,10 +19,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxshard.core.cache import cache_in_force
 from jaxshard.core.constrain import devices_in_force
 from jaxshard.core.counting import is_counting
 from jaxshard.core.marks import is_marking, leave_mark
 from jaxshard.layers.attention.blockwise import NAME, blockwise
+from jaxshard.layers.attention.cached import attend_cached, check_cached
 from jaxshard.layers.attention.context import Kernels
 from jaxshard.layers.attention.cudnn import cudnn, is_rocm, why_not_cudnn
 from jaxshard.layers.attention.formula import Extras, Form, formula
@@ -74,6 +76,8 @@ def attention(
     "heads". Under `js.auto` it runs in a `shard_map` over all axes, under `js.explicit` and in stages of a pipeline on
     the device's own rows. Keys and values of fewer heads than the axis has devices stay whole. There are no collectives
     but the sum of the gradients of these.
+
+    While `js.generate` runs, keys and values of the positions before come from its cache.
 
     Where `js.context` splits the sequence every query still sees all keys that it should: `causal` and `window` mean
     positions in the whole sequence. `layers/attention/context.py` says by which collectives. Bias, mask and dropout are
@@ -157,7 +161,13 @@ def attention(
         return leave_mark("js.attention", given, dims, [out], [-3])[0]
     rows = math.prod(batch)
     q_BTHD, k_BSKD, v_BSKE = (x.reshape(rows, *x.shape[-3:]) for x in arrays)
-    out_BTHE = _dispatch(q_BTHD, k_BSKD, v_BSKE, *_without_known_mask(extras, form))
+    extras, form = _without_known_mask(extras, form)
+    attend = partial(_dispatch, extras=extras, form=form)
+    if (cache := cache_in_force()) is None:
+        out_BTHE = attend(q_BTHD, k_BSKD, v_BSKE)
+    else:
+        check_cached(cache, extras, form, T, S)
+        out_BTHE = attend_cached(cache, q_BTHD, k_BSKD, v_BSKE, form, attend)
     return out_BTHE.reshape(*batch, T, H, v_BSKE.shape[-1])
 
 

@@ -135,7 +135,7 @@ class Split:
         def on_device(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
             if self.heads != self.kv_heads:
                 own = H // axis_size(mesh, self.heads)
-                k, v = (_heads_for(x, own, H // K, self.heads) for x in (k, v))
+                k, v = (heads_for(x, own, H // K, self.heads) for x in (k, v))
             if not positions or not is_ordered(form):
                 return self._attend(kernels, q, k, v, extras, form)
             q, k, v = (exchange_to_zigzag(x, positions, 1) for x in (q, k, v))
@@ -177,7 +177,7 @@ def _why_whole(T: int, S: int, n: int, extras: Extras, form: Form) -> str:
     return ""
 
 
-def _heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
+def heads_for(x_BSKD: jax.Array, own: int, shared_by: int, axes: tuple[str, ...]) -> jax.Array:
     """Take the heads of keys or values that this device's `own` heads of queries need, of all of them."""
     first = jax.lax.axis_index(axes) * own
     if shared_by % own == 0:

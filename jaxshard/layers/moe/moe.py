@@ -142,8 +142,8 @@ def _check_whole_rows(activations: Activations | None) -> None:
     context = None if activations is None else activations.layout.context
     if is_marking() or (context is not None and activations is not None and set(context.axis) & activations.mesh()[1]):
         raise ValueError(
-            "moe: capacity counts the tokens of whole rows, but js.context splits their positions; leave capacity out, "
-            "or use js.auto()"
+            "moe: capacity counts the tokens of whole rows, but js.context, or the cache of js.generate, shows a part "
+            "of their positions; leave capacity out, or use js.auto() under js.context"
         )
 
 

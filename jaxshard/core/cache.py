@@ -1,0 +1,106 @@
+"""The cache of keys and values that is in force while one part of a model runs, a block or the embedding.
+
+Generation puts it in force, and `js.attention` writes and reads it, so that a model needs no word about it. Rows may
+have different lengths: a key lies in the slot of its position, and what is behind a row's last position is not seen.
+
+Shape suffixes: L blocks, B rows, S slots (one for each position that a row may have), K heads of keys and values, D
+width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+
+class Stored(NamedTuple):
+    """The keys and values of one call of attention, in all blocks.
+
+    Attributes:
+      keys: [L, B, K, S, D].
+      values: [L, B, K, S, width of a head of values].
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class Slots(NamedTuple):
+    """The shapes of what one call of attention stores of a position in one block, and its place.
+
+    Attributes:
+      kv_heads: heads of keys and values.
+      widths: of a head of keys, and of one of values.
+      dtypes: of both.
+      spec: how the mesh splits `Stored` arrays: rows over the batch axes, heads as attention splits them.
+    """
+
+    kv_heads: int
+    widths: tuple[int, int]
+    dtypes: tuple[Any, Any]
+    spec: PartitionSpec
+
+    def shapes(self, blocks: int, rows: int, size: int) -> Stored:
+        """Return the shapes of the stored arrays with so many slots."""
+        made = [
+            jax.ShapeDtypeStruct((blocks, rows, self.kv_heads, size, width), dtype)
+            for width, dtype in zip(self.widths, self.dtypes)
+        ]
+        return Stored(*made)  # type: ignore[arg-type]
+
+
+class Cache:
+    """The cache of one part of a model, in the order of its calls of attention.
+
+    It lives as long as the part is traced once. Its arrays are references (`jax.new_ref`), so that attention may stand
+    inside of `jax.jit`, `jax.checkpoint` or `jax.lax.cond` in the part.
+
+    Args:
+      count: how many positions of each row are at hand.
+      stored: references to the arrays of each call; None to find out which calls there are.
+      starts: int32[B], the position of the first one at hand in each row; None where that is 0, as in a prompt.
+      block: the number of the block.
+
+    Attributes:
+      found: what each call stores, where `stored` is None.
+      asked_positions: whether the part asked `js.positions`, which has one answer for all rows.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        stored: Sequence[Stored] | None,
+        starts: jax.Array | None = None,
+        block: jax.Array | int = 0,
+    ) -> None:
+        self.count, self.starts, self.block = count, starts, block
+        self.stored = stored
+        self.found: list[Slots] = []
+        self.calls = 0
+        self.asked_positions = False
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """Make a context in which attention uses this cache."""
+        context: AbstractContextManager[None] = _current(self)
+        return context
+
+    def positions(self, count: int) -> jax.Array:
+        """Return the positions of the `count` elements at hand, which must be the same in all rows."""
+        self.asked_positions = True
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        return numbers if self.starts is None else self.starts[0] + numbers
+
+
+# A function that JAX traced under another cache, or without one, is traced again: caches are equal to themselves alone.
+_current = jax.make_user_context(default_value=None)
+
+
+def cache_in_force() -> Cache | None:
+    """Return the cache that is in force; None outside of generation."""
+    cache: Cache | None = _current.value
+    return cache

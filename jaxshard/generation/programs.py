@@ -1,0 +1,152 @@
+"""The two compiled programs of generation: prompts are read at once, then every call draws one token for each row.
+
+Shape suffixes: B rows, T positions of a prompt, S slots (positions that a row may have in all).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.layout import Layout
+from jaxshard.core.placement import Placement
+from jaxshard.core.tree import BLOCKS, check_same_tree, same_structure
+from jaxshard.core.types import PyTree
+from jaxshard.engines.auto import auto, make_move
+from jaxshard.engines.just_in_time import why_not_by_block, without_blocks
+from jaxshard.generation.cached_model import CachedModel, Caches, Readout
+from jaxshard.generation.sampling import Sampling, draw
+from jaxshard.training.state import put_stored
+
+
+class State(NamedTuple):
+    """The arrays that go from token to token.
+
+    Attributes:
+      caches: keys and values of all positions but the last one.
+      tokens: int32[B, S], the prompts and what was drawn.
+      lengths: int32[B], tokens in each row.
+      stopped: bool[B], rows that drew a stop token.
+    """
+
+    caches: Caches
+    tokens: jax.Array
+    lengths: jax.Array
+    stopped: jax.Array
+
+
+class Draw(NamedTuple):
+    """The arrays that decide how tokens are drawn, the same for all of them.
+
+    Attributes:
+      key: a random key.
+      rows: int32[B], the number of each row among all prompts.
+      stop: int32[any number], the tokens that end a row.
+      how: what decides beside chance, as `Sampling.arrays` returns it.
+    """
+
+    key: Any
+    rows: Any
+    stop: Any
+    how: Sampling
+
+
+class Programs:
+    """The programs of a model under a layout, each compiled once for every shape.
+
+    Weights are gathered just in time, a block at a time, over the axes over which they only rest split; those of
+    `js.tensor` and `js.expert` stay split. Where blocks can't be taken one by one (in a pipeline) `weights` gathers all
+    of them once, and every device has all blocks.
+
+    Args:
+      model: any `js.Stacked` whose attention is `js.attention`.
+      layout: says where its arrays live.
+      readout: as `CachedModel` takes it.
+    """
+
+    def __init__(self, model: Stacked, layout: Layout, readout: Readout | None) -> None:
+        self.model, self.layout = CachedModel(model, layout, readout), layout
+        make = make_move(layout, auto())
+        self._by_block = not why_not_by_block(layout)
+
+        def gather(placements: PyTree, stored: PyTree) -> PyTree:
+            return jax.tree.map(lambda placement, x: make(placement, None).gather(x), placements, stored)
+
+        self._gather = gather
+        self._tails = jax.tree.map(lambda p: p.drop_first(), layout.params[BLOCKS]) if self._by_block else None
+        self._gather_all = jax.jit(partial(self._gather, layout.params))
+        self.prefill = jax.jit(self._prefill, static_argnames="size")
+        self.decode = jax.jit(self._decode, donate_argnums=1)
+        everywhere = NamedSharding(layout.mesh, PartitionSpec())
+        self.replicate = jax.jit(lambda arrays: arrays, out_shardings=everywhere)
+
+    def weights(self, params: PyTree) -> PyTree:
+        """Return the arrays that the programs take, of parameters as stored or in model order.
+
+        Raises:
+          ValueError: parameters of other shapes or dtypes; each is named.
+        """
+
+        def expect(placement: Placement, shape: Any, x: Any) -> Any:
+            is_stored = isinstance(x, jax.Array) and x.shape == placement.view.stored
+            return jax.ShapeDtypeStruct(placement.view.stored, shape.dtype) if is_stored else shape
+
+        def place(placement: Placement, x: Any) -> jax.Array:
+            is_stored = isinstance(x, jax.Array) and x.shape == placement.view.stored
+            if is_stored and x.sharding.is_equivalent_to(placement.sharding(self.layout.mesh), x.ndim):
+                stored: jax.Array = x
+                return stored
+            return put_stored(x, placement, self.layout)
+
+        layout, fix = self.layout, "give run.params, or what model.init returns"
+        expected = layout.shapes.params
+        if same_structure(expected, params):
+            expected = jax.tree.map(expect, layout.params, expected, params)
+        check_same_tree(expected, params, "generate: the parameters do not fit the layout", fix)
+        stored = jax.tree.map(place, layout.params, params)
+        return stored if self._by_block else self._gather_all(stored)
+
+    def _fetch(self, stored: PyTree) -> PyTree:
+        return stored if self._tails is None else self._gather(self._tails, stored)
+
+    def _rest(self, weights: PyTree) -> PyTree:
+        rest = without_blocks(weights)
+        return self._gather(without_blocks(self.layout.params), rest) if self._by_block else rest
+
+    def _prefill(
+        self, weights: PyTree, tokens_BT: jax.Array, lengths_B: jax.Array, given: Draw, *, size: int
+    ) -> tuple[State, jax.Array]:
+        """Read prompts, padded behind their `lengths`, and draw the first token of each."""
+        (B, T), model = tokens_BT.shape, self.model
+        rest = self._rest(weights)
+        tokens_BT = model.hold_rows(tokens_BT)
+        empty = model.empty(B, size)
+        x, caches = model.run(rest, weights[BLOCKS], self._fetch, tokens_BT, None, empty)
+        logits_BV = model.last_logits(rest, x, lengths_B - 1)
+        tokens_BS = jnp.pad(tokens_BT, ((0, 0), (0, size - T))) if size > T else tokens_BT[:, :size]
+        state = State(caches, tokens_BS, lengths_B, jnp.zeros(B, bool))
+        return self._append(state, logits_BV, given)
+
+    def _decode(self, weights: PyTree, state: State, given: Draw) -> tuple[State, jax.Array]:
+        """Read the last token of each row, and draw the next one."""
+        model, rest, last_B = self.model, self._rest(weights), state.lengths - 1
+        tokens_B1 = jnp.take_along_axis(state.tokens, last_B[:, None], axis=1)
+        x, caches = model.run(rest, weights[BLOCKS], self._fetch, tokens_B1, last_B, state.caches)
+        logits_BV = model.last_logits(rest, x, jnp.zeros_like(last_B))
+        return self._append(state._replace(caches=caches), logits_BV, given)
+
+    def _append(self, state: State, logits_BV: jax.Array, given: Draw) -> tuple[State, jax.Array]:
+        """Append a token to each row that has not stopped; also return whether all have."""
+        drawn_B = draw(logits_BV, given.key, given.rows, state.lengths, given.how)
+        here_BS = (jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]) & ~state.stopped[:, None]
+        tokens_BS = jnp.where(here_BS, drawn_B[:, None], state.tokens)
+        lengths_B = state.lengths + ~state.stopped
+        stopped_B = state.stopped | (drawn_B[:, None] == given.stop).any(-1)
+        rows = map(self.model.hold_rows, (tokens_BS, lengths_B, stopped_B))
+        everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
+        return State(state.caches, *rows), jax.lax.with_sharding_constraint(stopped_B.all(), everywhere)

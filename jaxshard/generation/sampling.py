@@ -1,0 +1,88 @@
+"""How the next token is drawn from the logits of each row.
+
+Shape suffixes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxshard.core.keys import keys_of_rows
+
+
+class Sampling(NamedTuple):
+    """The way in which tokens are drawn, in this order: temperature, then the k most likely, then their likeliest p.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the most likely token, the first of several.
+      top_k: draw from so many most likely tokens; None for all.
+      top_p: draw from the fewest tokens whose probabilities add up to at least this; None for all.
+
+    Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1, for top_p.
+    """
+
+    temperature: Any = 0.0
+    top_k: Any = None
+    top_p: Any = None
+
+    def check(self) -> None:
+        """Raise a ValueError for a number that is out of range, or that a greedy choice would ignore."""
+        T, k, p = self
+        if not (math.isfinite(T) and T >= 0):
+            raise ValueError(f"generate: temperature must be at least 0, got {T}")
+        if k is not None and (isinstance(k, bool) or k != int(k) or k < 1):
+            raise ValueError(f"generate: top_k must be a whole number of at least 1, got {k}")
+        if p is not None and not 0 < p <= 1:
+            raise ValueError(f"generate: top_p must be above 0 and at most 1, got {p}")
+        if T == 0 and (k, p) != (None, None):
+            raise ValueError(
+                f"generate: temperature=0 takes the most likely token, so top_k={k} and top_p={p} would say nothing; "
+                "pass a temperature, such as temperature=1.0"
+            )
+
+    def arrays(self, vocab: int) -> Sampling:
+        """Return the numbers as arrays, so that other numbers need no other program; None for a greedy temperature."""
+        if self.temperature == 0:
+            return Sampling(None, None, None)
+        k = None if self.top_k is None else np.int32(min(self.top_k, vocab))
+        return Sampling(np.float32(self.temperature), k, None if self.top_p is None else np.float32(self.top_p))
+
+
+def draw(logits_BV: jax.Array, key: jax.Array, rows_B: jax.Array, at_B: jax.Array, how: Sampling) -> jax.Array:
+    """Draw a token for each row, int32[B].
+
+    A row's number and the token's position alone make its key, so that no mesh and no other row changes the token.
+
+    Args:
+      logits_BV: float32, whole in V.
+      key: the random key of the generation.
+      rows_B: the number of each row among all prompts.
+      at_B: the position of the token that is drawn.
+      how: as `Sampling.arrays` returns it.
+    """
+    if how.temperature is None:
+        return logits_BV.argmax(-1).astype(jnp.int32)
+    logits_BV = keep_likely(logits_BV / how.temperature, how)
+    keys_B = jax.vmap(jax.random.fold_in)(keys_of_rows(key, rows_B), at_B)
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+
+
+def keep_likely(logits_BV: jax.Array, how: Sampling) -> jax.Array:
+    """Set to -inf the logits of tokens that top_k and top_p leave out; of equally likely ones all stay."""
+    if how.top_k is None and how.top_p is None:
+        return logits_BV
+    sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+    if how.top_k is not None:
+        least_B1 = jnp.take(sorted_BV, how.top_k - 1, axis=1)[:, None]
+        logits_BV, sorted_BV = (jnp.where(x >= least_B1, x, -jnp.inf) for x in (logits_BV, sorted_BV))
+    if how.top_p is not None:
+        chances_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(chances_BV, axis=-1) - chances_BV  # the first token is always kept
+        least_B1 = jnp.where(before_BV < how.top_p, sorted_BV, jnp.inf).min(-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    return logits_BV

@@ -1,0 +1,141 @@
+"""Attention of new positions over a cache of keys and values, where generation has put one in force.
+
+    prompt      the positions 0 to T - 1 of every row attend to one another by the kernel of the platform, and their
+                keys and values go into the cache
+    afterwards  the keys of the new positions, few and each row's own, go into their slots, and queries see all slots
+                up to their own, by the formula: with so few queries its logits are small
+
+Each device writes and reads the rows and heads that it has, so there are no collectives, and the cache never moves.
+
+Shape suffixes as in `formula` and `core/cache.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxshard.core.cache import Cache, Slots, Stored
+from jaxshard.core.placement import spec_entry
+from jaxshard.layers.attention.formula import Extras, Form, formula
+from jaxshard.layers.attention.split import Split, heads_for
+
+
+def check_cached(cache: Cache, extras: Extras, form: Form, T: int, S: int) -> None:
+    """Raise a ValueError for a call that a cache can't answer, by name."""
+    if T != S or cache.count != T:
+        raise ValueError(
+            f"attention: generation runs the model on {cache.count} positions of each row, of which this call has {T} "
+            f"queries and {S} keys; a model for js.generate attends to its own positions, all that "
+            'batch["tokens"] has'
+        )
+    given = [name for name, x in extras._asdict().items() if x is not None]
+    why = "causal=False" if not form.causal else f"a {given[0]}" if given else ""
+    if why:
+        raise ValueError(
+            f"attention: with {why} a query's keys are not those before it, in generation; use causal=True and window"
+        )
+
+
+def attend_cached(
+    cache: Cache,
+    q_BTHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKE: jax.Array,
+    form: Form,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Compute causal attention of the positions at hand over all positions so far, and put theirs into the cache.
+
+    Args:
+      cache: the cache in force.
+      q_BTHD: the queries.
+      k_BTKD: the keys of the same positions.
+      v_BTKE: their values.
+      form: causal, with any window and soft cap.
+      attend: attention of whole rows among themselves, for prompts.
+    """
+    number = cache.calls
+    cache.calls += 1
+    split = Split.in_force(q_BTHD, k_BTKD, Extras(), form)
+    spec = PartitionSpec(None, spec_entry(split.rows), spec_entry(split.kv_heads), None, None)
+    if cache.stored is None:
+        widths, dtypes = (k_BTKD.shape[-1], v_BTKE.shape[-1]), (k_BTKD.dtype, v_BTKE.dtype)
+        cache.found.append(Slots(k_BTKD.shape[2], widths, dtypes, spec))
+        return attend(q_BTHD, k_BTKD, v_BTKE)
+    references = cache.stored[number]
+    stored = jax.tree.map(lambda x: x[...], references)
+    if cache.starts is None:
+        stored = _write_prompt(split, spec, stored, cache.block, k_BTKD, v_BTKE)
+        out = attend(q_BTHD, k_BTKD, v_BTKE)
+    else:
+        block = jnp.asarray(cache.block)
+        out, stored = _attend_new(split, spec, q_BTHD, k_BTKD, v_BTKE, stored, block, cache.starts, form)
+    for reference, x in zip(references, stored):
+        reference[...] = x
+    return out
+
+
+def _write_prompt(
+    split: Split, spec: PartitionSpec, stored: Stored, block: jax.Array | int, k_BTKD: jax.Array, v_BTKE: jax.Array
+) -> Stored:
+    def write(into_LBKSD: jax.Array, x_BTKD: jax.Array) -> jax.Array:
+        x_1BKTD = x_BTKD.swapaxes(1, 2)[None]
+        if split.mesh is not None:
+            x_1BKTD = lax.with_sharding_constraint(x_1BKTD, NamedSharding(split.mesh, spec))
+        return lax.dynamic_update_slice(into_LBKSD, x_1BKTD, (block, 0, 0, 0, 0))
+
+    return Stored(write(stored.keys, k_BTKD), write(stored.values, v_BTKE))
+
+
+def _attend_new(
+    split: Split,
+    spec: PartitionSpec,
+    q_BTHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKE: jax.Array,
+    stored: Stored,
+    block: jax.Array,
+    starts_B: jax.Array,
+    form: Form,
+) -> tuple[jax.Array, Stored]:
+    shared_by = q_BTHD.shape[2] // k_BTKD.shape[2]
+
+    def on_device(
+        q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKE: jax.Array, stored: Stored, block: jax.Array, starts_B: jax.Array
+    ) -> tuple[jax.Array, Stored]:
+        (B, T, H, _), S = q_BTHD.shape, stored.keys.shape[3]
+        at_BT = starts_B[:, None] + jnp.arange(T)
+        rows_B1 = jnp.arange(B)[:, None]
+        # Whoever comes to the last slot has been stopped before; what would lie behind it is dropped.
+        keys = stored.keys.at[block, rows_B1, :, at_BT].set(k_BTKD, mode="drop")
+        values = stored.values.at[block, rows_B1, :, at_BT].set(v_BTKE, mode="drop")
+        k_BSKD, v_BSKE = (lax.dynamic_index_in_dim(x, block, 0, False).swapaxes(1, 2) for x in (keys, values))
+        if split.heads != split.kv_heads:
+            k_BSKD, v_BSKE = (heads_for(x, H, shared_by, split.heads) for x in (k_BSKD, v_BSKE))
+        distance_BTS = at_BT[:, :, None] - jnp.arange(S)
+        seen_BTS = distance_BTS >= 0
+        if form.window is not None:
+            seen_BTS &= distance_BTS < form.window
+        alone = form._replace(causal=False, window=None)
+        out_BTHE = formula(q_BTHD, k_BSKD, v_BSKE, Extras(mask=seen_BTS[:, None]), alone)
+        return out_BTHE, Stored(keys, values)
+
+    mesh = split.mesh
+    if mesh is None or mesh.size == 1:
+        return on_device(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B)
+    rows, heads, kv_heads = map(spec_entry, (split.rows, split.heads, split.kv_heads))
+    mine, new = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, kv_heads, None)
+    whole, by_row = PartitionSpec(), PartitionSpec(rows)
+    attended: tuple[jax.Array, Stored] = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(mine, new, new, Stored(spec, spec), whole, by_row),  # type: ignore[arg-type]
+        out_specs=(mine, Stored(spec, spec)),  # type: ignore[arg-type]
+        check_vma=False,
+    )(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B)
+    return attended
