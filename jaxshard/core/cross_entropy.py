@@ -40,8 +40,13 @@ def cross_entropy(logits: Float[Array, "*batch vocab"], labels: Int[Array, "*bat
         )
     logits = logits.astype(jnp.float32)
     if is_split("vocab", logits.shape[-1]):
-        names = ("batch", *(None,) * (logits.ndim - 2), "vocab") if logits.ndim > 1 else ("vocab",)
-        logits = constrain(logits, names)
+        rows = ("batch", "context", *(None for _ in labels.shape[2:]))[: labels.ndim]
+        logits = constrain(logits, (*rows, "vocab"))
+    return compute_nats(logits, labels)
+
+
+def compute_nats(logits: Float32[Array, "*batch vocab"], labels: Int[Array, "*batch"]) -> Float32[Array, "*batch"]:
+    """Compute what `cross_entropy` does, of logits that are where they should be."""
     # Not an index: looking a label up would make the partitioner move the logits. Not in the labels' dtype: bytes wrap.
     own = (
         jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == jnp.asarray(labels, jnp.int32)[..., None]

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxshard.core.constrain import TOKENS, constrain, is_split, split_count
-from jaxshard.core.cross_entropy import cross_entropy
+from jaxshard.core.cross_entropy import compute_nats
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.marks import is_marking
 from jaxshard.core.weight_chunks import Chunks, cut_weight, parts_in_use
@@ -120,7 +120,7 @@ def _whole(
     logits_NV = _cap(x_NC @ kernel_CV if wide else _product(x_NC, kernel_CV), soft_cap)
     if is_split("vocab", logits_NV.shape[-1]):
         logits_NV = constrain(logits_NV, (TOKENS, "vocab"))
-    nats_N = cross_entropy(logits_NV, labels_N)
+    nats_N = compute_nats(logits_NV, labels_N)
     if z_loss:
         nats_N = nats_N + z_loss * jax.nn.logsumexp(logits_NV, axis=-1) ** 2
     return nats_N, labels_N == logits_NV.argmax(axis=-1)
