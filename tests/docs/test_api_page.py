@@ -23,6 +23,7 @@ ROOMS = {
     "engines": "Engines",
     "training": "Training",
     "data": "Data",
+    "generation": "Generation",
     "checkpoint": "Checkpoints",
     "checks": "Checks",
 }
