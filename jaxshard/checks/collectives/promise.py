@@ -365,7 +365,7 @@ def _norm_gathers(step: _Step) -> Iterator[Expected]:
 
 def _scalars(step: _Step) -> Iterator[Expected]:
     """Loss, weights, metrics and norms over any axes; in one order every device gathers the numbers of all."""
-    yield Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics and norms")
+    yield Expected("all-reduce", (), (), None, 0, None, "scalars: loss, weights, metrics, norms, windows of experts")
     if step.sums_in_order:
         each = (step.layout.mesh.size,)
         yield Expected("all-gather", (), each, None, 0, None, "scalars of every device: loss, weights, metrics, sums")

@@ -118,6 +118,13 @@ def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
 # A share of the experts on every device.
 
 
+class Load(NamedTuple):
+    """How many rows each device has for each expert, int32[devices, E], and in how many windows they are exchanged."""
+
+    counts: jax.Array
+    windows: jax.Array
+
+
 class Share(NamedTuple):
     """The split of experts over devices.
 
@@ -128,6 +135,7 @@ class Share(NamedTuple):
       window: received rows that are computed at once.
       way: how products are computed.
       form: how rows are exchanged.
+      others: the other manual axes, along which other devices exchange rows among themselves.
     """
 
     axes: tuple[str, ...]
@@ -136,10 +144,18 @@ class Share(NamedTuple):
     window: int
     way: Way
     form: Form
+    others: tuple[str, ...] = ()
 
     def count_windows(self, counts: jax.Array) -> jax.Array:
-        """Return the number of windows."""
-        return count_windows(counts, self.window, self.form)
+        """Return the number of windows, the same on every device; a maximum of one number over the other axes.
+
+        Devices that exchange rows among themselves could stop when they have all of theirs. But then a loop with
+        collectives would have turned a different number of times elsewhere, and that is safe only as long as each of
+        them has groups: a compiler may make permutes of them, which have none and wait for all devices.
+        """
+        count = count_windows(counts, self.window, self.form)
+        most: jax.Array = jax.lax.pmax(count, self.others) if self.others else count
+        return most
 
     def inputs(self, x_NC: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Return the shapes of a window's rows, and of how many are each expert's."""
@@ -171,13 +187,14 @@ def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
 def apply_share(fn: Experts, params: PyTree, x_NC: jax.Array, choice: Choice, share: Share) -> jax.Array:
     """Compute the weighted sum over each token's experts, which are on all devices along the axes.
 
-    Collectives: an all-gather of the counts int32[E]; for each window two exchanges of rows forward, and five backward,
-    of which two are of one number for each row.
+    Collectives: an all-gather of the counts int32[E], a maximum of one number over the other axes; for each window two
+    exchanges of rows forward, and five backward, of which two are of one number for each row.
     """
     order = sort_by_expert(choice.experts, share.experts)
     program = _close(fn, params, *share.inputs(x_NC), share.way)
     counts = gather_counts(order.counts, share.axes)
-    y: jax.Array = _apply(share, program.call, x_NC, choice, program.floats, program.others, order, counts)
+    load = Load(counts, share.count_windows(counts))
+    y: jax.Array = _apply(share, program.call, x_NC, choice, program.floats, program.others, order, load)
     return y
 
 
@@ -225,7 +242,7 @@ def _mask(x: jax.Array, sizes: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply(
-    share: Share, call: Any, x_NC: jax.Array, choice: Choice, floats: Any, others: Any, order: Order, counts: jax.Array
+    share: Share, call: Any, x_NC: jax.Array, choice: Choice, floats: Any, others: Any, order: Order, load: Load
 ) -> jax.Array:
     k = choice.experts.shape[1]
     rows_RC = x_NC[order.of_rows // k]
@@ -234,14 +251,14 @@ def _apply(
     in_place = dtype == x_NC.dtype
 
     def window(index: jax.Array, y_RC: jax.Array) -> jax.Array:
-        plan = share.plan(counts, index)
+        plan = share.plan(load.counts, index)
         got = _empty((share.window, x_NC.shape[1]), x_NC.dtype)
         got = share.exchange(y_RC if in_place else rows_RC, got, plan.sent, plan.received)
         out = call(floats, others, _mask(got, plan.sizes), plan.sizes)
         return share.exchange(out, y_RC, plan.received, plan.sent)
 
     y_RC = rows_RC if in_place else _empty(rows_RC.shape, dtype)
-    y_RC = jax.lax.fori_loop(0, share.count_windows(counts), window, y_RC)
+    y_RC = jax.lax.fori_loop(0, load.windows, window, y_RC)
     return _weigh(y_RC[order.of_choices], choice, share.experts)
 
 
@@ -254,14 +271,14 @@ def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> t
 
     The weight w of a row is differentiated where its expert is: sum(dout * y). So dout and w are sent, not w * dout.
     """
-    x_NC, choice, floats, others, order, counts = kept
+    x_NC, choice, floats, others, order, load = kept
     N, k = choice.experts.shape
     token = order.of_rows // k
     dout_RC, w_R = dout_NC[token], choice.weights.ravel()[order.of_rows]
 
     def window(index: jax.Array, carry: Any) -> Any:
         rows_RC, dw_R, sums = carry
-        plan = share.plan(counts, index)
+        plan = share.plan(load.counts, index)
 
         def receive(rows: jax.Array) -> jax.Array:
             into = _empty((share.window, *rows.shape[1:]), rows.dtype)
@@ -274,10 +291,13 @@ def _apply_backward(share: Share, call: Any, kept: Any, dout_NC: jax.Array) -> t
         dfloats, dx = pull((w[:, None] * dout.astype(wide)).astype(y.dtype))
         rows_RC = share.exchange(dx, rows_RC, plan.received, plan.sent)
         dw_R = share.exchange(dw, dw_R, plan.received, plan.sent)
-        return rows_RC, dw_R, [total + part for total, part in zip(sums, dfloats)]
+        return rows_RC, dw_R, [total + part.astype(total.dtype) for total, part in zip(sums, dfloats)]
 
-    start = (x_NC[token], _empty(w_R.shape, w_R.dtype), [jnp.zeros_like(x) for x in floats])
-    dx_RC, dw_R, dfloats = jax.lax.fori_loop(0, share.count_windows(counts), window, start)
+    # There may be many windows, and sums of all that is rounded in between lose digits.
+    zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in floats]
+    start = (x_NC[token], _empty(w_R.shape, w_R.dtype), zeros)
+    dx_RC, dw_R, sums = jax.lax.fori_loop(0, load.windows, window, start)
+    dfloats = [total.astype(x.dtype) for total, x in zip(sums, floats)]
     dx_NC = _sum_choices(k, dx_RC, order)
     dw_Nk = jnp.where(choice.experts < share.experts, dw_R[order.of_choices].reshape(N, k), 0)
     dchoice = Choice(None, dw_Nk)  # type: ignore[arg-type]  # integers have no derivative

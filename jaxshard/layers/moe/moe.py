@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jaxshard.core.constrain import Activations, activations_in_force, devices_in_force
 from jaxshard.core.counting import is_counting
 from jaxshard.core.marks import is_marking, leave_mark
-from jaxshard.core.mesh import axis_size
+from jaxshard.core.mesh import axis_size, slice_indices
 from jaxshard.core.placement import spec_entry
 from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
@@ -59,10 +59,11 @@ def moe(
     It is split as the layout in force says. Under `js.expert` each device has its share of the experts, and rows go to
     where theirs are by ragged all-to-alls, on CPUs and large v5e slices by all-to-alls of equal counts: in windows of a
     fixed number of rows (1.25 times what an even routing brings, or less), as many as the most loaded device needs, so
-    that uneven routing costs time, not memory. The backward pass exchanges the rows again and computes what is hidden
-    again. Under `js.tensor` the
-    dimensions of `hidden` are split, and outputs summed once. Under `js.auto` it runs in a `shard_map` over all axes,
-    under `js.explicit` and in stages of a pipeline on the device's own rows. Without these there are no collectives.
+    that uneven routing costs time, not memory; all devices of a TPU slice take as many. The backward pass exchanges the
+    rows again and computes what is hidden again; the windows' gradients of the matrices add up in f32. Under
+    `js.tensor` the dimensions of `hidden` are split, and outputs summed once. Under `js.auto` it runs in a `shard_map`
+    over all axes, under `js.explicit` and in stages of a pipeline on the device's own rows. Without these there are no
+    collectives.
 
     Args:
       x: the tokens.
@@ -163,6 +164,13 @@ def _checked(fn: Experts) -> Experts:
 # The layout
 
 
+def _axes_of_slices(mesh: Mesh, experts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes but those of the experts along which devices are in one TPU slice, and run one program."""
+    slices = slice_indices(mesh)
+    within = [(slices == slices.take([0], dim)).all() for dim in range(slices.ndim)]
+    return tuple(axis for axis, one in zip(mesh.axis_names, within) if one and axis not in experts)
+
+
 class _Split:
     """How the layout in force splits one call: the specs of its arrays over the axes that are not manual yet."""
 
@@ -174,6 +182,7 @@ class _Split:
         self.automatic: frozenset[str] = frozenset()
         self.manual: frozenset[str] = frozenset()
         self.experts: tuple[str, ...] = ()
+        self.others: tuple[str, ...] = ()
         self.tensor: tuple[str, ...] = ()
         if activations is not None and activations.layout.mesh.size > 1:
             self.mesh, self.manual = activations.mesh()
@@ -181,6 +190,7 @@ class _Split:
             expert = activations.layout.expert
             self.experts = () if expert is None else expert.axis
             self.form = form_for(self.devices, None if expert is None else expert.exchange)
+            self.others = _axes_of_slices(activations.layout.mesh, self.experts)
         _check_experts(params, E, self._size(self.experts), self._size(self._manual(self.experts)))
         self.rows: list[Any] = [None] * (x.ndim - 1)
         self.params: PyTree = None
@@ -262,7 +272,7 @@ class _Split:
             return apply_all(fn, params, x_NC, choice, self.E, way)
         k = choice.experts.shape[1]
         window = window_rows(x_NC.shape[0] * k, k, count, self.E // count)
-        share = Share(self.experts, count, self.E, window, way._replace(full=False), self.form)
+        share = Share(self.experts, count, self.E, window, way._replace(full=False), self.form, self.others)
         return apply_share(fn, params, x_NC, choice, share)
 
 

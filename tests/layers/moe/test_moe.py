@@ -15,6 +15,7 @@ from jaxshard.layers.moe import experts as on_device
 from jaxshard.layers.moe.exchange import form_for, use_form
 from jaxshard.layers.moe.experts import Share, apply_share
 from jaxshard.layers.moe.grouped import Way
+from jaxshard.layers.moe.moe import _axes_of_slices
 from jaxshard.layers.moe.routing import Choice
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import normal
@@ -219,7 +220,10 @@ def test_cpus_and_large_slices_of_v5e_exchange_equal_counts():
     "engine", [js.explicit(), pytest.param(js.auto(), marks=pytest.mark.slow)], ids=["explicit", "auto"]
 )
 def test_its_own_collectives(engine):
-    """Over the axis of the experts: the counts, and all-to-alls, two forward and five backward."""
+    """Over the axis of the experts: the counts, and all-to-alls, two forward and five backward.
+
+    Over the other one the largest number of windows: no device leaves a loop before the others.
+    """
     init_fn, loss_fn = moe_model()
     mesh = js.make_mesh(data=2, expert=4)
     step = js.make_step(loss_fn, SGD, js.layout(EXPERT, mesh, init_fn, SGD), engine=engine)
@@ -228,7 +232,32 @@ def test_its_own_collectives(engine):
     assert sum(c.kind == "all-to-all" and c.axes == ("expert",) for c in found) == 7
     (counts,) = (row for row in summary(found) if row.kind == "all-gather" and "expert" in row.axes)
     assert (counts.axes, counts.bytes) == (("expert",), 4 * E * 4)
+    assert [c.shapes for c in found if c.dtype == "s32" and c.axes == ("data",)] == [((),)]
     assert {row.kind for row in summary(found)} <= {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+
+
+def test_devices_of_other_slices_need_not_take_as_many_windows():
+    """They run programs of their own."""
+    devices = np.array([SimpleNamespace(slice_index=i // 4) for i in range(8)], object).reshape(2, 2, 2)
+    mesh = SimpleNamespace(axis_names=("replica", "data", "expert"), devices=devices)
+    assert _axes_of_slices(mesh, ("expert",)) == ("data",)
+
+
+def test_gradients_of_many_windows_are_summed_in_f32():
+    """In bf16 the sum of 512 windows of 8 rows would stay at half of what it is."""
+    mesh = js.make_mesh(jax.devices()[:2], expert=2)
+    share = Share(("expert",), 2, 2, 8, Way("cpu"), "equal")
+    choice = Choice(jnp.zeros((2048, 1), jnp.int32), jnp.ones((2048, 1)))
+
+    def loss(scale):
+        out = apply_share(
+            lambda p, rows, dot: rows * dot.of(p)[:, None], scale, jnp.ones((2048, 1), jnp.bfloat16), choice, share
+        )
+        return out.astype(jnp.float32).sum()
+
+    spec = jax.sharding.PartitionSpec("expert")
+    grads = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    assert jax.jit(grads)(jnp.ones(2, jnp.bfloat16)).tolist() == [4096, 0]
 
 
 # Capacity
