@@ -5,9 +5,10 @@
 
 Every program is compiled in a process of its own, for chips that are not here (`ROWS` has the models and topologies).
 Both sides have f32 parameters and AdamW moments, bf16 products and gradients reduced in bf16. MaxText's defaults are
-kept (splash attention, `remat_policy: full`, clipping); "maxtext tiled" is its best setting for memory. Printed are
-arguments, temporaries and peak per chip, CPU-seconds of the compiler, its estimated cycles, the bytes of collectives by
-kind and dtype and how many of them a chip waits for, and what the compiler computes again on its own.
+kept (splash attention, `remat_policy: full`, clipping, no token dropped); "maxtext tiled" is its best setting for
+memory. Printed are arguments, temporaries and peak per chip, CPU-seconds of the compiler, its estimated cycles, the
+bytes of collectives by kind and dtype and how many of them a chip waits for (of tokens sent to experts those of an even
+routing), and what the compiler computes again on its own.
 
 `bound` is what a step must hold, by role: `lower_bound` has the formula. Where a peak exceeds 1.15 of it the ten
 largest buffers that are live at the fullest moment are named. Estimated cycles count loops, but no Pallas kernel and no
@@ -30,7 +31,8 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -50,7 +52,7 @@ class Row(NamedTuple):
       topology: as `js.plan.topology_mesh` takes it.
       maxtext: MaxText's name of it, and settings; None where only ours is compiled.
       axes: of our mesh.
-      strategy: "fsdp" over all axes, or the words of `strategy_of`.
+      strategy: "fsdp" over all axes, or the words of `strategy_of`; "expert" is over those called so.
       slices: TPU slices.
       microbatches: of the pipeline, where there is one.
       sides: what is compiled. Ours begin with the engine; "f32" after it is f32 sums of gradients, "each" is
@@ -98,11 +100,39 @@ ROWS = {
         "llama3-8b", "v5e:16x16", 8192, {"replica": 2, "data": 256}, None, "hsdp", slices=2, sides=("explicit",)
     ),
 }  # fmt: skip
-"""The rows by name; the first four are compared with MaxText over one data axis."""
 STASHES = ("layer", "attention_out=save", "qkv=save,attention_out=save", "stage", "dots", "everything")
 ROWS["llama3-8b-stash"] = ROWS["llama3-8b-pipe"]._replace(
     sides=tuple(f"{side} stash {stash}" for stash in STASHES for side in ("pipelined", "pipelined each"))
 )
+"""The rows by name; the first four are compared with MaxText over one data axis."""
+
+
+def rows_of_experts() -> Iterator[tuple[str, Row]]:
+    """Models with experts, without loss of tokens: split as all parameters, and by their number over an axis.
+
+    "maxtext ring" gathers tokens where the default's ragged all-to-alls are refused, on more than 16 chips of v5e (only
+    when code is generated: not with `--no-codegen`).
+    """
+    settings = {
+        "v5e": {"compile_topology": "v5e-256", "allow_split_physical_axes": True},
+        "v5p": {"compile_topology": "v5p-128"},
+    }
+    for model, theirs, experts in (
+        ("mixtral-8x7b", "mixtral-8x7b", 8),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b", 16),
+        ("deepseek-16b", "deepseek2-16b", 16),
+    ):
+        axes = {"v5e": {"data": 256 // experts, "expert": experts}, "v5p": {"data0": 4, "data1": 4, "expert": 4}}
+        whole = {"v5e": {"data": 256}, "v5p": {"data0": 4, "data1": 4, "data2": 4}}
+        for chip, topology in (("v5e", "v5e:16x16"), ("v5p", "v5p:4x4x4")):
+            plain = {"model_name": theirs} | settings[chip]
+            split = plain | {"ici_expert_parallelism": axes[chip]["expert"]}
+            yield f"{model}-{chip}", Row(model, topology, 4096, whole[chip], plain, sides=SPLIT)
+            sides = ("maxtext", "maxtext ring", "explicit") if chip == "v5e" else SPLIT
+            yield f"{model}-{chip}-expert", Row(model, topology, 4096, axes[chip], split, "fsdp expert", sides=sides)
+
+
+ROWS |= dict(rows_of_experts())
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama2-7b": {"vocab": 32_000, "width": 4096, "depth": 32, "heads": 32, "kv_heads": 32, "hidden": 11_008},
@@ -145,7 +175,7 @@ def maxtext_settings(row: Row, side: str, depth: int | None) -> dict[str, Any]:
     """MaxText's settings: its defaults but for the model, the topology, and what reads or writes files."""
     assert row.maxtext is not None
     layers = {"override_model_config": True, "base_num_decoder_layers": depth} if depth else {}
-    tiling = {"num_vocab_tiling": 16} if side == "maxtext tiled" else {}
+    sides = {"maxtext tiled": {"num_vocab_tiling": 16}, "maxtext ring": {"use_ring_of_experts": True}}
     common = {
         "model_name": row.model,
         "compile_topology_num_slices": row.slices,
@@ -157,7 +187,7 @@ def maxtext_settings(row: Row, side: str, depth: int | None) -> dict[str, Any]:
         "run_name": "benchmark",
         "base_output_directory": tempfile.gettempdir(),
     }
-    return common | row.maxtext | layers | tiling
+    return common | row.maxtext | layers | sides.get(side, {})
 
 
 def compile_maxtext(row: Row, side: str, depth: int | None) -> None:
@@ -207,6 +237,8 @@ def strategy_of(row: Row) -> Any:
 
     if row.strategy == "fsdp":
         return js.fsdp(tuple(row.axes))
+    if row.strategy == "fsdp expert":
+        return js.compose(js.fsdp(tuple(row.axes)), js.expert(tuple(x for x in row.axes if x.startswith("expert"))))
     if row.strategy == "hsdp":
         return js.hsdp()
     if "pipe" in row.strategy:
@@ -251,7 +283,7 @@ def sizes(compiled: Any) -> dict[str, int]:
     }
 
 
-def numbers(text: str, row: Row) -> dict[str, Any]:
+def numbers(text: str, row: Row, depth: int | None) -> dict[str, Any]:
     """What a program communicates, waits for and computes again, from its text."""
     import jaxshard as js
     from jaxshard.checks.collectives import hlo
@@ -259,13 +291,15 @@ def numbers(text: str, row: Row) -> dict[str, Any]:
 
     # Positions are the program's own, whichever mesh it was compiled for: only kinds and bytes are of interest.
     mesh = js.plan.topology_mesh(row.topology, num_slices=row.slices, **row.axes)
-    sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     waits, wire = [], 0
     for one in js.plan.arrays_only(js.collectives(text, mesh)):
+        one = with_even_routing(one, row, depth)
         entry = sums[one.kind, one.dtype]
-        entry[0] += one.bytes or 0
+        entry[0] += one.bytes
+        entry[2] += received(one)
         if one.synchronous:
-            entry[1] += one.bytes or 0
+            entry[1] += one.bytes
             waits.append(one)
             wire += received(one)
     cycles = 0
@@ -275,8 +309,8 @@ def numbers(text: str, row: Row) -> dict[str, Any]:
     return {
         "cycles": cycles or None,
         "collectives": [
-            {"kind": kind, "dtype": dtype, "bytes": total, "synchronous": waited}
-            for (kind, dtype), (total, waited) in sorted(sums.items(), key=lambda item: -item[1][0])
+            {"kind": kind, "dtype": dtype, "bytes": total, "synchronous": waited, "received": on_wire}
+            for (kind, dtype), (total, waited, on_wire) in sorted(sums.items(), key=lambda item: -item[1][0])
         ],
         "wire_waited": wire,
         "waits": [
@@ -288,6 +322,29 @@ def numbers(text: str, row: Row) -> dict[str, Any]:
         ],
         "in_host_memory": [str(one) for one in js.plan.in_host_memory(text)],
     }
+
+
+def with_even_routing(one: Any, row: Row, depth: int | None) -> Any:
+    """An exchange of tokens as it is if every expert gets as many of them.
+
+    The number of ours is that of the windows, which a program does not say. A ragged one moves the rows that there
+    are, whatever the size of its operand and in however many windows.
+    """
+    ragged = one.kind == "ragged-all-to-all"
+    if one.count is not None and not ragged:
+        return one
+    import jaxshard as js
+    from jaxshard.layers.moe.experts import window_rows
+
+    shape = js.models.SIZES[row.model].shape
+    blocks = (depth or shape["depth"]) - shape.get("dense", 0)
+    k, chips = shape["k"], len(one.groups[0])
+    rows = row.seq * k
+    if ragged:
+        turns, sizes = 1, tuple(size * rows // arrays[0] for size, arrays in zip(one.sizes, one.shapes, strict=True))
+    else:
+        turns, sizes = -(-rows // window_rows(rows, k, chips, shape["experts"] // chips)), one.sizes
+    return replace(one, count=blocks * turns if one.count is None else one.count, sizes=sizes)
 
 
 def received(one: Any) -> int:
@@ -324,8 +381,8 @@ def run_one(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
     if found.get("error"):
         return found
     row = row_of(name, args)
-    found |= numbers(program_text(out), row)
-    if row.strategy == "fsdp":
+    found |= numbers(program_text(out), row, args.depth)
+    if row.strategy == "fsdp" and row.model in SHAPES:
         bound = lower_bound(row, args.depth, found["arguments"])
         found |= {"bound": sum(bound.values()), "bound_parts": bound}
     return found
@@ -361,6 +418,8 @@ COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "of MaxText's": lambda one, base: ratio(total(one, "synchronous"), total(base, "synchronous")),
     "received": lambda one, _: gigabytes(one.get("wire_waited")),
     "of MaxText's ": lambda one, base: ratio(one.get("wire_waited"), base.get("wire_waited")),
+    "all received": lambda one, _: gigabytes(total(one, "received")),
+    " of MaxText's ": lambda one, base: ratio(total(one, "received"), total(base, "received")),
     ".remat": lambda one, _: str(len(one["rematerialized"])) if "rematerialized" in one else "",
 }
 
@@ -395,7 +454,7 @@ def details(one: dict[str, Any]) -> str:
     for entry in one.get("collectives", []):
         lines.append(
             f"  {entry['kind']} {entry['dtype']}: {gigabytes(entry['bytes'])} GB, of these synchronous "
-            f"{gigabytes(entry['synchronous'])}"
+            f"{gigabytes(entry['synchronous'])}, received {gigabytes(entry['received'])}"
         )
     lines += [f"  waited for: {entry}" for entry in one.get("waits", [])]
     lines += [f"  computed again: {entry}" for entry in one.get("rematerialized", [])]
