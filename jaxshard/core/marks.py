@@ -49,6 +49,7 @@ def leave_mark(
     dims: Sequence[int | Literal["sum"] | None],
     results: Sequence[jax.ShapeDtypeStruct],
     result_dims: Sequence[int | Literal["sum"] | None],
+    how: Any = None,
 ) -> list[jax.Array]:
     """Show a function in the program by its contract, in a context of `show_marks`, and compute nothing.
 
@@ -60,6 +61,7 @@ def leave_mark(
       results: shapes and dtypes of its results.
       result_dims: where each result has its positions; "sum" if it adds up over positions, None if it is the same on
         all devices.
+      how: what else the user said, compared by ==. It must not depend on how many positions there are.
 
     Returns:
       Arrays like `results`, without values.
@@ -70,6 +72,6 @@ def leave_mark(
     """
     avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
     marked: list[jax.Array] = MARK.bind(
-        *arrays, name=name, positions=tuple(dims), results=avals, result_positions=tuple(result_dims)
+        *arrays, name=name, positions=tuple(dims), results=avals, result_positions=tuple(result_dims), how=how
     )
     return marked

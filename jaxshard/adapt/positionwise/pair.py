@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, NamedTuple
 
-from jaxshard.adapt.positionwise.facts import differing
+from jaxshard.adapt.positionwise.facts import Mixes, differing
 
 _LAYOUT = frozenset({"sharding", "out_sharding", "accuracy", "name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"})
 """Parameters that say nothing about values, or are functions that can't be compared."""
+
+_SIZES = frozenset({"shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes", "results"})
+"""Parameters that may depend on the number of positions, because rules look at the shapes that they make."""
 
 
 class Pair(NamedTuple):
@@ -58,11 +62,17 @@ class Pair(NamedTuple):
         one, two = self.one.params, self.two.params
         return [name for name in one if name not in _LAYOUT and not _equal(one[name], two.get(name))]
 
+    def check_unchanged(self, names: Set[str] | None = None) -> None:
+        """Raise `Mixes` where one of these parameters, by default any but sizes, depends on the number of positions."""
+        found = [name for name in self.changed() if (name not in _SIZES if names is None else name in names)]
+        if found:
+            raise Mixes(f"has a parameter {found[0]!r} that depends on how many positions there are", "number")
+
 
 def _equal(one: Any, two: Any) -> bool:
     if callable(one) or hasattr(one, "eqns") or hasattr(one, "jaxpr"):
         return True  # programs are walked through
     try:
-        return bool(one == two)
+        return bool(one == two or (one != one and two != two))  # NaN fills what a gather has no number for
     except (TypeError, ValueError):
         return False

@@ -39,25 +39,27 @@ def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
     name = pair.name
     if name in WITHOUT_RESULT:
         return []
-    if name in KEPT:
-        return _keep(pair, facts)
-    if name in EACH_ELEMENT:
-        return [_elementwise(pair, facts)]
-    if name in REDUCTIONS:
-        return _reduce(pair, facts)
-    if name in SCANNED:
-        return _scanned(pair, facts)
-    rule = _RULES.get(name, _unknown)
-    return rule(pair, facts)
+    found = _rule_of(name)(pair, facts)
+    pair.check_unchanged()
+    return found
+
+
+def _rule_of(name: str) -> Rule:
+    for names, rule in ((KEPT, _keep), (EACH_ELEMENT, _elementwise), (REDUCTIONS, _reduce), (SCANNED, _scanned)):
+        if name in names:
+            return rule
+    return _RULES.get(name, _unknown)
 
 
 def _keep(pair: Pair, facts: list[Fact]) -> list[Fact]:
     return facts
 
 
-def _elementwise(pair: Pair, facts: list[Fact]) -> Fact:
-    if changed := pair.changed():
-        raise Mixes(f"has a {changed[0]} that depends on how many positions there are", "number")
+def _elementwise(pair: Pair, facts: list[Fact]) -> list[Fact]:
+    return [_combine(pair, facts)]
+
+
+def _combine(pair: Pair, facts: list[Fact]) -> Fact:
     positions = [fact for fact in facts if fact.kind is Kind.ALONG]
     share = next((fact for fact in facts if is_share(fact)), None)
     if share is not None and positions:

@@ -27,11 +27,11 @@ from jaxshard.adapt.positionwise.facts import (
     same_positions,
 )
 from jaxshard.adapt.positionwise.pair import Pair
-from jaxshard.adapt.positionwise.report import Cause, Finding, make_finding
+from jaxshard.adapt.positionwise.report import FIXES, Cause, Finding, make_finding
 from jaxshard.adapt.positionwise.rules import apply_rule
 from jaxshard.adapt.positionwise.shares import is_share, number, refuse, sum_of
 from jaxshard.core.compat import scan_counts
-from jaxshard.core.jaxpr import CALLS, eliminate_dead_code, open_jaxpr
+from jaxshard.core.jaxpr import CALLS, eliminate_dead_code, open_jaxpr, variables
 from jaxshard.core.keys import words_of
 
 
@@ -73,7 +73,7 @@ class Walk:
 
     def _run(self, jaxpr: Any, other: Any, consts: Any, other_consts: Any, facts: Sequence[Fact]) -> list[Fact]:
         known: dict[Any, Fact] = dict(zip(jaxpr.invars, facts, strict=True))
-        if len(jaxpr.constvars) != len(other.constvars) or not self._is_alike(jaxpr, other):
+        if not self._is_alike(jaxpr, other):
             return [
                 guess(a.aval.shape, b.aval.shape, self.parts)
                 for a, b in zip(jaxpr.outvars, other.outvars, strict=False)
@@ -87,16 +87,36 @@ class Walk:
         return [self._read(known, a, b) for a, b in zip(jaxpr.outvars, other.outvars, strict=True)]
 
     def _is_alike(self, one: Any, two: Any) -> bool:
-        """Return whether both programs have the same equations; note the first that differs."""
+        """Return whether both programs have the same equations of the same values; note the first that differs."""
+        twins: dict[Any, Any] = {}
+
+        def are_twins(these: Sequence[Any], those: Sequence[Any]) -> bool:
+            return len(these) == len(those) and all(
+                isinstance(b, Literal) if isinstance(a, Literal) else twins.get(a) is b for a, b in zip(these, those)
+            )
+
+        def differs(eqn: Any, twin: Any, what: str) -> bool:
+            mixes = Mixes(f"{what}: what runs depends on how many there are", "number")
+            self.note(Pair(eqn, twin, self.length, self.parts), mixes)
+            return False
+
+        for these, those in ((one.constvars, two.constvars), (one.invars, two.invars)):
+            twins.update(zip(these, those, strict=False))
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
             if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
-                what = f"{twin.primitive.name} on a part of the positions: what runs depends on how many there are"
-                self.note(Pair(eqn, twin, self.length, self.parts), Mixes(f"is {what}", "number"))
-                return False
+                return differs(eqn, twin, f"is {twin.primitive.name} on a part of the positions")
+            if not are_twins(eqn.invars, twin.invars):
+                return differs(eqn, twin, "takes another value on a part of the positions")
+            twins.update(zip(eqn.outvars, twin.outvars, strict=False))
         if len(one.eqns) != len(two.eqns):
             longer = max(one.eqns, two.eqns, key=len)[min(len(one.eqns), len(two.eqns))]
-            what = "runs for some numbers of positions alone: what runs depends on how many there are"
-            self.note(Pair(longer, longer, self.length, self.parts), Mixes(what, "number"))
+            return differs(longer, longer, "runs for some numbers of positions alone")
+        if not are_twins(one.outvars, two.outvars):
+            made = [eqn for eqn in one.eqns if set(eqn.outvars) & variables(one.outvars)] or self.calls
+            if made:
+                return differs(made[-1], made[-1], "is another result on a part of the positions")
+            what = "returns another value on a part of the positions"
+            self.findings.append(Finding("the loss", what, "the loss", "", "", FIXES["number"]))
             return False
         return True
 
@@ -122,6 +142,7 @@ class Walk:
         if pair.name in _PROGRAMS or pair.name in CALLS:
             with self._inside(pair):
                 try:
+                    pair.check_unchanged(_PROGRAM_PARAMS)
                     found = _PROGRAMS.get(pair.name, _call)(self, pair, facts)
                 except Mixes as refusal:
                     self.note(pair, refusal)
@@ -286,6 +307,11 @@ def _shard_map(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
             raise Mixes("splits the positions itself")
     return results
 
+
+_PROGRAM_PARAMS = frozenset(
+    {"num_consts", "num_carry", "reverse", "cond_nconsts", "body_nconsts", "in_specs", "out_specs"}
+)
+"""Parameters of equations with programs that say what becomes of their operands."""
 
 _PROGRAMS: dict[str, Callable[[Walk, Pair, list[Fact]], list[Fact]]] = {
     "scan": _scan,

@@ -158,7 +158,7 @@ def attention(
         out = jax.ShapeDtypeStruct((*batch, T, H, arrays[2].shape[-1]), dtype)
         beside = [(-1 if name == "segments" else None, x) for name, x in extras._asdict().items() if x is not None]
         dims, given = (-3, -3, -3, *(dim for dim, _ in beside)), (*arrays, *(x for _, x in beside))
-        return leave_mark("js.attention", given, dims, [out], [-3])[0]
+        return leave_mark("js.attention", given, dims, [out], [-3], form)[0]
     rows = math.prod(batch)
     q_BTHD, k_BSKD, v_BSKE = (x.reshape(rows, *x.shape[-3:]) for x in arrays)
     extras, form = _without_known_mask(extras, form)

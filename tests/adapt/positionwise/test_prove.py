@@ -11,7 +11,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.adapt.positionwise.report import explain
-from tests.adapt.positionwise.cases import GOOD, MIXING, PARTS, W, findings, mean_of, shapes
+from tests.adapt.positionwise.cases import GOOD, LENGTH, MIXING, PARTS, W, findings, mean_of, shapes
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -25,6 +25,34 @@ def test_layers_that_do_not_are_refused_by_name_and_line(name):
     found = [str(finding) for finding in findings(mean_of(layer))]
     assert re.search(what, found[0]), found
     assert re.match(r"(positionwise/cases.py:\d+|the loss)", found[0]), found
+
+
+def _by_count(choose):
+    """A layer that Python makes another one where a row has more than half of all positions."""
+
+    def layer(x, w, b, key):
+        return choose(x, jnp.sin(w), jnp.cos(w), x.shape[1] > LENGTH // 2)
+
+    return layer
+
+
+CHOSEN = {
+    "weights": lambda x, u, v, many: x @ u - x @ v if many else x @ v - x @ u,
+    "number": lambda x, u, v, many: x * (u[0, 0] if many else 2.0) + 0 * u[0, 0],
+    "number of a part": lambda x, u, v, many: x * (2.0 if many else u[0, 0]) + 0 * u[0, 0],
+    "inside a call": lambda x, u, v, many: jax.checkpoint(lambda u, v: x @ (u if many else v))(u, v),
+    "a call's result": lambda x, u, v, many: x @ jax.jit(lambda u, v: u if many else v)(u, v),
+    "dimensions": lambda x, u, v, many: jax.lax.dot_general(x, u, (((2,), (0 if many else 1,)), ((), ()))),
+    "axes": lambda x, u, v, many: x * u.sum(0 if many else 1),
+    "order": lambda x, u, v, many: x * jax.lax.scan(lambda c, a: (c * jnp.tanh(c + a), None), u[0], v, reverse=many)[0],
+    "window": lambda x, u, v, many: js.attention(*[x[:, :, None]] * 3, causal=True, window=4 if many else 2)[:, :, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_python_chooses_by_the_number_of_positions_is_refused(name):
+    found = [str(finding) for finding in findings(mean_of(_by_count(CHOSEN[name])))]
+    assert found and re.search("depends on how many (positions )?there are", found[0]), found
 
 
 def test_all_places_are_found_at_once():
