@@ -201,7 +201,7 @@ def test_docstrings_begin_with_a_plain_sentence():
     assert not wrong, "\n".join(wrong)
 
 
-MANY_PARAMETERS = ("fit", "attention", "llama", "moe")
+MANY_PARAMETERS = ("fit", "attention", "llama", "moe", "gemma")
 """Functions that users call with a choice of many words: a model has one for every size."""
 
 

@@ -14,8 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxshard.hf.entries import (
+    EXPANSION,
+    LAST_WINDOWS,
+    ROPE,
+    SWITCHED_WINDOW,
+    TWO_ROPES,
+    WINDOW,
+    Group,
+    windows_in_turn,
+)
 from jaxshard.models.decoder import Decoder
+from jaxshard.models.gemma import gemma
+from jaxshard.models.gpt import gpt
 from jaxshard.models.llama import llama
+from jaxshard.models.moe import moe
 
 
 class Family(NamedTuple):
@@ -26,10 +39,14 @@ class Family(NamedTuple):
       model_type: likewise.
       make: the function of `js.models` that builds the model.
       names: the table of its tensors.
-      sizes: of each argument of `make` the entry of config.json.
+      sizes: of each argument of `make` the entry of config.json, or "one|other" of two names of it.
+      groups: more entries, which belong together.
       defaults: the values of entries that may be absent.
       only: entries of which one value alone is supported; also what they are if they are absent.
-      unused: patterns of tensors in the files that are no weights.
+      fixed: arguments that are the same for the whole family.
+      unread: entries that make no difference in this family.
+      unused: a pattern of tensors in the files that are no weights.
+      prefix: of the names of most tensors, which older files leave out.
     """
 
     architecture: str
@@ -37,9 +54,13 @@ class Family(NamedTuple):
     make: Callable[..., Decoder]
     names: str
     sizes: Mapping[str, str]
-    defaults: Mapping[str, Any]
+    groups: tuple[Group, ...] = ()
+    defaults: Mapping[str, Any] = {}
     only: Mapping[str, Any] = {}
+    fixed: Mapping[str, Any] = {}
+    unread: tuple[str, ...] = ()
     unused: str = r".*\.rotary_emb\.inv_freq"
+    prefix: str = "model."
 
     def rows(self) -> list[list[str]]:
         """Return the table's rows: ours, theirs, dimensions."""
@@ -59,6 +80,7 @@ _SIZES = {
     "tied": "tie_word_embeddings",
 }
 _DEFAULTS = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
+_PLAIN = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 _ENDS = """
 embed.embed_tokens.embedding  model.embed_tokens.weight  v c > v c
 head.norm.scale               model.norm.weight          c > c
@@ -71,22 +93,201 @@ blocks.k_proj.kernel    model.layers.{}.self_attn.k_proj.weight  kd c > c k d
 blocks.v_proj.kernel    model.layers.{}.self_attn.v_proj.weight  kd c > c k d
 blocks.o_proj.kernel    model.layers.{}.self_attn.o_proj.weight  c hd > h d c
 """
-_MLP = """
-blocks.mlp_norm.scale    model.layers.{}.post_attention_layernorm.weight  c > c
-blocks.gate_proj.kernel  model.layers.{}.mlp.gate_proj.weight             f c > c f
-blocks.up_proj.kernel    model.layers.{}.mlp.up_proj.weight               f c > c f
-blocks.down_proj.kernel  model.layers.{}.mlp.down_proj.weight             c f > f c
+_HEAD_NORMS = """
+blocks.q_norm.scale  model.layers.{}.self_attn.q_norm.weight  d > d
+blocks.k_norm.scale  model.layers.{}.self_attn.k_norm.weight  d > d
 """
+_MLP_NORM = """
+blocks.mlp_norm.scale  model.layers.{}.post_attention_layernorm.weight  c > c
+"""
+_MLP = """
+blocks.gate_proj.kernel  model.layers.{}.mlp.gate_proj.weight  f c > c f
+blocks.up_proj.kernel    model.layers.{}.mlp.up_proj.weight    f c > c f
+blocks.down_proj.kernel  model.layers.{}.mlp.down_proj.weight  c f > f c
+"""
+_DENSE = _ENDS + _ATTENTION + _MLP_NORM + _MLP
 
 LLAMA = Family(
-    "LlamaForCausalLM",
-    "llama",
-    llama,
-    _ENDS + _ATTENTION + _MLP,
-    _SIZES,
-    _DEFAULTS | {"num_key_value_heads": None},
-    {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    make=llama,
+    names=_DENSE,
+    sizes=_SIZES,
+    groups=(ROPE,),
+    defaults=_DEFAULTS | {"num_key_value_heads": None},
+    only=_PLAIN | {"mlp_bias": False},
 )
 
-FAMILIES = {family.architecture: family for family in (LLAMA,)}
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    make=llama,
+    names=_DENSE,
+    sizes=_SIZES,
+    groups=(ROPE, WINDOW),
+    defaults=_DEFAULTS,
+    only=_PLAIN,
+)
+
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    make=llama,
+    names=_DENSE
+    + """
+blocks.q_proj.bias  model.layers.{}.self_attn.q_proj.bias  hd > h d
+blocks.k_proj.bias  model.layers.{}.self_attn.k_proj.bias  kd > k d
+blocks.v_proj.bias  model.layers.{}.self_attn.v_proj.bias  kd > k d
+""",
+    sizes=_SIZES,
+    groups=(ROPE, LAST_WINDOWS),
+    defaults=_DEFAULTS,
+    only={name: x for name, x in _PLAIN.items() if name != "attention_bias"},
+    fixed={"qkv_bias": True},
+)
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    make=llama,
+    names=_DENSE + _HEAD_NORMS,
+    sizes=_SIZES,
+    groups=(ROPE, LAST_WINDOWS),
+    defaults=_DEFAULTS | {"head_dim": 128},
+    only=_PLAIN,
+    fixed={"qk_norm": True},
+)
+
+_ROUTED = "".join(line.replace("blocks.", "blocks.attention.") for line in _ATTENTION.splitlines(keepends=True))
+_ROUTED_SIZES = _SIZES | {"k": "num_experts_per_tok"}
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    make=moe,
+    names=_ENDS
+    + _ROUTED
+    + _MLP_NORM
+    + """
+blocks.router.kernel      model.layers.{}.block_sparse_moe.gate.weight           e c > c e
+blocks.experts.gate_proj  model.layers.{}.block_sparse_moe.experts.{}.w1.weight  f c > c f
+blocks.experts.up_proj    model.layers.{}.block_sparse_moe.experts.{}.w3.weight  f c > c f
+blocks.experts.down_proj  model.layers.{}.block_sparse_moe.experts.{}.w2.weight  c f > f c
+""",
+    sizes=_ROUTED_SIZES | {"experts": "num_local_experts"},
+    groups=(ROPE, WINDOW),
+    defaults=_DEFAULTS | {"rope_theta": 1e6},
+    only=_PLAIN | {"router_jitter_noise": 0.0},
+    fixed={"normalize": True, "balance": 0.0},
+)
+
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    make=moe,
+    names=_ENDS
+    + _ROUTED
+    + _HEAD_NORMS.replace("blocks.", "blocks.attention.")
+    + _MLP_NORM
+    + """
+blocks.router.kernel      model.layers.{}.mlp.gate.weight                  e c > c e
+blocks.experts.gate_proj  model.layers.{}.mlp.experts.{}.gate_proj.weight  f c > c f
+blocks.experts.up_proj    model.layers.{}.mlp.experts.{}.up_proj.weight    f c > c f
+blocks.experts.down_proj  model.layers.{}.mlp.experts.{}.down_proj.weight  c f > f c
+""",
+    sizes=_ROUTED_SIZES
+    | {"hidden": "moe_intermediate_size", "experts": "num_experts|num_local_experts", "normalize": "norm_topk_prob"},
+    groups=(ROPE, SWITCHED_WINDOW),
+    defaults=_DEFAULTS | {"norm_topk_prob": False},
+    only=_PLAIN | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    fixed={"qk_norm": True, "balance": 0.0},
+    unread=("intermediate_size",),
+)
+
+_GEMMA_SIZES = _SIZES | {
+    "query_scale": "query_pre_attn_scalar",
+    "attention_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
+_GEMMA_ONLY = {
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0.0,
+    "use_bidirectional_attention": False,
+}  # fmt: skip
+_GEMMA = (
+    _ENDS
+    + _ATTENTION
+    + _MLP
+    + """
+blocks.attn_post_norm.scale  model.layers.{}.post_attention_layernorm.weight    c > c
+blocks.mlp_norm.scale        model.layers.{}.pre_feedforward_layernorm.weight   c > c
+blocks.mlp_post_norm.scale   model.layers.{}.post_feedforward_layernorm.weight  c > c
+"""
+)
+_GEMMA_DEFAULTS = _DEFAULTS | {"head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256}
+
+GEMMA2 = Family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    make=gemma,
+    names=_GEMMA,
+    sizes=_GEMMA_SIZES,
+    groups=(ROPE, windows_in_turn(2)),
+    defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    only=_GEMMA_ONLY,
+    unread=("hidden_act",),
+)
+
+GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    make=gemma,
+    names=_GEMMA + _HEAD_NORMS,
+    sizes=_GEMMA_SIZES,
+    groups=(TWO_ROPES, windows_in_turn(6)),
+    defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e6},
+    only=_GEMMA_ONLY,
+    fixed={"qk_norm": True},
+    unread=("hidden_act",),
+)
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    make=gpt,
+    names="""
+embed.wte.embedding     transformer.wte.weight                   v c > v c
+embed.wpe               transformer.wpe.weight                   s c > s c
+blocks.ln_1.scale       transformer.h.{}.ln_1.weight             c > c
+blocks.ln_1.bias        transformer.h.{}.ln_1.bias               c > c
+blocks.qkv.kernel       transformer.h.{}.attn.c_attn.weight      c 3hd > c h3d
+blocks.qkv.bias         transformer.h.{}.attn.c_attn.bias        3hd > h3d
+blocks.attn_out.kernel  transformer.h.{}.attn.c_proj.weight      f c > f c
+blocks.attn_out.bias    transformer.h.{}.attn.c_proj.bias        c > c
+blocks.ln_2.scale       transformer.h.{}.ln_2.weight             c > c
+blocks.ln_2.bias        transformer.h.{}.ln_2.bias               c > c
+blocks.mlp_in.kernel    transformer.h.{}.mlp.c_fc.weight         c f > c f
+blocks.mlp_in.bias      transformer.h.{}.mlp.c_fc.bias           f > f
+blocks.mlp_out.kernel   transformer.h.{}.mlp.c_proj.weight       f c > f c
+blocks.mlp_out.bias     transformer.h.{}.mlp.c_proj.bias         c > c
+head.ln_f.scale         transformer.ln_f.weight                  c > c
+head.ln_f.bias          transformer.ln_f.bias                    c > c
+head.lm_head.kernel     lm_head.weight                           v c > c v
+""",
+    sizes={
+        "vocab": "vocab_size", "width": "n_embd", "depth": "n_layer", "heads": "n_head", "seq": "n_positions",
+        "tied": "tie_word_embeddings",
+    },
+    groups=(EXPANSION,),
+    defaults={"tie_word_embeddings": True},
+    only={
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False, "add_cross_attention": False,
+    },
+    unused=r".*\.attn\.(masked_)?bias",
+    prefix="transformer.",
+)  # fmt: skip
+
+FAMILIES = {
+    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GEMMA2, GEMMA3, GPT2)
+}
 """All families by the name of their architecture in config.json."""

@@ -5,6 +5,7 @@ Imports `core/`, `adapt/` and `layers/`.
 
 from jaxshard.models.decoder import Decoder as Decoder
 from jaxshard.models.decoder import logits as logits
+from jaxshard.models.gemma import gemma as gemma
 from jaxshard.models.gpt import gpt as gpt
 from jaxshard.models.llama import llama as llama
 from jaxshard.models.moe import moe as moe

@@ -41,10 +41,16 @@ class Rows(NamedTuple):
     Attributes:
       positions: where each token stands, int32[B, T]; None for `js.positions`.
       segment_ids: its document, int32[B, T]; None for one in each row.
+      block: the number of the block that runs, int32[B], where blocks differ in more than their weights.
     """
 
     positions: jax.Array | None = None
     segment_ids: jax.Array | None = None
+    block: jax.Array | None = None
+
+    def after_block(self) -> Rows:
+        """Return what the next block is given."""
+        return self if self.block is None else self._replace(block=self.block + 1)
 
 
 class InRows(NamedTuple):
@@ -80,6 +86,8 @@ class Decoder(Stacked):
       tied: whether it is the embedding table.
       num_blocks: the number of blocks.
       init: `init(key) -> {"embed": ..., "block": ..., "head": ...}`, as `js.Stacked` takes it.
+      numbered: tell every block its number, `rows.block`.
+      soft_cap: logits x become soft_cap * tanh(x / soft_cap); None leaves them.
     """
 
     def __init__(
@@ -93,27 +101,34 @@ class Decoder(Stacked):
         tied: bool,
         num_blocks: int,
         init: Callable[[jax.Array], PyTree],
+        numbered: bool = False,
+        soft_cap: float | None = None,
     ) -> None:
         def embed_batch(params: PyTree, batch: PyTree, key: jax.Array | None) -> PyTree:
             tokens_BT = _check_tokens(family, batch, seq)
             rows = _rows_of(family, batch, tokens_BT.shape)
+            if numbered:
+                rows = rows._replace(block=jnp.zeros(len(tokens_BT), jnp.int32))
             x = embed(params, tokens_BT, rows, key)
             return join_rows(x, rows)
 
         def run_block(params: PyTree, x: PyTree, key: jax.Array | None) -> PyTree:
             x_BTC, rows = split_rows(x)
-            return join_rows(block(params, x_BTC, rows, key), rows)
+            return join_rows(block(params, x_BTC, rows, key), rows.after_block())
 
         def head(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
             x_BTC, _ = split_rows(x)
             targets_BT = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
             weights_BT = _token_weights(family, batch, targets_BT.shape)
             matrix = output(params)
-            return head_loss(norm(params, x_BTC), matrix, targets_BT, weights_BT, tied=tied, accuracy=key is None)
+            return head_loss(
+                norm(params, x_BTC), matrix, targets_BT, weights_BT, tied=tied, soft_cap=soft_cap, accuracy=key is None
+            )
 
         def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
             matrix = output(params)
-            return norm(params, x_BTC) @ (matrix.T if tied else matrix)
+            logits_BTV = norm(params, x_BTC) @ (matrix.T if tied else matrix)
+            return logits_BTV if soft_cap is None else soft_cap * jnp.tanh(logits_BTV / soft_cap)
 
         super().__init__(embed_batch, run_block, head, num_blocks, init)
         self.seq, self.readout = seq, readout

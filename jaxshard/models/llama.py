@@ -6,6 +6,7 @@ width of a head, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,17 +26,20 @@ from jaxshard.models.parts import (
     STDDEV,
     WHOLE_ROWS,
     Output,
+    Window,
     apply,
     apply_to_rows,
     check_sizes,
+    check_window,
     enter_tensor_region,
     init_parts,
     residual_stddev,
+    window_of,
 )
 from jaxshard.models.recipe import Recipe, Size
 from jaxshard.models.rope import Scaling, as_scaling, rotary_gain, rotary_rates
 
-_KV_HEADS = ("batch", "context", "kv_heads", None)
+KV_HEADS = ("batch", "context", "kv_heads", None)
 
 
 def llama(
@@ -52,12 +56,15 @@ def llama(
     rope_scaling: Scaling | float | None = None,
     norm_epsilon: float = 1e-5,
     qk_norm: bool = False,
+    qkv_bias: bool = False,
+    window: Window = None,
     tied: bool = False,
 ) -> Decoder:
     """Build a Llama 3: `model.init(key)` and `model.loss(params, batch, key)`.
 
     RMS norms in front of attention and MLP, rotary positions, causal attention in which heads / kv_heads neighbouring
-    heads share keys and values, a gated SiLU, and no biases. Weights are drawn from N(0, 0.02), those that write into
+    heads share keys and values, a gated SiLU, and no biases. Mistral,
+    Qwen2 and Qwen3 are variants of it. Weights are drawn from N(0, 0.02), those that write into
     the residual stream from N(0, 0.02 / sqrt(2 depth)). Everything is computed in the dtype of the parameters;
     statistics of norms, angles, softmax and loss are in f32.
 
@@ -87,6 +94,9 @@ def llama(
         number is the factor, with the other numbers of Llama 3.1 (whose factor is 8).
       norm_epsilon: what RMS norms add to the mean square.
       qk_norm: apply an RMS norm to every head of queries and keys, as Qwen3 does.
+      qkv_bias: add biases to queries, keys and values, as Qwen2 does.
+      window: a position sees keys less than so many positions before it, as in Mistral; or a list of the windows of
+        all blocks, None for one that sees everything.
       tied: use the token embedding as the output matrix.
 
     Returns:
@@ -115,11 +125,11 @@ def llama(
         raise ValueError(f"llama: rope_base must be above 1, got {rope_base}")
     if norm_epsilon < 0:
         raise ValueError(f"llama: norm_epsilon must not be negative, got {norm_epsilon}")
-    scaling = as_scaling(rope_scaling)
+    scaling, windows = as_scaling(rope_scaling), check_window("llama", window, depth)
 
     embedding = Embedding(vocab, width)
     attends = (heads, kv_heads, D, rope_base, scaling, norm_epsilon, residual_stddev(depth))
-    one_block = Block(*attends, qk_norm=qk_norm, hidden=hidden)
+    one_block = Block(*attends, qk_norm=qk_norm, qkv_bias=qkv_bias, window=windows, hidden=hidden)
     norm = partial(nn.RMSNorm, epsilon=norm_epsilon, name="norm")
 
     def embed(params: PyTree, tokens_BT: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
@@ -137,7 +147,8 @@ def llama(
         return apply(Output(None, norm), params["head"], x_BTC)
 
     init = init_parts(embedding, one_block, Output(None if tied else vocab, norm), width)
-    return Decoder("llama", seq, embed, block, normalize, matrix, tied, num_blocks=depth, init=init)
+    numbered = isinstance(windows, tuple)
+    return Decoder("llama", seq, embed, block, normalize, matrix, tied, depth, init, numbered)
 
 
 def _llama3(width: int, depth: int, heads: int, hidden: int, learning_rate: float) -> Size:
@@ -202,6 +213,8 @@ class Attention(nn.Module):
     norm_epsilon: float
     residual_stddev: float
     qk_norm: bool = False
+    qkv_bias: bool = False
+    window: int | tuple[int | None, ...] | None = None
 
     @nn.compact
     def __call__(self, x_BTC: jax.Array, rows: Rows | None = None) -> jax.Array:
@@ -212,15 +225,16 @@ class Attention(nn.Module):
         C, D, rows = x_BTC.shape[-1], self.head_dim, rows or Rows()
         init, residual_init = nn.initializers.normal(STDDEV), nn.initializers.normal(self.residual_stddev)
         h_BTC = enter_tensor_region(nn.RMSNorm(epsilon=self.norm_epsilon, name="attn_norm")(x_BTC))
-        q_BTHD = constrain(dense("q_proj", h_BTC, (self.heads, D), init), HEADS)
-        k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
-        v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init), _KV_HEADS)
+        q_BTHD = constrain(dense("q_proj", h_BTC, (self.heads, D), init, self.qkv_bias), HEADS)
+        k_BTKD = constrain(dense("k_proj", h_BTC, (self.kv_heads, D), init, self.qkv_bias), KV_HEADS)
+        v_BTKD = constrain(dense("v_proj", h_BTC, (self.kv_heads, D), init, self.qkv_bias), KV_HEADS)
         if self.qk_norm:
             q_BTHD = nn.RMSNorm(epsilon=self.norm_epsilon, name="q_norm")(q_BTHD)
             k_BTKD = nn.RMSNorm(epsilon=self.norm_epsilon, name="k_norm")(k_BTKD)
         q_BTHD, k_BTKD = (rotate(x, self.rope_base, self.rope_scaling, rows.positions) for x in (q_BTHD, k_BTKD))
         q_BTHD, k_BTKD, v_BTKD = (checkpoint_name(x, "qkv") for x in (q_BTHD, k_BTKD, v_BTKD))
-        h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True, segment_ids=rows.segment_ids)
+        window = window_of(self.window, rows.block)
+        h_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, causal=True, window=window, segment_ids=rows.segment_ids)
         h_BTC = constrain(dense("o_proj", constrain(h_BTHD, HEADS), (C,), residual_init), RESIDUAL)
         attended: jax.Array = x_BTC + checkpoint_name(h_BTC, "attention_proj")
         return attended
@@ -238,20 +252,27 @@ class Block(Attention):
         return x_BTC + gated_mlp(h_BTC, self.hidden, self.residual_stddev)
 
 
-def gated_mlp(h_BTC: jax.Array, hidden: int, residual_stddev: float) -> jax.Array:
+def gated_mlp(
+    h_BTC: jax.Array,
+    hidden: int,
+    residual_stddev: float,
+    activation: Callable[[jax.Array], jax.Array] = nn.silu,
+) -> jax.Array:
     """Apply the gated MLP of the module that calls this: its layers "gate_proj", "up_proj" and "down_proj"."""
     init = nn.initializers.normal(STDDEV)
     gate_BTF = constrain(dense("gate_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     up_BTF = constrain(dense("up_proj", h_BTC, (hidden,), init), ("batch", "context", "mlp"))
     gate_BTF, up_BTF = (checkpoint_name(x, "mlp_hidden") for x in (gate_BTF, up_BTF))
-    h_BTF, residual_init = nn.silu(gate_BTF) * up_BTF, nn.initializers.normal(residual_stddev)
+    h_BTF, residual_init = activation(gate_BTF) * up_BTF, nn.initializers.normal(residual_stddev)
     return constrain(dense("down_proj", h_BTF, h_BTC.shape[-1:], residual_init), RESIDUAL)
 
 
-def dense(name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer) -> jax.Array:
+def dense(
+    name: str, x: jax.Array, features: tuple[int, ...], init: nn.initializers.Initializer, bias: bool = False
+) -> jax.Array:
     """Apply a dense layer of the module that calls this to all dimensions of x but rows and positions."""
     inputs = tuple(range(2 - x.ndim, 0))
-    layer = nn.DenseGeneral(features, axis=inputs, use_bias=False, kernel_init=init, name=name)
+    layer = nn.DenseGeneral(features, axis=inputs, use_bias=bias, kernel_init=init, name=name)
     return apply_to_rows(layer, x)
 
 
@@ -267,13 +288,22 @@ def rotate(
     3.2, with the pairs of dimensions of Llama's weights in the form of Hugging Face; `RopeScaling` and `YarnScaling`
     say what a scaling does.
     """
-    T, D = x_BTHD.shape[1], x_BTHD.shape[3]
-    rates = jnp.asarray(rotary_rates(D, base, scaling), jnp.float32)
-    at = positions(T) if at is None else at
+    rates = jnp.asarray(rotary_rates(x_BTHD.shape[3], base, scaling), jnp.float32)
+    return turn(x_BTHD, rates, rotary_gain(scaling), at)
+
+
+def turn(
+    x_BTHD: Float[Array, "batch seq heads dim"],
+    rates: jax.Array,
+    gain: float | jax.Array = 1.0,
+    at: Int[Array, "batch seq"] | None = None,
+) -> Float[Array, "batch seq heads dim"]:
+    """Turn pairs of dimensions as `rotate` does, by `rates` per position, [D / 2] or of each row [B, 1, 1, D / 2]."""
+    at = positions(x_BTHD.shape[1]) if at is None else at
     angles_T1D = at.astype(jnp.float32)[..., None, None] * rates  # or [B, T, 1, D / 2]
     cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)
     first, second = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    if (gain := rotary_gain(scaling)) != 1:
+    if not isinstance(gain, float) or gain != 1:
         rotated = rotated * gain
     return rotated.astype(x_BTHD.dtype)

@@ -34,7 +34,16 @@ from jaxshard.layers.moe.moe import moe as route
 from jaxshard.layers.moe.routing import Routing, Scores
 from jaxshard.models.decoder import Decoder, join_rows, split_rows
 from jaxshard.models.llama import Attention, gated_mlp, llama
-from jaxshard.models.parts import RESIDUAL, STDDEV, apply, check_sizes, enter_tensor_region, residual_stddev
+from jaxshard.models.parts import (
+    RESIDUAL,
+    STDDEV,
+    Window,
+    apply,
+    check_sizes,
+    check_window,
+    enter_tensor_region,
+    residual_stddev,
+)
 from jaxshard.models.recipe import Recipe, Size
 from jaxshard.models.rope import Scaling, as_scaling
 
@@ -69,6 +78,7 @@ def moe(
     rope_scaling: Scaling | float | None = None,
     norm_epsilon: float = 1e-5,
     qk_norm: bool = False,
+    window: Window = None,
     tied: bool = False,
 ) -> RoutedDecoder:
     """Build a Llama 3 in which every token takes some of many MLPs, its experts: `model.init` and `model.loss`.
@@ -106,7 +116,7 @@ def moe(
       bias_rate: balance without a loss: a bias per expert is added to the scores, for the selection alone, and moved by
         this much in every step, up where the expert was chosen less often than the mean of its block, else down. The
         optimizer does it: `model.optimizer(tx)`.
-      head_dim, rope_base, rope_scaling, norm_epsilon, qk_norm, tied: as in `js.models.llama`.
+      head_dim, rope_base, rope_scaling, norm_epsilon, qk_norm, window, tied: as in `js.models.llama`.
 
     Returns:
       The model, a `js.Stacked` that every engine can run.
@@ -130,11 +140,11 @@ def moe(
     plain = llama(
         vocab=vocab, width=width, depth=depth, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim, tied=tied,
         hidden=dense_hidden or hidden * (k + shared), rope_base=rope_base, rope_scaling=rope_scaling,
-        norm_epsilon=norm_epsilon, qk_norm=qk_norm,
+        norm_epsilon=norm_epsilon, qk_norm=qk_norm, window=window,
     )  # fmt: skip
     attention = Attention(
         heads, kv_heads, head_dim or width // heads, rope_base, as_scaling(rope_scaling), norm_epsilon,
-        residual_stddev(depth), qk_norm,
+        residual_stddev(depth), qk_norm, window=check_window("moe", window, depth),
     )  # fmt: skip
     router = Router(experts, k, scores, normalize, capacity, balance, z, bias_rate)
     mlps = SharedExperts(hidden * shared, residual_stddev(depth)) if shared else None
@@ -243,7 +253,7 @@ class RoutedBlock:
             out_BTC += apply(self.shared, params["shared"], h_BTC)
         routing = router.add(activations["routing"], record, x_BTC.shape[1], bias_E)
         x_BTC += constrain(out_BTC, RESIDUAL)
-        return {"x": join_rows(x_BTC, rows), "routing": routing}
+        return {"x": join_rows(x_BTC, rows.after_block()), "routing": routing}
 
 
 class SharedExperts(nn.Module):

@@ -6,7 +6,7 @@ Shape suffixes: B rows, T positions, C width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -101,3 +101,35 @@ def check_sizes(family: str, sizes: Mapping[str, Any]) -> None:
         raise TypeError(f"{family}: sizes must be whole numbers, got {other}")
     if wrong := {name: size for name, size in sizes.items() if size < 1}:
         raise ValueError(f"{family}: sizes must be at least 1, got {wrong}")
+
+
+Window = int | Sequence[int | None] | None
+"""How far blocks see: all of them, or each; None without a limit."""
+_UNLIMITED = 2**30
+
+
+def check_window(family: str, window: Window, depth: int) -> int | tuple[int | None, ...] | None:
+    """Return one window for all blocks where they agree, else that of each block as a tuple.
+
+    Raises:
+      ValueError: not one window for each block, or one below 1.
+      TypeError: something else.
+    """
+    each = tuple(window) if isinstance(window, Sequence) else (window,)
+    if any(x is not None and (not isinstance(x, Integral) or isinstance(x, bool)) for x in each):
+        raise TypeError(f"{family}: a window must be a whole number or None, got {window!r}")
+    if any(x is not None and x < 1 for x in each) or len(each) not in (1, depth):
+        raise ValueError(
+            f"{family}: window must be at least 1 (a position sees itself), or a list of {depth}, one for each block, "
+            f"got {window!r}"
+        )
+    return each[0] if len(set(each)) == 1 else each
+
+
+def window_of(window: int | tuple[int | None, ...] | None, number_B: jax.Array | None) -> int | jax.Array | None:
+    """Return the window of the block with this number, for `js.attention`; without one, as in `init`, there is none."""
+    if not isinstance(window, tuple):
+        return window
+    if number_B is None:
+        return None
+    return jnp.asarray([_UNLIMITED if x is None else x for x in window], jnp.int32)[number_B]

@@ -122,7 +122,7 @@ def rotary_gain(scaling: Scaling | None) -> float:
     """Return by what rotated queries and keys are multiplied: YaRN's factor, 1 for all others."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
-    return 0.1 * math.log(scaling.factor) + 1 if scaling.attention is None else scaling.attention
+    return 0.1 * math.log(scaling.factor) + 1 if scaling.attention is None else float(scaling.attention)
 
 
 def _yarn_share(dims: int, base: float, scaling: YarnScaling) -> NDArray[np.float64]:

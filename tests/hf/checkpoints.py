@@ -27,6 +27,10 @@ _LLAMA3 = {
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 
+_GEMMA = _LLAMA | {
+    "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+}  # fmt: skip
+
 # Rows are longer than windows, and than the lengths that scaled models were trained on.
 CASES = {
     "llama": ("llama", _LLAMA),
@@ -38,7 +42,29 @@ CASES = {
         | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "head_dim": 8}
         | {"num_hidden_layers": 2},
     ),
-}
+    "mistral": ("mistral", _LLAMA | {"sliding_window": 7}),
+    "qwen2": ("qwen2", _LLAMA | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen3": ("qwen3", _LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _LLAMA | {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 96}),
+    "gemma2": ("gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
+    "gemma3": (
+        "gemma3_text",
+        _GEMMA | {"num_hidden_layers": 6, "sliding_window_pattern": 3, "final_logit_softcapping": 6.0},
+    ),
+    "gemma3-linear": (
+        "gemma3_text",
+        _GEMMA | {"tie_word_embeddings": False, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
+        | {"rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        }},
+    ),
+}  # fmt: skip
 """The model_type and configuration of each case."""
 
 
@@ -47,7 +73,7 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     x = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
     if len(shape) == 1:
         return (0.3 * x + ("norm" in name or "ln_" in name) * name.endswith("weight")).astype(np.float32)
-    return (x / np.sqrt(shape[-1]) * (1.5 if "embed" in name or "wte" in name else 1)).astype(np.float32)
+    return (x / np.sqrt(shape[-1]) * (1.5 if "embed" in name or "wte" in name else 0.8)).astype(np.float32)
 
 
 def tokens() -> np.ndarray:

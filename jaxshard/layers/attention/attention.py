@@ -48,7 +48,7 @@ def attention(
     value: Float[Array, "*batch keys kv_heads value_dim"],
     *,
     causal: bool | None = None,
-    window: int | None = None,
+    window: int | Int[Array, "*batch"] | None = None,
     segment_ids: Int[Array, "*batch queries"] | None = None,
     bias: Float[Array, ...] | None = None,
     soft_cap: float | None = None,
@@ -96,7 +96,8 @@ def attention(
       key: `kv_heads` divides `heads`; neighbouring heads share keys and values.
       value: as wide as the output.
       causal: query t sees keys 0 to t. Required; only in calls by Flax, which never pass it, None means False.
-      window: query t sees keys less than `window` positions from t, itself among them.
+      window: query t sees keys less than `window` positions from t, itself among them. An integer array has the window
+        of each row, which may be computed in the program (only with `causal`); kernels know no such windows.
       segment_ids: each position sees its own segment, such as one of several documents in a row.
       bias: added to the logits (after `soft_cap`), of a shape that broadcasts to [*batch, heads, queries, keys].
       soft_cap: logits x become soft_cap * tanh(x / soft_cap).
@@ -141,6 +142,7 @@ def attention(
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     arrays = tuple(jnp.asarray(x).astype(dtype) for x in (query, key, value))
     batch, T, H, S = _check_shapes(*arrays)
+    windows, window = (window, None) if isinstance(window, jax.Array | np.ndarray) else (None, window)
     form = Form(bool(causal or is_causal), window, soft_cap, 0.0, precision)
     _check_form(form, T, S)
     if mask is not None:
@@ -150,6 +152,7 @@ def attention(
         None if segment_ids is None else _fit_segments(segment_ids, batch, T, S),
         None if bias is None else _fit("bias", jnp.asarray(bias), (*batch, H, T, S)),
         mask,
+        windows=None if windows is None else _fit_windows(windows, batch, form),
     )
     if dropout_rate > 0 and not deterministic:
         form = form._replace(dropout=dropout_rate)
@@ -167,7 +170,7 @@ def attention(
         out_BTHE = attend(q_BTHD, k_BSKD, v_BSKE)
     else:
         check_cached(cache, extras, form, T, S)
-        out_BTHE = attend_cached(cache, q_BTHD, k_BSKD, v_BSKE, form, attend)
+        out_BTHE = attend_cached(cache, q_BTHD, k_BSKD, v_BSKE, form, attend, extras.windows)
     return out_BTHE.reshape(*batch, T, H, v_BSKE.shape[-1])
 
 
@@ -218,6 +221,17 @@ def _fit_segments(segment_ids: Any, batch: tuple[int, ...], T: int, S: int) -> j
             f"key alike ({T} queries, {S} keys), got {ids.dtype}{list(ids.shape)}"
         )
     return ids.reshape(math.prod(batch), T)
+
+
+def _fit_windows(windows: Any, batch: tuple[int, ...], form: Form) -> jax.Array:
+    windows = jnp.asarray(windows)
+    fits = windows.ndim <= len(batch) and all(size in (1, full) for size, full in zip(windows.shape[::-1], batch[::-1]))
+    if not form.causal or not fits or not jnp.issubdtype(windows.dtype, jnp.integer):
+        raise ValueError(
+            f"attention: a window of each row must be integers of the shape {list(batch)}, with causal=True, got "
+            f"{windows.dtype}{list(windows.shape)}, causal={form.causal}"
+        )
+    return jnp.broadcast_to(windows, batch).reshape(math.prod(batch))
 
 
 def _fit(what: str, x: Any, shape: tuple[int, ...]) -> Any:

@@ -160,6 +160,7 @@ class Cut(NamedTuple):
             mask=None if extras.mask is None else self.pad_pairs(by_group(extras.mask, K)),
             keep=None if extras.keep is None else self.pad_pairs(extras.keep),
             key_segments=None if keys is None else self.pad(keys, 1, 1),
+            windows=extras.windows,
         )
 
     def join(self, x_NBKGtE: jax.Array) -> jax.Array:
@@ -366,7 +367,7 @@ def _logits(
         segments = [jax.lax.dynamic_slice_in_dim(ids, i * size, size, 1) for ids, i, size in of_both]
     if extras.mask is not None:
         mask = cut.of_pair(extras.mask, pair)
-    seen = visible(form, queries, keys, segments, mask)
+    seen = visible(form, queries, keys, segments, mask, extras.windows)
     if seen is not None:
         logits = jnp.where(seen, logits, UNSEEN)
     if (length := cut.S // cut.key_chunks) % s:  # padding does not even count where a query sees nothing

@@ -33,7 +33,7 @@ def check_cached(cache: Cache, extras: Extras, form: Form, T: int, S: int) -> No
             f"queries and {S} keys; a model for js.generate attends to its own positions, all that "
             'batch["tokens"] has'
         )
-    given = [name for name, x in extras._asdict().items() if x is not None]
+    given = [name for name, x in extras._asdict().items() if x is not None and name != "windows"]
     why = "causal=False" if not form.causal else f"a {given[0]}" if given else ""
     if why:
         raise ValueError(
@@ -48,6 +48,7 @@ def attend_cached(
     v_BTKE: jax.Array,
     form: Form,
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    windows_B: jax.Array | None = None,
 ) -> jax.Array:
     """Compute causal attention of the positions at hand over all positions so far, and put theirs into the cache.
 
@@ -58,6 +59,7 @@ def attend_cached(
       v_BTKE: their values.
       form: causal, with any window and soft cap.
       attend: attention of whole rows among themselves, for prompts.
+      windows_B: the window of each row, where it is no number known before.
     """
     number = cache.calls
     cache.calls += 1
@@ -74,7 +76,7 @@ def attend_cached(
         out = attend(q_BTHD, k_BTKD, v_BTKE)
     else:
         block = jnp.asarray(cache.block)
-        out, stored = _attend_new(split, spec, q_BTHD, k_BTKD, v_BTKE, stored, block, cache.starts, form)
+        out, stored = _attend_new(split, spec, q_BTHD, k_BTKD, v_BTKE, stored, block, cache.starts, windows_B, form)
     for reference, x in zip(references, stored):
         reference[...] = x
     return out
@@ -101,12 +103,19 @@ def _attend_new(
     stored: Stored,
     block: jax.Array,
     starts_B: jax.Array,
+    windows_B: jax.Array | None,
     form: Form,
 ) -> tuple[jax.Array, Stored]:
     shared_by = q_BTHD.shape[2] // k_BTKD.shape[2]
 
     def on_device(
-        q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKE: jax.Array, stored: Stored, block: jax.Array, starts_B: jax.Array
+        q_BTHD: jax.Array,
+        k_BTKD: jax.Array,
+        v_BTKE: jax.Array,
+        stored: Stored,
+        block: jax.Array,
+        starts_B: jax.Array,
+        windows_B: jax.Array | None,
     ) -> tuple[jax.Array, Stored]:
         (B, T, H, _), S = q_BTHD.shape, stored.keys.shape[3]
         at_BT = starts_B[:, None] + jnp.arange(T)
@@ -121,21 +130,23 @@ def _attend_new(
         seen_BTS = distance_BTS >= 0
         if form.window is not None:
             seen_BTS &= distance_BTS < form.window
+        if windows_B is not None:
+            seen_BTS &= distance_BTS < windows_B[:, None, None]
         alone = form._replace(causal=False, window=None)
         out_BTHE = formula(q_BTHD, k_BSKD, v_BSKE, Extras(mask=seen_BTS[:, None]), alone)
         return out_BTHE, Stored(keys, values)
 
     mesh = split.mesh
     if mesh is None or mesh.size == 1:
-        return on_device(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B)
+        return on_device(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B, windows_B)
     rows, heads, kv_heads = map(spec_entry, (split.rows, split.heads, split.kv_heads))
     mine, new = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, kv_heads, None)
     whole, by_row = PartitionSpec(), PartitionSpec(rows)
     attended: tuple[jax.Array, Stored] = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(mine, new, new, Stored(spec, spec), whole, by_row),  # type: ignore[arg-type]
+        in_specs=(mine, new, new, Stored(spec, spec), whole, by_row, by_row),  # type: ignore[arg-type]
         out_specs=(mine, Stored(spec, spec)),  # type: ignore[arg-type]
         check_vma=False,
-    )(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B)
+    )(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B, windows_B)
     return attended

@@ -69,9 +69,9 @@ def why_not_in_context(length: int, extras: Extras, form: Form, how: str, n: int
         )
     if extras.keep is not None:
         return "dropout would need bits for the queries and keys of the whole sequence; use js.auto(), or a rate of 0"
-    if how == "ring" and form.window is not None:
+    if how == "ring" and (form.window is not None or extras.windows is not None):
         return (
-            f"a window of {form.window} in a ring, which would pass on keys that nobody sees; use "
+            f"a window of {form.window or 'its own'} in a ring, which would pass on keys that nobody sees; use "
             'js.context(how="gather") or how="ulysses"'
         )
     if is_ordered(form) and length % 2:

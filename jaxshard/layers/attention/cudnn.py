@@ -32,6 +32,8 @@ def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras
         return f"the dtype {q_BTHD.dtype}; it takes bfloat16 and float16"
     if D != E or D % 8 or D > _MOST_WIDTH:
         return f"heads of {D} and values of {E}; it takes equal multiples of 8 up to {_MOST_WIDTH}"
+    if extras.windows is not None:
+        return "windows that are computed, such as those of blocks that differ"
     if extras.segments is not None:
         return "segment_ids"
     if extras.mask is not None or extras.bias is not None:

@@ -50,6 +50,7 @@ class Extras(NamedTuple):
       mask: bool of such a shape; False is not seen.
       keep: bool[T, S], the weights that dropout leaves, the same in all rows and heads.
       key_segments: int[B, S], where they are not those of the queries.
+      windows: int[B], the window of each row, where `Form.window` is none for all; only of causal attention.
     """
 
     segments: jax.Array | None = None
@@ -57,6 +58,7 @@ class Extras(NamedTuple):
     mask: jax.Array | None = None
     keep: jax.Array | None = None
     key_segments: jax.Array | None = None
+    windows: jax.Array | None = None
 
     def of_keys(self) -> jax.Array | None:
         """Return the segments of the keys."""
@@ -77,7 +79,7 @@ def formula(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Ext
     keys = extras.of_keys()
     segments = None if extras.segments is None or keys is None else (extras.segments, keys)
     mask = None if extras.mask is None else by_group(extras.mask, K)
-    seen = visible(form, jnp.arange(T), jnp.arange(S), segments, mask)
+    seen = visible(form, jnp.arange(T), jnp.arange(S), segments, mask, extras.windows)
     if seen is not None:
         logits_BKGTS = jnp.where(seen, logits_BKGTS, UNSEEN)
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1)
@@ -117,6 +119,7 @@ def visible(
     keys_S: jax.Array,
     segments: Sequence[jax.Array] | None,
     mask: jax.Array | None,
+    windows: jax.Array | None = None,
 ) -> jax.Array | None:
     """Return which keys are seen, bool that broadcasts to [B, K, G, T, S]; None if all are.
 
@@ -126,6 +129,7 @@ def visible(
       keys_S: positions of the keys.
       segments: int[B, T] of the queries, and int[B, S] of the keys.
       mask: bool that broadcasts to [B, K, G, T, S].
+      windows: int[B], as in `Extras`.
     """
     seen = []
     distance_TS = queries_T[:, None] - keys_S[None, :]
@@ -135,6 +139,8 @@ def visible(
         seen.append(distance_TS < form.window)
         if not form.causal:
             seen.append(distance_TS > -form.window)
+    if windows is not None:
+        seen.append(distance_TS < windows[:, None, None, None, None])
     if segments is not None:
         of_queries_BT, of_keys_BS = segments
         seen.append((of_queries_BT[:, :, None] == of_keys_BS[:, None, :])[:, None, None])

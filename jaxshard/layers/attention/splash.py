@@ -21,6 +21,8 @@ _LANES = 128
 
 def why_not_splash(q_BTHD: jax.Array, extras: Extras, form: Form) -> str:
     """Return why the kernel can't compute this; "" where it can."""
+    if extras.windows is not None:
+        return "windows that are computed, such as those of blocks that differ"
     if extras.mask is not None:
         return "a mask whose values are not known when the program is made; causal=, window= and segment_ids= are"
     if extras.bias is not None:

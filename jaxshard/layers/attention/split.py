@@ -128,6 +128,7 @@ class Split:
         beside: dict[str, Any] = {name: spec(getattr(extras, name)) for name in ("bias", "mask")}
         for name, entry in (("segments", queries), ("key_segments", keys)):
             beside[name] = None if getattr(extras, name) is None else PartitionSpec(rows, entry)
+        beside["windows"] = None if extras.windows is None else PartitionSpec(rows)
         beside["keep"] = None if extras.keep is None else PartitionSpec(queries, None)
         mine, whole = PartitionSpec(rows, queries, heads, None), PartitionSpec(rows, keys, kv_heads, None)
         H, K = q_BTHD.shape[2], k_BSKD.shape[2]
