@@ -26,6 +26,7 @@ Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Rate = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")]
 Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+Texts = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 Number = Annotated[int, tyro.conf.arg(metavar="N")]
 
 _BLOCK = 4096

@@ -20,6 +20,7 @@ from jaxshard.commands.streams import OutputError, checked_streams
 
 COMMANDS = {
     "train": "train a language model, sharded over a mesh",
+    "generate": "continue prompts with a model, sharded over a mesh",
     "launch": "run a command in several processes on this machine",
     "audit": "compare the collectives of a compiled step with what the strategy promises",
     "parity": "compare a sharded step with the same step on one device",

@@ -15,7 +15,7 @@ from jaxshard.checks.collectives.found import collectives, summary
 from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import Layout
 from jaxshard.data.corpus import Corpus
-from jaxshard.generation.generate import generate
+from jaxshard.generation.generate import check_request, generate
 from jaxshard.models.decoder import Decoder
 from jaxshard.training.metrics import finite
 from jaxshard.training.records import Record
@@ -86,6 +86,15 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
     }
 
 
+def why_no_sample(network: Decoder, layout: Layout) -> str:
+    """Return why `js.generate` refuses a model, such as for a limit of capacity; "" where it does not."""
+    try:
+        check_request(network, layout, [[0]], 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def draw_sample(
     network: Decoder, run: TrainState, layout: Layout, corpus: Corpus, *, length: int, seed: int
 ) -> dict[str, str] | None:
@@ -95,9 +104,6 @@ def draw_sample(
 
     Returns:
       {"prompt", "text"}, the text of `length` new tokens; None for a length of 0.
-
-    Raises:
-      ValueError: `js.generate` refuses the model.
     """
     if length == 0:
         return None
@@ -111,7 +117,7 @@ def draw_sample(
         (drawn,) = generate(network, run.params, layout, [seen], length=new, temperature=_TEMPERATURE, key=key)
         tokens += drawn[len(seen) :]
     text = np.asarray(tokens[len(prompt) : wanted])
-    return {"prompt": decode(prompt, _is_text(corpus)), "text": decode(text, _is_text(corpus))}
+    return {"prompt": _decode(prompt, corpus), "text": _decode(text, corpus)}
 
 
 def write_json(file: Path | None, result: dict[str, Any]) -> None:
@@ -128,9 +134,9 @@ def _is_text(corpus: Corpus) -> bool:
     return corpus.train.dtype == np.uint8 and corpus.vocab == 256
 
 
-def decode(tokens: np.ndarray, is_text: bool) -> str:
+def _decode(tokens: np.ndarray, corpus: Corpus) -> str:
     """Decode bytes as text without control characters, and other tokens as numbers."""
-    if not is_text:
+    if not _is_text(corpus):
         return " ".join(map(str, tokens))
     text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

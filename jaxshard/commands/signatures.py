@@ -21,11 +21,14 @@ from jaxshard.commands.flags import (
     Number,
     OutputFlags,
     Precision,
+    Rate,
     RecipeFlags,
     Remat,
     SavingFlags,
     Sharding,
+    StrategyName,
     Target,
+    Texts,
     Words,
 )
 
@@ -68,6 +71,72 @@ def train(
         recipe=recipe,
         saving=saving,
         output=output,
+    )
+
+
+def generate(
+    *,
+    model: Annotated[str, tyro.conf.arg(metavar="NAME")],
+    change: Change = None,
+    checkpoint: File = None,
+    prompt: Texts = (),
+    prompt_tokens: Texts = (),
+    tokenizer: File = None,
+    length: Number = 64,
+    temperature: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0,
+    top_k: Count = None,
+    top_p: Rate = None,
+    stop: Words = None,
+    mesh: Words = None,
+    strategy: StrategyName = "fsdp",
+    devices: Count = None,
+    seed: Number = 0,
+    json: JsonFile = None,
+) -> None:
+    """Continue prompts with a model, sharded over a mesh.
+
+    jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
+
+    Without an accelerator as many CPU devices are simulated as --mesh needs, or one. The JSON object has "tokens", one
+    list for each prompt with the prompt in it, and "text".
+
+    Args:
+      model: hf:PATH, a folder that transformers wrote, or a ready-made size such as llama-1m with --checkpoint.
+      checkpoint: the folder in which jaxshard train saved a run of this model; its newest step is read.
+      prompt: a text to continue; give it once for each.
+      prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
+      tokenizer: a tokenizer.json, or a folder that has one; by default that of the model. Without one a model that was
+        trained on text reads bytes.
+      length: how many new tokens to make.
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: draw from so many most likely tokens.
+      top_p: draw from the fewest tokens whose probabilities add up to at least this.
+      stop: end a text with these tokens, such as 2 or 2,7.
+      mesh: axes and sizes, such as data=2,tensor=4.
+      strategy: how weights rest over the axis data: fsdp splits them and gathers a block at a time, ddp keeps them
+        whole.
+      devices: use so many devices.
+      seed: of what is drawn at random.
+    """
+    from jaxshard.commands.generate import run
+
+    run(
+        model=model,
+        change=change,
+        checkpoint=checkpoint,
+        prompts=prompt,
+        prompt_tokens=prompt_tokens,
+        tokenizer_file=tokenizer,
+        length=length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        mesh=mesh,
+        strategy=strategy,
+        devices=devices,
+        seed=seed,
+        json=json,
     )
 
 

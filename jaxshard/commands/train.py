@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -26,7 +27,7 @@ from jaxshard.commands.flags import (
 from jaxshard.commands.job import Job, load_corpus
 from jaxshard.commands.parallel import make_parallel
 from jaxshard.commands.program import depth_of, name_with_changes, parse_changes, size_of
-from jaxshard.commands.result import describe_step, draw_sample, summarize, write_json
+from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
 from jaxshard.commands.saving import make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
 from jaxshard.core.compat import process_count_and_id
@@ -94,6 +95,9 @@ def run(
         run = saves.restore_run(job.layout)
         writers = _writers(output)
     facts(console, job.shown | saves.shown)
+    if output.sample and (why := why_no_sample(job.network, job.layout)):
+        console.print(f"note: there is no sample at the end: {why}")
+        output = replace(output, sample=0)
 
     started = time.perf_counter()
     step = make_step(job.network.loss, job.tx, job.layout, engine=how.engine)

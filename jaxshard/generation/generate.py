@@ -81,15 +81,9 @@ def generate(
         layout = js.layout(js.compose(js.fsdp(), js.tensor()), mesh, model.init)
         tokens = js.generate(model, run.params, layout, [[1, 5, 9], [2]], length=64)
     """
-    rows = _as_rows(prompts)
     how = Sampling(temperature, top_k, top_p)
-    how.check()
-    if temperature > 0 and key is None:
-        raise ValueError("generate: tokens are drawn at random, which needs a key: pass key=0, or temperature=0")
-    if isinstance(length, bool) or length != int(length) or length < 1:
-        raise ValueError(f"generate: length must be a whole number of at least 1, got {length}")
-    programs = _programs(_Same(model), _Same(layout), _Same(readout))
-    _check_rows(rows, length, programs)
+    how.check(has_key=key is not None)
+    rows, programs = check_request(model, layout, prompts, length, readout)
     stops = np.atleast_1d(np.asarray(stop, np.int32)).reshape(-1)
     weights = programs.weights(params.params if hasattr(params, "params") else params)
     given = typed_key(0 if key is None else key)
@@ -159,7 +153,18 @@ def _as_rows(prompts: Any) -> list[list[int]]:
     return rows
 
 
-def _check_rows(rows: list[list[int]], length: int, programs: Programs) -> None:
+def check_request(
+    model: Stacked, layout: Layout, prompts: Any, length: int, readout: Callable[[PyTree, Any], jax.Array] | None = None
+) -> tuple[list[list[int]], Programs]:
+    """Return the prompts as lists, and the programs of the model, not compiled yet.
+
+    Raises:
+      ValueError, TypeError: as `generate`.
+    """
+    rows = _as_rows(prompts)
+    if isinstance(length, bool) or length != int(length) or length < 1:
+        raise ValueError(f"generate: length must be a whole number of at least 1, got {length}")
+    programs = _programs(_Same(model), _Same(layout), _Same(readout))
     vocab, seq = programs.model.vocab, getattr(programs.model.model, "seq", None)
     for number, row in enumerate(rows):
         if wrong := [token for token in row if not 0 <= token < vocab]:
@@ -173,6 +178,7 @@ def _check_rows(rows: list[list[int]], length: int, programs: Programs) -> None:
             f"model was built for; use a length of at most {max(seq + 1 - longest, 0)}, or a model with "
             f"seq={longest + length - 1}"
         )
+    return rows, programs
 
 
 class _Same:

@@ -30,8 +30,8 @@ class Sampling(NamedTuple):
     top_k: Any = None
     top_p: Any = None
 
-    def check(self) -> None:
-        """Raise a ValueError for a number that is out of range, or that a greedy choice would ignore."""
+    def check(self, *, has_key: bool) -> None:
+        """Raise a ValueError for a number that is out of range, that a greedy choice would ignore, or without a key."""
         T, k, p = self
         if not (math.isfinite(T) and T >= 0):
             raise ValueError(f"generate: temperature must be at least 0, got {T}")
@@ -44,6 +44,8 @@ class Sampling(NamedTuple):
                 f"generate: temperature=0 takes the most likely token, so top_k={k} and top_p={p} would say nothing; "
                 "pass a temperature, such as temperature=1.0"
             )
+        if T > 0 and not has_key:
+            raise ValueError("generate: tokens are drawn at random, which needs a key: pass key=0, or temperature=0")
 
     def arrays(self, vocab: int) -> Sampling:
         """Return the numbers as arrays, so that other numbers need no other program; None for a greedy temperature."""

@@ -46,9 +46,9 @@ def test_an_error_in_the_users_function_is_no_finding_of_a_check(tmp_path, monke
 @pytest.mark.parametrize(
     ("args", "hint"),
     [
-        (["nonsense"], "jaxshard: there is no command 'nonsense'; there are train, launch, audit, "),
+        (["nonsense"], "jaxshard: there is no command 'nonsense'; there are train, generate, launch, audit, "),
         (["trian", "--steps", "2"], "jaxshard: there is no command 'trian'; did you mean train?"),
-        ([], "jaxshard: name a command; there are train, launch, audit, "),
+        ([], "jaxshard: name a command; there are train, generate, launch, audit, "),
     ],
 )
 def test_a_command_that_does_not_exist_ends_with_status_2_and_a_hint(args, hint, capsys):

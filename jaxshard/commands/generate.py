@@ -1,0 +1,205 @@
+"""`jaxshard generate`: continue prompts with a model, sharded over a mesh."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.text import Text
+
+from jaxshard.checkpoint.reader import describe, restore
+from jaxshard.checkpoint.signature import read_key
+from jaxshard.commands.devices import choose_devices
+from jaxshard.commands.doctor import versions
+from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.flags import ShardingFlags, StrategyName, check_files, check_seed
+from jaxshard.commands.parallel import Parallel, make_parallel, parse_axes
+from jaxshard.commands.program import name_with_changes, parse_changes
+from jaxshard.commands.result import write_json
+from jaxshard.commands.terminal import facts, make_console, working
+from jaxshard.core.compat import process_count_and_id
+from jaxshard.core.layout import Layout
+from jaxshard.core.make_layout import layout as make_layout
+from jaxshard.core.types import PyTree
+from jaxshard.data.tokenizer import FILE, Tokenizer, tokenizer
+from jaxshard.distributed.cluster import initialize
+from jaxshard.generation.generate import check_request, generate
+from jaxshard.generation.sampling import Sampling
+from jaxshard.hf.folder import find_folder
+from jaxshard.hf.load import load as load_weights
+from jaxshard.hf.load import model as read_model
+from jaxshard.models.decoder import Decoder
+from jaxshard.models.sizes import SIZES
+from jaxshard.training.state import init
+
+_HF = "hf:"
+_BYTES = 256
+"""The vocabulary of models that `jaxshard train` made of text, whose tokens are its bytes."""
+
+
+def run(
+    *,
+    model: str,
+    change: str | None,
+    checkpoint: Path | None,
+    prompts: tuple[str, ...],
+    prompt_tokens: tuple[str, ...],
+    tokenizer_file: Path | None,
+    length: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop: str | None,
+    mesh: str | None,
+    strategy: StrategyName,
+    devices: int | None,
+    seed: int,
+    json: Path | None,
+) -> None:
+    """Continue prompts and print them, or write them as JSON; the arguments are the flags."""
+    with usage_errors():
+        initialize()
+    is_first = process_count_and_id()[1] == 0
+    console = make_console(stderr=str(json) == "-", quiet=not is_first)
+    with usage_errors():
+        check_seed(seed)
+        check_files(json=json)
+        how = _make_parallel(mesh, strategy, devices)
+        source = _Source(model, change, checkpoint)
+        words = _tokenizer(source, tokenizer_file)
+        network = source.model()
+        rows = _rows(prompts, prompt_tokens, words, network)
+        stops = () if stop is None else _tokens("--stop", stop)
+        layout = make_layout(how.strategy, how.mesh, network.init)
+        Sampling(temperature, top_k, top_p).check(has_key=True)
+        check_request(network, layout, rows, length)
+        facts(console, {name: how.shown[name] for name in ("devices", "mesh", "strategy")} | {"model": source.name})
+    with working(console, "reading the weights"), usage_errors():
+        params = source.params(network, layout, seed)
+    if checkpoint is None and not model.startswith(_HF):
+        console.print(f"note: {model} without --checkpoint: its weights are random, of --seed {seed}")
+    started = time.perf_counter()
+    with working(console, "generating"), usage_errors():
+        tokens = generate(
+            network, params, layout, rows, length=length, temperature=temperature, top_k=top_k, top_p=top_p,
+            stop=stops, key=seed,
+        )  # fmt: skip
+    seconds = time.perf_counter() - started
+    texts = None if words is None else [words.decode(row) for row in tokens]
+    for number, (prompt, row) in enumerate(zip(rows, tokens)):
+        shown = " ".join(map(str, row[len(prompt) :])) if texts is None else texts[number]
+        safe = "".join(x if x.isprintable() or x in "\n\t" else "\N{REPLACEMENT CHARACTER}" for x in shown)
+        console.print("", Text(safe), sep="\n")
+    about = {name: how.about[name] for name in ("mesh", "devices", "strategy")}
+    result = {"model": source.name, **about, "tokens": tokens, "text": texts, "length": length}
+    result |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": list(stops), "seed": seed}
+    write_json(json if is_first else None, result | {"seconds": seconds, "versions": versions()})
+
+
+class Bytes:
+    """The tokens of models that were trained on text without a tokenizer: its bytes in UTF-8."""
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the bytes of each text."""
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of bytes; what is no text becomes replacement characters."""
+        return bytes(tokens).decode(errors="replace")
+
+
+class _Source(NamedTuple):
+    """Where a model comes from: its name, what is changed of it, and the folder of a run that was saved."""
+
+    target: str
+    change: str | None
+    checkpoint: Path | None
+
+    @property
+    def name(self) -> str:
+        return name_with_changes(self.target, self.change)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of a model of Hugging Face's; None for a ready-made size."""
+        return find_folder(self.target.removeprefix(_HF)) if self.target.startswith(_HF) else None
+
+    def model(self) -> Decoder:
+        """Build the model; one that was trained has the length of rows that it was trained with."""
+        changes = parse_changes(self.change)
+        if self.folder is not None:  # trained in f32
+            return read_model(self.folder, dtype=None if self.checkpoint is None else "float32", **changes)
+        if self.target not in SIZES:
+            raise ValueError(
+                f"--model {self.target}: there is no such size; use one of {', '.join(SIZES)}, or hf:PATH for a model "
+                "of Hugging Face's"
+            )
+        size = SIZES[self.target]
+        try:
+            size.check_changes(changes)
+            return size.model(**self._trained_with() | changes)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--change {self.change}: {error}") from error
+
+    def _trained_with(self) -> dict[str, Any]:
+        """The numbers of a run of `jaxshard train` that its model was built with."""
+        if self.checkpoint is None:
+            return {}
+        data = describe(self.checkpoint, key=read_key(None)).data
+        return {"seq": data["seq"]} if isinstance(data, dict) and isinstance(data.get("seq"), int) else {}
+
+    def params(self, network: Decoder, layout: Layout, seed: int) -> PyTree:
+        """Read the weights onto a layout; of a ready-made size without a checkpoint they are random."""
+        if self.checkpoint is not None:
+            return restore(self.checkpoint, layout, key=read_key(None)).params
+        if self.folder is not None:
+            return load_weights(self.folder, layout)
+        return init(network.init, None, layout, seed).params
+
+
+def _make_parallel(mesh: str | None, strategy: StrategyName, devices: int | None) -> Parallel:
+    """Resolve the flags of the mesh; without accelerators as many CPU devices are simulated as it needs, else one."""
+    sizes = [] if mesh is None else list(parse_axes(mesh).values())
+    count = math.prod(sizes) if sizes and min(sizes) > 0 else None
+    found = choose_devices(devices if devices is not None else count)
+    if mesh is None and devices is None and found[0].platform == "cpu":
+        devices = process_count_and_id()[0]
+    return make_parallel(ShardingFlags(mesh=mesh, strategy=strategy, devices=devices or count))
+
+
+def _tokenizer(source: _Source, file: Path | None) -> Tokenizer | Bytes | None:
+    """Return what makes tokens of text: of the flag, of the model's folder, or bytes; None where there is none."""
+    if file is not None:
+        return tokenizer(file)
+    if source.folder is not None:
+        return tokenizer(source.folder) if (source.folder / FILE).is_file() else None
+    if source.target not in SIZES:
+        return None  # refused by the model
+    shape = SIZES[source.target].shape | parse_changes(source.change)
+    return Bytes() if shape["vocab"] == _BYTES else None
+
+
+def _rows(
+    prompts: tuple[str, ...], prompt_tokens: tuple[str, ...], words: Tokenizer | Bytes | None, network: Decoder
+) -> list[list[int]]:
+    if not prompts and not prompt_tokens:
+        raise ValueError("there is no prompt: give --prompt TEXT or --prompt-tokens 1,5,9, each as often as you like")
+    if prompts and words is None:
+        raise ValueError(
+            f"--prompt {prompts[0]}: the model has no {FILE} beside it to make tokens of text; give --tokenizer PATH, "
+            "or --prompt-tokens 1,5,9"
+        )
+    rows = [] if words is None or not prompts else [[int(x) for x in row] for row in words.encode(list(prompts))]
+    for text, row in zip(prompts, rows):
+        if not row:
+            raise ValueError(f"--prompt {text!r} has no tokens; give at least one character")
+    return rows + [_tokens("--prompt-tokens", text) for text in prompt_tokens]
+
+
+def _tokens(flag: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{flag} {text}: write token ids with commas between them, such as 1,5,9")
+    return [int(part) for part in parts]
