@@ -66,7 +66,7 @@ class Pair(NamedTuple):
         """Raise `Mixes` where one of these parameters, by default any but sizes, depends on the number of positions."""
         found = [name for name in self.changed() if (name not in _SIZES if names is None else name in names)]
         if found:
-            raise Mixes(f"has a parameter {found[0]!r} that depends on how many positions there are", "number")
+            raise Mixes(f"has a parameter {found[0]!r} that depends on how many positions there are", "choice")
 
 
 def _equal(one: Any, two: Any) -> bool:

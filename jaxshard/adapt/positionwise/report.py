@@ -19,6 +19,7 @@ FIXES = {
     "shift": "have the shifted array in the batch, such as targets beside tokens",
     "sum": "return js.Mean(total, weight) of plain sums over the positions",
     "number": "count by a sum over the positions, such as mask.sum()",
+    "choice": "choose it before the loss is made, for whole rows",
     "random": "draw for each position by a key of its own, folded with js.positions(T)",
     "gather": "take along the last dimension, by jnp.take_along_axis",
     "experts": "route by js.moe",

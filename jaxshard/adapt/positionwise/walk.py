@@ -95,8 +95,8 @@ class Walk:
                 isinstance(b, Literal) if isinstance(a, Literal) else twins.get(a) is b for a, b in zip(these, those)
             )
 
-        def differs(eqn: Any, twin: Any, what: str) -> bool:
-            mixes = Mixes(f"{what}: what runs depends on how many there are", "number")
+        def differs(eqn: Any, twin: Any, what: str, fix: str = "choice") -> bool:
+            mixes = Mixes(f"{what}: what runs depends on how many there are", fix)
             self.note(Pair(eqn, twin, self.length, self.parts), mixes)
             return False
 
@@ -104,6 +104,9 @@ class Walk:
             twins.update(zip(these, those, strict=False))
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
             if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+                # Of a table as long as a row, table[:T] is a slice on a part of the positions alone.
+                if cut := next((one for one in (eqn, twin) if one.primitive.name in _SLICES), None):
+                    return differs(cut, cut, "takes as much of an array as there are positions", "positions")
                 return differs(eqn, twin, f"is {twin.primitive.name} on a part of the positions")
             if not are_twins(eqn.invars, twin.invars):
                 return differs(eqn, twin, "takes another value on a part of the positions")
@@ -116,7 +119,7 @@ class Walk:
             if made:
                 return differs(made[-1], made[-1], "is another result on a part of the positions")
             what = "returns another value on a part of the positions"
-            self.findings.append(Finding("the loss", what, "the loss", "", "", FIXES["number"]))
+            self.findings.append(Finding("the loss", what, "the loss", "", "", FIXES["choice"]))
             return False
         return True
 
@@ -307,6 +310,8 @@ def _shard_map(walk: Walk, pair: Pair, facts: list[Fact]) -> list[Fact]:
             raise Mixes("splits the positions itself")
     return results
 
+
+_SLICES = frozenset({"slice", "dynamic_slice"})
 
 _PROGRAM_PARAMS = frozenset(
     {"num_consts", "num_carry", "reverse", "cond_nconsts", "body_nconsts", "in_specs", "out_specs"}

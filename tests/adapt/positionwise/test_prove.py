@@ -55,6 +55,12 @@ def test_what_python_chooses_by_the_number_of_positions_is_refused(name):
     assert found and re.search("depends on how many (positions )?there are", found[0]), found
 
 
+def test_a_learned_table_as_long_as_a_row_is_told_to_take_positions():
+    """table[:T], which is a slice on a part of the positions alone."""
+    (found,) = findings(mean_of(lambda x, w, b, key: x + jnp.concatenate([w, w])[: x.shape[1]]))
+    assert "slice" in str(found) and "table[js.positions(T)]" in found.fix
+
+
 def test_all_places_are_found_at_once():
     def loss(w, b, key):
         x = b["x"] + jnp.arange(b["x"].shape[1])[:, None]
