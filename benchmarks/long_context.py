@@ -1,15 +1,16 @@
 """Rows too long for one chip: a training step under `js.context`, and MaxText's, through the same TPU compiler.
 
     pip install "maxtext[tpu]" -e .          # Python 3.12; ours alone: pip install "jax[tpu]" -e .
-    python benchmarks/long_context.py [--rows 128k 1m] [--sides gather maxtext] [--depth 2] [--layer] [--json FILE]
+    python benchmarks/long_context.py --no-codegen [--rows 128k 1m] [--sides gather maxtext] [--depth 2] [--json FILE]
 
 Every program is compiled in a process of its own, for chips that are not here. Both sides have f32 parameters and AdamW
 moments, bf16 products and gradients reduced in bf16; ours is `js.explicit` with the defaults of `js.models.make`,
 MaxText's its defaults with gathered keys and values in its balanced order. Printed are arguments, temporaries and peak
-per chip, the bytes that a chip receives by kind of collective, those of attention by themselves, and estimated cycles,
-which count no kernel and no collective.
+per chip, the bytes that a chip receives for attention, and all it receives by kind of collective; then what is
+live when it is fullest.
 
-`--layer` compiles one layer of attention alone with its gradient, in a minute instead of ten.
+`--no-codegen` stops a compilation when buffers are assigned, and `--layer` compiles one layer of attention alone with
+its gradient. `--topology v5p:2x2x2 --axes context0=2,context1=2,context2=2` tries another slice for our sides.
 """
 
 from __future__ import annotations
@@ -70,7 +71,12 @@ MAXTEXT: dict[str, dict[str, Any]] = {
 """MaxText's settings for its sides: its default, its least memory, and its ring, which needs another kernel."""
 
 SIDES = ("gather", "ulysses", "usp", "ring", *MAXTEXT)
-REMAT: dict[str, dict[str, Any]] = {"block_in": {}, "attention_out": {"remat": {"attention_out": "save"}}}
+REMAT: dict[str, dict[str, Any]] = {
+    "block_in": {},
+    "attention_out": {"remat": {"attention_out": "save"}},
+    "offload": {"remat": {"block_in": "offload"}},
+}
+"""What our blocks keep: their input, which is the default, also the attention's output, or their input on the host."""
 
 
 def load_maxtext_benchmark() -> Any:
@@ -193,7 +199,7 @@ def make_tables_quickly() -> None:
 
 
 def numbers(text: str, row: Row, side: str, beside: Any) -> dict[str, Any]:
-    """Bytes that a chip receives, by kind of collective and those of attention among them, and estimated cycles."""
+    """Bytes that a chip receives, by kind of collective and those of attention among them."""
     import jaxshard as js
 
     mesh = js.plan.topology_mesh(row.topology, **row.data, **(row.usp if side == "usp" else row.context))
@@ -257,7 +263,7 @@ def main() -> None:
     parser.add_argument("--topology", default="", help="another one, such as v5p:2x2x4, with --axes")
     parser.add_argument("--axes", default="", help="the context's axes there, for our sides, such as context=16")
     parser.add_argument("--seq", type=int, help="another number of tokens in a row")
-    parser.add_argument("--remat", default="block_in", help="our engine's remat: nothing, or attention_out to save that")
+    parser.add_argument("--remat", choices=REMAT, default="block_in", help="what our blocks keep")
     parser.add_argument("--setting", action="append", default=[], help="name=value: a setting more of MaxText's")
     parser.add_argument("--layer", action="store_true", help="attention alone")
     parser.add_argument(

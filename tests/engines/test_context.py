@@ -6,12 +6,15 @@ import collections
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.found import arrays_only
+from jaxshard.plan.topology import topology_mesh
+from tests.engines.programs import tpu
 
 ROWS, SEQ = 8, 32
 
@@ -232,3 +235,44 @@ def test_keys_and_values_are_promised_in_the_dtype_of_the_step():
         ("all-gather", KEYS, "bf16", 4),
         ("reduce-scatter", KEYS, "bf16", 4),
     }
+
+
+LONG = 32_768
+TWO = {"context0": 2, "context1": 4}
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "axes", "kinds", "most"),
+    [
+        ("gather", TWO, {"all-gather", "reduce-scatter"}, 240e6),
+        ("ulysses", {"context": 8}, {"all-to-all"}, 215e6),
+        ("usp", TWO, {"all-to-all", "all-gather", "reduce-scatter"}, 210e6),
+        ("ring", {"context": 8}, {"collective-permute"}, 285e6),
+    ],
+)
+def test_a_long_row_on_tpus_takes_the_promised_collectives_and_little_memory(how, axes, kinds, most):
+    """Temporaries of a device with 4,096 positions; the logits of its 8 heads to all keys would be 4.3 GB."""
+    model = llama(vocab=1024, width=512, head_dim=128, kv_heads=2, hidden=1024, seq=LONG)
+    layout = js.layout(make_strategy(axes, how), topology_mesh("v5e:2x4", **axes), model.init, optax.sgd(0.1))
+    options = {"xla_vf_vmem_memory_space_assignment": False}  # arrays in VMEM would not count
+    engine = js.explicit(precision="bf16", remat="nothing", options=options)
+    step = js.make_step(model.loss, optax.sgd(0.1), layout, engine=engine)
+    names = ("tokens", "targets", "segment_ids", "positions")
+    batch = {name: jax.ShapeDtypeStruct((1, LONG), jnp.int32) for name in names}
+    temporaries = step.compile(batch).memory_analysis().temp_size_in_bytes
+    assert temporaries < most
+    comparison = js.audit(step, batch)
+    assert comparison.ok, str(comparison)
+    found = collections.Counter()
+    for one in arrays_only(comparison.found):
+        for shape in one.shapes:
+            if (size := math.prod(shape)) >= LONG // 8 * 256:  # a device's keys; no weight has as many elements
+                found[one.kind, size] += one.count
+    assert {kind for kind, _ in found} == kinds
+    if how == "gather":
+        # Keys and values of two blocks, forward, forward again and for the backward pass, axis by axis.
+        half, whole = LONG // 2 * 256, LONG * 256
+        gathers = {("all-gather", half): 12, ("all-gather", whole): 12}
+        assert found == gathers | {("reduce-scatter", half): 4, ("reduce-scatter", whole): 4}
