@@ -64,14 +64,17 @@ class Visits(NamedTuple):
 
 
 class Sees(NamedTuple):
-    """The mask inside a block, as the kernel calls it: with the positions of queries and keys."""
+    """The mask inside a block, causal or in a window, as the kernel calls it: with positions of queries and keys."""
 
     causal: bool
     window: int | None
 
     def __call__(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        seen = queries >= keys if self.causal else queries > keys - (self.window or 0)
-        return seen & (queries - keys < self.window) if self.window is not None else seen
+        if self.window is None:
+            assert self.causal, "without a mask the kernel is given none"
+            return queries >= keys
+        seen = queries >= keys if self.causal else keys - queries < self.window
+        return seen & (queries - keys < self.window)
 
 
 def why_not_chunks(chunk: int) -> str:
@@ -181,8 +184,7 @@ def tables(form: Form, starts: jax.Array, T: int, S: int, blocks: Blocks, of_dq:
         next, counts = found.next.astype(small), found.counts.astype(jnp.int8)
         if transpose:
             next, counts = next.T, counts.T
-        of_queries: Any = positions_T
-        return MaskInfo(next[None], None, counts[None], None, of_queries)
+        return MaskInfo(next[None], None, counts[None], None, positions_T)  # type: ignore[arg-type]
 
     by_query, by_query_dq = (table(visits(form, starts, T, S, sizes), False) for sizes in (blocks, of_dq))
     return by_query, by_query_dq, table(visits(form, starts, T, S, blocks, of_keys=True), True)

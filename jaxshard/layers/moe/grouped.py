@@ -181,7 +181,10 @@ def _outer_by_megablox(x_MC: jax.Array, y_MH: jax.Array, sizes_G: jax.Array, dty
 
 
 def _block_size(rows: int, groups: int) -> int:
-    """Return the rows of a block. Every group ends with a part of one: with a quarter of a group, 1/8 is too much."""
+    """Return the rows of a block: at most a quarter of an average group, a power of two from 8 to 512.
+
+    The last block of a group is full by half on average, so that at most about 1/8 is computed in vain.
+    """
     return 1 << max(3, min(9, (rows // max(1, 4 * groups)).bit_length() - 1))
 
 
