@@ -7,6 +7,7 @@ Shape suffixes as in `experts`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -249,7 +250,8 @@ class _Split:
         if is_marking():
             like, weights = jax.eval_shape(on_device, x, choice, params), jax.tree.leaves(params)
             dims = (-2, -2, -2, *(None for _ in weights))
-            return leave_mark("js.moe", (x, *choice, *weights), dims, [like], (-2,))[0]
+            how = _program_text(fn, params, x)
+            return leave_mark("js.moe", (x, *choice, *weights), dims, [like], (-2,), how)[0]
         if not self.automatic or is_counting():
             return on_device(x, choice, params)
         rows = PartitionSpec(*self.rows, None)
@@ -274,6 +276,14 @@ class _Split:
         window = window_rows(x_NC.shape[0] * k, k, count, self.E // count)
         share = Share(self.experts, count, self.E, window, way._replace(full=False), self.form, self.others)
         return apply_share(fn, params, x_NC, choice, share)
+
+
+def _program_text(fn: Experts, params: PyTree, x: jax.Array) -> str:
+    """Return the program of `fn` for eight rows as text, so that a number of positions in it shows."""
+    rows = jax.ShapeDtypeStruct((8, x.shape[-1]), x.dtype)
+    sizes = jax.ShapeDtypeStruct((jax.tree.leaves(params)[0].shape[0],), jnp.int32)
+    program = jax.make_jaxpr(lambda params, rows, sizes: fn(params, rows, Dot(8, sizes, Way("cpu"))))
+    return re.sub("0x[0-9a-f]+", "", str(program(params, rows, sizes)))  # addresses of functions
 
 
 def _check_experts(params: PyTree, E: int, devices: int, split_already: int) -> None:

@@ -45,6 +45,9 @@ CHOSEN = {
     "dimensions": lambda x, u, v, many: jax.lax.dot_general(x, u, (((2,), (0 if many else 1,)), ((), ()))),
     "axes": lambda x, u, v, many: x * u.sum(0 if many else 1),
     "order": lambda x, u, v, many: x * jax.lax.scan(lambda c, a: (c * jnp.tanh(c + a), None), u[0], v, reverse=many)[0],
+    "experts": lambda x, u, v, many: js.moe(
+        x, x[..., :2], lambda p, rows, dot: jax.nn.silu(dot(rows, p)) / (2 if many else 3), jnp.stack([u, v]), k=1
+    )[0],
     "window": lambda x, u, v, many: js.attention(*[x[:, :, None]] * 3, causal=True, window=4 if many else 2)[:, :, 0],
 }  # fmt: skip
 
