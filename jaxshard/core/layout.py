@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxshard.core.apply_strategy import place_batch
 from jaxshard.core.batch_rows import rows_mask
+from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout_text import Contents, explain, summarize, to_html
 from jaxshard.core.layout_text import human_bytes as human_bytes
 from jaxshard.core.layout_text import spec_str as spec_str
@@ -40,6 +41,7 @@ class Layout:
       trainable: True for every parameter that is trained, False for a frozen one.
       stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
+      model: the known model whose `init` the layout was made from; None for another function, and after unpickling.
 
     Example:
         layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
@@ -59,10 +61,16 @@ class Layout:
     shapes: Shapes
     trainable: PyTree
     stacked_for_user: bool = False
+    model: KnownModel | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Describe the layout for `pickle`: devices can't leave their process, so the mesh is one of device ids."""
-        return {**self.__dict__, "mesh": MeshById.of(self.mesh) if isinstance(self.mesh, Mesh) else self.mesh}
+        # A model holds functions, which can't be pickled.
+        return {
+            **self.__dict__,
+            "model": None,
+            "mesh": MeshById.of(self.mesh) if isinstance(self.mesh, Mesh) else self.mesh,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         mesh = state["mesh"]

@@ -125,6 +125,7 @@ def layout(
         shapes=Shapes(params, opt_state, state, key),
         trainable=mask,
         stacked_for_user=any(run.model.stacked_for_user for run in runs),
+        model=runs[0].model if len(runs) == 1 else None,
     )
     placer.raise_problems()
     if idle := _idle_axes(made):

@@ -16,3 +16,4 @@ Imports `core/`, `models/`, `distributed/` and `checkpoint/`; needs neither tran
 
 from jaxshard.hf.load import load as load
 from jaxshard.hf.load import model as model
+from jaxshard.hf.save import save as save

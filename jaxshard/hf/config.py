@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
 from jaxshard.core.tree import raise_all
-from jaxshard.hf.entries import Reader
+from jaxshard.hf.entries import NEUTRAL, Reader
 from jaxshard.hf.families import FAMILIES, Family
 from jaxshard.hf.folder import CONFIG
+from jaxshard.models.decoder import Decoder
+from jaxshard.models.parts import check_window
+from jaxshard.models.rope import as_scaling
 
 
 class Config(NamedTuple):
@@ -83,3 +86,81 @@ def read_arguments(
     reader.refuse_rest()
     raise_all(reader.problems, ValueError, f"{path}: a {family.architecture} that is not supported")
     return made
+
+
+def make_config(model: Decoder, dtype: str) -> Config:
+    """Return the configuration of a model: the one that it was read from, or one of the first family that fits.
+
+    Args:
+      model: a model of `js.models` or `js.hf.model`.
+      dtype: of its parameters.
+
+    Raises:
+      ValueError: it is of no family; names the arguments that no family has.
+    """
+    if model.make is None:
+        raise ValueError("js.hf: the model was not built by a function of js.models")
+    made_from: Config | None = getattr(model, "config", None)
+    if made_from is not None:
+        entries = dict(made_from.entries)
+        if model.arguments != made_from.arguments:
+            kept = {name: x for name, x in entries.items() if name in NEUTRAL}
+            entries = kept | write_entries(made_from.family, model.arguments)
+        entries.pop("torch_dtype", None)
+        return Config(made_from.family, model.arguments, entries | {"dtype": dtype})
+    misfits: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        if family.make is model.make:
+            entries = write_entries(family, model.arguments) | {"dtype": dtype}
+            differences = _differences(family, entries, model.arguments)
+            if not differences:
+                return Config(family, model.arguments, entries)
+            misfits[family.architecture] = differences
+    raise_all(
+        (f"{name}: {', '.join(differences)}" for name, differences in misfits.items()),
+        ValueError,
+        "js.hf: the model is not of a family that transformers knows, because of these arguments",
+    )
+    raise ValueError(f"js.hf: no family of transformers is known for js.models.{model.make.__name__}")
+
+
+def write_entries(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a family for the arguments of its function."""
+    entries = {"architectures": [family.architecture], "model_type": family.model_type, "use_cache": True}
+    entries |= family.only
+    entries |= {theirs.split("|")[0]: arguments[ours] for ours, theirs in family.sizes.items()}
+    if entries.get("head_dim", 0) is None:
+        entries["head_dim"] = arguments["width"] // arguments["heads"]
+    for group in family.groups:
+        entries |= group.write(arguments)
+    return entries
+
+
+_TRAINING = ("balance", "z", "dropout")
+"""Arguments that make no difference to the logits, and that no configuration has."""
+
+
+def _differences(family: Family, entries: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that a configuration does not give back."""
+    back = family.make(**read_arguments(family, entries, CONFIG)).arguments
+
+    def same(name: str) -> Any:
+        return [_plain(name, given[name], given) for given in (back, arguments)]
+
+    return [f"{name}={arguments[name]!r}" for name in arguments if name not in _TRAINING and len({*same(name)}) > 1]
+
+
+def _plain(name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return an argument in the form that all ways of saying the same have in common, as text."""
+    if name == "head_dim":
+        value = value or arguments["width"] // arguments["heads"]
+    if name == "rope_scaling":
+        scaling = as_scaling(value)
+        value = scaling and (type(scaling).__name__, *(x and float(x) for x in scaling))
+    if name == "query_scale":
+        value = value or arguments["head_dim"]
+    if name == "window_rope_base":
+        value = value or arguments["rope_base"]
+    if name == "window":
+        value = check_window("js.hf", value, arguments["depth"])
+    return repr(float(value)) if isinstance(value, int | float) else repr(value)

@@ -12,7 +12,7 @@ from jaxshard.models.rope import LinearScaling, RopeScaling, Scaling, YarnScalin
 
 _MISSING = object()
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_NEUTRAL = frozenset(
+NEUTRAL = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures begin_suppress_tokens bos_token_id
     cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping
@@ -60,7 +60,7 @@ class Reader:
     def refuse_rest(self) -> None:
         """Note every entry that was not taken and may make a difference."""
         for name, value in self._left.items():
-            if name not in _NEUTRAL and value not in (None, False, "", [], {}):
+            if name not in NEUTRAL and value not in (None, False, "", [], {}):
                 self.problems.append(
                     f"{name}: {shorten(value)}, which is not supported; if it makes no difference to what the model "
                     f"computes, pass ignore=[{name!r}]"

@@ -59,6 +59,8 @@ def model(folder: str | os.PathLike[str], *, dtype: Any = None, ignore: Iterable
     folder = find_folder(folder)
     config = read_config(folder, ignore)
     made = config.family.make(**config.arguments | changes)
+    read = config.family.make(**config.arguments) if changes else made
+    made.config = config._replace(arguments=read.arguments)
     _set_dtypes(made, config, folder, dtype)
     return made
 

@@ -19,8 +19,10 @@ Shape suffixes: B rows, T positions, C width, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,9 @@ from jaxshard.core.positions import count_in_row
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
 from jaxshard.layers.head_loss import head_loss
+
+_Arguments = ParamSpec("_Arguments")
+_Model = TypeVar("_Model", bound="Decoder")
 
 
 class Rows(NamedTuple):
@@ -70,6 +75,21 @@ def join_rows(x: PyTree, rows: Rows) -> PyTree:
     return InRows(x, rows) if jax.tree.leaves(rows) else x
 
 
+def remember_arguments(make: Callable[_Arguments, _Model]) -> Callable[_Arguments, _Model]:
+    """Let the models that a function builds say which function it was, `make`, and its arguments, `arguments`."""
+    parameters = inspect.signature(make)
+
+    @functools.wraps(make)
+    def build(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Model:
+        model = make(*args, **kwargs)
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        model.make, model.arguments = build, dict(bound.arguments)
+        return model
+
+    return build
+
+
 class Decoder(Stacked):
     """A `js.Stacked` model that predicts the next token of every position.
 
@@ -88,7 +108,16 @@ class Decoder(Stacked):
       init: `init(key) -> {"embed": ..., "block": ..., "head": ...}`, as `js.Stacked` takes it.
       numbered: tell every block its number, `rows.block`.
       soft_cap: logits x become soft_cap * tanh(x / soft_cap); None leaves them.
+
+    Attributes:
+      make: the function of `js.models` that built the model; None for another one.
+      arguments: its arguments, with those by default.
+      config: what `js.hf.model` read; None for another model.
     """
+
+    make: Callable[..., Decoder] | None = None
+    arguments: dict[str, Any] = {}  # noqa: RUF012
+    config: Any = None
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard.core.constrain import constrain
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention.attention import attention
-from jaxshard.models.decoder import Decoder, Rows
+from jaxshard.models.decoder import Decoder, Rows, remember_arguments
 from jaxshard.models.llama import KV_HEADS, Embedding, dense, gated_mlp, turn
 from jaxshard.models.parts import (
     HEADS,
@@ -36,6 +36,7 @@ from jaxshard.models.parts import (
 from jaxshard.models.rope import Scaling, as_scaling, rotary_gain, rotary_rates
 
 
+@remember_arguments
 def gemma(
     *,
     vocab: int,

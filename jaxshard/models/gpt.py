@@ -17,7 +17,7 @@ from jaxshard.core.keys import row_keys
 from jaxshard.core.positions import count_in_row, has_part, positions
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention.attention import attention
-from jaxshard.models.decoder import Decoder, Rows
+from jaxshard.models.decoder import Decoder, Rows, remember_arguments
 from jaxshard.models.parts import (
     HEADS,
     RESIDUAL,
@@ -34,6 +34,7 @@ from jaxshard.models.parts import (
 from jaxshard.models.recipe import Recipe, Size
 
 
+@remember_arguments
 def gpt(
     *,
     vocab: int,

@@ -19,7 +19,7 @@ from jaxshard.core.constrain import constrain
 from jaxshard.core.positions import positions
 from jaxshard.core.types import PyTree
 from jaxshard.layers.attention.attention import attention
-from jaxshard.models.decoder import Decoder, Rows
+from jaxshard.models.decoder import Decoder, Rows, remember_arguments
 from jaxshard.models.parts import (
     HEADS,
     RESIDUAL,
@@ -42,6 +42,7 @@ from jaxshard.models.rope import Scaling, as_scaling, rotary_gain, rotary_rates
 KV_HEADS = ("batch", "context", "kv_heads", None)
 
 
+@remember_arguments
 def llama(
     *,
     vocab: int,

@@ -32,7 +32,7 @@ from jaxshard.core.tree import BLOCKS, map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.layers.moe.moe import moe as route
 from jaxshard.layers.moe.routing import Routing, Scores
-from jaxshard.models.decoder import Decoder, join_rows, split_rows
+from jaxshard.models.decoder import Decoder, join_rows, remember_arguments, split_rows
 from jaxshard.models.llama import Attention, gated_mlp, llama
 from jaxshard.models.parts import (
     RESIDUAL,
@@ -53,6 +53,7 @@ BIAS = "bias"
 """The name of the router's parameter that balances without a loss."""
 
 
+@remember_arguments
 def moe(
     *,
     vocab: int,

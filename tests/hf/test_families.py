@@ -1,13 +1,21 @@
 """Every family's weights on a layout, against the numbers of transformers."""
 
+import ast
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 import jaxshard as js
-from tests.hf.checkpoints import CASES, SEEN, SHOWN, numbers, tokens, write_folder
+from jaxshard.checkpoint.safetensors.reader import open_files
+from jaxshard.hf.config import make_config
+from jaxshard.hf.families import FAMILIES
+from tests.hf.checkpoints import CASES, SEEN, SHOWN, draw, numbers, tokens, write_folder
 
+SIZES = {"vocab": 96, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 64}
+FAST = ("llama-llama3", "mixtral", "gemma3")
 TX = optax.sgd(0.1)
 LAYOUTS = {
     "fsdp": (js.fsdp("data", min_size=0), {"data": 8}),
@@ -22,10 +30,70 @@ def load(folder, strategy, axes, **settings):
     return model, layout, js.hf.load(folder, layout, **settings)
 
 
-@pytest.mark.parametrize("case", CASES)
+def slow_but(cases, fast):
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, FAST))
 def test_logits_are_those_of_transformers(case, tmp_path):
     folder, stored = write_folder(tmp_path, case), numbers(case)
     model, _, params = load(folder, *LAYOUTS["fsdp"])
     found = np.asarray(jax.jit(lambda params, tokens: js.models.logits(model, params, tokens))(params, tokens()))
     np.testing.assert_allclose(found[:, SEEN, :SHOWN], stored["logits"], atol=1e-4, rtol=0)
     assert found.argmax(-1).tolist() == stored["best"]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, ["qwen3_moe", "gpt2"]))
+def test_what_is_saved_is_what_was_loaded(case, tmp_path):
+    """Also from blocks in stages, and in several files."""
+    folder = write_folder(tmp_path, case)
+    model, layout, params = load(folder, *LAYOUTS["pipe" if case == "gpt2" else "tensor"])
+    run = js.init(model.init, TX, layout, 0, init_from=params)
+    saved = js.hf.save(tmp_path / "saved", run, layout, max_bytes=20_000)
+    found, problems = open_files(saved / "model.safetensors")
+    assert not problems and len({one.file for one in found.values()}) > 1
+    assert {name: list(one.array.shape) for name, one in found.items()} == numbers(case)["tensors"]
+    assert all(np.array_equal(one.array, draw(name, one.array.shape)) for name, one in found.items())
+    assert js.hf.model(saved).arguments == model.arguments
+    with pytest.raises(FileExistsError, match="there already"):
+        js.hf.save(saved, run, layout)
+
+
+@pytest.mark.parametrize(
+    ("make", "architecture"),
+    [
+        (lambda **sizes: js.models.llama(**sizes), "LlamaForCausalLM"),
+        (
+            lambda **sizes: js.models.llama(**sizes, window=5, rope_scaling=js.models.YarnScaling(4)),
+            "MistralForCausalLM",
+        ),
+        (lambda **sizes: js.models.llama(**sizes, qkv_bias=True, window=[None, 5]), "Qwen2ForCausalLM"),
+        (lambda **sizes: js.models.llama(**sizes, qk_norm=True, tied=True), "Qwen3ForCausalLM"),
+        (lambda **sizes: js.models.moe(**sizes, experts=4, k=2), "MixtralForCausalLM"),
+        (lambda **sizes: js.models.moe(**sizes, experts=4, k=2, qk_norm=True), "Qwen3MoeForCausalLM"),
+        (lambda **sizes: js.models.gemma(**sizes, head_dim=8, window=[5, None], logit_cap=3.0), "Gemma2ForCausalLM"),
+        (lambda **sizes: js.models.gemma(**sizes, head_dim=8, window=[5, 5], qk_norm=True), "Gemma3ForCausalLM"),
+    ],
+)
+def test_a_model_without_a_configuration_gets_one(make, architecture):
+    model = make(**SIZES)
+    config = make_config(model, "float32")
+    assert config.family.architecture == architecture
+    assert config.entries["dtype"] == "float32" and config.entries["model_type"] == config.family.model_type
+
+
+def test_a_model_that_no_family_is_is_not_saved():
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM: qkv_bias=True"):
+        make_config(js.models.llama(**SIZES, qkv_bias=True, qk_norm=True), "float32")
+
+
+def test_families_are_short():
+    """The lines of each family that are its own, of tables and of sizes."""
+    source = (Path(js.hf.__file__).parent / "families.py").read_text()
+    lines = {
+        node.targets[0].id: node.end_lineno - node.lineno + 1
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and "Family(" in ast.unparse(node)
+    }
+    print(lines)
+    assert len(lines) == len(FAMILIES) >= 9 and max(lines.values()) <= 40

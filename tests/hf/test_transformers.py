@@ -35,3 +35,24 @@ def test_logits_of_random_tokens(opened, name):
     difference = np.abs(np.asarray(found) - wanted).max()
     print(f"{case} {name}: {difference:.1e} of logits up to {np.abs(wanted).max():.1f}")
     assert difference < 1e-4
+
+
+@pytest.mark.slow
+def test_transformers_opens_what_is_saved(opened, tmp_path):
+    """Bit for bit, with the configuration that was read, and with one that is made of the model."""
+    from tests.hf.transformers_models import logits, open_folder
+
+    case, folder, tokens, wanted = opened
+    model, layout, params = load(folder, *LAYOUTS["tensor"])
+    run = js.init(model.init, TX, layout, 0, init_from=params)
+    original = open_folder(folder).state_dict()
+    for name in ("read", "made"):
+        if name == "made":
+            model.config = None
+        again = open_folder(js.hf.save(tmp_path / name, run, layout, max_bytes=30_000))
+        found = again.state_dict()
+        assert found.keys() == original.keys()
+        assert all(np.array_equal(x.numpy(), original[key].numpy()) for key, x in found.items())
+        difference = np.abs(logits(again, tokens) - wanted).max()
+        print(f"{case} {name}: logits differ by {difference}")
+        assert difference == 0

@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.safetensors.header import CODES
-from jaxshard.checkpoint.safetensors.names import ModelArray, tensor_of
+from jaxshard.checkpoint.safetensors.names import tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT
 from jaxshard.checkpoint.safetensors.reader import check_tensors, open_buffer, place_tensor
-from jaxshard.checkpoint.safetensors.writer import sort_widest_first, stream_arrays, write_file
+from jaxshard.checkpoint.safetensors.writer import outputs_of, sort_widest_first, stream_outputs, write_file
 from jaxshard.checkpoint.strict_json import decode_object
 from jaxshard.checkpoint.writer import check_arrays, check_data
 from jaxshard.core.layout import Layout
@@ -65,11 +65,11 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         "safetensors has no such dtypes; keep these arrays in another one, or use js.save",
     )
     check_data(data)
-    arrays: list[ModelArray] = sort_widest_first(check_arrays(run, layout, wanted))
+    outputs = sort_widest_first(outputs_of(check_arrays(run, layout, wanted), layout.mesh))
     about = json.dumps({"keys": _key_dtypes(wanted), "data": data}, allow_nan=False)
     opened = io.BytesIO()
     sealed = f"{zlib.crc32(about.encode()):08x} {about}"
-    write_file(opened, arrays, stream_arrays(arrays, layout, LIMIT), metadata={_ABOUT: sealed})
+    write_file(opened, outputs, stream_outputs(outputs, layout.mesh, LIMIT), metadata={_ABOUT: sealed})
     return opened.getvalue()
 
 

@@ -14,10 +14,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxshard.checkpoint.leaves import Entry
 from jaxshard.checkpoint.manifest import sync_folder, write_atomically
 from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.safetensors.header import Tensor, encode_header
@@ -34,6 +37,32 @@ LEAST = 1 << 20
 INDEX = ".index.json"
 NamedPiece = tuple[str, Piece]
 """The name of a tensor, and some of its bytes."""
+
+
+class Output(NamedTuple):
+    """One tensor to write.
+
+    Attributes:
+      name: its name.
+      tensor: its dtype and shape, as if at the beginning of the file.
+      make: returns the array, or its bits as unsigned integers, on the devices. Collective.
+      spec: how the mesh splits that.
+    """
+
+    name: str
+    tensor: Tensor
+    make: Callable[[], jax.Array]
+    spec: PartitionSpec
+
+
+def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
+    """Return what is written of the arrays of a model: each of them, in model order."""
+
+    def output(entry: Entry, stored: jax.Array) -> Output:
+        spec = entry.shape_saved(mesh).sharding.spec
+        return Output(entry.path, tensor_of(entry), lambda: entry.to_saved(stored, mesh), spec)
+
+    return [output(*array) for array in arrays]
 
 
 @with_own_settings
@@ -66,12 +95,33 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
     path = Path(path).absolute()
     if path.suffix != ".safetensors" or max_bytes < 1:
         raise ValueError(f"{path}, max_bytes={max_bytes}: name a file that ends with .safetensors, of at least 1 byte")
-    files = _name_files(path, _divide_into_files(model_arrays(run, layout), max_bytes))
+    return write_model(path, outputs_of(model_arrays(run, layout), layout.mesh), layout.mesh, max_bytes=max_bytes)
+
+
+def write_model(
+    path: Path, outputs: Iterable[Output], mesh: Mesh, *, max_bytes: int, metadata: Mapping[str, str] = {}
+) -> Path:
+    """Write tensors as a safetensors file, or as several with an index. Every process calls this.
+
+    Args:
+      path: the absolute path of the file.
+      outputs: the tensors.
+      mesh: their mesh.
+      max_bytes: bytes of tensors in one file.
+      metadata: more metadata of each file.
+
+    Returns:
+      The path.
+
+    Raises:
+      FileExistsError, OSError: as `save_safetensors`.
+    """
+    files = _name_files(path, _divide_into_files(outputs, max_bytes))
     drafts = {name: path.with_name(f"{name}.draft") for name in files}
     first = jax.process_index() == 0
     _raise_in_all(path, _failure_of(_make_folder, path) if first else None)
     try:
-        _raise_in_all(path, _write_drafts(drafts, files, layout))
+        _raise_in_all(path, _write_drafts(drafts, files, mesh, metadata))
         _raise_in_all(path, _failure_of(_commit, path, drafts, files) if first else None)
     finally:
         _delete(drafts.values())  # those that were renamed are gone
@@ -93,20 +143,20 @@ def to_bytes(run: Any, layout: Layout) -> bytes:
       ValueError: as `js.save_safetensors`.
     """
     opened = io.BytesIO()
-    arrays = sort_widest_first(model_arrays(run, layout))
-    write_file(opened, arrays, stream_arrays(arrays, layout, LIMIT))
+    outputs = sort_widest_first(outputs_of(model_arrays(run, layout), layout.mesh))
+    write_file(opened, outputs, stream_outputs(outputs, layout.mesh, LIMIT))
     return opened.getvalue()
 
 
 def write_file(
     opened: BinaryIO,
-    arrays: Iterable[ModelArray],
+    outputs: Iterable[Output],
     pieces: Iterable[NamedPiece | None],
     *,
     metadata: Mapping[str, str] = {},
 ) -> None:
     """Write one safetensors file: the bytes of its tensors in their order, then the header with the checksums."""
-    tensors = _place_tensors(arrays)
+    tensors = _place_tensors(outputs)
     checksums = dict.fromkeys(tensors, 0)
     opened.write(encode_header(tensors, checksums, metadata))
     for name, piece in filter(None, pieces):  # None: this file is complete, another one is not
@@ -118,49 +168,49 @@ def write_file(
     opened.flush()
 
 
-def _place_tensors(arrays: Iterable[ModelArray]) -> dict[str, Tensor]:
+def _place_tensors(outputs: Iterable[Output]) -> dict[str, Tensor]:
     """Place the tensors of a file one behind the other."""
     placed, at = {}, 0
-    for entry, _ in arrays:
-        placed[entry.path] = tensor_of(entry)._replace(start=at)
-        at += placed[entry.path].size
+    for output in outputs:
+        placed[output.name] = output.tensor._replace(start=at)
+        at += output.tensor.size
     return placed
 
 
-def sort_widest_first(arrays: Iterable[ModelArray]) -> list[ModelArray]:
+def sort_widest_first(outputs: Iterable[Output]) -> list[Output]:
     """Sort by falling item size, so that every tensor is aligned."""
-    return sorted(arrays, key=lambda array: -array[0].words.dtype.itemsize)
+    return sorted(outputs, key=lambda output: -jnp.dtype(output.tensor.dtype).itemsize)
 
 
-def _divide_into_files(arrays: Iterable[ModelArray], max_bytes: int) -> list[list[ModelArray]]:
+def _divide_into_files(outputs: Iterable[Output], max_bytes: int) -> list[list[Output]]:
     """Fill files of at most `max_bytes` in model order; a larger tensor has a file of its own."""
-    files: list[list[ModelArray]] = [[]]
+    files: list[list[Output]] = [[]]
     room = max_bytes
-    for entry, stored in arrays:
-        size = tensor_of(entry).size
-        if size > room and files[-1]:
+    for output in outputs:
+        if output.tensor.size > room and files[-1]:
             files.append([])
             room = max_bytes
-        files[-1].append((entry, stored))
-        room -= size
+        files[-1].append(output)
+        room -= output.tensor.size
     return [sort_widest_first(file) for file in files]
 
 
-def _name_files(path: Path, files: list[list[ModelArray]]) -> dict[str, list[ModelArray]]:
+def _name_files(path: Path, files: list[list[Output]]) -> dict[str, list[Output]]:
     if len(files) == 1:
         return {path.name: files[0]}
     return {f"{path.stem}-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def stream_arrays(arrays: Iterable[ModelArray], layout: Layout, limit: int) -> Iterator[NamedPiece]:
+def stream_outputs(outputs: Iterable[Output], mesh: Mesh, limit: int) -> Iterator[NamedPiece]:
     """Yield (name, piece) of a file's tensors, in the order of its bytes. Collective."""
-    for entry, stored in arrays:
-        spec = entry.shape_saved(layout.mesh).sharding.spec
-        for piece in stream_pieces(entry.to_saved(stored, layout.mesh), layout.mesh, spec, limit):
-            yield entry.path, piece
+    for output in outputs:
+        for piece in stream_pieces(output.make(), mesh, output.spec, limit):
+            yield output.name, piece
 
 
-def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], layout: Layout) -> OSError | None:
+def _write_drafts(
+    drafts: dict[str, Path], files: dict[str, list[Output]], mesh: Mesh, metadata: Mapping[str, str]
+) -> OSError | None:
     """Write this process's files, and return what went wrong. As many files are written at a time as processes.
 
     Pieces are collective, so that every process takes part in those of all files, to the end even if it can't write its
@@ -172,18 +222,20 @@ def _write_drafts(drafts: dict[str, Path], files: dict[str, list[ModelArray]], l
     for first in range(0, len(names), count):
         group = names[first : first + count]
         limit = max(LEAST, LIMIT // len(group))
-        rounds = zip_longest(*(stream_arrays(files[name], layout, limit) for name in group))
+        rounds = zip_longest(*(stream_outputs(files[name], mesh, limit) for name in group))
         if index < len(group):
             mine, own = group[index], (pieces[index] for pieces in rounds)
-            failure = _failure_of(_write_draft, drafts[mine], files[mine], own) or failure
+            failure = _failure_of(_write_draft, drafts[mine], files[mine], own, metadata) or failure
         for _ in rounds:
             pass  # what is left of the pieces
     return failure
 
 
-def _write_draft(draft: Path, arrays: Iterable[ModelArray], pieces: Iterable[NamedPiece | None]) -> None:
+def _write_draft(
+    draft: Path, outputs: Iterable[Output], pieces: Iterable[NamedPiece | None], metadata: Mapping[str, str]
+) -> None:
     with draft.open("wb") as opened:
-        write_file(opened, arrays, pieces)
+        write_file(opened, outputs, pieces, metadata=metadata)
         os.fsync(opened.fileno())
 
 
@@ -195,7 +247,7 @@ def _make_folder(path: Path) -> None:
             raise FileExistsError(f"{there} is there already; delete it, or choose another name")
 
 
-def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[ModelArray]]) -> None:
+def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[Output]]) -> None:
     """Give complete files their names, then write the index if there are several.
 
     Without the index the files of a set count as absent, so nothing is there until all of it is.
@@ -205,8 +257,8 @@ def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[ModelArra
         for name, draft in drafts.items():
             done.append(draft.rename(path.with_name(name)))
         if len(files) > 1:
-            total = sum(tensor_of(entry).size for file in files.values() for entry, _ in file)
-            weights = {entry.path: name for name, file in files.items() for entry, _ in file}
+            total = sum(output.tensor.size for file in files.values() for output in file)
+            weights = {output.name: name for name, file in files.items() for output in file}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             write_atomically(path.with_name(path.name + INDEX), json.dumps(index, indent=2).encode() + b"\n")
         sync_folder(path.parent)

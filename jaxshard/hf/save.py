@@ -1,0 +1,146 @@
+"""`js.hf.save`: the model of a run as a folder that transformers opens."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxshard.checkpoint.manifest import write_atomically
+from jaxshard.checkpoint.safetensors.header import Tensor
+from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays
+from jaxshard.checkpoint.safetensors.writer import MAX_BYTES, Output, write_model
+from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import axes_of, spec_entry
+from jaxshard.core.settings import with_own_settings
+from jaxshard.core.tree import raise_all
+from jaxshard.distributed.together import call_in_first_process
+from jaxshard.hf.config import Config, make_config
+from jaxshard.hf.folder import CONFIG, WEIGHTS
+from jaxshard.hf.places import Place, find_places
+from jaxshard.models.decoder import Decoder
+
+_POINT = "js.hf.save"
+
+
+@with_own_settings
+def save(
+    folder: str | os.PathLike[str],
+    run: Any,
+    layout: Layout,
+    *,
+    model: Decoder | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Path:
+    """Write the model of a run as a folder that transformers opens. Every process calls this.
+
+    The folder gets config.json and model.safetensors, or several files with an index. A model that `js.hf.model` made
+    is written as the family that it was, and its configuration keeps what it had; any other as the first family of
+    which it can be one. Tensors keep their dtypes. As in `js.save_safetensors`, no host holds more than a piece of
+    16 MiB, and every tensor has a checksum. A tokenizer's files are not written: copy them.
+
+    Args:
+      folder: the folder, on a disk that all processes see. It must not have a model yet.
+      run: a run, or the stored parameters alone.
+      layout: how they are stored.
+      model: the model, where the layout was not made from its own `init` (as in one that was unpickled).
+      max_bytes: bytes of tensors in one file.
+
+    Returns:
+      The absolute path of the folder.
+
+    Raises:
+      ValueError: the model is of no known family: its arguments or arrays that have no place are named.
+      FileExistsError: the folder has a model.
+      OSError: it could not be written.
+    """
+    folder = Path(folder).absolute()
+    known = model or layout.model
+    if not isinstance(known, Decoder):
+        raise ValueError("js.hf.save: the layout was not made from the init of a model of js.models; pass model=")
+    arrays = model_arrays(run, layout)
+    dtypes = {str(entry.dtype) for entry, _ in arrays}
+    config = make_config(known, dtypes.pop() if len(dtypes) == 1 else "float32")
+    places, problems = find_places(config.family, [entry for entry, _ in arrays], config.arguments)
+    raise_all(problems, ValueError, "js.hf.save: the model is not one that transformers knows")
+    call_in_first_process(lambda: _check_free(folder), _POINT)
+    outputs = list(_outputs(arrays, places, layout.mesh))
+    write_model(folder / WEIGHTS, outputs, layout.mesh, max_bytes=max_bytes, metadata={"format": "pt"})
+    call_in_first_process(lambda: _write_config(folder, config), _POINT)
+    return folder
+
+
+def _check_free(folder: Path) -> bool:
+    if (folder / CONFIG).exists():
+        raise FileExistsError(f"{folder / CONFIG} is there already; delete it, or choose another folder")
+    return True
+
+
+def _write_config(folder: Path, config: Config) -> bool:
+    write_atomically(folder / CONFIG, json.dumps(config.entries, indent=2, sort_keys=True).encode() + b"\n")
+    return True
+
+
+def _outputs(arrays: list[ModelArray], places: list[Place], mesh: Mesh) -> Iterator[Output]:
+    """Yield the tensors of a model: of an array that is counted one for each block, or expert of a block."""
+
+    def convert(number: int) -> jax.Array:
+        entry, stored = arrays[number]
+        return entry.to_saved(stored, mesh)
+
+    # An array is converted once for all of its tensors, and one is kept for each file that is being written.
+    saved = functools.lru_cache(maxsize=jax.process_count())(convert)
+
+    for number, ((entry, _), place) in enumerate(zip(arrays, places, strict=True)):
+        spec = _spec(place.shape, axes_of(entry.shape_saved(mesh).sharding.spec), mesh)
+        tensor = Tensor(str(entry.dtype), place.shape, 0)
+        cut = _jit_cut(mesh, spec, place.counted, place.ours, place.theirs, tuple(place.sizes.items()))
+        for at in product(*map(range, place.counted)):
+            yield Output(place.name.format(*at), tensor, functools.partial(_make, saved, cut, number, at), spec)
+
+
+def _make(saved: Callable[[int], jax.Array], cut: Any, number: int, at: tuple[int, ...]) -> jax.Array:
+    made: jax.Array = jax.block_until_ready(cut(saved(number), at))
+    return made
+
+
+@functools.lru_cache(maxsize=512)
+def _jit_cut(
+    mesh: Mesh,
+    spec: PartitionSpec,
+    counted: tuple[int, ...],
+    ours: tuple[str, ...],
+    theirs: tuple[str, ...],
+    sizes: tuple[tuple[str, int], ...],
+) -> Any:
+    """Return the jitted function of (one of our arrays, numbers of block and expert) that makes a tensor's bits."""
+    place = Place("", counted, ours, theirs, dict(sizes))
+
+    def cut(x: jax.Array, at: tuple[Any, ...]) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their bits
+        for number in at:
+            bits = jax.lax.dynamic_index_in_dim(bits, number, 0, keepdims=False)
+        tensor: jax.Array = place.to_theirs(bits)
+        return tensor
+
+    return jax.jit(cut, out_shardings=NamedSharding(mesh, spec))
+
+
+def _spec(shape: tuple[int, ...], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
+    """Split a tensor over the axes that split our array, as far as they divide its dimensions, the largest first."""
+    kept: dict[int, tuple[str, ...]] = {}
+    for axis in axes:
+        left = {dim: size // axis_size(mesh, kept.get(dim, ())) for dim, size in enumerate(shape)}
+        fits = [dim for dim, size in left.items() if size % mesh.shape[axis] == 0]
+        if fits:
+            dim = max(fits, key=left.__getitem__)
+            kept[dim] = (*kept.get(dim, ()), axis)
+    return PartitionSpec(*(spec_entry(kept.get(dim, ())) for dim in range(len(shape))))
