@@ -35,7 +35,10 @@ def shapes() -> dict[str, tuple[int, ...]]:
     """The tensors of the model."""
     C, F = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     K = C // CONFIG["num_attention_heads"] * CONFIG["num_key_value_heads"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (CONFIG["vocab_size"], C), "model.norm.weight": (C,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (CONFIG["vocab_size"], C),
+        "model.norm.weight": (C,),
+    }
     for i in range(CONFIG["num_hidden_layers"]):
         layer = {"self_attn.q_proj": (C, C), "self_attn.k_proj": (K, C), "self_attn.v_proj": (K, C)}
         layer |= {"self_attn.o_proj": (C, C), "mlp.gate_proj": (F, C), "mlp.up_proj": (F, C), "mlp.down_proj": (C, F)}
@@ -94,7 +97,10 @@ def load(folder: str, address: str, index: int, count: int) -> None:
     params = jax.block_until_ready(js.hf.load(folder, layout))
     peak, read = 1024 * (kernel_number("status", "VmHWM") - before), kernel_number("io", "rchar") - read
     parts = [part.data.nbytes for x in jax.tree.leaves(params) for part in x.addressable_shards]
-    print(json.dumps({"process": index, "read": read, "peak": peak, "shards": sum(parts), "slice": max(parts)}), flush=True)
+    print(
+        json.dumps({"process": index, "read": read, "peak": peak, "shards": sum(parts), "slice": max(parts)}),
+        flush=True,
+    )
 
 
 def kernel_number(file: str, name: str) -> int:
@@ -121,7 +127,8 @@ def main() -> None:
                 address = f"localhost:{free.getsockname()[1]}"
             command = [sys.executable, __file__, "--load", folder, address]
             started = [
-                subprocess.Popen([*command, str(i), str(count)], stdout=subprocess.PIPE, text=True) for i in range(count)
+                subprocess.Popen([*command, str(i), str(count)], stdout=subprocess.PIPE, text=True)
+                for i in range(count)
             ]
             for process in started:
                 out = process.communicate()[0].splitlines()

@@ -90,13 +90,22 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
     """
     folder = find_folder(folder)
     config = read_config(folder, ignore)
-    found, problems = open_files(folder / WEIGHTS)
+    found, problems = _open_weights(config, folder)
     raise_together(problems, ValueError, f"{folder}: its weights are not complete", point=_POINT)
     wanted, structure = model_entries(layout)
     places = _match(config, wanted, found, folder, dtype)
     sources = {name: Source(one.file, one.start, one.tensor.dtype) for name, one in found.items()}
     placed = [_place(entry, place, sources, layout) for entry, place in zip(wanted, places, strict=True)]
     return jax.tree.unflatten(structure, placed)
+
+
+def _open_weights(config: Config, folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors in the files by their full names, and what is wrong with the files."""
+    found, problems = open_files(folder / WEIGHTS)
+    prefix = config.family.prefix
+    if not any(name.startswith(prefix) for name in found):  # the inner model was saved alone, as GPT-2 was
+        found = {name if name.startswith("lm_head.") else prefix + name: one for name, one in found.items()}
+    return found, problems
 
 
 def _match(
@@ -163,7 +172,7 @@ def _set_dtypes(made: Decoder, config: Config, folder: Path, dtype: Any) -> None
     """Let `made.init` return parameters in the dtypes of the files, or in `dtype`."""
     original = made.init_parts
     there = (folder / WEIGHTS).exists() or (folder / (WEIGHTS + INDEX)).exists()
-    found = open_files(folder / WEIGHTS)[0] if there and dtype is None else {}
+    found = _open_weights(config, folder)[0] if there and dtype is None else {}
     names = {ours: theirs for ours, theirs, _ in config.family.rows()}
     default = dtype or config.entries.get("dtype") or config.entries.get("torch_dtype") or "float32"
 
