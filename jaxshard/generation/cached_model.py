@@ -119,12 +119,15 @@ class CachedModel:
             index = last_B.reshape(-1, *(1,) * (x_BT.ndim - 1))
             return jnp.take_along_axis(x_BT, index, axis=1)
 
-        with users_code(self.layout, "readout"):
+        cache = Cache(1, None)
+        with users_code(self.layout, "readout"), cache.in_force():
             x = x if self._residual is None else self._residual(x)
             if isinstance(x, jax.Array):
                 logits_BV = self.readout(rest, take(x))[:, 0]
             else:  # which dimensions are positions is the model's secret
                 logits_BV = take(self.readout(rest, x))[:, 0]
+        if cache.found:
+            raise ValueError("generate: readout calls js.attention; only the blocks and the embedding have a cache")
         return self.hold_rows(logits_BV.astype(jnp.float32))
 
     def empty(self, rows: int, size: int) -> Caches:
@@ -160,13 +163,13 @@ class CachedModel:
 
         def trace(params: PyTree, tokens: jax.Array) -> PyTree:
             block = jax.tree.map(lambda x: x[0], params[BLOCKS])
-            with users_code(self.layout, "the model"):
-                with outer.in_force():
-                    x = self.model.embed(without_blocks(params), make_batch(tokens, None), None)
-                with inner.in_force():
-                    return self.model.block(block, x, None)
+            with outer.in_force():
+                x = self.model.embed(without_blocks(params), make_batch(tokens, None), None)
+            with inner.in_force():
+                return self.model.block(block, x, None)
 
-        jax.eval_shape(trace, self._shapes(), tokens)
+        with users_code(self.layout, "the model"):
+            jax.eval_shape(trace, self._shapes(), tokens)
         with show_marks(1):
             program = jax.make_jaxpr(trace)(self._shapes(), tokens)
         if _attends_in_a_loop(program):
