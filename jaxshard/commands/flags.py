@@ -114,15 +114,21 @@ class DataFlags:
     """The corpus to train on.
 
     Attributes:
-      data: a text file, a folder of text, or token ids as .npy or .bin; without it Python's own library.
+      data: a text file, a folder of text, token ids as .npy or .bin, or with a tokenizer records as .jsonl; without it
+        Python's own library.
       dtype: of the token ids in a .bin file, such as uint16.
       vocab: how many token ids there are, for .npy and .bin.
+      tokenizer: a tokenizer.json, or a folder that has one, which makes tokens of --data; by default that of the model
+        hf:PATH.
+      template: of a message in .jsonl, such as '{role}:\\n{content}\\n', the default.
     """
 
     # Text, not a Path: that of an empty text is the current folder.
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     dtype: Words = None
     vocab: Count = None
+    tokenizer: Words = None
+    template: Words = None
 
 
 @dataclass(frozen=True)

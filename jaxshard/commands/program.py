@@ -17,6 +17,7 @@ import optax
 
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import RecipeFlags, check_positive
+from jaxshard.commands.pretrained import PREFIX, ROW, pretrained_size
 from jaxshard.core.transform import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.models.recipe import Size
@@ -38,17 +39,15 @@ class Program(NamedTuple):
 
 
 def size_of(model: str, change: str | None, given: RecipeFlags, rows_multiple: int) -> Size:
-    """Look up a ready-made size and replace its numbers by those that are given.
+    """Look up a ready-made size, or the model of "hf:PATH", and replace its numbers by those that are given.
 
     Without --batch the recipe's number of rows is rounded up to a multiple of `rows_multiple`.
 
     Raises:
       ValueError: no such size or argument, or a number that is not above zero.
     """
-    if model not in SIZES:
-        raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}")
     check_positive(seq=given.seq, batch=given.batch, steps=given.steps, lr=given.lr)
-    size, changes = SIZES[model], parse_changes(change)
+    size, changes = named_size(model), parse_changes(change)
     try:
         size.check_changes(changes)
         size.model(**changes)
@@ -62,12 +61,31 @@ def size_of(model: str, change: str | None, given: RecipeFlags, rows_multiple: i
         steps=given.steps or recipe.steps,
         learning_rate=given.lr or recipe.learning_rate,
     )
-    return size._replace(shape=shape | {"seq": given.seq or shape["seq"]}, recipe=recipe)
+    seq = given.seq or shape["seq"]
+    if model.startswith(PREFIX):
+        seq = given.seq or min(ROW, shape["seq"])
+        if seq > shape["seq"]:
+            raise ValueError(f"--seq {seq}: the model takes at most {shape['seq']} tokens in a row; give that or fewer")
+    return size._replace(shape=shape | {"seq": seq}, recipe=recipe)
+
+
+def named_size(model: str) -> Size:
+    """Look up a ready-made size, or describe the model of "hf:PATH".
+
+    Raises:
+      ValueError: there is no such size; or as `js.hf.model`.
+    """
+    if model.startswith(PREFIX):
+        return pretrained_size(model)
+    if model not in SIZES:
+        raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}, or hf:PATH")
+    return SIZES[model]
 
 
 def depth_of(target: str, change: str | None = None) -> int | None:
     """Return the number of blocks of a ready-made size, or None for what a user's function makes."""
-    return (SIZES[target].shape | parse_changes(change))["depth"] if target in SIZES else None
+    known = target in SIZES or target.startswith(PREFIX)
+    return (named_size(target).shape | parse_changes(change))["depth"] if known else None
 
 
 def name_with_changes(model: str, change: str | None) -> str:

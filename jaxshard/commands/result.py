@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from jaxshard.checks.collectives.found import collectives, summary
+from jaxshard.commands.training_data import TrainingData
 from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import Layout
-from jaxshard.data.corpus import Corpus
 from jaxshard.generation.generate import check_request, generate
 from jaxshard.models.decoder import Decoder
 from jaxshard.training.metrics import finite
@@ -74,18 +74,6 @@ def mean_speed(records: Collection[Record], name: str) -> float | None:
     return sum(known) if known else None
 
 
-def corpus_facts(corpus: Corpus) -> dict[str, Any]:
-    """Describe the data: "sha256" identifies the tokens, "unit" says what a token is ("byte" for text)."""
-    return {
-        "name": corpus.name,
-        "sha256": corpus.digest,
-        "vocab": corpus.vocab,
-        "unit": "byte" if _is_text(corpus) else "token",
-        "train_tokens": len(corpus.train),
-        "held_out_tokens": len(corpus.held_out),
-    }
-
-
 def why_no_sample(network: Decoder, layout: Layout) -> str:
     """Return why `js.generate` refuses a model, such as for a limit of capacity; "" where it does not."""
     try:
@@ -96,7 +84,7 @@ def why_no_sample(network: Decoder, layout: Layout) -> str:
 
 
 def draw_sample(
-    network: Decoder, run: TrainState, layout: Layout, corpus: Corpus, *, length: int, seed: int
+    network: Decoder, run: TrainState, layout: Layout, data: TrainingData, *, length: int, seed: int
 ) -> dict[str, str] | None:
     """Let the model continue the first held-out tokens.
 
@@ -108,7 +96,7 @@ def draw_sample(
     if length == 0:
         return None
     kept = (network.seq + 1) // 2
-    prompt = np.asarray(corpus.held_out[: min(_PROMPT_LENGTH, kept)], np.int32)
+    prompt = data.prompt(min(_PROMPT_LENGTH, kept))
     tokens, key, wanted = prompt.tolist(), jax.random.key(seed), len(prompt) + length
     while len(tokens) < wanted:
         seen = tokens[-kept:]
@@ -117,7 +105,7 @@ def draw_sample(
         (drawn,) = generate(network, run.params, layout, [seen], length=new, temperature=_TEMPERATURE, key=key)
         tokens += drawn[len(seen) :]
     text = np.asarray(tokens[len(prompt) : wanted])
-    return {"prompt": _decode(prompt, corpus), "text": _decode(text, corpus)}
+    return {"prompt": data.decode(prompt), "text": data.decode(text)}
 
 
 def write_json(file: Path | None, result: dict[str, Any]) -> None:
@@ -128,15 +116,3 @@ def write_json(file: Path | None, result: dict[str, Any]) -> None:
     elif file is not None:
         with naming(file):
             file.write_text(text)
-
-
-def _is_text(corpus: Corpus) -> bool:
-    return corpus.train.dtype == np.uint8 and corpus.vocab == 256
-
-
-def _decode(tokens: np.ndarray, corpus: Corpus) -> str:
-    """Decode bytes as text without control characters, and other tokens as numbers."""
-    if not _is_text(corpus):
-        return " ".join(map(str, tokens))
-    text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

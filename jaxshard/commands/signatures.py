@@ -54,7 +54,8 @@ def train(
 
     Args:
       model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
-        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b.
+        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b. hf:PATH goes on
+        from the weights of a folder of Hugging Face's.
       ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
         processes that the devices are spread over.
     """

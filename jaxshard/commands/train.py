@@ -24,12 +24,14 @@ from jaxshard.commands.flags import (
     check_positive,
     check_seed,
 )
-from jaxshard.commands.job import Job, load_corpus
+from jaxshard.commands.job import Job
 from jaxshard.commands.parallel import make_parallel
+from jaxshard.commands.pretrained import find_pretrained
 from jaxshard.commands.program import depth_of, name_with_changes, parse_changes, size_of
 from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
 from jaxshard.commands.saving import make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
+from jaxshard.commands.training_data import load_data
 from jaxshard.core.compat import process_count_and_id
 from jaxshard.data.batches import batches
 from jaxshard.distributed.cluster import initialize
@@ -86,13 +88,16 @@ def run(
         )
         size = size_of(model, change, recipe, how.rows_multiple)
         facts(console, how.shown)
-        if "vocab" in parse_changes(change):
+        changes = parse_changes(change)
+        if "vocab" in changes:
             raise ValueError(f"--change {change}: the vocabulary is that of the corpus; leave vocab out")
-        job = Job(name_with_changes(model, change), how, size, load_corpus(console, data), recipe.seed)
+        base = find_pretrained(model, changes)
+        job = Job(name_with_changes(model, change), how, size, load_data(console, data, base), recipe.seed, base)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
         saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
         run = saves.restore_run(job.layout)
+        start = job.base.load(job.layout) if run is None and job.base is not None else None
         writers = _writers(output)
     facts(console, job.shown | saves.shown)
     if output.sample and (why := why_no_sample(job.network, job.layout)):
@@ -104,7 +109,10 @@ def run(
     with working(console, "compiling"):
         with refusals():  # of names of activations, for example
             compiled = step.compile(job.rows)
-        run = jax.block_until_ready(init(job.network.init, job.tx, job.layout, job.seed) if run is None else run)
+        if run is None:
+            run = init(job.network.init, job.tx, job.layout, job.seed, init_from=start)
+        del start
+        jax.block_until_ready(run)
     compile_seconds = time.perf_counter() - started
     eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
     steps = size.recipe.steps
@@ -139,7 +147,7 @@ def run(
         )
         # Where it was stopped, something else waits for this process to end.
         length = 0 if stopped else output.sample
-        result["sample"] = draw_sample(job.network, run, job.layout, job.corpus, length=length, seed=job.seed)
+        result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
         tables(console, result)
         write_json(output.json, result)
     if stopped:

@@ -101,8 +101,10 @@ GOOD = {
 }
 FLAGS = {
     "train": SHARDING | {
-        "--model": ["nope", "", "gpt-1m "],
+        "--model": ["nope", "", "gpt-1m ", "hf:", "hf:/nonexistent", "hf:text.txt", "hf:."],
         "--change": CHANGES,
+        "--tokenizer": ["/nonexistent", "text.txt", ".", "", " "],
+        "--template": ["x", "", "{role}", "{content}{content}", "{content}"],
         "--data": ["/nonexistent", "empty.txt", "renamed.npy", "broken.npy", "ids.bin", "", " "],
         "--dtype": ["S", "i4,,", "uint16", ""],
         "--vocab": NUMBERS,

@@ -34,3 +34,17 @@ def make_tokenizer(folder, *, vocab=300, end="</s>", begin="<s>", template=None)
     config = {"eos_token": end, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     return folder
+
+
+def make_word_tokenizer(folder, vocab):
+    """Writes a folder with a tokenizer of the words w0, w1, ..., "</s>" among its `vocab` ids."""
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    library = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab - 1)} | {"</s>": vocab - 1}, unk_token="w0"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
