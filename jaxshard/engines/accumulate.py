@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.core.loss import Loss, Max, Mean, Sum, weighted_sum
+from jaxshard.core.row_axes import taking_turns
 from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Outcome
@@ -63,6 +64,19 @@ def accumulate(
         (value, loss), grads = jax.value_and_grad(objective, has_aux=True)(sinks)
         return Outcome(value, loss.metrics, next_state(state, loss)), grads
 
+    with taking_turns():
+        return _accumulate_turns(loss_of, sinks, state, turns, first_rows, sum_over_devices)
+
+
+def _accumulate_turns(
+    loss_of: LossOf,
+    sinks: PyTree,
+    state: PyTree,
+    turns: PyTree,
+    first_rows: jax.Array,
+    sum_over_devices: Callable[[Any], Any],
+) -> tuple[Outcome, PyTree]:
+    """Do what `accumulate` does, over several turns."""
     example = jax.eval_shape(loss_of, sinks, state, jax.tree.map(lambda x: x[0], turns), first_rows[0])
     if not isinstance(example.value, Mean):
         raise TypeError(

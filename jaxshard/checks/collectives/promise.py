@@ -93,8 +93,9 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
       use of a weight, which may be tied;
     - every parameter gathered over what splits its optimizer state alone;
     - where sums have one order, an all-to-all for every reduce-scatter, and with an all-gather for every all-reduce;
-    - scalars and metrics; under explicit the model's floating state; under auto sums over rows of no more numbers than
-      the longest dimension of a parameter (statistics of a batch);
+    - scalars and metrics; under explicit the model's floating state, and sums over rows that the loss takes by axis
+      name (statistics of a batch); under auto sums over rows of no more numbers than the longest dimension of a
+      parameter;
     - in a pipeline, permutes of activations over its axis, the gradients outside the blocks summed over it too, and
       what a slot of a tick does at most as often as there are ticks;
     - over the axes of `js.expert`, all-to-alls of tokens and a gather of their counts;
@@ -129,6 +130,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *_metric_sums(step),
         *_stage_permutes(step),
         *_context_exchanges(step),
+        *_sums_of_the_loss(step),
         *_norm_gathers(step),
         *feature_gathers(layout, parameters, engine.compute_dtype),
         *activations(layout, engine.compiler_chooses),
@@ -352,6 +354,18 @@ def _context_exchanges(step: _Step) -> Iterator[Expected]:
     for one, count in step.uses.exchanges.items():
         # The compiler may join equal ones of a block, or move one that is the same in every block out of the loop.
         yield Expected(one.kind, one.axes, one.shape, one.dtype, 0, count, what)
+
+
+def _sums_of_the_loss(step: _Step) -> Iterator[Expected]:
+    """Statistics of a batch that the loss sums over devices itself, by the names of the axes of the rows.
+
+    They have a mean and a mean of squares for each feature, so no more than twice the longest dimension of a parameter.
+    """
+    longest = max(max(x.shape, default=1) for x in jax.tree.leaves(step.layout.shapes.params))
+    for one, count in step.uses.sums.items():
+        if set(one.axes) <= set(step.layout.sum_axes) and math.prod(one.shape) <= 2 * longest:
+            what = "sums over rows that the loss takes by axis name"
+            yield Expected(one.kind, one.axes, one.shape, one.dtype, 0, count, what)
 
 
 def _norm_gathers(step: _Step) -> Iterator[Expected]:

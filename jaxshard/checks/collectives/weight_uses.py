@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,7 @@ class Use(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A collective of `js.attention`.
+    """A collective that stands in the loss: of `js.attention`, or a sum of the user's own.
 
     Attributes:
       kind: as compiled programs call it, one of `found.KINDS`.
@@ -88,11 +89,13 @@ class Uses(NamedTuple):
       counts: how often each use happens in a step.
       metrics: the shapes of the loss's metrics, by name.
       exchanges: how often `js.attention` issues each collective; None where a schedule decides.
+      sums: how often the loss itself sums an array over devices, by axis name (batch statistics).
     """
 
     counts: Mapping[Use, int]
     metrics: dict[str, PyTree]
     exchanges: Mapping[Exchange, int] | None = None
+    sums: Mapping[Exchange, int] = MappingProxyType({})
 
     def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield (shape, how often) for all uses of one kind of a parameter."""
@@ -148,7 +151,10 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
         counts[use] += times
     for exchange, times in _find_exchanges(live, 1, inside=False):
         exchanges[exchange] += times
-    return Uses(counts, outcome.metrics, exchanges)
+    sums: Counter[Exchange] = Counter()
+    for one, times in _find_sums(live, 1):
+        sums[one] += times
+    return Uses(counts, outcome.metrics, exchanges, sums)
 
 
 def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
@@ -199,6 +205,18 @@ def _find_exchanges(jaxpr: Any, times: int, *, inside: bool) -> Iterator[tuple[E
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in jaxprs_in_params(equation.params):
             yield from _find_exchanges(inner, times * turns, inside=here)
+
+
+def _find_sums(jaxpr: Any, times: int) -> Iterator[tuple[Exchange, int]]:
+    """Every sum over devices in a program that runs `times`, and how often it is taken; the engine's are not in it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "psum":
+            axes = tuple(axis for axis in equation.params["axes"] if isinstance(axis, str))
+            for x in equation.invars:
+                yield Exchange("all-reduce", axes, tuple(x.aval.shape), x.aval.dtype), times
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(equation.params):
+            yield from _find_sums(inner, times * turns)
 
 
 def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, batch: PyTree) -> Uses:

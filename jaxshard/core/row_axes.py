@@ -1,0 +1,46 @@
+"""`row_axes`: the mesh axes over which the rows of a batch are spread where the loss sees only some of them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import jax
+
+from jaxshard.core.constrain import activations_in_force
+
+_in_turns = jax.make_user_context(default_value=False)
+
+
+def taking_turns() -> AbstractContextManager[None]:
+    """Make a context in which the loss sees one micro-batch of several."""
+    context: AbstractContextManager[None] = _in_turns(True)
+    return context
+
+
+def row_axes() -> tuple[str, ...]:
+    """Return the mesh axes over which the other rows of the batch are, for statistics of all of them.
+
+    Under `js.explicit` these are the axes that split the rows: a mean over rows, averaged over them with
+    `jax.lax.pmean`, is the mean of the global batch. Under `js.auto`, in evaluation and outside of jaxshard's steps all
+    rows are at hand, and there are no axes: (). No collectives.
+
+    Raises:
+      ValueError: under an engine that computes the rows in turns, micro-batches or a pipeline's: the other rows are
+        then on no axis, so no statistics can be those of the batch.
+
+    Example:
+      A batch normalisation that takes the statistics of the global batch under either engine:
+
+        x = nn.BatchNorm(use_running_average=not train, axis_name=js.row_axes() or None)(x)
+    """
+    activations = activations_in_force()
+    if activations is None:
+        return ()
+    layout, (_, manual) = activations.layout, activations.mesh()
+    if _in_turns.value or (layout.pipeline is not None and manual):
+        raise ValueError(
+            "row_axes: the rows of the batch are computed in turns, so that statistics of all of them (batch "
+            "normalisation) can't be had; leave out microbatches=, and use js.auto() or js.explicit() instead of a "
+            "pipeline"
+        )
+    return tuple(axis for axis in layout.batch_axes if axis in manual)
