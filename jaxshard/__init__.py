@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from jaxshard.core.placement import Placement as Placement
     from jaxshard.core.placement import View as View
     from jaxshard.core.positions import positions as positions
+    from jaxshard.core.row_axes import row_axes as row_axes
     from jaxshard.core.rules import RULES as RULES
     from jaxshard.core.strategy import Strategy as Strategy
     from jaxshard.core.strategy import batch as batch
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
     from jaxshard.layers.head_loss import head_loss as head_loss
     from jaxshard.layers.moe.moe import moe as moe
     from jaxshard.training import metrics as metrics
+    from jaxshard.training.attribution import Attribution as Attribution
+    from jaxshard.training.attribution import attribution as attribution
     from jaxshard.training.describe import describe as describe
     from jaxshard.training.early_stopping import EarlyStopping as EarlyStopping
     from jaxshard.training.evaluate import averaged as averaged
@@ -140,6 +143,7 @@ _NAMES = {
     "core.mesh": ("make_mesh", "simulate_devices"),
     "core.placement": ("Placement", "View"),
     "core.positions": ("positions",),
+    "core.row_axes": ("row_axes",),
     "core.rules": ("RULES",),
     "core.strategy": (
         "Strategy",
@@ -166,6 +170,7 @@ _NAMES = {
     "layers.attention.attention": ("attention",),
     "layers.head_loss": ("head_loss",),
     "layers.moe.moe": ("moe",),
+    "training.attribution": ("Attribution", "attribution"),
     "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),
     "training.evaluate": ("averaged", "evaluate", "make_apply", "make_eval_step"),

@@ -1,0 +1,58 @@
+"""What a `js.Stacked` model with a `readout` makes of its inputs, or of their embeddings: logits, without a loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.tree import BLOCKS
+from jaxshard.core.types import PyTree
+from jaxshard.models.decoder import Decoder
+
+
+def run_stacked(model: Any, params: PyTree, batch: PyTree) -> jax.Array:
+    """Run a model's embedding, blocks and `readout` on a batch without labels.
+
+    In a function that jaxshard runs each block's weights are gathered just in time, as in a loss.
+    """
+    return _run(model, params, batch, model.embed)
+
+
+def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> PyTree:
+    """Embed rows of tokens: what goes into the first block, [batch, seq, width].
+
+    Args:
+      model: a `js.models.gpt` or `js.models.llama`.
+      params: its whole parameters in model order.
+      tokens: rows of at most `model.seq` tokens.
+    """
+    rest = {name: part for name, part in params.items() if name != BLOCKS}
+    # embed takes a training row, whose last token is only a target.
+    return model.embed(rest, {"tokens": jnp.pad(tokens, ((0, 0), (0, 1)))}, None)
+
+
+def logits_of_embedded(model: Decoder, params: PyTree, x: PyTree) -> Float[Array, "batch seq vocab"]:
+    """Compute logits from embedded tokens, in f32: `logits(model, params, tokens)` of `embed_tokens`' result.
+
+    It is for gradients with respect to embeddings, as `js.attribution` takes them of tokens.
+
+    Args:
+      model: a `js.models.gpt` or `js.models.llama`.
+      params: its whole parameters in model order.
+      x: what `embed_tokens` returns, [batch, seq, width].
+    """
+    return _run(model, params, x, lambda _, x, key: x).astype(jnp.float32)
+
+
+def _run(model: Any, params: PyTree, batch: PyTree, embed: Any) -> jax.Array:
+    inner = Stacked(
+        embed, model.block, lambda rest, x, _, key: model.readout(rest, x), model.num_blocks, model.init_parts
+    )
+    inner.remat = model.remat
+    output: Any = inner.compute_loss(params, batch, None)
+    logits: jax.Array = output
+    return logits
