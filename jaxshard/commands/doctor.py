@@ -21,9 +21,10 @@ _OPTIONAL = {
     "libtpu": "compiling for TPU topologies (extra tpu)",
     "tensorboardX": "jaxshard train --tensorboard (extra viz)",
     "matplotlib": "pictures (extra viz)",
+    "tokenizers": "text for models of Hugging Face (extra hf)",
 }
 
-_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "grain")
+_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "grain", "hf")
 """Extras whose packages have to fit where they are installed."""
 
 

@@ -19,11 +19,15 @@ from tests.docs.pages import ROOT, WRITTEN, Block, blocks_of
 README = ROOT / "README.md"
 RUNNABLE = [page for page in WRITTEN if blocks_of(page)]
 QUICK_START_LINES = 40
+NEEDS = {"finetuning": "tokenizers"}
+"""The extras that pages show, by their stem."""
 
 
 @pytest.mark.parametrize("page", [page for page in RUNNABLE if page != README], ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip(NEEDS.get(page.stem, "jaxshard"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(page):
         printed = run(block, page, namespace)
