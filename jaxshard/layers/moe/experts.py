@@ -119,7 +119,7 @@ def _weigh(y_RC: jax.Array, choice: Choice, E: int) -> jax.Array:
 
 
 class Load(NamedTuple):
-    """How many rows each device has for each expert, int32[devices, E], and in how many windows they are exchanged."""
+    """The rows that each device has for each expert, int32[devices, E], and the windows in which they are exchanged."""
 
     counts: jax.Array
     windows: jax.Array
