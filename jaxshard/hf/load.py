@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable
@@ -9,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.checkpoint.leaves import Entry, list_differences
 from jaxshard.checkpoint.safetensors.header import Tensor
 from jaxshard.checkpoint.safetensors.names import model_entries
-from jaxshard.checkpoint.safetensors.parts import Range, Source, read_part
+from jaxshard.checkpoint.safetensors.parts import LEAST_RUN, Range, Source, read_part
 from jaxshard.checkpoint.safetensors.reader import StoredTensor, open_files
 from jaxshard.checkpoint.safetensors.writer import INDEX
 from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import map_with_path, path_str
 from jaxshard.core.types import PyTree
@@ -113,7 +118,7 @@ def _match(
 ) -> list[Place]:
     """Return the place of each array; raise in all processes unless every tensor has one and is what it should be."""
     places, problems = find_places(config.family, wanted, config.arguments)
-    cast = None if dtype is None else str(jax.numpy.dtype(dtype))
+    cast = None if dtype is None else str(jnp.dtype(dtype))
     expected = {
         name: str(Tensor(str(entry.dtype), place.shape, 0))
         for entry, place in zip(wanted, places)
@@ -156,16 +161,42 @@ def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dic
 
 def _place(entry: Entry, place: Place, sources: dict[str, Source], layout: Layout) -> jax.Array:
     """Read each device's part of an array, one after the other, and put it there."""
-    sharding = entry.shape_saved(layout.mesh).sharding
+    wanted = entry.shape_saved(layout.mesh).sharding
+    sharding = _readable(entry, place, wanted, layout.mesh)
     devices: dict[Any, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
-        cut = tuple(slice(*one.indices(size)) for one, size in zip(index, entry.shape))
+        cut = tuple(slice(*one.indices(size)) for one, size in zip(index or (), entry.shape))
         devices.setdefault(tuple((one.start, one.stop) for one in cut), []).append(device)
     parts = []
     for bounds, holders in devices.items():
         part = place.read(sources, tuple(slice(*bound) for bound in bounds), entry.dtype)
         parts += [jax.block_until_ready(jax.device_put(part, device)) for device in holders]
-    return jax.make_array_from_single_device_arrays(entry.shape, sharding, parts)
+    read = jax.make_array_from_single_device_arrays(entry.shape, sharding, parts)
+    return read if sharding is wanted else jax.block_until_ready(_jit_move(wanted)(read))
+
+
+def _readable(entry: Entry, place: Place, wanted: NamedSharding, mesh: Mesh) -> NamedSharding:
+    """Return the sharding itself, or where its parts lie scattered in the files one whose parts lie together.
+
+    Then the devices exchange what they have read: to read a column of a matrix is to read all of it.
+    """
+    axes = axes_of(wanted.spec)
+    if place.run(wanted.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize >= LEAST_RUN or not axes:
+        return wanted
+    fits = [dim for dim in place.first_dims() if entry.shape[dim] % axis_size(mesh, axes) == 0]
+    if not fits:
+        return wanted
+    split = (spec_entry(axes if dim == fits[0] else ()) for dim in range(len(entry.shape)))
+    return NamedSharding(mesh, PartitionSpec(*split))
+
+
+@functools.lru_cache(maxsize=64)
+def _jit_move(wanted: NamedSharding) -> Any:
+    def move(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their bits
+        return jax.lax.bitcast_convert_type(jax.lax.with_sharding_constraint(bits, wanted), x.dtype)
+
+    return jax.jit(move, out_shardings=wanted)
 
 
 def _set_dtypes(made: Decoder, config: Config, folder: Path, dtype: Any) -> None:

@@ -49,6 +49,21 @@ class Place(NamedTuple):
     def _size(self, letters: str) -> int:
         return math.prod(self.sizes[letter] for letter in letters)
 
+    def run(self, shape: tuple[int, ...]) -> int:
+        """Return how many elements of a part of our array lie together in the files, at least."""
+        lengths = dict(self.sizes)
+        for size, letters in zip(shape[len(self.counted) :], self.ours):
+            lengths[letters[0]] = -(-size // self._size(letters[1:]))
+        order = "".join(self.theirs)
+        cut = max((at for at, letter in enumerate(order) if lengths[letter] < self.sizes[letter]), default=0)
+        return math.prod(lengths[letter] for letter in order[cut:])
+
+    def first_dims(self) -> list[int]:
+        """Return our dimensions that are not counted, in the order of the files: parts of the first lie together."""
+        order = "".join(self.theirs)
+        dims = range(len(self.ours))
+        return [len(self.counted) + dim for dim in sorted(dims, key=lambda dim: order.index(self.ours[dim][0]))]
+
     def read(self, found: Mapping[str, Source], index: tuple[slice, ...], dtype: Any) -> NDArray[Any]:
         """Read a part of our array from the tensors, cast to `dtype`."""
         counted = [range(*cut.indices(size)) for cut, size in zip(index, self.counted)]

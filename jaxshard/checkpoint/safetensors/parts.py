@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST = 1 << 10
+LEAST_RUN = 1 << 10
 """Bytes of a run below which everything between runs is read, too, and thrown away."""
 _MOST = 1 << 22
 """Bytes that are read at once for that."""
@@ -63,7 +63,7 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
         return part
     cut = next((dim for dim in reversed(range(len(shape))) if lengths[dim] < shape[dim]), 0)  # the last that is cut
     with open(source.file, "rb", buffering=0) as file:
-        if cut and math.prod(lengths[cut:]) * part.itemsize < _LEAST:
+        if cut and math.prod(lengths[cut:]) * part.itemsize < LEAST_RUN:
             _read_rows(file.fileno(), source, shape, ranges, cut, part)
         else:
             raw, size = part.reshape(-1).view(np.uint8), math.prod(lengths[cut:]) * part.itemsize
