@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxshard import plan as plan
     from jaxshard import schedules as schedules
     from jaxshard.adapt.linen import linen as linen
+    from jaxshard.adapt.lora import lora as lora
     from jaxshard.adapt.nnx import nnx as nnx
     from jaxshard.adapt.scanned import scanned as scanned
     from jaxshard.adapt.stack import stack as stack
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from jaxshard.core.loss import Model as Model
     from jaxshard.core.loss import Sum as Sum
     from jaxshard.core.loss import combine as combine
+    from jaxshard.core.low_rank import merge_lora as merge_lora
     from jaxshard.core.make_layout import layout as layout
     from jaxshard.core.mesh import make_mesh as make_mesh
     from jaxshard.core.mesh import simulate_devices as simulate_devices
@@ -118,6 +120,7 @@ _SUBMODULES = {
 
 _NAMES = {
     "adapt.linen": ("linen",),
+    "adapt.lora": ("lora",),
     "adapt.nnx": ("nnx",),
     "adapt.scanned": ("scanned",),
     "adapt.stack": ("stack",),
@@ -140,6 +143,7 @@ _NAMES = {
     "core.layout": ("Layout",),
     "core.make_layout": ("layout",),
     "core.loss": ("Loss", "Max", "Mean", "Model", "Sum", "combine"),
+    "core.low_rank": ("merge_lora",),
     "core.mesh": ("make_mesh", "simulate_devices"),
     "core.placement": ("Placement", "View"),
     "core.positions": ("positions",),

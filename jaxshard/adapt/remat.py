@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxshard.core.constrain import CONSTRAINED
 from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.core.low_rank import WEIGHT
 from jaxshard.core.types import PyTree
 
 Kept = Literal["save", "offload", "remat"]
@@ -41,9 +42,10 @@ _POLICIES = {
 
 # The primitives on the way from what is stored to a weight. JAX knows a primitive by name only, and a name that it
 # changes would be saved without an error: tests/core/test_compat.py makes each of them and looks at its name.
-_MOVES = frozenset(
-    {"all_gather", "shard_map", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad"}
-)
+_MOVES = frozenset({
+    "all_gather", "shard_map", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad",
+    WEIGHT.name,
+})  # fmt: skip
 
 
 def checkpoint_body(policy: RematPolicy, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,14 +87,14 @@ class Pending:
     """A parameter of a unit that is not gathered yet. In the place of a weight it raises an error that says so.
 
     Attributes:
-      stored: this device's shard of the parameter.
+      stored: this device's shard of the parameter; of a weight that is made of several parameters, all of theirs.
       sink: zeros, with respect to which the loss is differentiated (see `engines/just_in_time.py`); None if frozen.
       use: `use(stored, sink) -> weight`; issues the all-gather.
     """
 
-    stored: jax.Array
-    sink: jax.Array | None
-    use: Callable[[jax.Array, jax.Array | None], jax.Array]
+    stored: PyTree
+    sink: PyTree
+    use: Callable[[PyTree, PyTree], jax.Array]
 
     def __getitem__(self, _: Any) -> Any:
         raise ValueError(

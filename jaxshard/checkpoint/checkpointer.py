@@ -22,6 +22,7 @@ from jaxshard.checkpoint.writer import begin_save
 from jaxshard.core.compat import call_before_exit
 from jaxshard.core.layout import Layout
 from jaxshard.core.text_table import first_words
+from jaxshard.core.types import PyTree
 from jaxshard.distributed.agree import all_peers
 from jaxshard.distributed.together import call_in_first_process
 from jaxshard.training.metrics import finite
@@ -56,6 +57,7 @@ class Checkpointer:
       best: a metric of the evaluation, such as "loss". The run that had the best one is also kept, in dir/best:
         `js.restore("run/best", layout)`. The position saved there is {"evaluation": ..., "position": ...}.
       best_mode: "min" if a lower number is better, "max" if a higher one is.
+      init_from: for a model of `js.lora`, what `restore` starts from, as `js.restore` takes it.
 
     Raises:
       ValueError: `every` or `keep` is less than 1, `key` too short, or `best_mode` something else.
@@ -77,6 +79,7 @@ class Checkpointer:
         key: bytes | None = None,
         best: str | None = None,
         best_mode: Literal["min", "max"] = "min",
+        init_from: PyTree = None,
     ):
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and value < 1:
@@ -85,6 +88,7 @@ class Checkpointer:
         if best_mode not in ("min", "max"):
             raise ValueError(f'Checkpointer: best_mode must be "min" or "max", got {best_mode!r}')
         self._root, self._layout, self._every, self._keep, self._data = absolute_root(dir), layout, every, keep, data
+        self._init_from = init_from
         self._key, self._is_first = key, jax.process_index() == 0
         links = [path.name for path in step_folders(self._root).values() if path.is_symlink()]
         if links and keep is not None and jax.process_index() == 0:
@@ -149,7 +153,7 @@ class Checkpointer:
         if (peers := all_peers()) is not None:
             peers.meet("js.Checkpointer.restore")  # before any of them is deleted
         for step in newest_first:
-            run = restore(self._root, self._layout, step=step, key=self._key)
+            run = restore(self._root, self._layout, step=step, key=self._key, init_from=self._init_from)
             if is_finite(run.params):
                 self._saved = step
                 return run, describe(self._root, step=step, key=self._key).data

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.checkpoint.manifest import SavedArray
 from jaxshard.core.keys import is_key, keys_of, words_of
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_names, axis_size
 from jaxshard.core.placement import Placement, axes_of, spec_entry, whole
 from jaxshard.core.tree import leaf_of
@@ -76,11 +76,12 @@ class Entry(NamedTuple):
         return self.placement.view.stored == self.shape and not self.is_key
 
 
-def entries(layout: Layout) -> tuple[list[Entry], Any]:
+def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
     """List the arrays of a layout's runs.
 
     Args:
       layout: the layout.
+      base: with those of `layout.base`, which a checkpoint does not hold.
 
     Returns:
       (the entries in the order of a run's leaves, the tree structure of a run). The name of an array is its path, in
@@ -89,8 +90,10 @@ def entries(layout: Layout) -> tuple[list[Entry], Any]:
     step, shapes = jax.ShapeDtypeStruct((), jnp.int32), layout.shapes
     alone = [whole(leaf_of((), x)) for x in (step, shapes.key)]
     make: Any = TrainState
-    run = make(step, shapes.params, shapes.opt_state, shapes.state, shapes.key)
-    return pair_up(run, make(alone[0], layout.params, layout.opt_state, layout.state, alone[1]), _encode_path)
+    keep = jax.tree.map(lambda given: base or not given, layout.base)
+    run = make(step, select(keep, shapes.params), shapes.opt_state, shapes.state, shapes.key)
+    places = make(alone[0], select(keep, layout.params), layout.opt_state, layout.state, alone[1])
+    return pair_up(run, places, _encode_path)
 
 
 def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> tuple[list[Entry], Any]:

@@ -14,14 +14,18 @@ from jaxshard.checkpoint.folder import absolute_root, step_folder
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.manifest import Manifest, SavedArray, encode_manifest, read_manifest
 from jaxshard.checkpoint.signature import check_key, check_signature
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, put_back
+from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
+from jaxshard.core.types import PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import run_facts
 from jaxshard.distributed.mismatch import digest
 from jaxshard.distributed.together import raise_together
-from jaxshard.training.state import TrainState
+from jaxshard.training.base import checksum_base
+from jaxshard.training.placing import place_base, place_model
+from jaxshard.training.state import TrainState, check_run
 
 
 @with_own_settings
@@ -32,6 +36,7 @@ def restore(
     step: int | None = None,
     verify: bool = True,
     key: bytes | None = None,
+    init_from: PyTree = None,
 ) -> TrainState:
     """Restore a run from a folder of checkpoints, as `layout` stores it. Every process calls this.
 
@@ -46,15 +51,17 @@ def restore(
       step: the number of the step; the newest complete one by default.
       verify: first compare every byte of the step with its checksum, a share of the files in each process. Without
         it, only the names and sizes of the files and the shapes and dtypes in them are compared.
-
       key: the secret that the step was saved with; see `js.save`.
+      init_from: for a model of `js.lora`, whose checkpoints do not hold what is frozen: the parameters that `js.init`
+        was given as `init_from=`, or a run of this layout, from which what is frozen is taken as it is.
 
     Returns:
       The run.
 
     Raises:
       ValueError: the tree, a shape or a dtype differs from the layout (every such array is named, nothing is cast); the
-        step is incomplete or has a newer format; it was saved with another key, or with none where one is given; a key
+        step is incomplete or has a newer format; `init_from` is missing, or not what the run was trained on (every
+        array with another checksum is named); it was saved with another key, or with none where one is given; a key
         without `verify`, which would leave the files unread.
       js.Damaged: a file is damaged, missing or was added; it is named with the arrays in it. A ValueError.
       FileNotFoundError: there is no such folder or step.
@@ -64,16 +71,23 @@ def restore(
     check_key(key)
     if key is not None and not verify:
         raise ValueError("a key finds nothing where verify=False leaves the files unread; leave one of them out")
-    return read_run(absolute_root(dir), layout, step, verify=verify, key=key)
+    base = _find_base(init_from, layout)
+    return read_run(absolute_root(dir), layout, step, verify=verify, key=key, base=base)
 
 
-def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, key: bytes | None) -> TrainState:
-    """Restore a run, as `restore`; with a key and without `verify`, only the manifest is compared with the key."""
+def read_run(
+    root: Path, layout: Layout, step: int | None, *, verify: bool, key: bytes | None, base: PyTree = None
+) -> TrainState:
+    """Restore a run, as `restore`; with a key and without `verify`, only the manifest is compared with the key.
+
+    `base` are the stored parameters of which those of `layout.base` are taken, if the layout has any.
+    """
     folder, manifest = _find_step(root, layout, step, key)
     wanted, structure = entries(layout)
     without = layout.shapes.opt_state is None
     saved = [array for array in manifest.arrays if not (without and array.path.startswith("opt_state/"))]
     _check_same_arrays(folder, saved, wanted)
+    _check_same_base(folder, manifest.base or {}, base, layout)
     check_intact(folder, manifest, verify=verify)
     try:
         found = store.load_arrays(folder, {entry.path: entry.shape_saved(layout.mesh) for entry in wanted})
@@ -85,6 +99,8 @@ def read_run(root: Path, layout: Layout, step: int | None, *, verify: bool, key:
     # Each array is freed once it is converted.
     stored = [entry.to_stored(found.pop(entry.path), layout.mesh) for entry in wanted]
     run: TrainState = jax.tree.unflatten(structure, stored)
+    if manifest.base:
+        run = run._replace(params=put_back(layout.base, base, run.params))
     if int(run.step) != manifest.step:
         raise ValueError(f"{folder}: the run in it has taken {int(run.step)} steps, not {manifest.step}")
     return run
@@ -154,6 +170,37 @@ def _find_step(root: Path, layout: Layout, step: int | None, key: bytes | None) 
     if failure is not None:
         raise failure
     return folder, manifest
+
+
+def _find_base(init_from: PyTree, layout: Layout) -> PyTree:
+    """Return stored parameters with what is frozen of a model of `js.lora`, as `restore` takes it."""
+    if not any(jax.tree.leaves(layout.base)):
+        if init_from is not None:
+            raise ValueError(
+                "init_from is for models of js.lora, whose checkpoints do not hold what is frozen; this layout's hold "
+                "all parameters, so leave it out"
+            )
+        return None
+    if init_from is None:
+        raise ValueError(
+            "this layout's checkpoints do not hold what js.lora froze; give it again as init_from=: the parameters "
+            "that js.init started from, or a run of this layout"
+        )
+    if isinstance(init_from, TrainState):
+        check_run(layout, init_from)
+        return init_from.params
+    place = place_model if has_low_rank(init_from) else place_base
+    return place(init_from, layout, "init_from")[0]
+
+
+def _check_same_base(folder: Path, saved: dict[str, str], base: PyTree, layout: Layout) -> None:
+    given = {} if base is None else checksum_base(base, layout)
+    raise_all(
+        list_differences(given, saved, " in init_from") if given != saved else [],
+        ValueError,
+        f"{folder}: the run was trained on another base than the one that is given (shape, dtype and checksum of each "
+        "array); give init_from= the parameters that js.init started from, and base= of js.lora as it was",
+    )
 
 
 def _check_same_arrays(folder: Path, saved: Sequence[SavedArray], wanted: Sequence[Entry]) -> None:

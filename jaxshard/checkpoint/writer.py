@@ -43,6 +43,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import call_in_first_process, failed_processes
+from jaxshard.training.base import checksum_base, without_base
 from jaxshard.training.state import TrainState, check_is_run, check_run
 
 _WAIT = 1200.0
@@ -111,7 +112,8 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
     check_is_run(run)
     check_key(key)
     wanted, _ = entries(layout)
-    arrays = check_arrays(run, layout, wanted)
+    check_run(layout, run)
+    arrays = check_arrays(wanted, without_base(run, layout))
     check_data(data)
     step = int(run.step)
     folder = root / str(step)
@@ -124,13 +126,15 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
                 raise ValueError(f"{folder}: {problem}")
             return lambda: folder
         stack.enter_context(_delete_on_failure(folder))
+        base = checksum_base(run.params, layout)
         name, blocks = f"save {next(_save_numbers)} of {step}", snapshot(arrays)
         rest = stack.pop_all()  # `finish` lets other saves in, and deletes the folder if it fails
 
     def finish() -> Path:
         with rest:
             store.save_arrays(folder, blocks, name)
-            manifest = Manifest(step, tuple(entry.saved for entry in wanted), {}, data, _describe_origin(layout))
+            saved = tuple(entry.saved for entry in wanted)
+            manifest = Manifest(step, saved, {}, data, _describe_origin(layout), base or None)
             _commit(folder, manifest, jax.process_index(), jax.process_count(), key)
         return folder
 
@@ -147,10 +151,9 @@ def check_data(data: Any) -> None:
         raise ValueError(f"data: {data!r} does not come back from JSON as it was; use lists and string keys")
 
 
-def check_arrays(run: TrainState, layout: Layout, wanted: Sequence[Entry]) -> list[tuple[Entry, jax.Array]]:
-    """Return the arrays of a run with their entries; raise unless they are those of the layout and can be saved."""
-    check_run(layout, run)
-    arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(run), strict=True))
+def check_arrays(wanted: Sequence[Entry], saved: TrainState) -> list[tuple[Entry, jax.Array]]:
+    """Return the arrays of a run, or of a part of it, with their entries; raise unless they can be saved."""
+    arrays: list[tuple[Entry, Any]] = list(zip(wanted, jax.tree.leaves(saved), strict=True))
     raise_all(
         # TensorStore has no unsigned integers of less than a byte.
         (f"{entry.path}: {entry.dtype}" for entry in wanted if entry.words.dtype.name in ("uint2", "uint4")),
@@ -202,7 +205,7 @@ def _is_saved_or_prepare(folder: Path, key: bytes | None) -> bool:
 def _holds_same_run(root: Path, run: TrainState, layout: Layout, key: bytes | None) -> bool:
     """Return True if the step on disk is this very run, bit for bit, in the shards of all processes."""
     try:
-        there = read_run(root, layout, int(run.step), verify=False, key=key)
+        there = read_run(root, layout, int(run.step), verify=False, key=key, base=run.params)
     except ValueError:
         return False
     pairs = zip(jax.tree.leaves(there), jax.tree.leaves(run), strict=True)

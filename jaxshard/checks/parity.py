@@ -41,7 +41,8 @@ from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
 from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
-from jaxshard.training.state import init, put_stored, run_key
+from jaxshard.training.placing import put_stored
+from jaxshard.training.state import init, run_key
 from jaxshard.training.step import Step
 from jaxshard.training.views import unstore
 
@@ -157,7 +158,7 @@ def parity(
     engine: Engine | None = None,
     key: jax.Array | int = 0,
     tolerance: float = 1e-5,
-    trainable: PyTree | Callable[[str], bool] = lambda path: True,
+    trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Parity:
     """Compare one step, sharded over the mesh, with the same step on one device in plain JAX.
 

@@ -20,7 +20,7 @@ from jax._src import api_util, clusters, distributed, profiler, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 NEWEST_TESTED = (0, 12)
 """The newest minor version of JAX with which the tests were run."""
@@ -240,6 +240,41 @@ def cast_primitive(name: str) -> Primitive:
     primitive.def_impl(cast)
     primitive.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
     mlir.register_lowering(primitive, mlir.lower_fun(cast, multiple_results=False))
+    return primitive
+
+
+def function_primitive(name: str, fn: Callable[..., jax.Array]) -> Primitive:
+    """Make a primitive `bind(*arrays, **params)` that computes `fn(*arrays, **params)`, one equation in a program.
+
+    It is compiled, differentiated and mapped as `fn` is.
+
+    Undocumented: `jax.interpreters.mlir`, `ad.primitive_jvps`, `ad.Zero` and `batching.primitive_batchers`. Loud: an
+    AttributeError with the import, or JAX's own error that there is no rule.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(fn)
+
+    def shape_of(*avals: Any, **params: Any) -> Any:
+        made = jax.eval_shape(functools.partial(fn, **params), *avals)
+        return avals[0].update(shape=made.shape, dtype=made.dtype, weak_type=False)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+        def of_moving(*chosen: Any) -> jax.Array:
+            values = dict(zip(moving, chosen, strict=True))
+            return fn(*(values.get(i, x) for i, x in enumerate(primals)), **params)
+
+        _, tangent = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return primitive.bind(*primals, **params), tangent
+
+    def mapped(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        return jax.vmap(functools.partial(fn, **params), list(dims))(*operands), 0
+
+    primitive.def_abstract_eval(shape_of)
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = mapped
     return primitive
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxshard.core.kinds import group_by_kind
 from jaxshard.core.known_model import ModelRun
 from jaxshard.core.layout import split_model
+from jaxshard.core.low_rank import matrix_shapes, name_factors
 from jaxshard.core.mesh import axis_size, check_axis
 from jaxshard.core.rules import pad_names
 from jaxshard.core.strategy_parts import INDIVISIBLE, Strategy, Tensor, expert_of, parts_of
@@ -35,7 +36,8 @@ def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: 
       runs: the known models whose `init` made the parameters.
       params: the parameters' shapes.
     """
-    leaves = map_with_path(leaf_of, params, _names_by_models(runs, params))
+    matrices = matrix_shapes(params)
+    leaves = map_with_path(leaf_of, matrices, names_by_models(runs, matrices))
     given, tree = jax.tree.flatten(leaves, is_leaf=is_leaf)
     records = given
     for part in parts_of(strategy):
@@ -45,10 +47,10 @@ def name_dims(strategy: Strategy, mesh: Mesh, runs: Sequence[ModelRun], params: 
             _warn_of_rules(part, records, mesh)
     if (expert := expert_of(strategy)) is not None:
         records = expert.name_dims(records, given, mesh)
-    return jax.tree.unflatten(tree, map(pad_names, records))
+    return name_factors(params, jax.tree.unflatten(tree, map(pad_names, records)))
 
 
-def _names_by_models(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
+def names_by_models(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
     """Find the names of the parameters' dimensions, from the known models whose `init` made the parameters.
 
     A parameter is recognised by its path and shape, also where `init_fn` puts what a model's `init` returned into a
@@ -56,7 +58,7 @@ def _names_by_models(runs: Sequence[ModelRun], params: PyTree) -> PyTree:
     """
     known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
     for run in runs:
-        made, _ = split_model(run.tree)
+        made = matrix_shapes(split_model(run.tree)[0])
         names = jax.tree.leaves(run.model.dim_names(made), is_leaf=lambda x: isinstance(x, tuple))
         for (path, x), found in zip(jax.tree_util.tree_leaves_with_path(made), names, strict=True):
             known[path] = (x.shape, found)

@@ -173,10 +173,16 @@ _runs = jax.make_user_context(default_value=None)
 
 @contextmanager
 def models_run() -> Iterator[list[ModelRun]]:
-    """Collect the known models whose `init` or `loss` runs inside, in the order in which they run."""
+    """Collect the known models whose `init` or `loss` runs inside, in the order in which they run.
+
+    A context around this one collects them, too.
+    """
+    outer: _Runs | None = _runs.value
     runs = _Runs()
     with _runs(runs):
         yield runs.found
+    if outer is not None:
+        outer.found.extend(runs.found)
 
 
 def _note(model: KnownModel, tree: PyTree) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jaxshard.core.layout_text import Contents, explain, summarize, to_html
 from jaxshard.core.layout_text import human_bytes as human_bytes
 from jaxshard.core.layout_text import spec_str as spec_str
 from jaxshard.core.loss import Model
+from jaxshard.core.low_rank import has_low_rank, is_low_rank
 from jaxshard.core.mesh import MeshById, axis_size
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
@@ -100,6 +101,21 @@ class Layout:
     def sum_axes(self) -> tuple[str, ...]:
         """The mesh axes over which losses, metrics and gradients are summed: those of the rows and of the context."""
         return (*self.batch_axes, *(self.context.axis if self.context else ()))
+
+    @property
+    def factors(self) -> PyTree:
+        """True for the low-rank factors of a model of `js.lora`, as a tree like the parameters."""
+
+        def mask(x: Any) -> Any:
+            return replace(x, base=False, a=True, b=True, scale=False) if is_low_rank(x) else False
+
+        return jax.tree.map(mask, self.shapes.params, is_leaf=is_low_rank)
+
+    @property
+    def base(self) -> PyTree:
+        """True for the parameters that are given again rather than saved: the frozen ones of a model of `js.lora`."""
+        adapted = has_low_rank(self.shapes.params)
+        return jax.tree.map(lambda trained: adapted and not trained, self.trainable)
 
     def batch_placement(self, array: Any, path: tuple[Any, ...] = ()) -> Placement:
         """Return the placement of a global batch array; raises ValueError if its rows do not divide."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxshard.core.apply_strategy import Placer
 from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.dim_names import is_leaf, name_dims
-from jaxshard.core.known_model import check_function, models_run
+from jaxshard.core.known_model import KnownModel, ModelRun, check_function, models_run
 from jaxshard.core.layout import Layout, Shapes, select, split_model, split_rows
+from jaxshard.core.low_rank import choose_trained
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.settings import own_mesh
@@ -48,7 +49,7 @@ def layout(
     init_fn: InitFn,
     tx: Any = None,
     *,
-    trainable: PyTree | Callable[[str], bool] = lambda path: True,
+    trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
     """Apply a strategy to a training run: make the `Layout` that says where each of its arrays lives.
 
@@ -62,7 +63,8 @@ def layout(
       tx: the optax transform of the run. Without one the layout is for a model that is only read, by `js.generate` or
         `js.make_eval_step`: `js.restore` then leaves the optimizer's state out.
       trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
-        parameters. A frozen parameter has no gradient and no optimizer state.
+        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, but of a
+        model of `js.lora` the factors alone.
 
     Returns:
       The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.
@@ -95,7 +97,7 @@ def layout(
         raise ValueError(
             "init_fn returned no parameters: expected a tree of floating-point arrays or js.Model(params, state)"
         )
-    mask = map_with_path(lambda path, _: trainable(path_str(path)), params) if callable(trainable) else trainable
+    mask = choose_trained(params, trainable) if trainable is None or callable(trainable) else trainable
     _check_trainable(params, mask)
     with own_mesh(mesh):
         leaves = name_dims(strategy, mesh, runs, params)
@@ -125,7 +127,7 @@ def layout(
         shapes=Shapes(params, opt_state, state, key),
         trainable=mask,
         stacked_for_user=any(run.model.stacked_for_user for run in runs),
-        model=runs[0].model if len(runs) == 1 else None,
+        model=_find_model(runs, params),
     )
     placer.raise_problems()
     if idle := _idle_axes(made):
@@ -142,6 +144,12 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
     layout = js.layout(strategy, mesh, model.init, tx)
     step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8))"""
 """How a model is described to a pipeline, for errors."""
+
+
+def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
+    """Return the model whose `init` made all parameters (one of `js.lora` runs another's), else the only one that ran."""
+    whole = [run for run in runs if same_structure(split_model(run.tree)[0], params)] or runs
+    return whole[0].model if len(whole) == 1 else None
 
 
 def _check_blocks(strategy: Strategy, leaves: PyTree) -> None:

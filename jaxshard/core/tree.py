@@ -61,9 +61,11 @@ def leaf_of(path: tuple[Any, ...], array: Any, names: tuple[str | None, ...] | N
     return Leaf(path_str(path), shape, array.dtype, names or (None,) * len(shape))
 
 
-def map_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+def map_with_path(
+    fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
     """Do what `jax.tree.map` does, with a function that receives the key path first."""
-    return jax.tree_util.tree_map_with_path(fn, tree, *rest)
+    return jax.tree_util.tree_map_with_path(fn, tree, *rest, is_leaf=is_leaf)
 
 
 def paths(tree: PyTree) -> list[str]:

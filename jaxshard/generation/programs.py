@@ -21,7 +21,7 @@ from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.just_in_time import why_not_by_block, without_blocks
 from jaxshard.generation.cached_model import CachedModel, Caches, Readout
 from jaxshard.generation.sampling import Sampling, draw
-from jaxshard.training.state import put_stored
+from jaxshard.training.placing import put_stored
 
 
 class State(NamedTuple):

@@ -25,7 +25,8 @@ from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.just_in_time import make_opaque_run, users_code
 from jaxshard.training.batch import check_batch
-from jaxshard.training.state import TrainState, check_run, place_model
+from jaxshard.training.placing import place_model
+from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import use_stored
 
 Method = Literal["integrated_gradients", "gradient_x_input"]

@@ -6,19 +6,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxshard.core.keys import typed_key
 from jaxshard.core.known_model import check_function
-from jaxshard.core.layout import Layout, join_model, select, split_model
+from jaxshard.core.layout import Layout, put_back, select, split_model
+from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.placement import Placement
-from jaxshard.core.settings import no_mesh, with_own_settings
+from jaxshard.core.settings import with_own_settings
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract, check_arrays, check_same_tree, path_str, raise_all
+from jaxshard.core.tree import abstract, check_same_tree, path_str, raise_all
 from jaxshard.core.types import InitFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
+from jaxshard.training.placing import place_base, place_model
 from jaxshard.training.views import store, unstore
 
 
@@ -61,7 +62,8 @@ def init(
       layout: says where everything lives.
       key: a seed or a `jax.random` key. Parameters are made from it, the keys of steps from another derived from it.
       init_from: parameters to start from instead, such as pretrained ones: what `init_fn` would return, as NumPy or JAX
-        arrays in model order. They are copied straight to their shards.
+        arrays in model order. They are copied straight to their shards. For a model of `js.lora` what the model without
+        factors has: its matrices are cast as `base=` there says, and the factors are those of `init_fn(key)`.
 
     Returns:
       The run.
@@ -88,9 +90,23 @@ def init(
             peers.meet("js.init, compiled")
         run: TrainState = program(key)
         return run
-    params, state = place_model(init_from, layout, "init_from")
+    if has_low_rank(layout.shapes.params) and not has_low_rank(init_from):
+        base, state = place_base(init_from, layout, "init_from")
+        params = put_back(layout.factors, _draw_factors(init_fn, layout, key), base)
+    else:
+        params, state = place_model(init_from, layout, "init_from")
     step, key = _make_step_and_key(layout, key)
     return TrainState(step, params, init_opt_state(tx, layout, params), state, key)
+
+
+def _draw_factors(init_fn: InitFn, layout: Layout, key: jax.Array) -> PyTree:
+    """Make the low-rank factors of `init_fn(key)`, None for all else, which is not made."""
+    factors = select(layout.factors, layout.params)
+
+    def draw(key: jax.Array) -> PyTree:
+        return store(factors, select(layout.factors, split_model(init_fn(key))[0]))
+
+    return jax.jit(draw, out_shardings=layout.shardings(factors))(key)
 
 
 def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, params: PyTree) -> PyTree:
@@ -102,30 +118,6 @@ def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, para
         return store(layout.opt_state, opt_state)
 
     return jax.jit(start, out_shardings=layout.shardings(layout.opt_state))(params)
-
-
-def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = True) -> tuple[PyTree, PyTree]:
-    """Place what `init_fn` would return, in NumPy or JAX, as the layout stores it.
-
-    Args:
-      model: parameters or a `js.Model`, in model order.
-      layout: the layout.
-      what: the name of the model, for messages.
-      with_state: False for a model that is given without its state.
-
-    Returns:
-      (parameters, model state or ()), each array straight on its shards.
-
-    Raises:
-      ValueError: an array with another shape or dtype than the layout has; each is named.
-    """
-    expected = join_model(layout.shapes.params, layout.shapes.state if with_state else ())
-    check_arrays(what, model)
-    check_same_tree(expected, model, f"{what} does not fit the layout", "give what init_fn returns")
-    _check_dtypes(expected, model, what)
-    params, state = split_model(model)
-    params = jax.tree.map(lambda x, p: put_stored(x, p, layout), params, layout.params)
-    return params, jax.tree.map(lambda x, p: put_stored(x, p, layout), state, layout.state if with_state else ())
 
 
 def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layout: Layout) -> Any:
@@ -295,51 +287,9 @@ def check_run(layout: Layout, run: TrainState) -> None:
     raise_all(elsewhere, ValueError, f"arrays of the run do not lie where the layout stores them; {fix}")
 
 
-def _check_dtypes(expected: PyTree, given: PyTree, what: str) -> None:
-    """Raise for arrays that JAX would cast on the way, such as those of NumPy in float64."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(expected), strict=True)
-    raise_all(
-        (
-            f"{path_str(path)}: {x.dtype}, expected {want.dtype}"
-            for (path, x), want in pairs
-            if _dtype_of(x, want) != want.dtype
-        ),
-        ValueError,
-        f"{what} has other dtypes than the layout; cast it yourself",
-    )
-
-
-def _dtype_of(x: Any, want: Any) -> Any:
-    return getattr(x, "dtype", want.dtype)  # Python numbers have none: they take the parameter's
-
-
 def _make_step_and_key(layout: Layout, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     shardings = run_shardings(layout)
     made: tuple[jax.Array, jax.Array] = jax.jit(
         lambda key: (jnp.zeros((), jnp.int32), run_key(key)), out_shardings=(shardings.step, shardings.key)
     )(key)
     return made
-
-
-def put_stored(x: Any, placement: Placement, layout: Layout) -> jax.Array:
-    """Copy a given array to where the layout stores it: each device receives its shard alone.
-
-    Args:
-      x: a logical array, in JAX or NumPy. It is never donated, and shares no buffer with the result.
-      placement: where it goes.
-      layout: whose mesh it goes to.
-    """
-    sharding, view = placement.sharding(layout.mesh), placement.view
-    if isinstance(x, jax.Array):
-        if x.committed and x.sharding.device_set != sharding.device_set:
-            # A step donates its run, and what the caller gave must outlive that: device_put alone may share a buffer,
-            # may_alias=False or not (JAX 0.10 and 0.12).
-            with no_mesh():
-                placed: jax.Array = jax.device_put(view.apply(jnp.copy(x)), sharding)
-        else:
-            placed = jax.jit(view.apply, out_shardings=sharding)(x)
-        return placed
-    stored = np.zeros(view.padded, jnp.result_type(x))
-    stored[tuple(slice(size) for size in view.logical)] = x
-    stored = stored.reshape(view.stored)
-    return jax.make_array_from_callback(stored.shape, sharding, lambda index: stored[index])

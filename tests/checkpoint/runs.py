@@ -13,7 +13,7 @@ import optax
 import jaxshard as js
 from jaxshard.checkpoint.leaves import Entry, entries
 from jaxshard.core.tree import paths
-from jaxshard.training.state import put_stored
+from jaxshard.training.placing import put_stored
 from tests.engines.pipeline.pipes import small_gpt
 from tests.toys import start_of
 

@@ -10,7 +10,7 @@ from jaxshard.checkpoint.leaves import Entry, pair_up
 from jaxshard.checkpoint.safetensors.header import CODES, METADATA, Tensor
 from jaxshard.core.layout import Layout, join_model, split_model
 from jaxshard.core.tree import abstract, check_same_tree, path_str, paths, raise_all
-from jaxshard.core.types import PyTree
+from jaxshard.training.base import matrix_layout, merge_stored
 from jaxshard.training.state import TrainState, check_not_donated, run_shapes
 
 ModelArray = tuple[Entry, jax.Array]
@@ -20,7 +20,8 @@ ModelArray = tuple[Entry, jax.Array]
 def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
     """List the arrays of a layout's models, named as tensors.
 
-    A name is "blocks.attention.kernel"; of a model with a state, "params.dense.kernel" and "state.mean".
+    A name is "blocks.attention.kernel"; of a model with a state, "params.dense.kernel" and "state.mean". Of a model of
+    `js.lora` they are those of the model without factors.
 
     Args:
       layout: the layout.
@@ -31,6 +32,7 @@ def model_entries(layout: Layout) -> tuple[list[Entry], Any]:
     Raises:
       ValueError: two paths have one name, a name or a dtype can't stand in a file; every such array is named.
     """
+    layout = matrix_layout(layout)
     shapes, placements = join_model(layout.shapes.params, layout.shapes.state), join_model(layout.params, layout.state)
     made, structure = pair_up(shapes, placements, _dotted_name)
     names = [entry.path for entry in made]
@@ -64,10 +66,10 @@ def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
     if isinstance(run, TrainState):
         check_not_donated(run)
     made, _ = model_entries(layout)
-    model: PyTree = join_model(run.params, run.state) if isinstance(run, TrainState) else run
-    given, shapes, fix = join_model(*split_model(model)), run_shapes(layout), "give a run of this layout"
+    params, state = (run.params, run.state) if isinstance(run, TrainState) else split_model(run)
+    model, shapes, fix = join_model(params, state), run_shapes(layout), "give a run of this layout"
     wanted = join_model(shapes.params, shapes.state)
-    check_same_tree(abstract(wanted), abstract(given), "the model does not fit the layout", fix)
+    check_same_tree(abstract(wanted), abstract(model), "the model does not fit the layout", fix)
     pairs = zip(jax.tree_util.tree_leaves_with_path(model), jax.tree.leaves(wanted), strict=True)
     raise_all(
         (
@@ -78,7 +80,8 @@ def model_arrays(run: Any, layout: Layout) -> list[ModelArray]:
         ValueError,
         f"arrays of the model do not lie where the layout stores them; {fix}",
     )
-    return list(zip(made, jax.tree.leaves(model), strict=True))
+    matrices, _ = merge_stored(params, layout)
+    return list(zip(made, jax.tree.leaves(join_model(matrices, state)), strict=True))
 
 
 def _dotted_name(path: tuple[Any, ...]) -> str:

@@ -64,6 +64,7 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
 
     Returns:
       What `init_fn` returns: global arrays in model order, split over the mesh as far as the layout stores them split.
+      For a layout of `js.lora` it is what the model without factors has, from which `js.init` starts.
 
     Raises:
       ValueError: a tensor is missing, unknown, or has another shape or dtype than the layout (every such tensor is

@@ -29,7 +29,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import raise_together
-from jaxshard.training.state import TrainState
+from jaxshard.training.state import TrainState, check_run
 
 _ABOUT = "jaxshard.run"
 
@@ -58,14 +58,15 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         raw = js.run_to_bytes(run, layout, data=batches.position)
         run, position = js.run_from_bytes(raw, layout)
     """
-    wanted, _ = entries(layout)
+    wanted, _ = entries(layout, base=True)
     raise_all(
         (f"{entry.path}: {entry.dtype}" for entry in wanted if tensor_of(entry).dtype not in CODES),
         ValueError,
         "safetensors has no such dtypes; keep these arrays in another one, or use js.save",
     )
     check_data(data)
-    outputs = sort_widest_first(outputs_of(check_arrays(run, layout, wanted), layout.mesh))
+    check_run(layout, run)
+    outputs = sort_widest_first(outputs_of(check_arrays(wanted, run), layout.mesh))
     about = json.dumps({"keys": _key_dtypes(wanted), "data": data}, allow_nan=False)
     opened = io.BytesIO()
     sealed = f"{zlib.crc32(about.encode()):08x} {about}"
@@ -91,7 +92,7 @@ def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
     problems: list[str] = []
     found, metadata = open_buffer("the bytes", np.frombuffer(raw, np.uint8), problems)
     data = None
-    wanted, structure = entries(layout)
+    wanted, structure = entries(layout, base=True)
     if not problems:
         try:
             data = _decode_about(metadata, wanted)

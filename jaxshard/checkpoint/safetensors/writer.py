@@ -70,7 +70,8 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
     """Write the model of a run as a safetensors file, or as several with an index. Every process calls this.
 
     The file holds the parameters (of a `js.Model` its state too) in model order without padding, each under its path in
-    what `init_fn` returns, joined by dots; random keys as their words.
+    what `init_fn` returns, joined by dots; random keys as their words. Of a model of `js.lora` it holds the matrices
+    with the factors merged in (`js.merge_lora`), which takes the bytes of a second model on the devices.
 
     No process holds more of the model on its host than a piece of 16 MiB, no device more than its shards and, for each
     file being written, one array in model order (split as far as it divides) and a piece. Each piece takes an

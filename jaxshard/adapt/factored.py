@@ -1,0 +1,174 @@
+"""Products with low-rank weights in two steps, x @ (base + a b) as x @ base + (x @ a) @ b, in any traced function.
+
+A function receives the weight of a `LowRank` as an ordinary array, made by the equation `WEIGHT`. Its program is then
+run with every product of that array taken apart:
+
+    w = low_rank_weight base a b               y = dot_general x base;  t = dot_general x a;  u = dot_general t b
+    y = dot_general x w                        y + gain * u
+
+So neither the weight nor its gradient, both as large as the base, is ever made: the gradients of `a` and `b` are sums
+over rows of small products, and these are all that devices add up. The weight may be cast, transposed, or go through a
+`jax.jit` or `jax.checkpoint` on its way to the product. Where anything else is done with it (a lookup of rows, a
+convolution, a loop over layers) the weight is made there, which is equally right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, jaxprs_in_params
+
+from jaxshard.core.compat import equation_context
+from jaxshard.core.jaxpr import CALLS, Program, open_jaxpr
+from jaxshard.core.low_rank import WEIGHT, LowRank, bind_weight, has_low_rank, map_low_rank
+from jaxshard.core.types import PyTree
+
+_INLINED = ("jit", "pjit", "closed_call", "core_call")
+
+
+def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return `fn(params, *args)` for params with `LowRank`s, which `fn` sees as the weights that they stand for.
+
+    Parameters without any are handed on as they are.
+    """
+
+    def run(params: PyTree, *args: PyTree) -> PyTree:
+        if not has_low_rank(params):
+            return fn(params, *args)
+        return run_factored(lambda params, *args: fn(map_low_rank(bind_weight, params), *args), params, *args)
+
+    return run
+
+
+def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Run a function in which `bind_weight` makes weights, with the products of these in two steps."""
+    program = Program.trace(fn, *args)
+    results = _run(program.closed, jax.tree.leaves(args))
+    made = [jnp.asarray(_whole(x), aval.dtype) for x, aval in zip(results, program.closed.out_avals, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(program.out), made)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Factored:
+    """A weight that is not made: a matrix, whose dimensions may be transposed, and the dtype that it has by now.
+
+    Attributes:
+      matrix: one matrix, not stacked.
+      order: for each dimension of the weight the dimension of the matrix that it is.
+      dtype: of the weight.
+    """
+
+    matrix: LowRank
+    order: tuple[int, ...] = field(metadata={"static": True})
+    dtype: Any = field(metadata={"static": True})
+
+    def may_become(self, dtype: Any) -> bool:
+        """Tell whether a cast rounds nothing away that later casts can't: none that widens follows one that narrows."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return False
+        return self.dtype == self.matrix.dtype or jnp.finfo(dtype).bits <= jnp.finfo(self.dtype).bits
+
+    def whole(self) -> jax.Array:
+        return bind_weight(self.matrix).transpose(self.order).astype(self.dtype)
+
+
+def _whole(x: Any) -> Any:
+    return x.whole() if isinstance(x, _Factored) else x
+
+
+def _run(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a program; arguments and results may be `_Factored`."""
+    jaxpr, consts = open_jaxpr(program)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        with equation_context(eqn):
+            env.update(zip(eqn.outvars, _results(eqn, operands), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _results(eqn: Any, operands: list[Any]) -> list[Any]:
+    """Return the results of an equation, as a `_Factored` where it makes or moves one."""
+    name, params = eqn.primitive.name, eqn.params
+    if eqn.primitive is WEIGHT:
+        x = LowRank.tree_unflatten((params["gain"], params["cast"]), operands)
+        if not x.stack:
+            return [_Factored(x, tuple(range(x.base.ndim)), x.dtype)]
+    elif any(isinstance(x, _Factored) for x in operands) or _makes_weight(eqn):
+        if name in _INLINED:
+            return _run(params[CALLS[name]], operands)
+        if name == "checkpoint" or name.startswith("remat"):
+            return _run_checkpoint(params, operands)
+        if name == "dot_general":
+            return [_multiply(operands, params)]
+        if name == "transpose":
+            (w,) = operands
+            return [replace(w, order=tuple(w.order[dim] for dim in params["permutation"]))]
+        if name == "convert_element_type" and operands[0].may_become(params["new_dtype"]):
+            return [replace(operands[0], dtype=params["new_dtype"])]
+    made = eqn.primitive.bind(*map(_whole, operands), **eqn.primitive.get_bind_params(params))
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _makes_weight(eqn: Any) -> bool:
+    return any(
+        inner.primitive is WEIGHT or _makes_weight(inner)
+        for program in jaxprs_in_params(eqn.params)
+        for inner in open_jaxpr(program)[0].eqns
+    )
+
+
+def _run_checkpoint(params: dict[str, Any], operands: list[Any]) -> list[Any]:
+    def body(*operands: Any) -> list[Any]:
+        return [_whole(x) for x in _run(params["jaxpr"], operands)]
+
+    prevent_cse = bool(jax.tree.reduce(lambda a, b: a or b, params["prevent_cse"]))
+    made: list[Any] = jax.checkpoint(body, policy=params["policy"], prevent_cse=prevent_cse)(*operands)
+    return made
+
+
+def _multiply(operands: list[Any], params: dict[str, Any]) -> Any:
+    """Return the product of an array and a weight in two steps, where all inputs or all outputs are summed over."""
+    side = next(i for i, x in enumerate(operands) if isinstance(x, _Factored))
+    w, x, matrix = operands[side], _whole(operands[1 - side]), operands[side].matrix
+    contracted, batched = params["dimension_numbers"]
+    # For each dimension of the matrix that is summed over the one of x, in the order of the matrix.
+    pairs = dict(sorted((w.order[dim], at) for dim, at in zip(contracted[side], contracted[1 - side], strict=True)))
+    inputs = tuple(range(matrix.inputs))
+    outputs = tuple(range(matrix.inputs, matrix.base.ndim))
+    if batched[0] or tuple(pairs) not in (inputs, outputs):
+        return lax.dot_general_p.bind(*map(_whole, operands), **params)
+
+    def product(x: jax.Array, y: jax.Array, x_dims: Sequence[int], y_dims: Sequence[int], dtype: Any) -> jax.Array:
+        numbers = (tuple(x_dims), tuple(y_dims)), ((), ())
+        made: jax.Array = lax.dot_general(
+            x, y.astype(w.dtype), numbers, precision=params["precision"], preferred_element_type=dtype
+        )
+        return made
+
+    dims, free, dtype = tuple(pairs.values()), x.ndim - len(pairs), params["preferred_element_type"]
+    forward, scale = tuple(pairs) == inputs, matrix.scale
+    a, b = matrix.a, matrix.b
+    first, second = (a, b) if forward else (jnp.moveaxis(b, 0, -1), jnp.moveaxis(a, -1, 0))
+    # An int8 base is cast, not multiplied by its scale, which goes to the smaller of the arrays beside it.
+    scaled = x if forward or scale is None else x * lax.broadcast_in_dim(scale.astype(x.dtype), x.shape, dims)
+    y = product(scaled, matrix.base, dims, tuple(pairs), dtype)
+    if forward and scale is not None:
+        y = y * scale.astype(y.dtype)
+    small = product(x, first, dims, range(len(dims)), None) * matrix.gain
+    y = y + product(small, second, (free,), (0,), dtype)
+    # Now [what is left of x, what is left of the matrix in its order].
+    left = [dim for dim in range(matrix.base.ndim) if dim not in pairs]
+    of_w = [free + left.index(dim) for dim in w.order if dim not in pairs]
+    of_x = list(range(free))
+    return y.transpose(of_w + of_x if side == 0 else of_x + of_w)
