@@ -17,6 +17,7 @@ from jaxshard.core.settings import with_own_settings
 from jaxshard.core.types import PyTree
 from jaxshard.generation.programs import Draw, Programs
 from jaxshard.generation.sampling import Sampling
+from jaxshard.training.base import matrix_layout, merge_given
 
 _SMALLEST_PROMPT = 16
 """Prompts are padded to a power of two of at least this, so that other lengths need no other program."""
@@ -57,7 +58,8 @@ def generate(
 
     Args:
       model: a `js.Stacked`, such as a `js.models.make(...)`.
-      params: its parameters, as `layout` stores them (`run.params`) or in model order; or the run itself.
+      params: its parameters, as `layout` stores them (`run.params`) or in model order; or the run itself. The factors
+        of `js.lora` are merged in first, which takes the bytes of a second model on the devices.
       layout: says where they live. Made by `js.layout(strategy, mesh, model.init)` it knows no optimizer.
       prompts: the tokens of each row, at least one; rows may have different lengths, and there may be any number.
       length: the largest number of new tokens in a row.
@@ -85,7 +87,7 @@ def generate(
     how.check(has_key=key is not None)
     rows, programs = check_request(model, layout, prompts, length, readout)
     stops = np.atleast_1d(np.asarray(stop, np.int32)).reshape(-1)
-    weights = programs.weights(params.params if hasattr(params, "params") else params)
+    weights = programs.weights(merge_given(params.params if hasattr(params, "params") else params, layout))
     given = typed_key(0 if key is None else key)
     found: dict[int, list[int]] = {}
     for group in _groups(rows, programs.model.shares_positions):
@@ -196,4 +198,4 @@ class _Same:
 
 @lru_cache(maxsize=4)
 def _programs(model: _Same, layout: _Same, readout: _Same) -> Programs:
-    return Programs(model.value, layout.value, readout.value)
+    return Programs(model.value, matrix_layout(layout.value), readout.value)

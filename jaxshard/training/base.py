@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Shaped, UInt32
 
 from jaxshard.core.layout import Layout, select
-from jaxshard.core.low_rank import LowRank, has_low_rank, is_low_rank, map_low_rank, matrix_shapes
+from jaxshard.core.low_rank import LowRank, has_low_rank, is_low_rank, map_low_rank, matrix_shapes, merge_lora
 from jaxshard.core.placement import View
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
@@ -51,6 +51,15 @@ def merge_stored(params: PyTree, layout: Layout) -> tuple[PyTree, Layout]:
         return merged(x)
 
     return jax.tree.map(merge, params, layout.params, is_leaf=is_low_rank), matrix_layout(layout)
+
+
+def merge_given(params: PyTree, layout: Layout) -> PyTree:
+    """Merge factors into matrices, of parameters as they are stored or in model order; others are left as they are."""
+    if not has_low_rank(params):
+        return params
+    views = jax.tree.leaves(jax.tree.map(lambda placement: placement.view, layout.params))
+    is_stored = all(x.shape == view.stored for x, view in zip(jax.tree.leaves(params), views))
+    return merge_stored(params, layout)[0] if is_stored else jax.jit(merge_lora)(params)
 
 
 def matrix_layout(layout: Layout) -> Layout:
