@@ -147,7 +147,7 @@ STACKED_EXAMPLE = """model = js.Stacked(embed, block, head, num_blocks=24, init=
 
 
 def _find_model(runs: Sequence[ModelRun], params: PyTree) -> KnownModel | None:
-    """Return the model whose `init` made all parameters (one of `js.lora` runs another's), else the only one that ran."""
+    """Return the model whose `init` made all parameters, or the only one that ran; that of `js.lora` runs another's."""
     whole = [run for run in runs if same_structure(split_model(run.tree)[0], params)] or runs
     return whole[0].model if len(whole) == 1 else None
 
