@@ -24,7 +24,7 @@ _OPTIONAL = {
     "tokenizers": "text for models of Hugging Face (extra hf)",
 }
 
-_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "grain", "hf")
+_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "grain", "hf", "images")
 """Extras whose packages have to fit where they are installed."""
 
 

@@ -73,7 +73,7 @@ def _small_program(target: str, change: str | None, batch: int | None, seed: int
     if target not in SIZES:
         return program_of(target, change=change, rows=batch)
     rows, changes = batch or _ROWS + -_ROWS % rows_multiple, parse_changes(change)
-    seq = None if "seq" in changes else min(_SEQ, SIZES[target].shape["seq"])
+    seq = None if "seq" in changes or SIZES[target].takes_images else min(_SEQ, SIZES[target].shape["seq"])
     return program_of(target, change=change, rows=rows, seq=seq, seed=seed, rows_multiple=rows_multiple)
 
 

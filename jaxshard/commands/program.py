@@ -55,12 +55,16 @@ def size_of(model: str, change: str | None, given: RecipeFlags, rows_multiple: i
         raise ValueError(f"--change {change}: {error}") from error
     if given.seq is not None and "seq" in changes:
         raise ValueError(f"--seq {given.seq} and --change {change} both say seq; leave one out")
+    if given.seq is not None and size.takes_images:
+        raise ValueError(f"--seq {given.seq}: {model} reads images, which have no length; leave it out")
     shape, recipe = size.shape | changes, size.recipe
     recipe = recipe._replace(
         batch=given.batch or recipe.batch + -recipe.batch % rows_multiple,
         steps=given.steps or recipe.steps,
         learning_rate=given.lr or recipe.learning_rate,
     )
+    if size.takes_images:
+        return size._replace(shape=shape, recipe=recipe)
     seq = given.seq or shape["seq"]
     if model.startswith(PREFIX):
         seq = given.seq or min(ROW, shape["seq"])
@@ -83,9 +87,9 @@ def named_size(model: str) -> Size:
 
 
 def depth_of(target: str, change: str | None = None) -> int | None:
-    """Return the number of blocks of a ready-made size, or None for what a user's function makes."""
+    """Return the number of identical blocks of a ready-made size; None for others, and for a user's function."""
     known = target in SIZES or target.startswith(PREFIX)
-    return (named_size(target).shape | parse_changes(change))["depth"] if known else None
+    return (named_size(target).shape | parse_changes(change)).get("depth") if known else None
 
 
 def name_with_changes(model: str, change: str | None) -> str:
@@ -133,7 +137,7 @@ def program_of(
     """Make the program that `target` names.
 
     A ready-made size has its recipe's optimizer, no dropout, and a batch {"tokens": int32[rows, seq + 1]} of random
-    tokens. A function of the user's file or module makes its own batch.
+    tokens, or {"images", "labels"} of random images. A function of the user's file or module makes its own batch.
 
     This runs the user's code, which may touch devices: choose them first. Do not call it inside `usage_errors`, so that
     faults of the user's code keep their traceback.
@@ -171,10 +175,18 @@ def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple
         )
     with usage_errors():
         size = size_of(name, change, given, rows_multiple)
-    model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
-    tokens = np.random.default_rng(given.seed).integers(0, size.shape["vocab"], shape, dtype=np.int32)
-    tx = model.optimizer(size.recipe.optimizer())
-    return Program(model.init, model.loss, tx, {"tokens": tokens}, name_with_changes(name, change))
+    model, random, rows = size.model(), np.random.default_rng(given.seed), size.recipe.batch
+    if size.takes_images:
+        shape = (rows, size.shape["image"], size.shape["image"], model.images.channels)
+        pixels, labels = (
+            random.integers(0, 256, shape, np.uint8),
+            random.integers(0, size.shape["classes"], rows, np.int32),
+        )
+        tx, batch = size.recipe.optimizer(), {"images": pixels, "labels": labels}
+    else:
+        tokens = random.integers(0, size.shape["vocab"], (rows, size.shape["seq"] + 1), dtype=np.int32)
+        tx, batch = model.optimizer(size.recipe.optimizer()), {"tokens": tokens}
+    return Program(model.init, model.loss, tx, batch, name_with_changes(name, change))
 
 
 def _import_module(where: str, target: str) -> ModuleType:

@@ -124,7 +124,8 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
     loss = f"first {_number(losses[0])}, last {_number(losses[-1])}"
     if result["evaluations"]:
         loss += f", held-out {_number(held_out)}"
-    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {_flops(result['flops_per_second'])}"
+    unit = "tokens" if "tokens_per_second" in result else "rows"
+    speed = f"{result[f'{unit}_per_second']:,.0f} {unit}/s, {_flops(result['flops_per_second'])}"
     if result["mfu"] is not None:
         speed += f", {result['mfu']:.1%} of what the chips can do"
     times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"

@@ -1,4 +1,4 @@
-"""`jaxshard train`: train a language model on text or tokens, sharded over a mesh."""
+"""`jaxshard train`: train a language model on text, or a classifier on images, sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 import jax
+from rich.console import Console
 
 from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.commands.errors import refusals, usage_errors
@@ -24,8 +25,9 @@ from jaxshard.commands.flags import (
     check_positive,
     check_seed,
 )
+from jaxshard.commands.image_job import ImageJob, load_image_corpus
 from jaxshard.commands.job import Job
-from jaxshard.commands.parallel import make_parallel
+from jaxshard.commands.parallel import Parallel, make_parallel
 from jaxshard.commands.pretrained import find_pretrained
 from jaxshard.commands.program import depth_of, name_with_changes, parse_changes, size_of
 from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
@@ -38,6 +40,7 @@ from jaxshard.distributed.cluster import initialize
 from jaxshard.distributed.hard_exit import restore_sigterm
 from jaxshard.distributed.preemption import Preemption
 from jaxshard.distributed.watchdog import Watchdog
+from jaxshard.models.recipe import Size
 from jaxshard.training import metrics
 from jaxshard.training.evaluate import evaluate, make_eval_step
 from jaxshard.training.fit import fit
@@ -60,7 +63,7 @@ def run(
     saving: SavingFlags,
     output: OutputFlags,
 ) -> None:
-    """Train a language model, print how it goes, and write what was asked for; the arguments are the flags."""
+    """Train a ready-made model, print how it goes, and write what was asked for; the arguments are the flags."""
     with usage_errors():
         initialize()
     restore_sigterm()  # until there is a run to save
@@ -91,16 +94,20 @@ def run(
         changes = parse_changes(change)
         if "vocab" in changes:
             raise ValueError(f"--change {change}: the vocabulary is that of the corpus; leave vocab out")
-        base = find_pretrained(model, changes)
-        job = Job(name_with_changes(model, change), how, size, load_data(console, data, base), recipe.seed, base)
+        if of_data := {"classes", "channels"} & set(changes):
+            raise ValueError(f"--change {change}: that is what the data says; leave {', '.join(sorted(of_data))} out")
+        job = _make_job(console, model, change, how, size, data, recipe.seed)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
         saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
         run = saves.restore_run(job.layout)
-        start = job.base.load(job.layout) if run is None and job.base is not None else None
+        base = job.base if isinstance(job, Job) else None
+        start = base.load(job.layout) if run is None and base is not None else None
         writers = _writers(output)
     facts(console, job.shown | saves.shown)
-    if output.sample and (why := why_no_sample(job.network, job.layout)):
+    if size.takes_images:
+        output = replace(output, sample=0)
+    elif output.sample and (why := why_no_sample(job.network, job.layout)):
         console.print(f"note: there is no sample at the end: {why}")
         output = replace(output, sample=0)
 
@@ -147,12 +154,27 @@ def run(
         )
         # Where it was stopped, something else waits for this process to end.
         length = 0 if stopped else output.sample
-        result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
+        result["sample"] = None
+        if isinstance(job, Job):
+            result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
         tables(console, result)
         write_json(output.json, result)
     if stopped:
         goes_on = "--resume goes on" if checkpointer else "nothing was saved, for want of --checkpoint"
         console.print(f"stopped by SIGTERM after step {int(run.step)} of {steps}; {goes_on}")
+
+
+def _make_job(
+    console: Console, model: str, change: str | None, how: Parallel, size: Size, data: DataFlags, seed: int
+) -> Job | ImageJob:
+    """Load the data that the model reads, tokens or images, and make the job."""
+    name = name_with_changes(model, change)
+    if size.takes_images:
+        return ImageJob(name, how, size, load_image_corpus(console, data), seed, data.augment or "none")
+    if data.augment is not None:
+        raise ValueError(f"--augment {data.augment} is for images, and this model reads text; leave it out")
+    base = find_pretrained(model, parse_changes(change))
+    return Job(name, how, size, load_data(console, data, base), seed, base)
 
 
 def _bad_step_policy(

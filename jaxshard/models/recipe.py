@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from jaxshard.adapt.remat import RematPolicy
-from jaxshard.models.decoder import Decoder
+from jaxshard.adapt.stacked import Stacked
 
 
 class Recipe(NamedTuple):
@@ -22,6 +23,7 @@ class Recipe(NamedTuple):
       warmup: steps of linear warm-up.
       b2: decay of AdamW's second moment.
       weight_decay: AdamW's decoupled weight decay.
+      clip: the largest norm of all gradients together; None leaves them as they are.
     """
 
     batch: int
@@ -30,6 +32,7 @@ class Recipe(NamedTuple):
     warmup: int
     b2: float = 0.95
     weight_decay: float = 0.1
+    clip: float | None = None
 
     def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
         """AdamW with a linear warm-up and a cosine decay to a twentieth of the peak.
@@ -46,7 +49,51 @@ class Recipe(NamedTuple):
         warmup, peak = self.warmup, self.learning_rate
         end = max(steps, warmup + 1)
         rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, end, peak / 20)
-        return optax.adamw(rate, b2=self.b2, weight_decay=self.weight_decay)
+        tx = optax.adamw(rate, b2=self.b2, weight_decay=self.weight_decay)
+        return tx if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), tx)
+
+
+class MomentumRecipe(NamedTuple):
+    """Training settings of a ready-made size that is trained by gradient descent with Nesterov momentum.
+
+    Attributes:
+      batch: rows per step over all devices.
+      steps: optimizer steps.
+      learning_rate: the highest learning rate of the schedule.
+      warmup: steps of linear warm-up.
+      momentum: decay of the sum of gradients.
+      weight_decay: of matrices and convolutions, not of biases and norms; it is part of the gradient.
+    """
+
+    batch: int
+    steps: int
+    learning_rate: float
+    warmup: int
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+
+    def optimizer(self, steps: int | None = None) -> optax.GradientTransformation:
+        """Momentum with a linear warm-up, and a rate that falls to a tenth after 30, 60 and 80 ninetieths of the steps.
+
+        Args:
+          steps: how many there are; by default the recipe's own number.
+
+        Returns:
+          An elementwise transformation, which can run on parameters however they are sharded.
+        """
+        steps = self.steps if steps is None else steps
+        warmup, peak = self.warmup, self.learning_rate
+        rate = optax.join_schedules(
+            [
+                optax.linear_schedule(peak / (warmup + 1), peak, warmup),
+                optax.piecewise_constant_schedule(
+                    peak, {max(steps * part // 90 - warmup, 1): 0.1 for part in (30, 60, 80)}
+                ),
+            ],
+            [warmup],
+        )
+        decay = optax.add_decayed_weights(self.weight_decay, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+        return optax.chain(decay, optax.sgd(rate, self.momentum, nesterov=True))
 
 
 class Size(NamedTuple):
@@ -55,18 +102,23 @@ class Size(NamedTuple):
     Attributes:
       shape: the keyword arguments of `make`, such as {"vocab": 256, "width": 144, ...}.
       recipe: how the model is trained unless the user says otherwise.
-      make: the function that builds the model, `js.models.gpt` or `js.models.llama`.
+      make: the function that builds the model, such as `js.models.gpt`.
       remat: what the forward pass of a block keeps for its backward under `js.explicit` and `js.auto`, unless they are
         told: "everything" where memory is no matter, "nothing" for the models that are sharded because they need it.
         (`js.pipelined` keeps each block's input by default, which is "nothing" for every size.)
     """
 
     shape: dict[str, Any]
-    recipe: Recipe
-    make: Callable[..., Decoder]
+    recipe: Recipe | MomentumRecipe
+    make: Callable[..., Any]
     remat: RematPolicy
 
-    def model(self, **changes: Any) -> Decoder:
+    @property
+    def takes_images(self) -> bool:
+        """True for a classifier of images, False for a decoder of tokens."""
+        return "image" in self.shape
+
+    def model(self, **changes: Any) -> Any:
         """Build the model, with some arguments of `make` replaced: `SIZES["gpt2"].model(vocab=256)`.
 
         Raises:
@@ -74,7 +126,8 @@ class Size(NamedTuple):
         """
         self.check_changes(changes)
         model = self.make(**self.shape | changes)
-        model.remat = self.remat
+        if isinstance(model, Stacked):
+            model.remat = self.remat
         return model
 
     def check_changes(self, changes: Iterable[str]) -> None:
