@@ -139,9 +139,12 @@ class _Source(NamedTuple):
         size = SIZES[self.target]
         try:
             size.check_changes(changes)
-            return size.model(**self._trained_with() | changes)
+            made = size.model(**self._trained_with() | changes)
         except (TypeError, ValueError) as error:
             raise ValueError(f"--change {self.change}: {error}") from error
+        if not isinstance(made, Decoder):
+            raise ValueError(f"--model {self.target}: it makes no tokens; use a model of language, such as llama-1m")
+        return made
 
     def _trained_with(self) -> dict[str, Any]:
         """The numbers of a run of `jaxshard train` that its model was built with."""
@@ -178,7 +181,7 @@ def _tokenizer(source: _Source, file: Path | None) -> Tokenizer | Bytes | None:
     if source.target not in SIZES:
         return None  # refused by the model
     shape = SIZES[source.target].shape | parse_changes(source.change)
-    return Bytes() if shape["vocab"] == _BYTES else None
+    return Bytes() if shape.get("vocab") == _BYTES else None
 
 
 def _rows(

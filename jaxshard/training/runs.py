@@ -17,6 +17,7 @@ from jaxshard.core.text_table import first_words
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import paths
 from jaxshard.core.types import PyTree
+from jaxshard.training.placing import place_model
 from jaxshard.training.state import (
     TrainState,
     check_is_run,
@@ -24,7 +25,6 @@ from jaxshard.training.state import (
     check_opt_state,
     check_run,
     init_opt_state,
-    place_model,
 )
 
 

@@ -132,7 +132,7 @@ FLAGS = {
         "--ordered": ["x"],
     },
     "generate": {
-        "--model": ["nope", "", "gpt-1m ", "hf:/nonexistent", "hf:"],
+        "--model": ["nope", "vit-1m", "resnet-tiny", "", "gpt-1m ", "hf:/nonexistent", "hf:"],
         "--change": [x for x in CHANGES if x != "vocab=8"],
         "--checkpoint": ["/nonexistent", "text.txt", "gs://bucket/run"],
         "--prompt": [""],
