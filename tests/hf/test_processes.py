@@ -1,0 +1,67 @@
+"""Several processes load and save together, and each reads the bytes that its devices hold."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from jaxshard.checkpoint.safetensors.reader import open_files
+from tests.hf.checkpoints import draw, write_folder
+
+PROGRAM = """
+    import os, sys
+    import jax
+    address, index, count, folder = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", 8 // int(count))
+    jax.distributed.initialize(address, int(count), int(index))
+    import optax
+    import jaxshard as js
+    from jaxshard.checkpoint.safetensors import parts
+
+    read, preadv = [0], os.preadv
+    def counted(*args):
+        got = preadv(*args)
+        read[0] += got
+        return got
+    parts.os.preadv = counted
+    parts.LEAST_RUN = 1  # the model is small: its runs are, too
+    import jaxshard.hf.load as load
+    load.LEAST_RUN = 1
+
+    model = js.hf.model(folder)
+    layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), model.init, optax.sgd(1.0))
+    params = js.hf.load(folder, layout)
+    held = sum(part.data.nbytes for x in jax.tree.leaves(params) for part in x.addressable_shards)
+    run = js.init(model.init, optax.sgd(1.0), layout, 0, init_from=params)
+    js.hf.save(folder + "/saved", run, layout, max_bytes=20_000)
+    print("read", read[0], held)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_read_their_share_and_write_together(processes, tmp_path):
+    folder = write_folder(tmp_path, "gemma2")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), address]
+    started = [
+        subprocess.Popen(
+            [*command, str(index), str(processes), str(folder)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for index in range(processes)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes, outputs
+    counts = [line.split()[1:] for output in outputs for line in output.splitlines() if line.startswith("read ")]
+    assert len(counts) == processes
+    assert all(int(read) == int(held) for read, held in counts), counts
+    found, problems = open_files(folder / "saved" / "model.safetensors")
+    assert not problems and found
+    assert all(np.array_equal(one.array, draw(name, one.array.shape)) for name, one in found.items())
