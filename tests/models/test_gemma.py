@@ -30,9 +30,8 @@ def batch():
     return {"tokens": tokens, "targets": targets, "segment_ids": segments}
 
 
-@pytest.mark.parametrize(
-    "cell", ["pipelined", *(pytest.param(x, marks=pytest.mark.slow) for x in CELLS if x != "pipelined")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_step_of_gemma_is_that_of_one_device(cell):
     strategy, axes, engine = CELLS[cell]
     model = js.models.gemma(**GEMMA)
