@@ -70,7 +70,10 @@ def load_arrays(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     empty = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in arrays.items() if not x.size}
     saved = {path: x for path, x in arrays.items() if x.size}
     with _checkpointer("load", {jax.process_index()}) as checkpointer:
-        restore = args.PyTreeRestore(saved, restore_args=checkpoint_utils.construct_restore_args(saved))
+        # Which arrays there are was compared before; some may be left out on purpose.
+        restore = args.PyTreeRestore(
+            saved, restore_args=checkpoint_utils.construct_restore_args(saved), partial_restore=True
+        )
         loaded = checkpointer.restore(folder / ARRAYS, args.Composite(**{_STATE: restore}))
     return empty | dict(loaded[_STATE])
 
