@@ -73,11 +73,11 @@ def lora(
     A matched matrix w[in, out] becomes base + alpha / rank * a @ b, with a[in, rank] drawn from N(0, 1 / in) and
     b[rank, out] zero, so that training starts from the model as it is. Only factors have gradients and optimizer state;
     all else is frozen, matched or not. What is frozen is placed, and gathered just in time, as all parameters are, and
-    under every engine; checkpoints hold a fingerprint of it (docs/checkpoints.md).
+    under every engine; checkpoints hold checksums of it (docs/finetuning.md).
 
     A product x @ w is computed as x @ base + alpha / rank * (x @ a) @ b, found in the traced program of the loss: under
     `jax.jit`, `jax.checkpoint`, in einsums and transposed, too. Where something else is done with a weight (looking up
-    rows, convolutions, a loop over layers in a plain function), and in modules under units= of js.auto, w is made.
+    rows, convolutions, a loop over layers in a plain function) it is made of base and factors there.
 
     To start from weights that exist: `js.init(init_fn, tx, layout, key, init_from=params of the base model)`.
 
