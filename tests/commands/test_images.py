@@ -115,6 +115,7 @@ def test_parity_and_audit_of_a_residual_network(mesh):
             "row_axes: the rows of the batch are computed in turns",
             marks=pytest.mark.slow,
         ),
+        (["--model", "vit-1m", "--data", "some.txt"], "some.txt does not exist"),
         (["--model", "vit-1m", "--change", "patch=5"], "patches of 5 pixels do not divide"),
         (["--model", "vit-1m", "--batch", "12"], "--batch 12: use a multiple of 8"),
     ],
@@ -122,3 +123,8 @@ def test_parity_and_audit_of_a_residual_network(mesh):
 def test_wrong_flags_are_refused(args, message, capsys):
     assert main(["train", *args, "--steps", "1"]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_generate_refuses_a_model_of_images(capsys):
+    assert main(["generate", "--model", "vit-1m", "--prompt-tokens", "1", "--length", "2"]) == 2
+    assert "it makes no tokens" in " ".join(capsys.readouterr().err.split())
