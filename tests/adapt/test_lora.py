@@ -80,7 +80,8 @@ def test_every_engine_equals_one_device_and_reduces_gradients_of_factors_alone(c
     compiled = step.compile(BATCH)
     assert compiled.memory_analysis().argument_size_in_bytes == layout.argument_bytes(BATCH)
     found = js.plan.arrays_only(js.collectives(compiled, mesh), above=2)
-    assert "s8" in {one.dtype for one in found if one.kind == "all-gather"}
+    # Under ZeRO-2 parameters rest whole, and nothing of the base is gathered.
+    assert ("s8" in {one.dtype for one in found if one.kind == "all-gather"}) == (cell != "end")
     reduced = {}
     for one in found:
         if "reduce" in one.kind and one.axes[0] not in ("tensor", "pipe"):
