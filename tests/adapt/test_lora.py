@@ -102,7 +102,7 @@ def test_gradients_and_optimizer_state_are_those_of_the_factors():
 
 def rows():
     rng = np.random.default_rng(0)
-    return {"x": rng.normal(size=(16, FEATURES)).astype(np.float32), "y": rng.integers(0, CLASSES, 16)}
+    return {"x": rng.normal(size=(16, FEATURES)).astype(np.float32), "y": rng.integers(0, CLASSES, 16, dtype=np.int32)}
 
 
 class LinenBlock(nn.Module):
