@@ -11,7 +11,7 @@ import pytest
 
 from jaxshard.commands.main import main
 
-TINY = "depth=2,width=16,heads=2"
+TINY = "depth=2,width=16,heads=4,patch=4"
 TRAIN = ["--batch", "16", "--steps", "2", "--eval-every", "2"]
 
 
