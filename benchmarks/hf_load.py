@@ -2,7 +2,7 @@
 
     python benchmarks/hf_load.py [--layers 9] [--folder DIR]
 
-Writes a Llama of 2.3 GB with random weights into a temporary folder, in shards of 500 MB, and loads it onto 8 simulated
+Writes a Llama of 4.1 GB with random weights into a temporary folder, in shards of 500 MB, and loads it onto 8 simulated
 devices under js.fsdp() in 1, 2 and 4 processes. Each process prints
 
     read     bytes that it read from files, as the kernel counts them (rchar in /proc/self/io)
@@ -25,7 +25,7 @@ from pathlib import Path
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 2048,
-    "num_hidden_layers": 9, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 6144,
+    "num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 6144,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
 SHARD = 500_000_000
@@ -113,7 +113,7 @@ def main() -> None:
     """Write the checkpoint, and load it in 1, 2 and 4 processes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--load", nargs=4, metavar=("FOLDER", "ADDRESS", "INDEX", "COUNT"))
-    parser.add_argument("--layers", type=int, default=9, help="of the model: 9 make 2.3 GB, 18 make 4.1 GB")
+    parser.add_argument("--layers", type=int, default=18, help="of the model: 9 make 2.3 GB, 18 make 4.1 GB")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     args = parser.parse_args()
     if args.load:
