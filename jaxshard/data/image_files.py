@@ -152,5 +152,5 @@ def need(*names: str) -> tuple[ModuleType, ...]:
         except ImportError:
             missing.append({"PIL.Image": "Pillow", "grain": "Grain"}[name])
     if missing:
-        raise ValueError(f"data: {' and '.join(missing)} is missing, to read images: pip install 'jaxshard[images]'")
+        raise ValueError(f"data: {' and '.join(missing)} is missing, to read images: pip install -e '.[images]'")
     return tuple(found)

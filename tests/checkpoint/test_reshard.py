@@ -21,10 +21,8 @@ NAMES = list(LAYOUTS)
 CELLS = list(itertools.product(NAMES, NAMES, SIZES))
 
 FAST = [
-    ("three", 8, "fsdp", 2),
     ("fsdp", 2, "three", 8),
     ("fsdp", 2, "fsdp", 2),
-    ("pipeline", 2, "hsdp", 4),
     ("hsdp", 4, "pipeline", 2),
     ("ddp", 1, "tensor", 8),
     ("zero2", 4, "ddp", 1),

@@ -103,6 +103,7 @@ FLAGS = {
     "train": SHARDING | {
         "--model": ["nope", "", "gpt-1m ", "hf:", "hf:/nonexistent", "hf:text.txt", "hf:."],
         "--change": CHANGES,
+        "--augment": CHOICES,
         "--tokenizer": ["/nonexistent", "text.txt", ".", "", " "],
         "--template": ["x", "", "{role}", "{content}{content}", "{content}"],
         "--data": ["/nonexistent", "empty.txt", "renamed.npy", "broken.npy", "ids.bin", "", " "],

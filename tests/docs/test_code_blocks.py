@@ -21,9 +21,14 @@ RUNNABLE = [page for page in WRITTEN if blocks_of(page)]
 QUICK_START_LINES = 40
 NEEDS = {"finetuning": "tokenizers"}
 """The extras that pages show, by their stem."""
+LONG = ("pipelines", "experts", "loops")
+"""Pages whose programs take long to compile."""
 
 
-@pytest.mark.parametrize("page", [page for page in RUNNABLE if page != README], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem in LONG), id=x.stem) for x in RUNNABLE if x != README],
+)
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip(NEEDS.get(page.stem, "jaxshard"))
     monkeypatch.chdir(tmp_path)

@@ -153,7 +153,7 @@ def test_eight_devices_equal_one(stage: str, axis: Any, check_vma: bool) -> None
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_fsdp_takes_whole_gradients(check_vma: bool) -> None:
     """Losses to 1e-6, parameters to 1e-5, with gradients with respect to the gathered parameters."""
     tx = optax.chain(optim.clip_by_global_norm(0.5, "data"), optax.sgd(0.1, momentum=0.9))

@@ -196,12 +196,11 @@ MESHES = {"pipe=2,data=2,tensor=2": {"pipe": 2, "data": 2, "tensor": 2}, "pipe=4
 
 
 def three_axes():
-    fast = ("pipe=2,data=2,tensor=2", "fsdp", "each", "zero_bubble", "layer", True)
     for schedule, stash, tied in [("interleaved", "dots", False), ("zero_bubble", "layer", True)]:
         yield pytest.param("pipe=4,tensor=2", None, "end", schedule, stash, tied, marks=pytest.mark.slow)
         for data, scatter in itertools.product(DATA, ("end", "each")):
             cell = ("pipe=2,data=2,tensor=2", data, scatter, schedule, stash, tied)
-            yield pytest.param(*cell, marks=() if cell == fast else pytest.mark.slow)
+            yield pytest.param(*cell, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("mesh", "data", "scatter", "schedule", "stash", "tied"), list(three_axes()))

@@ -199,7 +199,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-FAST = ("auto-tensor", "explicit-tensor", "uneven-kv-heads")
+FAST = ("auto-tensor", "explicit-tensor")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in LAYOUTS])
