@@ -200,7 +200,8 @@ def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
         if enough := rooms >> length:
             room = length + (enough & -enough).bit_length() - 1
             row = by_room[room].pop()
-            rooms &= ~(not by_room[room] and 1 << room)
+            if not by_room[room]:
+                rooms &= ~(1 << room)
         else:
             room, row, rows = seq, rows, rows + 1
         row_of[piece] = row

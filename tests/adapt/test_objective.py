@@ -78,6 +78,7 @@ def test_known_losses_are_recognised_by_what_they_are():
     assert type(resolve(MODEL.evaluate)) is Opaque
 
 
+@pytest.mark.slow
 def test_a_model_with_a_loss_of_its_own_is_not_taken_for_its_base():
     """Within 1e-5 of one device, which runs the overridden loss."""
 

@@ -124,7 +124,7 @@ ENGINES = {
     "explicit in micro-batches": partial(js.explicit, microbatches=2, scatter="end"),
     "auto": partial(js.auto, remat="dots"),
 }
-FAST = {("linen", "explicit"), ("nnx", "auto")}
+FAST = {("linen", "explicit")}
 
 
 @pytest.mark.parametrize(

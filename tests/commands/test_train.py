@@ -180,6 +180,7 @@ def test_one_device_has_no_collectives(expected):
     assert expected["collectives"] == [] and len(expected["losses"]) == 2 == expected["evaluations"][-1]["step"]
 
 
+@pytest.mark.slow
 def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
     flags = ["--devices", "3", "--seq", "8", "--steps", "5", "--sample", "8", "--eval-every", "2", "--remat", "dots"]
     files = ["--json", "r.json", "--log", "log.jsonl", "--tensorboard", "tb", "--profile", "profile"]

@@ -168,7 +168,7 @@ def test_a_missing_extra_is_named(folder, monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(image_files.importlib, "import_module", missing)
-    with pytest.raises(ValueError, match=r"Pillow and Grain is missing.*pip install 'jaxshard\[images\]'"):
+    with pytest.raises(ValueError, match=r"Pillow and Grain is missing.*pip install -e '\.\[images\]'"):
         js.data.load_images(folder)
 
 

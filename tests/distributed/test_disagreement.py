@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.distributed.launched import processes
 
 PROGRAM = """
@@ -64,6 +66,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_both_processes_say_what_differs_and_go_on():
     ended = processes(PROGRAM)
     assert [process.status for process in ended] == [0, 0], ended

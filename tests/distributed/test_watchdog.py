@@ -227,6 +227,7 @@ def test_all_processes_end_and_name_the_one_that_is_behind(monkeypatch, ended, c
     assert text.count("stacks of this process, which ends with status 75") == 2
 
 
+@pytest.mark.slow
 def test_nobody_is_accused_while_a_process_saves(monkeypatch, ended, capfd):
     def second(watchdog):
         with watchdog.paused():

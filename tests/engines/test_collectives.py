@@ -109,7 +109,12 @@ TURNS_GATHERS = 2_452_480
     ("strategy", "scatter", "expected"),
     [
         ("fsdp", "each", {("reduce-scatter", "data"): 2 * P, ("all-gather", "data"): TURNS_GATHERS}),
-        ("fsdp", "end", {("reduce-scatter", "data"): P, ("all-gather", "data"): TURNS_GATHERS}),
+        pytest.param(
+            "fsdp",
+            "end",
+            {("reduce-scatter", "data"): P, ("all-gather", "data"): TURNS_GATHERS},
+            marks=pytest.mark.slow,
+        ),
         ("zero2", "each", {("reduce-scatter", "data"): 2 * P, ("all-gather", "data"): P}),
         pytest.param(
             "zero2", "end", {("reduce-scatter", "data"): P, ("all-gather", "data"): P}, marks=pytest.mark.slow

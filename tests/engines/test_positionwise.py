@@ -65,6 +65,7 @@ def test_all_places_are_in_the_error():
     assert "js.auto()" in text
 
 
+@pytest.mark.slow
 def test_the_same_loss_without_them_is_compiled():
     assert "all-reduce" in step_of(good_loss, js.explicit()).compile(BATCH).as_text()
 

@@ -47,7 +47,7 @@ def test_parameters_and_moments_stay_f32_and_the_loss_is_that_of_f32(name):
         np.testing.assert_allclose(metrics[key], wanted[key], rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["explicit", "pipelined"])
+@pytest.mark.parametrize("name", ["explicit", pytest.param("pipelined", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reduce_dtype", [None, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 def test_what_travels(name, reduce_dtype):
     """Of the program before it is compiled (a CPU has no bf16 sums): gathers in bf16, and scatters as asked for."""

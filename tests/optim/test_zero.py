@@ -161,7 +161,7 @@ def test_fsdp_takes_whole_gradients(check_vma: bool) -> None:
     assert_same(clipped_momentum(), (losses, last))
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("stage", ["zero1", *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero2", "fsdp"))])
 def test_sum_is_for_shares_of_the_global_mean(stage: str) -> None:
     """Losses to 1e-6, parameters to 1e-5."""
     tx = optax.chain(optim.clip_by_global_norm(0.5, "data"), optax.sgd(0.1, momentum=0.9))

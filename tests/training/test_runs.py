@@ -80,7 +80,7 @@ def test_other_meshes_and_guards_make_no_difference():
     assert float(loss) == float(gradient(run, BATCH)[0])
 
 
-@pytest.mark.parametrize("opt_state", ["keep", "reset"])
+@pytest.mark.parametrize("opt_state", [pytest.param("keep", marks=pytest.mark.slow), "reset"])
 def test_other_parameters_keep_or_reset_the_optimizer(opt_state):
     """Against plain optax with the same choice."""
     tx = optax.adam(0.1)

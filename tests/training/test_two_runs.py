@@ -74,6 +74,7 @@ def one_device(*, at_once):
     return params
 
 
+@pytest.mark.slow
 def test_losses_of_the_same_parameters_at_once_equal_one_device_within_1e_5():
     layouts, runs, steps = made(donate=False, engine=js.explicit())
     for _ in range(3):

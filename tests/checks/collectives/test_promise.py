@@ -52,7 +52,8 @@ def test_the_promise_over_two_axes_is_the_literals_of_the_torus(strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "scatter", "reductions"), [("fsdp", "each", 2), ("fsdp", "end", 1), ("zero1", "each", 2)]
+    ("strategy", "scatter", "reductions"),
+    [pytest.param("fsdp", "each", 2, marks=pytest.mark.slow), ("fsdp", "end", 1), ("zero1", "each", 2)],
 )
 def test_micro_batches_are_promised_to_reduce_as_often_as_they_do(strategy, scatter, reductions):
     axes, made = setups(0)[strategy]

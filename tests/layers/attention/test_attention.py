@@ -71,6 +71,7 @@ def test_what_needs_all_weights_is_refused(name):
         js.attention(*arrays(8), causal=True, **{name: jnp.einsum})
 
 
+@pytest.mark.slow
 def test_any_number_of_batch_dimensions(blocks_from_16):
     q, k, v = arrays(20, rows=6)
     ids, mask = documents(6, 20), normal(4, 6, 1, 20, 20) > 0

@@ -41,7 +41,7 @@ def assert_same(make, call):
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_linen(mask, dropout):
     """Dropout draws the bits that Flax draws."""
 

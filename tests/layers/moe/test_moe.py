@@ -359,6 +359,7 @@ def lower_in_layout(hidden, whole_bias=False):
     js.make_step(loss_fn, SGD, layout).lower({"x": normal(0, 8, 4, C)})
 
 
+@pytest.mark.slow
 def test_what_a_tensor_axis_cannot_split_is_refused():
     lower_in_layout({"up": 2, "down": 1})
     with pytest.raises(ValueError, match=r"behind that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
