@@ -78,9 +78,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Library
     except ImportError as error:
-        raise ImportError(
-            'tokenizer: needs the library tokenizers: pip install tokenizers, or "jaxshard[hf]"'
-        ) from error
+        raise ImportError("tokenizer: the library tokenizers is missing: pip install -e '.[hf]'") from error
     try:
         library = Library.from_file(str(file))
     except Exception as error:  # the library raises Exception itself

@@ -1,6 +1,7 @@
 """`jaxshard train --model hf:PATH`: training that begins with the weights of a folder, on packed documents."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -93,10 +94,11 @@ def test_answers_are_learned_on_every_mesh_and_go_on(mesh, folder, with_tokenize
     whole, _ = train(*flags, "--mesh", mesh, capsys=capsys)
     for name in ("losses", "loss_eval"):
         assert whole[name] == pytest.approx(expected[name], rel=1e-5)
-    # Planned for two steps, ended after one, and gone on with.
-    start, _ = train(*flags, *run, "--steps", 1, capsys=capsys)
+    # The last of two saved steps is lost, so the first is gone on with, by the same plan of learning rates.
+    start, _ = train(*flags, *run, capsys=capsys)
+    shutil.rmtree(tmp_path / "run" / "2")
     end, _ = train(*flags, *run, "--resume", "--sample", 3, capsys=capsys)
-    assert start["losses"] + end["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    assert start["losses"] == whole["losses"] and end["losses"] == whole["losses"][1:]
     assert (end["start"], len(end["losses"])) == (1, 1) and set(end["sample"]) == {"prompt", "text"}
 
 

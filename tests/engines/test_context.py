@@ -207,7 +207,9 @@ MESHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [js.explicit(), js.auto(), js.explicit(microbatches=2, scatter="end")], ids=str)
+@pytest.mark.parametrize(
+    "engine", [js.explicit(), js.auto(), js.explicit(microbatches=2, scatter="end")], ids=["explicit", "auto", "turns"]
+)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("make", [llama, gpt])
 def test_every_mesh_equals_one_device_to_1e_6(make, axes, engine):
