@@ -61,7 +61,7 @@ def test_what_is_no_tokenizer(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer that can be read"):
         data.tokenizer(folder)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match="pip install tokenizers"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[hf\]'"):
         data.tokenizer(folder)
 
 
