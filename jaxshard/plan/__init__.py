@@ -1,6 +1,6 @@
 """Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
 
-Imports `core/`, `cost/` and `checks/`; only `commands/` imports it.
+Imports `core/`, `cost/`, `engines/` and `checks/`; only `commands/` imports it.
 """
 
 from jaxshard.checks.collectives.compare import Comparison as Comparison
@@ -25,7 +25,10 @@ from jaxshard.cost.flops import train_flops as train_flops
 from jaxshard.cost.hardware import Chip as Chip
 from jaxshard.cost.hardware import chip as chip
 from jaxshard.cost.hardware import mfu as mfu
-from jaxshard.plan.memory import tiled_argument_bytes as tiled_argument_bytes
-from jaxshard.plan.memory import tiled_bytes as tiled_bytes
+from jaxshard.plan.memory.tiles import tiled_argument_bytes as tiled_argument_bytes
+from jaxshard.plan.memory.tiles import tiled_bytes as tiled_bytes
+from jaxshard.plan.predict import predict as predict
+from jaxshard.plan.prediction import MemoryPeak as MemoryPeak
+from jaxshard.plan.prediction import Prediction as Prediction
 from jaxshard.plan.topology import topology_devices as topology_devices
 from jaxshard.plan.topology import topology_mesh as topology_mesh

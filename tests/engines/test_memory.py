@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.plan.memory import tiled_argument_bytes, tiled_bytes
+from jaxshard.plan.memory.tiles import tiled_argument_bytes, tiled_bytes
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import gpt_program, setups, torus_setups, tpu
 from tests.toys import cross_entropy, quick_compile

@@ -1,0 +1,196 @@
+"""The prediction of a training step: a value that prints as a table, becomes JSON, and shows itself in a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxshard.core.layout import human_bytes
+from jaxshard.core.text_table import align_columns
+from jaxshard.cost.hardware import Chip
+
+Range = tuple[float, float]
+"""A low and a high estimate."""
+
+ROLES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "model state",
+    "batch",
+    "kept activations",
+    "gathered weights",
+    "logits",
+    "temporaries",
+)
+"""What memory is used for, in the order in which tables show it."""
+
+MARGIN = 0.15
+"""A step is said to fit if its predicted peak and this share more do: the largest error of the published table."""
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The fullest moment of a step on one device.
+
+    Attributes:
+      by_role: bytes by role, all of `ROLES` in their order.
+      moment: when it is, in words: "backward pass of a block", "update", "head".
+      largest: the largest arrays that are alive then, (bytes, role, shape and source in words).
+    """
+
+    by_role: Mapping[str, int]
+    moment: str = ""
+    largest: tuple[tuple[int, str, str], ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all roles together."""
+        return sum(self.by_role.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory, communication and time that a training step will need, per device, from its traced program alone.
+
+    `print(prediction)` is a table, `prediction.as_dict()` goes into JSON.
+
+    Attributes:
+      devices: how many there are.
+      mesh: the size of each axis.
+      chip: the limits of one device, or None where they are not known.
+      peak: bytes at the fullest moment, by role.
+      argument_bytes: of what goes into the step: parameters, optimizer state, model state, batch; in tiles on a TPU.
+      usable_bytes: of the chip's memory what a program may use; None without a chip.
+      collectives: what is moved between devices, with times.
+      products: FLOPs by product.
+      flops: per device and step, those computed again included.
+      model_flops: of all devices, those of the model alone.
+      time: the seconds of a step as a range, with its parts; None where the chip is not known.
+      mfu: model FLOPs utilization, low and high.
+      tokens_per_second: of all devices, low and high; None where the batch has no tokens.
+      price_per_billion_tokens: low and high, at the price that was given; None without one.
+    """
+
+    devices: int
+    mesh: Mapping[str, int]
+    chip: Chip | None
+    peak: MemoryPeak
+    argument_bytes: int
+    usable_bytes: int | None = None
+    collectives: tuple[Any, ...] = ()
+    products: tuple[Any, ...] = ()
+    flops: float = 0.0
+    model_flops: float = 0.0
+    time: Any = None
+    mfu: Range | None = None
+    tokens_per_second: Range | None = None
+    price_per_billion_tokens: Range | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the peak fits with `MARGIN` to spare, False if it does not fit at all, None between (compile it).
+
+        None too where the chip is not known.
+        """
+        if self.usable_bytes is None:
+            return None
+        if self.peak.total * (1 + MARGIN) <= self.usable_bytes:
+            return True
+        return False if self.peak.total > self.usable_bytes else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prediction as JSON has it: dictionaries, lists and numbers."""
+        return {
+            "devices": self.devices,
+            "mesh": dict(self.mesh),
+            "chip": None if self.chip is None else self.chip.name,
+            "fits": self.fits,
+            "hbm_bytes": self.usable_bytes,
+            "predicted_peak_bytes": self.peak.total,
+            "by_role": dict(self.peak.by_role),
+            "moment": self.peak.moment,
+            "largest": [{"bytes": size, "role": role, "array": what} for size, role, what in self.peak.largest],
+            "argument_bytes": self.argument_bytes,
+            "collectives": [_plain(one) for one in self.collectives],
+            "products": [_plain(one) for one in self.products],
+            "flops": self.flops,
+            "model_flops": self.model_flops,
+            "step_seconds": None if self.time is None else [self.time.low, self.time.high],
+            "time": _plain(self.time),
+            "mfu": _plain(self.mfu),
+            "tokens_per_second": _plain(self.tokens_per_second),
+            "price_per_billion_tokens": _plain(self.price_per_billion_tokens),
+        }
+
+    def __str__(self) -> str:
+        """Write tables of memory by role, time by part, and collectives."""
+        return "\n\n".join("\n".join(lines) for _, lines in self._tables())
+
+    def _repr_html_(self) -> str:
+        """Show the same tables in a notebook."""
+        parts = (
+            f"<b>{html.escape(title)}</b><pre>{html.escape(chr(10).join(lines))}</pre>"
+            for title, lines in self._tables()
+        )
+        return "".join(parts)
+
+    def _tables(self) -> list[tuple[str, list[str]]]:
+        tables = [("memory", self._memory_lines())]
+        if self.time is not None:
+            tables.append(("time", self._time_lines()))
+        if self.collectives:
+            rows = [("collective", "axes", "count", "bytes", "seconds", "link")]
+            rows += [
+                (one.kind, ",".join(one.axes), str(one.count), human_bytes(one.bytes), range_str(one.seconds), one.link)
+                for one in self.collectives
+            ]
+            tables.append(("collectives", align_columns(rows, "<<>>><")))
+        return tables
+
+    def _memory_lines(self) -> list[str]:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        where = "" if self.chip is None else f" of {self.chip.name}"
+        total = self.peak.total
+        rows = [("per device", "bytes", "share")]
+        rows += [(role, human_bytes(size), f"{size / total:.0%}") for role, size in self.peak.by_role.items() if size]
+        rows.append(("peak", human_bytes(total), "100%"))
+        verdict = {True: "fits", False: "does not fit", None: "may fit: compile to know"}[self.fits]
+        limit = "" if self.usable_bytes is None else f"; a program may use {human_bytes(self.usable_bytes)}: {verdict}"
+        moment = f" (the fullest moment: {self.peak.moment})" if self.peak.moment else ""
+        return [f"{self.devices} devices{where} ({axes}){limit}{moment}", *align_columns(rows, "<>>")]
+
+    def _time_lines(self) -> list[str]:
+        parts = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
+        rows = [("seconds per step", "low", "high")]
+        for name in parts:
+            low, high = getattr(self.time, name)
+            rows.append((name.replace("_", " "), f"{low:.4g}", f"{high:.4g}"))
+        rows.append(("step", f"{self.time.low:.4g}", f"{self.time.high:.4g}"))
+        lines = align_columns(rows, "<>>")
+        for title, found in (("MFU", self.mfu), ("tokens per second", self.tokens_per_second),
+                             ("price per billion tokens", self.price_per_billion_tokens)):  # fmt: skip
+            if found is not None:
+                lines.append(f"{title}: {range_str(found)}")
+        return [*lines, *(f"assumed: {one}" for one in self.time.assumptions)]
+
+
+def range_str(found: Range | None) -> str:
+    """Write a range as "low - high"."""
+    return "" if found is None else f"{found[0]:.3g} - {found[1]:.3g}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: _plain(one) for name, one in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
