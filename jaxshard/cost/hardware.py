@@ -1,10 +1,52 @@
-"""Limits of accelerator chips, from their makers' data sheets, and the share of them that a run uses."""
+"""Limits of accelerator chips and their networks, each from a public source, and the share of them that a run uses."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 _GIB = 2**30
+
+
+class Network(NamedTuple):
+    """The links between devices: a torus (TPUs), or islands around a switch (GPUs), and a network outside.
+
+    Attributes:
+      inside: "ici" for a torus, "nvlink" for an island, as tables name it.
+      outside: "dcn" or "ib": between slices of TPUs, or between islands of GPUs.
+      bandwidth: bytes per second of one link of the torus in one direction; in an island those of a device to the
+        switch in one direction.
+      dims: of the torus; 0 for islands.
+      closes_at: a dimension of the torus is a ring where its size is a multiple of this; 0 if never.
+      closes_together: True if all dimensions are rings or none is (slices made of whole cubes).
+      island: how many devices share a switch; 0 for a torus, which is as large as the slice.
+      outside_bandwidth: bytes per second of one device in one direction.
+      latency: seconds of a hop inside.
+      outside_latency: seconds of a hop outside.
+    """
+
+    inside: str
+    outside: str
+    bandwidth: float
+    dims: int
+    closes_at: int
+    closes_together: bool
+    island: int
+    outside_bandwidth: float
+    latency: float = 1e-6
+    outside_latency: float = 1e-5
+
+    def closed(self, torus: tuple[int, ...]) -> tuple[bool, ...]:
+        """Return which dimensions of a slice of this shape are closed to rings.
+
+        >>> chip("TPU v5e").network.closed((16, 8))
+        (True, False)
+        >>> chip("TPU v5p").network.closed((4, 4, 2))
+        (False, False, False)
+        """
+        if not self.closes_at:
+            return (False,) * len(torus)
+        rings = tuple(size % self.closes_at == 0 for size in torus)
+        return (all(rings),) * len(torus) if self.closes_together else rings
 
 
 class Chip(NamedTuple):
@@ -16,12 +58,65 @@ class Chip(NamedTuple):
         sparsity.
       hbm_bytes: bytes of memory, of which a compiler or driver keeps some for itself.
       hbm_bandwidth: bytes per second between memory and chip.
+      usable_bytes: bytes of memory that a program may use: on TPUs what the compiler enforces, on GPUs all.
+      network: what joins such devices; None for chips that are sold without (PCIe cards).
+      peak_f32: FLOPs per second of f32 products as JAX computes them by default: one bf16 pass on TPUs, TF32 on GPUs.
+      peak_fp8: FLOPs per second of 8-bit floating products; None where the chip has none.
+      peak_int8: the same for 8-bit integers.
+      mxu: the rows and columns of a TPU's matrix unit; 0 for GPUs.
     """
 
     name: str
     peak_flops: float
     hbm_bytes: int
     hbm_bandwidth: float
+    usable_bytes: int = 0
+    network: Network | None = None
+    peak_f32: float = 0.0
+    peak_fp8: float | None = None
+    peak_int8: float | None = None
+    mxu: int = 0
+
+    def rate(self, dtype: str, passes: int = 1) -> float:
+        """Return the FLOPs per second of products of a dtype.
+
+        Args:
+          dtype: of the operands, such as "bfloat16"; the wider one where they differ.
+          passes: bf16 passes of an f32 product on a TPU: 1 by default, 3 at precision "high", 6 at "highest". On GPUs
+            more than one means f32 without TF32, which is not in the table: it is taken as an eighth of TF32, as on
+            A100 (19.5 of 156 TFLOPs) and H100 (67 of 495).
+
+        Example:
+          >>> chip("TPU v6e").rate("int8") / 1e12
+          1836.0
+          >>> chip("TPU v5e").rate("float32", passes=6) / 1e12
+          32.833333333333336
+        """
+        if dtype.startswith("float8"):
+            return self.peak_fp8 or self.peak_flops
+        if dtype in ("int8", "uint8"):
+            return self.peak_int8 or self.peak_flops
+        if dtype in ("float32", "float64", "complex64"):
+            return self.peak_f32 / (passes if self.mxu else 8 if passes > 1 else 1)
+        return self.peak_flops
+
+    def part(self, share: float) -> Chip:
+        """Return the limits of a part of the chip, such as one of two cores, which share memory and links."""
+        if share == 1:
+            return self
+        network = self.network and self.network._replace(
+            bandwidth=self.network.bandwidth * share, outside_bandwidth=self.network.outside_bandwidth * share
+        )
+        return self._replace(
+            peak_flops=self.peak_flops * share,
+            hbm_bytes=int(self.hbm_bytes * share),
+            hbm_bandwidth=self.hbm_bandwidth * share,
+            usable_bytes=int(self.usable_bytes * share),
+            network=network,
+            peak_f32=self.peak_f32 * share,
+            peak_fp8=self.peak_fp8 and self.peak_fp8 * share,
+            peak_int8=self.peak_int8 and self.peak_int8 * share,
+        )
 
 
 def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
@@ -49,8 +144,7 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     if found is None:
         return None
     whole, cores, shown = found
-    share = (shown if num_cores is None else num_cores) / cores
-    return Chip(whole.name, whole.peak_flops * share, int(whole.hbm_bytes * share), whole.hbm_bandwidth * share)
+    return whole.part((shown if num_cores is None else num_cores) / cores)
 
 
 def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: int | None = None) -> float | None:
@@ -75,40 +169,101 @@ def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: i
     return None if known is None else flops_per_second / (known.peak_flops * devices)
 
 
+# Networks of TPUs. Bytes per second of one link and direction are Google's "bidirectional inter-chip interconnect
+# bandwidth per chip" (cloud.google.com/tpu/docs/v5e: 400 GB/s, /v5p: 1200, /v6e: 3200 Gbps each way, /tpu7x: 1200, /v4:
+# 2400 Gbps each way) over both directions and the ports: 4 of a two-dimensional torus, 6 of a three-dimensional one.
+# Which dimensions are rings: jax-ml.github.io/scaling-book/tpus ("a full 16 axis" on v5e and v6e, multiples of 4 on
+# others), and what libtpu's topologies accept. A hop takes about 1 microsecond: the same book, /sharding.
+# Outside: v5e 6.4 Tbps and v6e 25.6 Tbps for a pod of 256 chips, v5p and v4 50 Gbps a chip, TPU7x 100 Gbps a chip.
+def _torus(link: float, dims: int, outside: float) -> Network:
+    flat = dims == 2
+    return Network("ici", "dcn", link, dims, 16 if flat else 4, not flat, 0, outside)
+
+
+def _tpu(
+    name: str,
+    peak: float,
+    gibibytes: int,
+    bandwidth: float,
+    usable: float,
+    network: Network | None,
+    *,
+    fp8: float | None = None,
+    int8: float | None = None,
+    mxu: int = 128,
+) -> Chip:
+    """A TPU's figures: f32 products run as one bf16 pass by default."""
+    return Chip(name, peak, gibibytes * _GIB, bandwidth, int(usable * _GIB), network, peak, fp8, int8, mxu)
+
+
 # device_kind: (the whole chip, its cores, how many of these JAX shows as one device by default).
 # Google's tables per chip: cloud.google.com/tpu/docs/v2, /v3, /v4, /v5e, /v5p, /v6e and /tpu7x. The spellings and cores
-# were read from libtpu's topologies ("TPU v5" is v5p, "lite" marks v5e and v6e).
-_V5E = (Chip("TPU v5e", 197e12, 16 * _GIB, 819e9), 1, 1)
-_V5P = (Chip("TPU v5p", 459e12, 95 * _GIB, 2765e9), 2, 2)
-_V6E = (Chip("TPU v6e", 918e12, 32 * _GIB, 1640e9), 1, 1)
+# were read from libtpu's topologies ("TPU v5" is v5p, "lite" marks v5e and v6e), and so was the memory that a program
+# may use, in GiB: libtpu refuses what needs more ("exceeds available HBM (15.75G)"; 0.0.34 to 0.0.52). For cores shown
+# apart that is each core's, here added up. v5p lists FP8 at the rate of bf16, and int8 at twice that.
+_V5E = (_tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12), 1, 1)
+_V5P = (_tpu("TPU v5p", 459e12, 95, 2765e9, 95.74, _torus(100e9, 3, 6.25e9), fp8=459e12, int8=918e12), 2, 2)
+_V6E = (_tpu("TPU v6e", 918e12, 32, 1640e9, 31.25, _torus(100e9, 2, 12.5e9), int8=1836e12, mxu=256), 1, 1)
 _TPUS: dict[str, tuple[Chip, int, int]] = {
-    "TPU v2": (Chip("TPU v2", 46e12, 16 * _GIB, 700e9), 2, 1),
-    "TPU v3": (Chip("TPU v3", 123e12, 32 * _GIB, 900e9), 2, 1),
-    "TPU v4": (Chip("TPU v4", 275e12, 32 * _GIB, 1200e9), 2, 2),
+    "TPU v2": (_tpu("TPU v2", 46e12, 16, 700e9, 14.96, None), 2, 1),
+    "TPU v3": (_tpu("TPU v3", 123e12, 32, 900e9, 30.96, None), 2, 1),
+    "TPU v4": (_tpu("TPU v4", 275e12, 32, 1200e9, 30.5, _torus(50e9, 3, 6.25e9), int8=275e12), 2, 2),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
     "TPU v5": _V5P,
     "TPU v5p": _V5P,
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
-    "TPU7x": (Chip("TPU7x", 2307e12, 192 * _GIB, 7380e9), 2, 1),
+    "TPU7x": (_tpu("TPU7x", 2307e12, 192, 7380e9, 189.5, _torus(100e9, 3, 12.5e9), fp8=4614e12, mxu=256), 2, 1),
 }
+
+
+# Islands of GPUs: NVLink's figure on a data sheet counts both directions (A100 600 GB/s, H100 and H200 900, B200 1800).
+# Outside, the network adapters of NVIDIA's DGX reference designs: one of 200 Gb/s for a GPU of a DGX A100, one of 400
+# Gb/s for one of a DGX H100, H200 or B200. Latencies: NCCL's tuning model (src/graph/tuning.cc), 0.6 microseconds for a
+# hop of its LL ring through NVLink, 14 through the network.
+def _island(both_directions: float, outside: float, island: int = 8) -> Network:
+    return Network("nvlink", "ib", both_directions / 2, 0, 0, False, island, outside, 6e-7, 1.4e-5)
+
+
+_A100 = _island(600e9, 25e9)
+_H100 = _island(900e9, 50e9)
+_B200 = _island(1800e9, 50e9)
+
+
+def _gpu(
+    name: str,
+    peak: float,
+    gigabytes: int,
+    bandwidth: float,
+    network: Network | None,
+    *,
+    fp8: bool = False,
+    int8: bool = True,
+) -> Chip:
+    """A GPU's figures: 8-bit products run at twice the rate of bf16 ones, TF32 at half of it."""
+    memory = gigabytes * 10**9
+    twice = 2 * peak
+    return Chip(
+        name, peak, memory, bandwidth, memory, network, peak / 2, twice if fp8 else None, twice if int8 else None
+    )
+
 
 # NVIDIA's data sheets by product: A10, A100, H100, H200, L4, L40S, DGX B200, GB200 NVL72. From Hopper on they print the
 # rate with 2:4 sparsity; the dense rate below is half of it. Memory is in decimal gigabytes, as sold.
 _GPUS: dict[str, Chip] = {
-    "NVIDIA A10": Chip("A10", 125e12, 24 * 10**9, 600e9),
-    "NVIDIA A100-PCIE-40GB": Chip("A100 PCIe 40GB", 312e12, 40 * 10**9, 1555e9),
-    "NVIDIA A100-SXM4-40GB": Chip("A100 SXM 40GB", 312e12, 40 * 10**9, 1555e9),
-    "NVIDIA A100 80GB PCIe": Chip("A100 PCIe 80GB", 312e12, 80 * 10**9, 1935e9),
-    "NVIDIA A100-SXM4-80GB": Chip("A100 SXM 80GB", 312e12, 80 * 10**9, 2039e9),
-    "NVIDIA H100 PCIe": Chip("H100 PCIe", 756e12, 80 * 10**9, 2000e9),
-    "NVIDIA H100 NVL": Chip("H100 NVL", 835e12, 94 * 10**9, 3900e9),
-    "NVIDIA H100 80GB HBM3": Chip("H100 SXM", 989e12, 80 * 10**9, 3350e9),
-    "NVIDIA H200": Chip("H200 SXM", 989e12, 141 * 10**9, 4800e9),
-    "NVIDIA H200 NVL": Chip("H200 NVL", 835e12, 141 * 10**9, 4800e9),
-    "NVIDIA B200": Chip("B200", 2250e12, 180 * 10**9, 8000e9),
-    "NVIDIA GB200": Chip("GB200", 2500e12, 186 * 10**9, 8000e9),
-    "NVIDIA L4": Chip("L4", 121e12, 24 * 10**9, 300e9),
-    "NVIDIA L40S": Chip("L40S", 362e12, 48 * 10**9, 864e9),
+    "NVIDIA A10": _gpu("A10", 125e12, 24, 600e9, None),
+    "NVIDIA A100-PCIE-40GB": _gpu("A100 PCIe 40GB", 312e12, 40, 1555e9, None),
+    "NVIDIA A100-SXM4-40GB": _gpu("A100 SXM 40GB", 312e12, 40, 1555e9, _A100),
+    "NVIDIA A100 80GB PCIe": _gpu("A100 PCIe 80GB", 312e12, 80, 1935e9, None),
+    "NVIDIA A100-SXM4-80GB": _gpu("A100 SXM 80GB", 312e12, 80, 2039e9, _A100),
+    "NVIDIA H100 PCIe": _gpu("H100 PCIe", 756e12, 80, 2000e9, None, fp8=True),
+    "NVIDIA H100 NVL": _gpu("H100 NVL", 835e12, 94, 3900e9, None, fp8=True),
+    "NVIDIA H100 80GB HBM3": _gpu("H100 SXM", 989e12, 80, 3350e9, _H100, fp8=True),
+    "NVIDIA H200": _gpu("H200 SXM", 989e12, 141, 4800e9, _H100, fp8=True),
+    "NVIDIA H200 NVL": _gpu("H200 NVL", 835e12, 141, 4800e9, None, fp8=True),
+    "NVIDIA B200": _gpu("B200", 2250e12, 180, 8000e9, _B200, fp8=True),
+    "NVIDIA GB200": _gpu("GB200", 2500e12, 186, 8000e9, _island(1800e9, 50e9, 72), fp8=True),
+    "NVIDIA L4": _gpu("L4", 121e12, 24, 300e9, None, fp8=True),
+    "NVIDIA L40S": _gpu("L40S", 362e12, 48, 864e9, None, fp8=True),
 }

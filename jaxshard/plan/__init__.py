@@ -1,6 +1,6 @@
 """Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
 
-Imports `core/`, `cost/`, `engines/` and `checks/`; only `commands/` imports it.
+Imports `core/`, `cost/`, `schedules/`, `engines/` and `checks/`; only `commands/` imports it.
 """
 
 from jaxshard.checks.collectives.compare import Comparison as Comparison
@@ -23,6 +23,7 @@ from jaxshard.checks.collectives.promise import promise as promise
 from jaxshard.cost.flops import model_flops as model_flops
 from jaxshard.cost.flops import train_flops as train_flops
 from jaxshard.cost.hardware import Chip as Chip
+from jaxshard.cost.hardware import Network as Network
 from jaxshard.cost.hardware import chip as chip
 from jaxshard.cost.hardware import mfu as mfu
 from jaxshard.plan.memory.tiles import tiled_argument_bytes as tiled_argument_bytes
@@ -30,5 +31,12 @@ from jaxshard.plan.memory.tiles import tiled_bytes as tiled_bytes
 from jaxshard.plan.predict import predict as predict
 from jaxshard.plan.prediction import MemoryPeak as MemoryPeak
 from jaxshard.plan.prediction import Prediction as Prediction
+from jaxshard.plan.time.network import CollectiveCost as CollectiveCost
+from jaxshard.plan.time.network import collective_cost as collective_cost
+from jaxshard.plan.time.network import collective_costs as collective_costs
+from jaxshard.plan.time.products import ProductCost as ProductCost
+from jaxshard.plan.time.products import product_costs as product_costs
+from jaxshard.plan.time.step_time import StepTime as StepTime
+from jaxshard.plan.time.step_time import step_time as step_time
 from jaxshard.plan.topology import topology_devices as topology_devices
 from jaxshard.plan.topology import topology_mesh as topology_mesh

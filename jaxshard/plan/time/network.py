@@ -1,0 +1,289 @@
+"""Times of collectives: latency and bandwidth on a torus of links, in islands of GPUs, and on the network outside.
+
+An all-gather of B bytes in all over a ring of n devices moves B (n - 1) / n bytes into each of them, half from either
+side. With links of W bytes per second and direction that takes B (n - 1) / (2 W n) seconds, and the latency of
+n / 2 hops. A line, which is a dimension of the torus that is not closed, has one link at its ends: B (n - 1) / (W n).
+Over several dimensions of a torus all of their links work. A reduce-scatter takes as long as the all-gather back, an
+all-reduce as long as both.
+
+Over slices, or islands of GPUs, each of m devices inside moves its part, B / m, between k of them: B (k - 1) / (k m)
+bytes through its own port.
+
+Sources: jax-ml.github.io/scaling-book/sharding (rings, lines, several dimensions, all-to-all), NVIDIA's nccl-tests,
+doc/PERFORMANCE.md (bus bandwidth).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.promise import Promise
+from jaxshard.core.mesh import axis_size, slice_indices
+from jaxshard.core.tree import bytes_of
+from jaxshard.cost.hardware import Chip, Network
+
+Range = tuple[float, float]
+"""A low and a high estimate."""
+
+EFFICIENCY: dict[str, Range] = {
+    # The scaling book's links carry 0.9 of Google's figures (tpus.md), an all-gather over a TPU7x:2x2x1 0.89
+    # (tpu-recipes, microbenchmarks/ironwood/collectives), an all-reduce over a v6e:16x16 236 of 400 GB/s
+    # (tpu-recipes, microbenchmarks/trillium/collectives).
+    "ici": (0.9, 0.59),
+    # The same table has 4.1 of 12.5 GB/s between two slices of v6e; 0.9 is the share on the links inside.
+    "dcn": (0.9, 0.33),
+    # Tables of nccl-tests (NVIDIA/nccl-tests, doc and issues): some 360 of 450 GB/s on 8 x H100, 44 to 48 of 50 GB/s a
+    # GPU between hosts; the low ends are those of arrays of a few megabytes.
+    "nvlink": (0.8, 0.6),
+    "ib": (0.95, 0.7),
+}
+"""The share of the published bandwidth that collectives reach: at best, and as the slowest public measurement says."""
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """Collectives of one kind over the same axes, in a step.
+
+    Attributes:
+      kind: such as "all-gather".
+      axes: the mesh axes.
+      count: how often they run, in a step.
+      bytes: that come into each device by all of them.
+      array_bytes: of the whole arrays, as `js.plan.summary` counts a compiled program's.
+      seconds: of all of them one after the other, at best and at worst.
+      link: the slowest link that they use: "ici", "dcn", "nvlink" or "ib"; "" on an unknown chip.
+      what: the arrays in words.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: float
+    array_bytes: float
+    seconds: Range
+    link: str
+    what: str
+
+
+class Group(NamedTuple):
+    """The devices that one collective joins.
+
+    Attributes:
+      inside: per dimension of the torus that they reach along, its size and whether it is a ring; of GPUs the number of
+        them in an island, as one ring.
+      outside: how many slices or islands they are in.
+    """
+
+    inside: tuple[tuple[int, bool], ...]
+    outside: int
+
+    @property
+    def members(self) -> int:
+        """The number of them inside one slice or island."""
+        return math.prod(size for size, _ in self.inside)
+
+
+def collective_costs(promise: Promise, mesh: Mesh, chip: Chip | None) -> tuple[CollectiveCost, ...]:
+    """Return what the promised collectives of a step cost.
+
+    Of the collectives that a compiler may choose between (an all-reduce in place of a reduce-scatter) those that the
+    layout calls for are counted, as often as they may run. What a promise leaves open, sums of activations over tensor
+    axes and tokens on their way to experts, is not in it: `collective_cost` makes one of known bytes.
+
+    Args:
+      promise: of the step.
+      mesh: its devices; their coordinates, slices and numbers say what lies between them.
+      chip: of the mesh, or None, which leaves out the times.
+
+    Returns:
+      One for all weights, gradients and so on that go over the same axes in the same way, in the promise's order.
+    """
+    found: dict[tuple[str, ...], list[CollectiveCost]] = {}
+    for one in _chosen(promise.expected):
+        assert one.shape is not None and one.most is not None
+        size = bytes_of(one.shape, one.dtype)
+        cost = collective_cost(one.kind, one.axes, size, mesh, chip, count=one.most, what=one.what)
+        word = one.what.split(" ")[0]
+        found.setdefault((one.kind, *one.axes, word), []).append(cost)
+    return tuple(_together(costs) for costs in found.values())
+
+
+def collective_cost(
+    kind: str,
+    axes: Sequence[str],
+    size: float,
+    mesh: Mesh,
+    chip: Chip | None,
+    *,
+    count: int = 1,
+    what: str = "",
+) -> CollectiveCost:
+    """Return what a collective over mesh axes costs.
+
+    Args:
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all" or "collective-permute".
+      axes: over which it goes.
+      size: bytes of the array: the gathered one, the one before it is scattered, the one that is summed; of an
+        all-to-all or permute that of one device.
+      mesh: the devices.
+      chip: of the mesh, or None, which leaves out the time.
+      count: how often it runs.
+      what: the array in words.
+
+    Example:
+      cost = js.plan.collective_cost("all-gather", ("data",), 2**30, mesh, js.plan.chip("TPU v5e"))
+    """
+    axes = tuple(axes)
+    devices = axis_size(mesh, axes)
+    share = 1.0 if kind == "collective-permute" else (devices - 1) / devices
+    moved = size * share * (2 if kind == "all-reduce" else 1)
+    seconds, link = (0.0, 0.0), ""
+    if chip is not None and chip.network is not None and devices > 1:
+        group = group_of(mesh, axes, chip.network)
+        low, high = collective_seconds(kind, size, group, chip.network)
+        seconds = (count * low, count * high)
+        link = chip.network.outside if group.outside > 1 else chip.network.inside
+    return CollectiveCost(kind, axes, count, count * moved, count * size, seconds, link, what)
+
+
+def group_of(mesh: Mesh, axes: Sequence[str], network: Network) -> Group:
+    """Return what lies between the devices that a collective over mesh axes joins.
+
+    Devices without coordinates, on a network that is a torus, count as a line.
+    """
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    others = tuple(0 if dim not in dims else slice(None) for dim in range(mesh.devices.ndim))
+    line = list(np.asarray(mesh.devices[others]).flat)
+    if network.island:
+        islands = len({device.id // network.island for device in line})
+        return Group(((len(line) // islands, True),), islands)
+    places = slice_indices(mesh)
+    slices = len(set(np.asarray(places[others]).flat))
+    everywhere = [device.coords for device in mesh.devices.flat if hasattr(device, "coords")]
+    if len(everywhere) < mesh.size:
+        return Group(((len(line) // slices, False),), slices)
+    torus = _extents(everywhere)
+    closed = network.closed(torus[: network.dims])
+    reached = _extents([device.coords for device in line])
+    inside = tuple(
+        (size, dim < len(closed) and closed[dim] and size == torus[dim]) for dim, size in enumerate(reached) if size > 1
+    )
+    return Group(inside, slices)
+
+
+def _extents(places: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """How many places there are along every dimension."""
+    return tuple(len(set(along)) for along in zip(*places, strict=True))
+
+
+def collective_seconds(kind: str, size: float, group: Group, network: Network) -> Range:
+    """Return the time of one collective, at best and at worst.
+
+    At best links inside and outside are busy at the same time, at worst one after the other; `EFFICIENCY` has the share
+    of the bandwidth. Over an axis that covers several dimensions of a torus TPUs have no reduce-scatter: at worst it is
+    an all-reduce.
+
+    Args:
+      kind: as for `collective_cost`.
+      size: as for `collective_cost`.
+      group: the devices.
+      network: what joins them.
+    """
+    inside, outside = _inside(kind, size, group, network), _outside(kind, size, group, network)
+    steps = {"all-reduce": 2}.get(kind, 1)
+    hops = sum(extent // 2 if closed else extent - 1 for extent, closed in group.inside)
+    latency = steps * ((1 if network.island else hops) * network.latency if group.members > 1 else 0.0)
+    latency += steps * math.ceil(math.log2(group.outside)) * network.outside_latency
+    (inside_low, inside_high), (outside_low, outside_high) = EFFICIENCY[network.inside], EFFICIENCY[network.outside]
+    worst = 2 if kind == "reduce-scatter" and len(group.inside) > 1 else 1
+    low = max(inside / inside_low, outside / outside_low)
+    return low + latency, worst * inside / inside_high + outside / outside_high + latency
+
+
+def _inside(kind: str, size: float, group: Group, network: Network) -> float:
+    """Seconds on the links inside a slice or an island, at their full bandwidth."""
+    count, width = group.members, network.bandwidth
+    if count == 1:
+        return 0.0
+    if kind == "collective-permute":
+        return size / width
+    moved = size * (count - 1) / count
+    exchanges = kind in ("all-to-all", "ragged-all-to-all")
+    if network.island:
+        return moved * (2 if kind == "all-reduce" else 1) / width
+    if exchanges:
+        # Half of the devices send half of what they have over the middle of the longest dimension.
+        return max(size * extent / (4 * (2 if closed else 1) * width) for extent, closed in group.inside)
+    links = sum(2 if closed else 1 for _, closed in group.inside)
+    return moved * (2 if kind == "all-reduce" else 1) / (links * width)
+
+
+def _outside(kind: str, size: float, group: Group, network: Network) -> float:
+    """Seconds on the ports to other slices or islands, at their full bandwidth."""
+    if group.outside == 1:
+        return 0.0
+    if kind == "collective-permute":
+        return size / network.outside_bandwidth
+    share = (group.outside - 1) / group.outside
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return size * share / network.outside_bandwidth
+    return size / group.members * share * (2 if kind == "all-reduce" else 1) / network.outside_bandwidth
+
+
+def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
+    """Of each array's promised collectives those that the layout calls for, where a compiler may choose others."""
+    by_array: dict[str, list[Expected]] = {}
+    for one in expected:
+        own = not one.what.startswith(("borders of", "shards of"))
+        if own and one.axes and one.shape is not None and one.most and one.limit is None:
+            by_array.setdefault(one.what, []).append(one)
+    for ones in by_array.values():
+        ones = _across_slices([one for one in ones if one.pooled]) + [one for one in ones if not one.pooled]
+        if all(one.least for one in ones):
+            yield from ones
+            continue
+        # Singly over each axis rather than over several at once; what is scattered over an axis is not summed over it.
+        scattered = [one for one in ones if one.kind == "reduce-scatter" and len(one.axes) == 1]
+        scattered = scattered or [one for one in ones if one.kind == "reduce-scatter"]
+        over = {axis for one in scattered for axis in one.axes}
+        sums = [one for one in ones if one.kind == "all-reduce" and not over & set(one.axes)]
+        fewest = min((len(one.axes) for one in sums), default=0)
+        yield from (one for one in ones if one.kind not in ("reduce-scatter", "all-reduce"))
+        yield from scattered
+        yield from (one for one in sums if len(one.axes) == fewest)
+
+
+def _across_slices(pooled: list[Expected]) -> list[Expected]:
+    """Of what may become of a collective over several slices one over all of its axes."""
+    whole: dict[tuple[int, ...], Expected] = {}
+    for one in pooled:
+        assert one.shape is not None
+        old = whole.get(one.shape)
+        kind = one.kind if old is None or old.kind == one.kind else "all-gather"
+        if kind != one.kind and not one.what.startswith(("weight", "parameter")):
+            kind = "all-reduce"
+        axes = one.axes if old is None else tuple(dict.fromkeys((*old.axes, *one.axes)))
+        whole[one.shape] = replace(one, kind=kind, axes=axes, least=0)
+    return list(whole.values())
+
+
+def _together(costs: Sequence[CollectiveCost]) -> CollectiveCost:
+    """One for several of the same kind over the same axes."""
+    words = costs[0].what if len(costs) == 1 else f"{costs[0].what} and {len(costs) - 1} more"
+    return CollectiveCost(
+        costs[0].kind,
+        costs[0].axes,
+        sum(one.count for one in costs),
+        sum(one.bytes for one in costs),
+        sum(one.array_bytes for one in costs),
+        (sum(one.seconds[0] for one in costs), sum(one.seconds[1] for one in costs)),
+        costs[0].link,
+        words,
+    )

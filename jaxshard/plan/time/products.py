@@ -1,0 +1,315 @@
+"""The matrix products that each device computes in a step, from its traced program, what is computed again included.
+
+A traced step has `shard_map`s, in which shapes are those of one device along the manual axes, scans over blocks, and in
+the backward pass the blocks' forward pass once more. So the FLOPs here are those of the hardware, not of the model:
+
+    dot_general [24576, 4096] x [4096, 14336] in a scan of 32 blocks     32 times 2 * 24576 * 4096 * 14336 FLOPs
+
+A TPU's matrix unit multiplies tiles of 128 or 256 rows and columns: of a product of which the contracted or an output
+dimension is smaller, such as the 128 of an attention head on a v6e, a part of the unit is idle
+(jax-ml.github.io/scaling-book/tpus).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import Mesh
+
+from jaxshard.core.compat import contracted_kernel_dims, equation_frames, newly_manual_axes, scan_counts
+from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.core.our_code import is_jaxshard_file, package_folder
+from jaxshard.cost.hardware import Chip
+
+Range = tuple[float, float]
+Parts = Callable[[Any, frozenset[str]], int]
+"""`parts(equation, automatic axes) -> n`: among how many devices the compiler splits an equation's work."""
+
+_JAX = package_folder("jax")
+
+EFFICIENCY: dict[int, Range] = {128: (0.9, 0.6), 256: (0.9, 0.6), 0: (0.9, 0.6)}
+
+
+@dataclass(frozen=True)
+class ProductCost:
+    """Equal products of a step, on one device.
+
+    Attributes:
+      where: the user's line that asks for it, such as "llama.py:236", or the kernel's name.
+      shapes: of the operands, such as "[24576, 4096] x [4096, 14336]".
+      dtype: of the wider operand.
+      count: how often it runs in a step.
+      flops: of all of them, two for every multiply-add.
+      bytes: of operands and results of all of them, through the memory once each.
+      seconds: of all of them, at best and at worst; (0, 0) on an unknown chip.
+    """
+
+    where: str
+    shapes: str
+    dtype: str
+    count: int
+    flops: float
+    bytes: float
+    seconds: Range
+
+
+class _Product(NamedTuple):
+    """One equation: rows x contracted x columns, over a batch; `times` of it in a step, on one device."""
+
+    where: str
+    shapes: str
+    dtype: str
+    passes: int
+    times: float
+    flops: float
+    bytes: float
+    fill: Callable[[int], float]
+
+
+def product_costs(
+    closed_jaxpr: Any, mesh: Mesh, chip: Chip | None = None, *, parts: Parts | None = None
+) -> tuple[ProductCost, ...]:
+    """Return the products of a traced program on each device of a mesh, those that take longest first.
+
+    Args:
+      closed_jaxpr: of the step, such as `jitted.trace(...).jaxpr`.
+      mesh: its devices.
+      chip: one of them, or None, which leaves out the times.
+      parts: among how many devices the compiler splits an equation along the axes that are left to it; by default all
+        of them.
+
+    Returns:
+      One for all equal products of one line. A `while` loop counts once, because nobody knows how often it runs.
+    """
+    jaxpr, consts = open_jaxpr(closed_jaxpr)
+    known = {var: value for var, value in zip(jaxpr.constvars, consts, strict=True) if _is_small(value)}
+    automatic = frozenset(mesh.axis_names)
+    walk = _Walk(mesh, parts or (lambda _, axes: math.prod(mesh.shape[axis] for axis in axes)))
+    found: dict[tuple[str, str, str, int], list[_Product]] = {}
+    for one in walk.products(jaxpr, 1, automatic, known):
+        found.setdefault((one.where, one.shapes, one.dtype, one.passes), []).append(one)
+    costs = [_cost(ones, chip) for ones in found.values()]
+    return tuple(sorted(costs, key=lambda one: (-one.seconds[1], -one.flops)))
+
+
+def product_seconds(chip: Chip, flops: float, size: float, dtype: str, *, passes: int = 1, fill: float = 1.0) -> Range:
+    """Return the time of a product by its roofline, at best and at worst.
+
+    Args:
+      chip: that computes it.
+      flops: of it.
+      size: bytes of operands and result.
+      dtype: of the wider operand.
+      passes: as for `Chip.rate`.
+      fill: the share of the matrix unit that its dimensions fill.
+    """
+    best, worst = EFFICIENCY[chip.mxu]
+    compute, memory = flops / chip.rate(dtype, passes) / fill, size / chip.hbm_bandwidth
+    return max(compute / best, memory / best), max(compute / worst, memory / worst)
+
+
+class _Walk(NamedTuple):
+    """How a program is read.
+
+    Attributes:
+      mesh: its devices.
+      parts: see `product_costs`.
+    """
+
+    mesh: Mesh
+    parts: Parts
+
+    def products(
+        self, jaxpr: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
+    ) -> Iterator[_Product]:
+        """Yield the products of a program that runs so many `times`, with the axes that are left to the compiler."""
+        for equation in jaxpr.eqns:
+            yield from self._of_equation(equation, times, automatic, known)
+
+    def _of_equation(
+        self, equation: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
+    ) -> Iterator[_Product]:
+        params = equation.params
+        match equation.primitive.name:
+            case "dot_general":
+                (left, right), (batch, _) = params["dimension_numbers"]
+                yield self._dot(equation, times, automatic, left, right, batch)
+            case "ragged_dot_general":
+                numbers = params["ragged_dot_dimension_numbers"]
+                (left, right), (batch, _) = numbers.dot_dimension_numbers
+                # Where the rows of all groups are contracted, each group's result is of its own rows alone.
+                groups = equation.outvars[0].aval.shape[0] if set(numbers.lhs_ragged_dimensions) & set(left) else 1
+                yield self._dot(equation, times / groups, automatic, left, right, batch)
+            case "conv_general_dilated":
+                yield self._dot(equation, times, automatic, (), contracted_kernel_dims(params), ())
+            case "pallas_call":
+                yield from self._kernel(equation, times, automatic, known)
+            case "dot_product_attention_fwd_wrapper" | "dot_product_attention_bwd_wrapper":
+                yield self._cudnn(equation, times, automatic)
+            case "scan":
+                inner = params["jaxpr"].jaxpr
+                count = scan_counts(params)[0]
+                passed = _pass_on(known, equation.invars[:count], inner.invars[:count])
+                yield from self.products(inner, times * params["length"], automatic, passed)
+            case "cond":
+                branches = [
+                    list(
+                        self.products(
+                            one.jaxpr, times, automatic, _pass_on(known, equation.invars[1:], one.jaxpr.invars)
+                        )
+                    )
+                    for one in params["branches"]
+                ]
+                yield from max(branches, key=lambda ones: sum(one.flops for one in ones))
+            case "shard_map":
+                inner, _ = open_jaxpr(params["jaxpr"])
+                left_over = automatic - newly_manual_axes(params)
+                yield from self.products(inner, times, left_over, _pass_on(known, equation.invars, inner.invars))
+            case _:
+                for inner in jaxprs_in_params(params):
+                    same = len(inner.invars) == len(equation.invars)
+                    passed = _pass_on(known, equation.invars, inner.invars) if same else {}
+                    yield from self.products(inner, times, automatic, passed)
+
+    def _dot(
+        self,
+        equation: Any,
+        times: float,
+        automatic: frozenset[str],
+        left: Sequence[int],
+        right: Sequence[int],
+        batch: Sequence[int],
+    ) -> _Product:
+        a, b = (var.aval for var in equation.invars[:2])
+        out = equation.outvars[0].aval
+        contracted = math.prod(b.shape[dim] for dim in right)
+        many = math.prod(a.shape[dim] for dim in batch)
+        rows = max(1, math.prod(a.shape) // (many * (contracted if left else 1)))
+        columns = max(1, out.size // (many * rows)) if left else out.shape[-1]
+        share = times / self.parts(equation, automatic)
+        wider = max((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
+        return _Product(
+            _where(equation),
+            f"{list(a.shape)} x {list(b.shape)}",
+            str(wider),
+            _passes(equation.params.get("precision")),
+            times,
+            2.0 * out.size * contracted * share,
+            float(_bytes(a) + _bytes(b) + _bytes(out)) * share,
+            lambda unit: _fill(rows, contracted, columns, unit),
+        )
+
+    def _kernel(
+        self, equation: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
+    ) -> Iterator[_Product]:
+        """The products of a Pallas kernel: those of its body at each place of its grid where the mask is not empty."""
+        params = equation.params
+        inner, _ = open_jaxpr(params["jaxpr"])
+        grid = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
+        name = str(params.get("name") or getattr(params.get("name_and_src_info"), "name", "kernel"))
+        share = _visited(name, equation, params["grid_mapping"], known) / self.parts(equation, automatic)
+        body = list(self.products(inner, 1, frozenset(), {}))
+        touched = sum(_bytes(var.aval) for var in (*equation.invars, *equation.outvars))
+        estimate = params.get("cost_estimate")
+        if estimate is not None or body:
+            flops = float(estimate.flops) if estimate is not None else grid * sum(one.flops for one in body) * share
+            dtype = body[0].dtype if body else "bfloat16"
+            passes = max((one.passes for one in body), default=1)
+            shapes = " x ".join(str(list(var.aval.shape)) for var in equation.invars if len(var.aval.shape) > 2)
+
+            def fill(unit: int) -> float:
+                total = sum(one.flops for one in body)
+                return total / sum(one.flops / one.fill(unit) for one in body) if total else 1.0
+
+            yield _Product(name, shapes, dtype, passes, times, flops * times, float(touched) * times, fill)
+
+    def _cudnn(self, equation: Any, times: float, automatic: frozenset[str]) -> _Product:
+        """Attention by cuDNN: two products forward, five backward; half of the logits where it is causal."""
+        query, key = (var.aval for var in equation.invars[:2])
+        forward = equation.primitive.name == "dot_product_attention_fwd_wrapper"
+        # Undocumented: the layout BTNH and the mask types of jax._src.cudnn.fused_attention_stablehlo.
+        causal = "CAUSAL" in str(equation.params.get("mask_type", ""))
+        share = times / self.parts(equation, automatic) * (0.5 if causal else 1.0)
+        flops = 2.0 * query.size * key.shape[-3] * (2 if forward else 5) * share
+        touched = float(sum(_bytes(var.aval) for var in (*equation.invars, *equation.outvars))) * share
+        name = f"cudnn attention, {'forward' if forward else 'backward'}"
+        shapes = f"{list(query.shape)} x {list(key.shape)}"
+        return _Product(name, shapes, str(query.dtype), 1, times, flops, touched, lambda _: 1.0)
+
+
+def _visited(name: str, equation: Any, grid_mapping: Any, known: Mapping[Any, Any]) -> float:
+    """The share of a kernel's grid that it computes: of splash attention the blocks that its mask does not empty.
+
+    Its second scalar operand says for each block whether it is empty (0), partly or wholly visible.
+    """
+    count = grid_mapping.num_index_operands
+    if name.startswith("splash") and count > 1:
+        mask = known.get(equation.invars[1])
+        if mask is not None and mask.size:
+            return float(np.count_nonzero(mask) / mask.size)
+    return 1.0
+
+
+def _fill(rows: int, contracted: int, columns: int, unit: int) -> float:
+    """The share of a matrix unit that a product fills: it holds a tile of one operand, through which the other streams.
+
+    >>> _fill(8192, 128, 8192, 256)
+    0.5
+    >>> _fill(8192, 4096, 14336, 128)
+    1.0
+    """
+    if not unit:
+        return 1.0
+    padded = [math.ceil(size / unit) * unit / size for size in (rows, contracted, columns)]
+    # The longest of the two outer dimensions streams, row by row.
+    return 1 / (padded[1] * min(padded[0], padded[2]))
+
+
+def _cost(ones: Sequence[_Product], chip: Chip | None) -> ProductCost:
+    flops, size = sum(one.flops for one in ones), sum(one.bytes for one in ones)
+    first, seconds = ones[0], (0.0, 0.0)
+    if chip is not None:
+        fill = first.fill(chip.mxu)
+        seconds = product_seconds(chip, flops, size, first.dtype, passes=first.passes, fill=fill)
+    count = round(sum(one.times for one in ones))
+    return ProductCost(first.where, first.shapes, first.dtype, count, flops, size, seconds)
+
+
+def _where(equation: Any) -> str:
+    """The line of the user's model, or of a ready-made one, that asks for an equation; else that of our code."""
+    lines = [(file, line) for file, line, _ in equation_frames(equation) if not Path(file).is_relative_to(_JAX)]
+    own = [
+        (file, line) for file, line in lines if not is_jaxshard_file(file) or "/models/" in file or "/layers/" in file
+    ]
+    for file, line in own or lines:
+        return f"{Path(file).name}:{line}"
+    return str(equation.primitive.name)
+
+
+def _passes(precision: Any) -> int:
+    """How many bf16 passes a precision asks of a TPU: its lax.Precision, or a pair of them."""
+    names = str(precision).upper()
+    return 6 if "HIGHEST" in names else 3 if "HIGH" in names else 1
+
+
+def _bytes(aval: Any) -> int:
+    dtype = getattr(aval, "dtype", None)
+    return 0 if dtype is None else math.prod(aval.shape) * dtype.itemsize
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a constant may be a kernel's mask: an array of integers."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and np.issubdtype(dtype, np.integer) and value.size < 2**24
+
+
+def _pass_on(known: Mapping[Any, Any], outer: Sequence[Any], inner: Sequence[Any]) -> dict[Any, Any]:
+    """What is known of the arguments of an inner program."""
+    pairs = zip(outer, inner, strict=False)
+    return {new: known[old] for old, new in pairs if not isinstance(old, Literal) and old in known}

@@ -1,0 +1,189 @@
+"""The time of a step as a range, with its parts, and what follows from it: utilization, tokens per second, price.
+
+    step = products + what only moves memory + communication that nothing hides + bubble + host
+
+The range is as wide as what nobody knows before the run: the share of its peak that a chip reaches (`EFFICIENCY` in
+`products` and `network`), and what the compiler runs at the same time as communication. At best it hides all that does
+not stand between two products. At worst it hides gathers of weights alone, which TPU compilers overlap in a loop
+over blocks by default, and reduces gradients with nothing beside it, as libtpu does with sums over a whole torus
+(benchmarks/README.md, "synchronous").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxshard.core.layout import Layout
+from jaxshard.cost.hardware import Chip
+from jaxshard.engines.engine import Engine
+from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.products import EFFICIENCY, ProductCost
+from jaxshard.schedules.stats import Costs, compute_stats
+
+Range = tuple[float, float]
+
+HOST: Range = (0.0, 2e-3)
+"""Seconds of a step in which devices wait for their host: it dispatches ahead, so at best none."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step, each at best and at worst.
+
+    Attributes:
+      compute: matrix products.
+      memory_bound: what only reads and writes memory: the optimizer's update.
+      exposed_communication: collectives that nothing hides.
+      bubble: idle time of a pipeline.
+      host: waiting for the host.
+      assumptions: what the range rests on, in sentences.
+    """
+
+    compute: Range
+    memory_bound: Range = (0.0, 0.0)
+    exposed_communication: Range = (0.0, 0.0)
+    bubble: Range = (0.0, 0.0)
+    host: Range = HOST
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def low(self) -> float:
+        """The sum of all parts at best."""
+        return sum(part[0] for part in self._parts)
+
+    @property
+    def high(self) -> float:
+        """The sum of all parts at worst."""
+        return sum(part[1] for part in self._parts)
+
+    @property
+    def middle(self) -> float:
+        """The middle of the range."""
+        return (self.low + self.high) / 2
+
+    @property
+    def _parts(self) -> tuple[Range, ...]:
+        return self.compute, self.memory_bound, self.exposed_communication, self.bubble, self.host
+
+
+def step_time(
+    products: Sequence[ProductCost],
+    collectives: Sequence[CollectiveCost],
+    chip: Chip,
+    *,
+    layout: Layout | None = None,
+    engine: Engine | None = None,
+    bubble: float | None = None,
+) -> StepTime:
+    """Return the time of a step from its parts.
+
+    Args:
+      products: of `product_costs`, with the same chip.
+      collectives: of `collective_costs`. Those of weights and gradients may run beside products, all others (sums of
+        activations, exchanges of tokens) stand between two of them.
+      chip: of the mesh.
+      layout: whose optimizer state is updated; without one the update is left out.
+      engine: whose schedule says how long devices idle, if it has one.
+      bubble: that idle share itself, in the place of the engine's.
+    """
+    compute = _sum(one.seconds for one in products)
+    between = _sum(one.seconds for one in collectives if _role(one) == "between")
+    gathers = _sum(one.seconds for one in collectives if _role(one) == "gather")
+    reductions = _sum(one.seconds for one in collectives if _role(one) == "reduce")
+    exposed = (
+        between[0] + max(0.0, gathers[0] + reductions[0] - compute[0]),
+        between[1] + reductions[1] + max(0.0, gathers[1] - compute[1]),
+    )
+    share = (0.0 if engine is None or layout is None else bubble_of(engine, layout)) if bubble is None else bubble
+    idle = share / (1 - share)
+    best, worst = EFFICIENCY[chip.mxu]
+    update = 0.0 if layout is None else update_bytes(layout) / chip.hbm_bandwidth
+    assumptions = [
+        f"products reach {worst:.0%} to {best:.0%} of {chip.name}'s peak, {chip.peak_flops / 1e12:.0f} TFLOP/s in bf16",
+        "at best all communication of weights and gradients runs beside products, at worst only the gathers",
+    ]
+    if share:
+        assumptions.append(f"the schedule idles {share:.1%} of the time")
+    return StepTime(
+        compute,
+        (update / best, update / worst),
+        exposed,
+        (idle * (compute[0] + between[0]), idle * (compute[1] + between[1])),
+        HOST,
+        tuple(assumptions),
+    )
+
+
+def bubble_of(engine: Engine, layout: Layout) -> float:
+    """Return the idle share of an engine's schedule, in lockstep; 0 for engines without one.
+
+    A backward pass that keeps only what goes into its blocks computes their forward pass again: it costs three times
+    the forward.
+    """
+    table = getattr(engine, "table", None)
+    if table is None:
+        return 0.0
+    again = getattr(engine, "stash", None) in ("layer", "stage")
+    return compute_stats(table(layout), Costs(F=1.0, B=3.0 if again else 2.0)).bubble
+
+
+def update_bytes(layout: Layout) -> int:
+    """Return the bytes that an optimizer's update moves through the memory of one device.
+
+    It reads gradients, parameters and its state, and writes the latter two.
+    """
+    total = 0
+    for one in layout.placed():
+        size = one.placement.bytes_per_device(layout.mesh, one.leaf.dtype)
+        total += {"param": 2, "grad": 1, "opt": 2}.get(one.role, 0) * size
+    return total
+
+
+def mfu_range(model_flops: float, time: StepTime, chip: Chip, devices: int) -> Range:
+    """Return the model FLOPs utilization, at worst and at best.
+
+    Args:
+      model_flops: of a step of all devices (`train_flops`).
+      time: of the step.
+      chip: of the mesh.
+      devices: how many of them there are.
+    """
+    peak = chip.peak_flops * devices
+    return model_flops / time.high / peak, model_flops / time.low / peak
+
+
+def tokens_per_second(tokens: int, time: StepTime) -> Range:
+    """Return tokens per second of all devices, at worst and at best, of a batch with so many."""
+    return tokens / time.high, tokens / time.low
+
+
+def price_per_billion_tokens(tokens: int, time: StepTime, devices: int, price: float) -> Range:
+    """Return what a billion tokens cost, at best and at worst.
+
+    Args:
+      tokens: of a batch.
+      time: of the step.
+      devices: how many there are.
+      price: of one device for an hour, in any currency.
+
+    Example:
+      >>> from jaxshard.plan.time.step_time import StepTime
+      >>> price_per_billion_tokens(1_000_000, StepTime((1.0, 1.0), host=(0.0, 0.0)), 36, 1.0)
+      (10.0, 10.0)
+    """
+    hours = 1e9 / tokens / 3600 * devices * price
+    return time.low * hours, time.high * hours
+
+
+def _role(one: CollectiveCost) -> str:
+    """What a collective is for: "gather" of weights, "reduce" of gradients (or parameters at the end), "between"."""
+    word = one.what.split(" ")[0]
+    if word == "weight":
+        return "gather"
+    return "reduce" if word in ("gradient", "parameter", "new") else "between"
+
+
+def _sum(ranges: Iterable[Range]) -> Range:
+    found = list(ranges)
+    return sum(low for low, _ in found), sum(high for _, high in found)

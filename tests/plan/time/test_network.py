@@ -1,0 +1,116 @@
+"""Times of collectives against quotients made by hand, on stand-ins for devices."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxshard.cost.hardware import chip
+from jaxshard.plan.time.network import EFFICIENCY, Group, collective_cost, collective_seconds, group_of
+
+V5E, V5P, H100 = (chip(kind) for kind in ("TPU v5e", "TPU v5p", "NVIDIA H100 80GB HBM3"))
+
+
+class Device(NamedTuple):
+    id: int
+    coords: tuple = ()
+    slice_index: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5e"
+
+
+class StandIn:
+    """What `group_of` reads of a mesh; JAX makes meshes of its own devices alone."""
+
+    def __init__(self, devices, axes):
+        self.devices, self.axis_names = devices, tuple(axes)
+        self.shape, self.size = dict(axes), devices.size
+
+
+def torus(*extents, slices=1, **axes):
+    places = list(np.ndindex(*extents))
+    found = [Device(i + s * len(places), place, s) for s in range(slices) for i, place in enumerate(places)]
+    grid = np.empty(len(found), object)
+    grid[:] = [None] * len(found)
+    for at, device in enumerate(found):
+        grid[at] = device
+    return StandIn(grid.reshape(tuple(axes.values())), axes)
+
+
+def best(kind, size, group, network):
+    """The time without latency, with links at their full bandwidth."""
+    quiet = network._replace(latency=0.0, outside_latency=0.0)
+    low, _ = collective_seconds(kind, size, group, quiet)
+    return low * EFFICIENCY[network.outside if group.outside > 1 else network.inside][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside", "seconds"),
+    [
+        # 1.6 GB over a ring of 16: 15/16 of it through two links of 50 GB/s; a line has one link at its ends.
+        ("all-gather", ((16, True),), 1.5 / 100),
+        ("all-gather", ((16, False),), 1.5 / 50),
+        ("reduce-scatter", ((16, True),), 1.5 / 100),
+        ("all-reduce", ((16, True),), 3.0 / 100),
+        # Over 16 x 16 rings four links work: 255/256 of 1.6 GB.
+        ("all-gather", ((16, True), (16, True)), 1.6 * 255 / 256 / 200),
+        ("all-gather", ((2, False), (4, False)), 1.4 / 100),
+        # 0.1 GB each on a ring of 16, 1.6 in all: a quarter of it crosses the middle each way, over two links.
+        ("all-to-all", ((16, True),), 0.1 * 16 / 8 / 50 * 16),
+        ("collective-permute", ((16, True),), 1.6 / 50),
+    ],
+)
+def test_inside_a_slice(kind, inside, seconds):
+    assert best(kind, 1.6e9, Group(inside, 1), V5E.network) == pytest.approx(seconds)
+
+
+def test_latency_of_hops():
+    # Half of a ring of 16 is 8 hops of a microsecond; a line has 15.
+    assert collective_seconds("all-gather", 0, Group(((16, True),), 1), V5E.network) == pytest.approx((8e-6, 8e-6))
+    assert collective_seconds("all-reduce", 0, Group(((16, False),), 1), V5E.network) == pytest.approx((3e-5, 3e-5))
+
+
+def test_over_slices():
+    # 256 devices of each of 4 slices sum 25.6 GB: 0.1 GB each, twice 3/4 of it through a port of 3.125 GB/s.
+    group = Group(((16, True), (16, True)), 4)
+    assert best("all-reduce", 25.6e9, group, V5E.network) == pytest.approx(2 * 25.6 * 255 / 256 / 200)
+    assert best("all-reduce", 0.4e9, Group((), 4), V5E.network) == pytest.approx(2 * 0.4 * 0.75 / 3.125)
+
+
+def test_gpus():
+    # 8 GB to 8 GPUs of an island: 7 GB through 450 GB/s. To 4 islands of 8: 3/4 of 8 GB through 8 ports of 50 GB/s.
+    assert best("all-gather", 8e9, Group(((8, True),), 1), H100.network) == pytest.approx(7 / 450)
+    low = best("all-gather", 8e9, Group(((8, True),), 4), H100.network)
+    assert low == pytest.approx(0.95 * max(8 * 7 / 8 / 450 / 0.8, 8 * 3 / 4 / (8 * 50) / 0.95))
+
+
+def test_groups_of_axes():
+    mesh = torus(16, 8, x=16, y=8)
+    assert group_of(mesh, ("x",), V5E.network) == Group(((16, True),), 1)
+    assert group_of(mesh, ("y",), V5E.network) == Group(((8, False),), 1)
+    assert group_of(mesh, ("x", "y"), V5E.network) == Group(((16, True), (8, False)), 1)
+    # An axis over half of a ring is a line.
+    assert group_of(torus(16, 1, a=2, b=8), ("b",), V5E.network) == Group(((8, False),), 1)
+    cubes = torus(4, 4, 8, x=4, y=4, z=8)
+    assert group_of(cubes, ("x", "z"), V5P.network) == Group(((4, True), (8, True)), 1)
+    assert group_of(torus(2, 2, 4, data=16), ("data",), V5P.network).inside == ((2, False), (2, False), (4, False))
+    pods = torus(16, 16, slices=4, data=4, fsdp=256)
+    assert group_of(pods, ("data",), V5E.network) == Group((), 4)
+    assert group_of(pods, ("fsdp",), V5E.network) == Group(((16, True), (16, True)), 1)
+    assert group_of(pods, ("data", "fsdp"), V5E.network).outside == 4
+
+
+def test_islands_of_gpus():
+    mesh = torus(32, data=4, tensor=8)
+    assert group_of(mesh, ("tensor",), H100.network) == Group(((8, True),), 1)
+    assert group_of(mesh, ("data",), H100.network) == Group(((1, True),), 4)
+    assert group_of(mesh, ("data", "tensor"), H100.network) == Group(((8, True),), 4)
+
+
+def test_bytes_that_come_into_a_device():
+    mesh = torus(16, 8, x=16, y=8)
+    cost = collective_cost("all-reduce", ("x",), 1600, mesh, V5E, count=3, what="gradient of w")
+    assert (cost.bytes, cost.array_bytes, cost.link, cost.count) == (3 * 2 * 1500, 4800, "ici", 3)
+    assert collective_cost("all-gather", ("x",), 1600, mesh, None).seconds == (0.0, 0.0)
+    assert isinstance(mesh, StandIn) and not isinstance(mesh, Mesh)

@@ -1,0 +1,51 @@
+"""The parts of a step's time against sums made by hand."""
+
+import pytest
+
+from jaxshard.cost.hardware import chip
+from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.products import ProductCost
+from jaxshard.plan.time.step_time import HOST, mfu_range, price_per_billion_tokens, step_time, tokens_per_second
+
+V5E = chip("TPU v5e")
+
+
+def product(low, high):
+    return ProductCost("model.py:1", "", "bfloat16", 1, 1.0, 1.0, (low, high))
+
+
+def collective(kind, what, low, high):
+    return CollectiveCost(kind, ("data",), 1, 1.0, 1.0, (low, high), "ici", what)
+
+
+def test_what_is_hidden():
+    products = [product(1.0, 2.0), product(0.5, 1.0)]
+    moved = [
+        collective("all-gather", "weight w", 1.0, 2.5),
+        collective("reduce-scatter", "gradient of w", 0.4, 0.7),
+        collective("all-gather", "new parameter w", 0.1, 0.2),
+    ]
+    time = step_time(products, moved, V5E)
+    assert (time.compute, time.bubble, time.host) == ((1.5, 3.0), (0.0, 0.0), HOST)
+    # At best 1.5 s of products hide 1.5 s of communication, at worst only the gathers, which are shorter.
+    assert time.exposed_communication == pytest.approx((0.0, 0.9))
+    # Sums of activations stand between two products.
+    time = step_time(products, [*moved, collective("all-reduce", "activations", 0.3, 0.6)], V5E)
+    assert time.exposed_communication == pytest.approx((0.3, 1.5))
+    time = step_time([product(0.5, 1.0)], moved, V5E)
+    assert time.exposed_communication == pytest.approx((1.0, 0.9 + 1.5))
+    assert (time.low, time.high) == pytest.approx((1.5, 3.4 + HOST[1]))
+
+
+def test_a_bubble_idles():
+    time = step_time([product(0.8, 1.6)], [], V5E, bubble=0.2)
+    assert time.bubble == pytest.approx((0.2, 0.4))
+    assert time.low == pytest.approx(1.0)
+
+
+def test_figures_of_a_step():
+    time = step_time([product(1.0, 2.0 - HOST[1])], [], V5E)
+    assert mfu_range(4 * 98.5e12, time, V5E, 4) == pytest.approx((0.25, 0.5))
+    assert tokens_per_second(1000, time) == pytest.approx((500.0, 1000.0))
+    # A billion tokens of 1,000 a second take 277.8 hours on each of 4 chips.
+    assert price_per_billion_tokens(1000, time, 4, 1.2)[0] == pytest.approx(1e6 / 3600 * 4 * 1.2)
