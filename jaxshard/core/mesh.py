@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxshard.core.compat import backend_is_initialized
@@ -38,7 +39,12 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, /, **axes: int) -> Me
     available = jax.device_count() if devices is None else len(devices)
     sizes = solve_sizes(axes, available)
     types = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    except NotImplementedError:  # an axis that is no product of dimensions of the torus, such as 4 of a v6e:8x8
+        here = jax.devices() if devices is None else devices
+        split = mesh_utils.create_device_mesh(tuple(sizes.values()), here, allow_split_physical_axes=True)
+        return Mesh(split, tuple(sizes), axis_types=types)
 
 
 def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
@@ -162,6 +168,17 @@ def slice_index(device: jax.Device) -> int:
 def mesh_str(mesh: Mesh) -> str:
     """Write the axes of a mesh with their sizes: "data=4, tensor=2"."""
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def check_is_here(mesh: Mesh) -> None:
+    """Raise ValueError for a mesh of stand-ins (`js.plan.planned_mesh`), for which nothing can be compiled."""
+    device = mesh.devices.flat[0]
+    if not isinstance(device, jax.Device):
+        raise ValueError(
+            f"the mesh ({mesh_str(mesh)}) is of planned devices ({device.device_kind}), which a step is predicted for "
+            "but not compiled or run; use js.plan.topology_mesh to compile for TPUs that are not here, js.make_mesh to "
+            "run"
+        )
 
 
 def check_axis(mesh: Mesh, axis: AxisName, who: str) -> tuple[str, ...]:

@@ -28,6 +28,8 @@ from jaxshard.cost.hardware import chip as chip
 from jaxshard.cost.hardware import mfu as mfu
 from jaxshard.plan.memory.tiles import tiled_argument_bytes as tiled_argument_bytes
 from jaxshard.plan.memory.tiles import tiled_bytes as tiled_bytes
+from jaxshard.plan.planned import planned_devices as planned_devices
+from jaxshard.plan.planned import planned_mesh as planned_mesh
 from jaxshard.plan.predict import predict as predict
 from jaxshard.plan.prediction import MemoryPeak as MemoryPeak
 from jaxshard.plan.prediction import Prediction as Prediction

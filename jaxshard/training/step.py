@@ -20,6 +20,7 @@ from jaxshard.core.batch_rows import (
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
+from jaxshard.core.mesh import check_is_here
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
 from jaxshard.core.transform import check_transform
@@ -258,6 +259,7 @@ class Step:
           batch: global arrays or ShapeDtypeStructs.
           run: a run or its shapes; by default the shapes of the layout.
         """
+        check_is_here(self.layout.mesh)
         run = run_shapes(self.layout) if run is None else run
         with own_settings(self.layout.mesh):
             lowered: jax.stages.Lowered = self._program(run, batch).lower(run, abstract(batch))
@@ -273,6 +275,7 @@ class Step:
             return self._compile(run_shapes(self.layout), batch)
 
     def _compile(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
+        check_is_here(self.layout.mesh)
         program = self._program(run, batch)
         compiled: jax.stages.Compiled = self._compiled or program.lower(run, abstract(batch)).compile()
         self._compiled = compiled

@@ -1,0 +1,270 @@
+"""Meshes of devices that are only planned: TPU slices and GPU hosts by name, without a compiler and without hardware.
+
+mesh = planned_mesh("h100:8x4", data=32)
+layout = js.layout(js.fsdp(), mesh, init_fn, tx)
+print(js.plan.predict(layout, loss_fn, batch, js.explicit()))
+
+Layouts, promises and predictions need of a device only what it is and where it stands. To compile, `topology_mesh` asks
+the compiler for the same devices, with the same numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxshard.plan.topology import arrange
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """A device that stands for one that is not here; its attributes are those of a `jax.Device`."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int
+    slice_index: int
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
+    num_cores: int = 1
+    compute_capability: str = ""
+
+    @property
+    def client(self) -> Any:
+        """The runtime, of which a program that is traced asks the version. Nothing compiles for it."""
+        return SimpleNamespace(platform="planned", platform_version="planned", process_index=lambda: -1)
+
+    def addressable_memories(self) -> list[Any]:
+        """The kinds of memory that an array may be kept in."""
+        return [SimpleNamespace(kind="device"), SimpleNamespace(kind="pinned_host")]
+
+
+class Slices(NamedTuple):
+    """The shapes in which TPUs of one version are rented.
+
+    Attributes:
+      kind: the `device_kind`.
+      shapes: the small shapes; those of whole cubes of 4 x 4 x 4 come in addition where `cubes` is above 0.
+      cubes: along a dimension at most so many cubes.
+      chips: at most so many chips in one slice.
+      cores: devices that JAX shows for each chip.
+      num_cores: cores in each of these.
+    """
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    cubes: int = 0
+    chips: int = 256
+    cores: int = 1
+    num_cores: int = 1
+
+
+class Hosts(NamedTuple):
+    """GPUs of one kind: the `device_kind`, its compute capability, and how many share NVLink (or a host) at most."""
+
+    kind: str
+    capability: str
+    most: int = 8
+
+
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_CUBIC = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+# Google's lists of slices: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. Kinds and cores are libtpu's.
+TPUS = {
+    "v4": Slices("TPU v4", _CUBIC, 4, 4096, 2, 1),
+    "v5e": Slices("TPU v5 lite", _FLAT),
+    "v5p": Slices("TPU v5", _CUBIC, 6, 6144, 1, 2),
+    "v6e": Slices("TPU v6 lite", _FLAT),
+    "tpu7x": Slices("TPU7x", _CUBIC, 9, 9216, 2, 1),
+}
+"""The shapes of each TPU version."""
+
+# NVIDIA's data sheets, as in `cost/hardware.py`; compute capabilities from developer.nvidia.com/cuda-gpus.
+GPUS = {
+    "a10": Hosts("NVIDIA A10", "8.6"),
+    "a100": Hosts("NVIDIA A100-SXM4-80GB", "8.0", 16),
+    "a100-40gb": Hosts("NVIDIA A100-SXM4-40GB", "8.0", 16),
+    "b200": Hosts("NVIDIA B200", "10.0"),
+    "gb200": Hosts("NVIDIA GB200", "10.0", 72),
+    "h100": Hosts("NVIDIA H100 80GB HBM3", "9.0"),
+    "h200": Hosts("NVIDIA H200", "9.0"),
+    "l4": Hosts("NVIDIA L4", "8.9"),
+    "l40s": Hosts("NVIDIA L40S", "8.9"),
+}
+"""The GPUs that a host of 8, or one domain of NVLink, may have."""
+
+
+class Topology(NamedTuple):
+    """A topology by its parts: `version` ("v5e", "h100") and `shape`, of GPUs (in a host, hosts)."""
+
+    version: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_gpu(self) -> bool:
+        """True for GPUs, False for TPUs."""
+        return self.version in GPUS
+
+    def __str__(self) -> str:
+        """Write it as it was given: "v5e:16x16"."""
+        return f"{self.version}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_topology(name: str) -> Topology:
+    """Parse the name of a topology.
+
+        >>> parse_topology("v5p:4x4x8")
+        Topology(version='v5p', shape=(4, 4, 8))
+
+    Args:
+      name: version and shape: "v5e:16x16", "v5p:4x4x8"; of GPUs how many share a host, and how many hosts: "h100:8",
+        "h100:8x32".
+
+    Raises:
+      ValueError: there is no such version, or it is not rented in this shape; lists near ones.
+    """
+    version, _, text = name.strip().lower().partition(":")
+    known = (*TPUS, *GPUS)
+    if version not in known:
+        # "v5litepod-256" and "v5e-256" are names of the same thing by the number of chips.
+        near = difflib.get_close_matches(re.sub(r"litepod|[-_]\d+$", "", version) or version, known, n=3, cutoff=0.4)
+        shown = ", ".join(_example(one) for one in near or known)
+        raise ValueError(
+            f"no topology {name!r}: {version or 'nothing'!r} is none of {', '.join(known)}; write version:shape, "
+            f"{'such as' if near else 'one of'} {shown}"
+        )
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise ValueError(f"no topology {name!r}: write {version}:shape, such as {', '.join(_near(version, text))}")
+    shape = tuple(int(size) for size in text.split("x"))
+    if not _is_known(version, shape):
+        most = f"; {version} has at most {_most(version)}" if math.prod(shape) > _chips(version) else ""
+        raise ValueError(
+            f"no topology {name!r}: {version} is not rented as {text}{most}; near it are "
+            f"{', '.join(_near(version, text))}"
+        )
+    return Topology(version, shape if not (version in GPUS and len(shape) == 1) else (*shape, 1))
+
+
+def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
+    """Return stand-ins for the devices of a topology.
+
+    Args:
+      name: as for `parse_topology`. The GPUs of a host have one `slice_index`: NVLink ends there.
+      num_slices: so many copies of a TPU slice, connected by the data center's network.
+
+    Raises:
+      ValueError: as `parse_topology`; or several slices of GPUs.
+    """
+    topology = parse_topology(name)
+    if num_slices < 1:
+        raise ValueError(f"{name}: num_slices must be at least 1, got {num_slices}")
+    if topology.is_gpu:
+        if num_slices > 1:
+            gpus, hosts = topology.shape
+            more = f"{topology.version}:{gpus}x{hosts * num_slices}"
+            raise ValueError(f"{name}: slices are of TPUs, got num_slices={num_slices}; for more hosts write {more}")
+        return list(_gpus(topology))
+    return [device for number in range(num_slices) for device in _tpus(topology, number, num_slices)]
+
+
+def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
+    """Make a mesh with named axes over a TPU slice or GPUs that are not here, nor their compiler.
+
+    Layouts, `js.plan.promise` and `js.plan.predict` work on it; nothing can be compiled or computed: for that
+    `topology_mesh` makes a mesh of TPUs with the same devices at the same places.
+
+    Args:
+      name: version and shape, such as "v5e:16x16", "v5p:4x4x8", "h100:8" (one host) or "h100:8x32" (32 hosts).
+      num_slices: so many copies of a TPU slice, connected by the data center's network.
+      **axes: name and size of each axis; one size may be -1 and takes what the others leave.
+
+    Returns:
+      A mesh of stand-ins for all devices, with axis types Auto.
+
+    Raises:
+      ValueError: no such topology (near ones are listed), or sizes that do not multiply to its number of devices.
+
+    Example:
+        >>> planned_mesh("v5p:2x2x4", data=4, tensor=-1).shape
+        OrderedDict({'data': 4, 'tensor': 4})
+    """
+    return arrange(name, planned_devices(name, num_slices=num_slices), num_slices, axes)
+
+
+def _tpus(topology: Topology, number: int, num_slices: int) -> Iterator[PlannedDevice]:
+    """The devices of one slice, with libtpu's ids: the first dimension counts fastest; a host has 2 x 2 chips."""
+    known = TPUS[topology.version]
+    shape = (*topology.shape, 1, 1)[:3]
+    host = [min(2, shape[0]), min(2, shape[1]), 1]
+    hosts = [size // part for size, part in zip(shape, host, strict=True)]
+    offset = 100_000 * (number + 1) if num_slices > 1 else 0
+    places = itertools.product(*(range(size) for size in reversed(shape)), range(known.cores))
+    for index, (z, y, x, core) in enumerate(places):
+        here = x // host[0] + hosts[0] * (y // host[1] + hosts[1] * z) + number * math.prod(hosts)
+        yield PlannedDevice(
+            offset + index, "tpu", known.kind, here, number, (x, y, z), core_on_chip=core, num_cores=known.num_cores
+        )
+
+
+def _gpus(topology: Topology) -> Iterator[PlannedDevice]:
+    known = GPUS[topology.version]
+    gpus, hosts = topology.shape
+    for index in range(gpus * hosts):
+        host = index // gpus
+        yield PlannedDevice(index, "gpu", known.kind, host, host, compute_capability=known.capability)
+
+
+def _is_known(version: str, shape: tuple[int, ...]) -> bool:
+    if version in GPUS:
+        return len(shape) in (1, 2) and 1 <= shape[0] <= GPUS[version].most and shape[-1] >= 1
+    known = TPUS[version]
+    ordered = tuple(sorted(shape))
+    if ordered in (tuple(sorted(one)) for one in known.shapes) and len(shape) == len(known.shapes[0]):
+        return True
+    cubes = known.cubes > 0 and len(shape) == 3 and all(size % 4 == 0 and size // 4 in range(1, known.cubes + 1)
+                                                        for size in shape)  # fmt: skip
+    return cubes and math.prod(shape) <= known.chips
+
+
+def _near(version: str, text: str) -> list[str]:
+    """The three shapes that are nearest in their number of devices, and then in their sides."""
+    numbers = [int(size) for size in re.findall(r"\d+", text)] or [16]
+    wanted = math.prod(numbers) or 1
+
+    def distance(shape: tuple[int, ...]) -> tuple[float, int]:
+        sides = sum(abs(a - b) for a, b in itertools.zip_longest(sorted(shape), sorted(numbers), fillvalue=1))
+        return abs(math.log(math.prod(shape) / wanted)), sides
+
+    best = sorted(_shapes(version), key=distance)[:3]
+    return [f"{version}:{'x'.join(map(str, shape))}" for shape in best]
+
+
+def _shapes(version: str) -> list[tuple[int, ...]]:
+    if version in GPUS:
+        most = GPUS[version].most
+        return [(size,) for size in (1, 2, 4, 8, most) if size <= most] + [(min(8, most), 2**k) for k in range(1, 12)]
+    known = TPUS[version]
+    sides = itertools.combinations_with_replacement(range(4, 4 * known.cubes + 1, 4), 3)
+    return [*known.shapes, *(shape for shape in sides if math.prod(shape) <= known.chips)]
+
+
+def _chips(version: str) -> float:
+    return math.inf if version in GPUS else TPUS[version].chips
+
+
+def _most(version: str) -> str:
+    return f"{TPUS[version].chips} chips in a slice; take several slices"
+
+
+def _example(version: str) -> str:
+    return f"{version}:8" if version in GPUS else f"{version}:{'x'.join(map(str, TPUS[version].shapes[3]))}"
