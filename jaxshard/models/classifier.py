@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.core.constrain import constrain
 from jaxshard.core.cross_entropy import cross_entropy
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.types import PyTree
@@ -100,6 +101,8 @@ def classifier_loss(family: str, classes: int, logits: jax.Array, batch: PyTree,
     weights = batch.get("weights")
     if weights is not None and weights.shape != rows:
         raise ValueError(f'{family}: batch["weights"] must be numbers {list(rows)}, got {list(weights.shape)}')
+    # Whole on every device: the compiler would split a few classes over a tensor axis, and gather their gradients.
+    logits = constrain(logits, ("batch", None))
     weights = jnp.ones(rows, jnp.float32) if weights is None else weights.astype(jnp.float32)
     # A label that there is no class for has no logit, and its loss would be a number like any other.
     nats = jnp.where((labels >= 0) & (labels < classes), cross_entropy(logits, labels), jnp.nan)
