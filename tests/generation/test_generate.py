@@ -12,7 +12,7 @@ MODELS = {
     "grouped": lambda: js.models.llama(**LLAMA | {"kv_heads": 2, "qk_norm": True, "tied": True}),
     "gpt": lambda: js.models.gpt(**SIZES),
     "moe": lambda: js.models.moe(**LLAMA, experts=4, k=2),
-    "moe, dense first": lambda: js.models.moe(**LLAMA, experts=4, k=2, dense=1, shared=1),
+    "moe, dense first": lambda: js.models.moe(**LLAMA | {"depth": 3}, experts=4, k=2, dense=1, shared=1),
 }
 
 
