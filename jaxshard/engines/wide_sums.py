@@ -54,8 +54,8 @@ _MOVES = frozenset({
 })  # fmt: skip
 """Those of them that round nothing."""
 
-_NARROWED = _MOVES | {"dot_general", "conv_general_dilated", "reduce_sum"}
-"""Primitives that may give their result in a narrower dtype at once."""
+_NARROWED = _MOVES | {"dot_general", "reduce_sum"}
+"""Primitives that may give their result in a narrower dtype at once; JAX lets no convolution do so."""
 
 _CALLS = {name: parameter for name, parameter in CALLS.items() if parameter == "jaxpr"} | {"scan": "jaxpr"}
 """Primitives whose inner program is widened too; calls with a derivative of their own are forward code."""

@@ -164,6 +164,16 @@ def test_a_difference_of_sums_keeps_its_digits():
     np.testing.assert_allclose(np.asarray(widen_sums(fn)(x), np.float32), 0.5, rtol=1e-2)
 
 
+def test_a_narrower_gradient_of_a_convolution_is_cast_behind_it():
+    """JAX refuses a convolution that is narrower than its operands, such as that of images in f32."""
+
+    def fn(x, w):
+        return sum_in(lax.conv(x, w, (1, 1), "SAME"), jnp.bfloat16)
+
+    x, w = jnp.ones((2, 3, 4, 4)), jnp.full((5, 3, 1, 1), 1.01)
+    np.testing.assert_array_equal(widen_sums(fn)(x, w), lax.conv(x, w, (1, 1), "SAME").astype(jnp.bfloat16))
+
+
 def test_a_mark_that_nothing_widens_is_a_cast():
     assert jax.jit(lambda x: sum_in(x, jnp.float32))(jnp.ones(3, jnp.bfloat16)).dtype == jnp.float32
 
