@@ -153,6 +153,21 @@ def default_devices() -> list[jax.Device] | None:
         return None
 
 
+def has_cudnn() -> bool:
+    """Return whether cuDNN can be loaded, which JAX asks for its version when it traces attention for a GPU.
+
+    Private: `jax._src.lib.cuda_versions`, None without a CUDA plugin. Loud: an ImportError.
+    """
+    from jax._src.lib import cuda_versions
+
+    if cuda_versions is None:
+        return False
+    try:
+        return bool(cuda_versions.cudnn_get_version())
+    except RuntimeError:  # "cuDNN not found."
+        return False
+
+
 def device_order(compiled: Any) -> tuple[jax.Device, ...] | None:
     """Return the devices of a compiled program by position; None without arguments and results, or for a text.
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxshard.plan.topology import arrange
+from jaxshard.plan.arrange import arrange
 
 
 @dataclass(frozen=True)

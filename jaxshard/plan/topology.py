@@ -1,4 +1,4 @@
-"""TPU topologies that are not at hand: meshes over their chips, for which `jax.jit` lowers and compiles anyway.
+"""TPU topologies and GPUs that are not at hand: meshes for which `jax.jit` lowers and compiles anyway.
 
 mesh = topology_mesh("v5e:16x16", x=16, y=16)
 layout = js.layout(js.fsdp(("x", "y")), mesh, init_fn, tx)
@@ -9,40 +9,46 @@ compiled.memory_analysis().peak_memory_in_bytes
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import math
 import os
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from jaxshard.core.mesh import make_mesh, slice_index, solve_sizes
+from jaxshard.plan.arrange import arrange
+from jaxshard.plan.gpus import gpu_devices
+from jaxshard.plan.planned import GPUS, parse_topology
 
 
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
-    """Return the devices of a TPU topology, for compiling without hardware.
+    """Return the devices of a TPU topology, or of hosts of GPUs, for compiling without hardware.
 
     Programs compile for them with the memory of the real chip enforced; they hold no arrays. The torus has the links
     that close a dimension to a ring where the real one has them: v5e and v6e along 16 chips, v4, v5p and TPU7x in all
     dimensions of slices made of cubes of 4 x 4 x 4. Without being asked libtpu leaves them out, and then gathers over
     all of a v5p:4x4x4 by all-reduces, which move twice the bytes (`benchmarks/README.md`).
 
+    Of GPUs the description is written by hand (`plan/gpus.py`), and their memory is not enforced.
+
     Args:
-      name: version and shape, such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16".
-      num_slices: that many copies of it, connected by the data center's network.
+      name: version and shape, such as "v5e:2x4", "v5p:4x4x4" or "v6e:16x16"; of GPUs how many share a host, and how
+        many hosts: "h100:8", "h100:8x4".
+      num_slices: that many copies of a TPU slice, connected by the data center's network.
 
     Returns:
       The devices of all slices, in the compiler's order.
 
     Raises:
-      ImportError: libtpu, which holds the compiler, is not installed.
-      ValueError: no such topology.
+      ImportError: libtpu, which holds the compiler, or for GPUs JAX's CUDA plugin, is not installed.
+      ValueError: no such topology; lists near ones.
     """
+    if name.partition(":")[0].strip().lower() in GPUS:
+        topology = parse_topology(name)
+        if num_slices != 1:
+            raise ValueError(f"{name}: slices are of TPUs, got num_slices={num_slices}; write hosts x slices instead")
+        return gpu_devices(topology.version, *topology.shape)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f"compiling for the topology {name!r} needs the TPU compiler, and libtpu is not installed; "
@@ -51,20 +57,21 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     # libtpu takes a lock file for its chip; without this a second process that only compiles would abort on it.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
-        raise ValueError(f"no TPU topology {name!r}: write version:shape, such as v5e:2x4, v5p:2x2x4 or v6e:16x16")
+        parse_topology(name)
     options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
     if any(closed := _closed_dimensions(name)):
         options["wrap"] = closed
     try:
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
+        parse_topology(name)  # says what is near
         raise ValueError(
             f"no TPU topology {name!r}: {error}; write it as version:shape, such as v5e:2x4, v5p:2x2x4 or v6e:16x16"
         ) from error
 
 
 def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
-    """Make a mesh with named axes over a TPU topology.
+    """Make a mesh with named axes over a TPU topology, or over GPUs.
 
     Where the sizes are those of the torus (in any order; slices and the cores of a chip are dimensions too), every axis
     runs along one dimension of it, which is what nested reduce-scatters need. Otherwise devices are ordered as
@@ -89,56 +96,6 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
     return arrange(name, topology_devices(name, num_slices=num_slices), num_slices, axes)
 
 
-def arrange(name: str, devices: Sequence[Any], num_slices: int, axes: dict[str, int]) -> Mesh:
-    """Make a mesh of the devices of a topology, as `topology_mesh` describes it.
-
-    Args:
-      name: the topology, for messages.
-      devices: `jax.Device`s of it, or stand-ins with their attributes.
-      num_slices: how many slices they are in.
-      axes: name and size of each axis.
-
-    Raises:
-      ValueError: sizes that do not multiply to the number of devices; says both, and sizes that do.
-    """
-    sizes = _solve(name, num_slices, axes, len(devices))
-    types = (AxisType.Auto,) * len(sizes)
-    if devices[0].platform != "tpu":
-        return Mesh(_array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
-    # The devices as an array with one dimension per dimension of the torus that has several of them.
-    by_place = {_place(device): device for device in devices}
-    extents = [len(set(places)) for places in zip(*by_place, strict=True)]
-    torus = [extent for extent in extents if extent > 1]
-    grid = _array([by_place[place] for place in sorted(by_place)]).reshape(torus)
-    wanted = [size for size in sizes.values() if size > 1]
-    for order in itertools.permutations(range(len(torus))):
-        if [torus[dim] for dim in order] == wanted:
-            return Mesh(grid.transpose(order).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
-    # `jax.make_mesh` knows neither several slices nor chips that show their cores apart.
-    if num_slices > 1 or len({device.core_on_chip for device in devices}) > 1:
-        return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
-    return make_mesh(devices, **sizes)
-
-
-def _solve(name: str, num_slices: int, axes: dict[str, int], devices: int) -> dict[str, int]:
-    """The sizes of all axes; a refusal names the topology instead of the devices of this process."""
-    known = math.prod(size for size in axes.values() if size != -1)
-    if axes and all(size > 0 for size in axes.values()) and known != devices:
-        whole = f"{num_slices} x {name}" if num_slices > 1 else name
-        asked = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise ValueError(
-            f"{whole}: {asked} needs {known} devices, but there are {devices}; change a size (one may be -1 and takes "
-            "what the others leave), or take another topology"
-        )
-    return solve_sizes(axes, devices)
-
-
-def _array(devices: Sequence[Any]) -> np.ndarray:
-    array = np.empty(len(devices), dtype=object)
-    array[:] = devices
-    return array
-
-
 def _closed_dimensions(name: str) -> tuple[bool, ...]:
     """Which dimensions of a slice are rings, by Google's description of its shape; () where that is not known."""
     version, _, shape = name.partition(":")
@@ -150,8 +107,3 @@ def _closed_dimensions(name: str) -> tuple[bool, ...]:
     if version in ("v4", "v5p", "tpu7x") and len(sizes) == 3:
         return (all(size % 4 == 0 for size in sizes),) * 3
     return ()
-
-
-def _place(device: Any) -> tuple[int, ...]:
-    """Slice, coordinates in it, and core of the chip."""
-    return (slice_index(device), *device.coords, device.core_on_chip)

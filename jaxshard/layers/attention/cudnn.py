@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxshard.core.compat import has_cudnn
 from jaxshard.layers.attention.blockwise import NAME
 from jaxshard.layers.attention.formula import Extras, Form
 
@@ -46,7 +47,16 @@ def why_not_cudnn(gpu: Any, q_BTHD: jax.Array, v_BSKE: jax.Array, extras: Extras
         return "a window without causal=True"
     if form.precision is not None:
         return f"precision={form.precision}"
+    if _is_elsewhere(gpu) and not has_cudnn():
+        return "a program for a GPU that is not here while cuDNN is not installed (pip install nvidia-cudnn-cu12)"
     return ""
+
+
+def _is_elsewhere(gpu: Any) -> bool:
+    """Return whether this stands for a GPU of another machine, for which a step is only compiled or planned."""
+    client = gpu.client
+    compiles = getattr(client, "runtime_type", "") == "compile_only_runtime"
+    return compiles or getattr(client, "platform", "") == "planned"
 
 
 def cudnn(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKE: jax.Array, extras: Extras, form: Form) -> jax.Array:

@@ -1,0 +1,116 @@
+"""GPUs that are not here: descriptions from which their compiler makes programs, without a GPU and without a driver.
+
+The compiler is in the two wheels of JAX's CUDA plugin. It knows nothing of memory: a program that no GPU could hold
+compiles too. Its attention kernels are chosen by cuDNN, where that is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+
+
+class Gpu(NamedTuple):
+    """The figures of a GPU that its compiler asks for.
+
+    Attributes:
+      kind: the `device_kind` that JAX shows.
+      capability: the compute capability, major and minor.
+      cores: streaming multiprocessors.
+      lanes: f32 units of each.
+      shared: bytes of shared memory of each; a block may have 1 KiB less.
+      l2: bytes of the second-level cache.
+      clock: GHz, boosted.
+      memory: bytes.
+      bandwidth: bytes per second between memory and chip.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    lanes: int
+    shared: int
+    l2: int
+    clock: float
+    memory: int
+    bandwidth: float
+
+
+# NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM, and the white papers on their architectures (cores,
+# lanes, caches, clocks). Shared memory by compute capability: CUDA C++ Programming Guide, "Technical Specifications".
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164 * 2**10, 40 * 2**20, 1.41, 80 * 2**30, 2.039e12),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228 * 2**10, 50 * 2**20, 1.98, 80 * 2**30, 3.35e12),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 228 * 2**10, 50 * 2**20, 1.98, 141 * 10**9, 4.8e12),
+}
+"""The GPUs for which a program can be compiled, by the names of `planned_mesh`."""
+
+
+def gpu_devices(version: str, per_host: int, hosts: int) -> list[jax.Device]:
+    """Return the devices of some hosts of GPUs, for compiling without hardware.
+
+    Args:
+      version: one of `GPUS`.
+      per_host: GPUs of each host.
+      hosts: how many hosts.
+
+    Returns:
+      The devices, host by host.
+
+    Raises:
+      ImportError: JAX's CUDA plugin, which holds the compiler, is not installed.
+      ValueError: there is no description of these GPUs.
+    """
+    if version not in GPUS:
+        raise ValueError(f"no GPU {version!r} to compile for; there are descriptions of {', '.join(GPUS)}")
+    if not any(map(_is_installed, _PLUGINS)):
+        wheels = f'"jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=={jax.__version__}"'
+        raise ImportError(
+            f"compiling for {version} needs the GPU compiler, and JAX's CUDA plugin is not installed; "
+            f"pip install --no-deps {wheels} nvidia-cudnn-cu12 (no GPU is needed; nvidia-cudnn-cu12 is for attention "
+            "alone)"
+        )
+    options: dict[str, Any] = {"target_config": describe_target(GPUS[version]), "topology": f"1x{hosts}x{per_host}"}
+    return list(topologies.get_topology_desc(platform="cuda", **options).devices)
+
+
+def describe_target(gpu: Gpu) -> str:
+    """Write what XLA calls a target configuration, the text form of its `GpuTargetConfigProto`."""
+    major, minor = gpu.capability
+    return f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          core_count: {gpu.cores}
+          fpus_per_core: {gpu.lanes}
+          clock_rate_ghz: {gpu.clock}
+          shared_memory_per_core: {gpu.shared}
+          shared_memory_per_block: {48 * 2**10}
+          shared_memory_per_block_optin: {gpu.shared - 2**10}
+          l2_cache_size: {gpu.l2}
+          device_memory_size: {gpu.memory}
+          memory_bandwidth: {int(gpu.bandwidth)}
+          threads_per_warp: 32
+          threads_per_block_limit: 1024
+          threads_per_core_limit: 2048
+          registers_per_block_limit: 65536
+          registers_per_core_limit: 65536
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 8 }}
+        device_description_str: "{gpu.kind}"
+    """
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # no plugin at all
+        return False
