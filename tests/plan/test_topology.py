@@ -65,6 +65,11 @@ def test_sizes_that_do_not_fit_the_topology():
 
 
 @tpu
+def test_axes_may_share_a_dimension_of_the_torus():
+    assert dict(topology_mesh("v6e:8x8", data=16, tensor=4).shape) == {"data": 16, "tensor": 4}
+
+
+@tpu
 @pytest.mark.parametrize(
     ("name", "axes", "dims"),
     [
