@@ -84,8 +84,10 @@ def compile_case(case: Case, *, codegen: bool = False, limit: float = 400, keep:
     if not stopped and not found:
         result |= {"error": f"status {process.returncode}: " + (out / "log.txt").read_text()[-1500:]}
     result |= found
-    if is_assigned(out):
+    if stopped or "analysis" in found or is_assigned(out):
         result |= memory(out, 15)
+        if "analysis" in found:
+            result["peak"] = found["analysis"]["peak"]
         result["collectives"] = collectives_of(program_text(out), case)
         if keep is not None:
             keep_dump(out, keep / re.sub(r"[^\w=,.-]+", "_", case.name))

@@ -53,13 +53,16 @@ class Case(NamedTuple):
 
 
 D16, D256, D128, D64 = {"data": 16}, {"data": 256}, {"data": 128}, {"data": 64}
+EVEN = {"vocab": 50304}
+"""A vocabulary that tensor axes divide; GPT-2's is 50257."""
+
 FIXED = [
     Case("gpt2", "v5e:4x4", D16, "ddp", "explicit", "everything", "f32", 4, 1024, {"depth": 4}),
     Case("gpt2-medium", "v5e:4x4", D16, "fsdp", "explicit", "nothing", "bf16", 8, 1024),
     Case("plain/350m", "v5e:4x4", D16, "fsdp", "auto", "everything", "f32", 4, 1024),
     Case("llama3-8b", "v5e:4x4", D16, "fsdp", "explicit", "nothing", "bf16", 1, 4096, {"depth": 4}),
     Case("linen-loop/125m", "v5e:4x4", D16, "zero2", "explicit", "everything", "f32", 4, 1024),
-    Case("gpt2-medium", "v5e:4x4", {"data": 4, "tensor": 4}, "fsdp", "auto", "nothing", "bf16", 8, 1024),
+    Case("gpt2-medium", "v5e:4x4", {"data": 4, "tensor": 4}, "fsdp", "auto", "nothing", "bf16", 8, 1024, EVEN),
     Case("gpt2", "v5e:4x4", D16, "zero1", "explicit", "everything", "bf16", 8, 1024),
     Case("gpt2-medium", "v5e:4x4", {"data": 4, "pipe": 4}, "fsdp", "pipelined", "nothing", "bf16", 1, 1024, {}, 8),
     Case("llama3-8b", "v6e:8x8", D64, "fsdp", "auto", "dots", "bf16", 1, 4096, {"depth": 4}),
@@ -84,7 +87,7 @@ FIXED = [
     Case("llama2-7b", "v5e:16x16", D256, "fsdp", "auto", "nothing", "bf16", 1, 4096),
     Case("llama3-70b", "v5p:4x4x8", {"data": 16, "tensor": 8}, "fsdp", "auto", "nothing", "bf16", 1, 4096),
     Case("llama3-8b", "v6e:8x8", D64, "fsdp", "explicit", "dots", "bf16", 1, 8192),
-    Case("gpt2-xl", "v5e:4x4", {"data": 4, "tensor": 4}, "zero1", "explicit", "nothing", "f32", 2, 1024),
+    Case("gpt2-xl", "v5e:4x4", {"data": 4, "tensor": 4}, "zero1", "explicit", "nothing", "f32", 2, 1024, EVEN | {"heads": 20}),
     Case("resnet50", "v5e:4x4", D16, "ddp", "auto", "everything", "bf16", 64, 0),
     Case("deepseek-16b", "v6e:8x8", {"data": 8, "expert": 8}, "fsdp", "explicit", "nothing", "bf16", 1, 4096),
     Case("llama3-8b", "v5e:4x4", D16, "ddp", "explicit", "nothing", "bf16", 1, 4096),
@@ -138,6 +141,9 @@ def _draw_one(rng: random.Random) -> Case:
     share = rng.choice((4, 8)) if other else 1
     axes = {"replica": 2, "data": chips // share // 2} if strategy == "hsdp" else {"data": chips // share}
     axes |= {other: share} if other else {}
+    change = {name: rng.choice(values) for name, values in changes.items()}
+    if model.startswith("gpt2") and other == "tensor":
+        change |= EVEN
     engine = "pipelined" if other == "pipe" else rng.choice(("auto", "explicit", "explicit"))
     return Case(
         model, topology, axes, strategy, engine,
@@ -145,14 +151,14 @@ def _draw_one(rng: random.Random) -> Case:
         precision=rng.choice(("f32", "bf16", "bf16")),
         rows=rng.choice((1, 2, 4)) * (1 if longest else 16),
         seq=rng.choice([seq for seq in (512, 1024, 2048, 4096, 8192) if seq <= longest] or [0]),
-        change={name: rng.choice(values) for name, values in changes.items()},
+        change=change,
         microbatches=8 if other == "pipe" else rng.choice((1, 1, 1, 2)),
     )  # fmt: skip
 
 
 def _makes_sense(case: Case) -> bool:
     """True where the engine can run the model, the axes divide it, and its memory is not absurd."""
-    user, width, heads, depth, parameters = _numbers_of(case)
+    user, vocab, heads, depth, parameters = _numbers_of(case)
     axes, sharded = case.axes, 1
     if case.model == "resnet50" and (case.engine != "auto" or set(axes) - {"data", "replica"}):
         return False
@@ -164,7 +170,7 @@ def _makes_sense(case: Case) -> bool:
         return False
     if "pipe" in axes and (depth % (2 * axes["pipe"]) or case.model == "resnet50"):
         return False
-    if heads % axes.get("tensor", 1) or (case.model == "resnet50" and case.microbatches > 1):
+    if heads % axes.get("tensor", 1) or vocab % axes.get("tensor", 1) or (case.model == "resnet50" and case.microbatches > 1):
         return False
     for axis in ("tensor", "pipe", "expert"):
         sharded *= axes.get(axis, 1)
@@ -175,22 +181,22 @@ def _makes_sense(case: Case) -> bool:
 
 
 def _numbers_of(case: Case) -> tuple[bool, int, int, int, float]:
-    """Whether it is a user's, its width, heads, depth and roughly its parameters."""
+    """Whether it is a user's, its vocabulary, heads, depth and roughly its parameters."""
     import jaxshard as js
 
     if "/" in case.model:
         from user_models import SIZES
 
         s = SIZES[case.model.partition("/")[2]]
-        return True, s.width, s.heads, s.depth, 12 * s.depth * s.width**2 + 2 * s.vocab * s.width
+        return True, s.vocab, s.heads, s.depth, 12 * s.depth * s.width**2 + 2 * s.vocab * s.width
     shape = js.models.SIZES[case.model].shape | case.change
     if case.model == "resnet50":
-        return False, 64, 1, 1, 25e6
+        return False, 1000, 1, 1, 25e6
     width, hidden = shape["width"], shape.get("hidden", 4 * shape["width"])
     mlp = (3 if "hidden" in shape else 2) * width * hidden * shape.get("experts", 1)
     parameters = shape["depth"] * (3 * width**2 + mlp) + 2 * width * shape.get("vocab", 1000)
     heads = shape["heads"] if "kv_heads" not in shape else shape["kv_heads"]
-    return False, width, heads, shape["depth"], parameters
+    return False, shape.get("vocab", 1000), heads, shape["depth"], parameters
 
 
 class Parts(NamedTuple):
