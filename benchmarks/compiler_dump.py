@@ -70,7 +70,7 @@ def program_text(dump: Path) -> str:
 
     A dump writes `%while.3#2` for an element of a tuple, where that prints an operation `get-tuple-element(%while.3)`.
     """
-    file = _largest(dump, "*.after_codegen.txt") or _largest(dump, "*.after_optimizations.txt")
+    file = _largest(dump, "*.after_codegen.txt") or _largest(dump, "*after_optimizations.txt")
     return "" if file is None else "\n".join(_expanded(file.read_text().splitlines()))
 
 
