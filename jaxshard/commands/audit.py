@@ -16,6 +16,7 @@ from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.tree import abstract
+from jaxshard.plan.repair.repair import repair as find_repairs
 from jaxshard.training.batch import check_batch
 from jaxshard.training.step import make_step
 
@@ -30,6 +31,7 @@ def run(
     remat: str | None,
     precision: PrecisionName | None,
     topology: str | None,
+    repair: bool,
     json: Path | None,
 ) -> int:
     """Compare the collectives of a compiled step with the promised ones; the arguments are the flags.
@@ -56,7 +58,14 @@ def run(
     seconds = time.perf_counter() - started
     console.print(f"\n{comparison}\n\n{_verdict(comparison)}")
     about = {"model": program.name, "topology": topology} | how.about
-    write_json(json, about | _numbers(comparison) | {"compile_seconds": seconds})
+    numbers = about | _numbers(comparison) | {"compile_seconds": seconds}
+    if repair:
+        with working(console, "looking for edits"), refusals():
+            init_fn, loss_fn, tx, values, _ = program
+            repairs = find_repairs(init_fn, loss_fn, tx, how.strategy, how.mesh, values, engine=how.engine)
+        console.print(f"\n{repairs}")
+        numbers |= repairs.as_dict()
+    write_json(json, numbers)
     return 0 if comparison.ok else 1
 
 

@@ -182,6 +182,7 @@ def audit(
     remat: Remat = None,
     precision: Precision = None,
     topology: Words = None,
+    repair: bool = False,
     json: JsonFile = None,
 ) -> int:
     """Compile a training step and name every collective that the strategy does not promise; status 1 if there is one.
@@ -192,6 +193,7 @@ def audit(
       batch: rows of a step over all devices, for a ready-made size; by default what suits it.
       seq: tokens in a row, for a ready-made size; by default what suits it.
       topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
+      repair: for each surprise look for the edit that removes it, by compiling the step with it (up to 48 times).
     """
     from jaxshard.commands.audit import run
 
@@ -204,6 +206,7 @@ def audit(
         remat=remat,
         precision=precision,
         topology=topology,
+        repair=repair,
         json=json,
     )
 

@@ -141,7 +141,7 @@ def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, oper
         inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
         return rule(eqn, operands) if inner is None else replay(inner, operands, rule)
 
-    return _evaluate(program, args, run_opened)
+    return evaluate(program, args, run_opened)
 
 
 def replace_values(program: Any, args: Sequence[Any], replace: Callable[[Any, Any], Any]) -> list[Any]:
@@ -149,12 +149,13 @@ def replace_values(program: Any, args: Sequence[Any], replace: Callable[[Any, An
 
     Calls stay calls: only the variables of the outermost program are asked about.
     """
-    return _evaluate(program, args, lambda equation, operands: None, replace)
+    return evaluate(program, args, lambda equation, operands: None, replace)
 
 
-def _evaluate(
+def evaluate(
     program: Any, args: Sequence[Any], rule: Rule, replace: Callable[[Any, Any], Any] = lambda variable, value: value
 ) -> list[Any]:
+    """Evaluate a program, with `rule` in place of the equations that it has results for; calls stay calls."""
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -166,10 +167,15 @@ def _evaluate(
         with equation_context(eqn):
             results = rule(eqn, operands)
             if results is None:
-                made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-                results = made if eqn.primitive.multiple_results else [made]
+                results = bind(eqn, operands)
         env.update((var, replace(var, value)) for var, value in zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Return the results of an equation for these operands."""
+    made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(made) if eqn.primitive.multiple_results else [made]
 
 
 # Variables.

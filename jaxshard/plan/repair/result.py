@@ -1,0 +1,170 @@
+"""What a repair returns: the edits that help, with the bytes that each saves, and those that were tried in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxshard.checks.collectives import describe
+from jaxshard.checks.collectives.compare import Comparison, Surprise
+from jaxshard.checks.parity import Parity
+from jaxshard.core.layout import human_bytes
+from jaxshard.plan.repair.edits import Edit
+from jaxshard.plan.repair.parts import Parts
+from jaxshard.training.step import Step
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number before an edit and after it."""
+
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"{human_bytes(self.before)} before, {human_bytes(self.after)} after"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """An edit that removes surprises.
+
+    Attributes:
+      edit: what to change.
+      removed: the surprises that are gone with it.
+      unexpected: bytes of all surprises, per step and device.
+      moved: bytes of all collectives, promised ones too.
+      resting: bytes per device of parameters, gradients and optimizer state.
+      parity: the edited step against one device; None where it could not run, and the edit can't change values.
+    """
+
+    edit: Edit
+    removed: tuple[Surprise, ...]
+    unexpected: Change
+    moved: Change
+    resting: Change
+    parity: Parity | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the edit for JSON."""
+        return {
+            "place": self.edit.place,
+            "edit": self.edit.what,
+            "code": self.edit.code,
+            "removes": [surprise.as_dict() for surprise in self.removed],
+            "unexpected_bytes": [self.unexpected.before, self.unexpected.after],
+            "collective_bytes": [self.moved.before, self.moved.after],
+            "resting_bytes": [self.resting.before, self.resting.after],
+            "saved_bytes": self.unexpected.before - self.unexpected.after,
+            "parity": None if self.parity is None else self.parity.ok,
+        }
+
+    def __str__(self) -> str:
+        head = f"{self.edit.place}: {self.edit.what}"
+        code = f"\n    {self.edit.code}" if self.edit.code else ""
+        gone = "".join(f"\n    removes {_short(surprise)}" for surprise in self.removed)
+        rests = "" if self.resting.before == self.resting.after else f"\n    at rest: {self.resting}"
+        sizes = f"\n    unexpected: {self.unexpected}\n    all collectives: {self.moved}{rests}"
+        kept = "not compared with one device, but no value can change" if self.parity is None else "parity kept"
+        return f"{head}{code}{gone}{sizes}\n    {kept}"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """An edit that was tried and not kept, and why not."""
+
+    edit: Edit
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the edit for JSON."""
+        return {"place": self.edit.place, "edit": self.edit.what, "code": self.edit.code, "why": self.why}
+
+    def __str__(self) -> str:
+        return f"{self.edit}\n    {self.why}"
+
+
+@dataclass(frozen=True)
+class Repairs:
+    """The outcome of `js.plan.repair`.
+
+    Attributes:
+      before: the audit of the step as it was written.
+      after: the audit with all edits.
+      edits: the edits that help, in the order in which they were made; each is counted on top of those before it.
+      tried: the edits that did not help.
+      parts: the parts of the step with all edits made.
+    """
+
+    before: Comparison
+    after: Comparison
+    edits: tuple[Repair, ...]
+    tried: tuple[Tried, ...]
+    parts: Parts
+
+    @property
+    def ok(self) -> bool:
+        """True if no surprise is left."""
+        return self.after.ok
+
+    def make_step(self) -> Step:
+        """Return the step with all edits made, as `js.make_step` would if they stood in the files."""
+        return self.parts.make_step()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the outcome for JSON."""
+        return {
+            "repaired": self.ok,
+            "repairs": [one.as_dict() for one in self.edits],
+            "unrepaired": [surprise.as_dict() for surprise in self.after.surprises],
+            "tried": [one.as_dict() for one in self.tried],
+        }
+
+    def __str__(self) -> str:
+        if self.before.ok:
+            return "no surprises, nothing to repair"
+        count = len(self.edits)
+        lines = [f"{n}. {one}" for n, one in enumerate(self.edits, 1)]
+        if self.ok:
+            return "\n".join([f"{count} edit{'s' * (count > 1)} remove{'s' * (count == 1)} all surprises:", *lines])
+        left = [f"- {_short(surprise)}" for surprise in self.after.surprises]
+        tried = [f"- {one}" for one in self.tried]
+        head = [f"{count} edit{'s' * (count > 1)} help{'s' * (count == 1)}:", *lines] if count else []
+        return "\n".join([*head, "no edit was found for:", *left, "tried:", *tried])
+
+
+def unexpected_bytes(comparison: Comparison) -> int:
+    """Return the bytes of all surprises; one whose number of executions is unknown counts once."""
+    return sum(_size(surprise) for surprise in comparison.surprises)
+
+
+def moved_bytes(comparison: Comparison) -> int:
+    """Return the bytes of all collectives; one whose number of executions is unknown counts once."""
+    return sum(one.bytes if one.bytes is not None else sum(one.sizes) for one in comparison.found)
+
+
+def without(before: Sequence[Surprise], after: Sequence[Surprise]) -> tuple[Surprise, ...]:
+    """Return the surprises of `before` that are not among those `after`, by kind, axes and shape."""
+    left = [_key(one) for one in after]
+    gone = []
+    for one in before:
+        if _key(one) in left:
+            left.remove(_key(one))
+        else:
+            gone.append(one)
+    return tuple(gone)
+
+
+def _key(surprise: Surprise) -> tuple[Any, ...]:
+    found = surprise.found
+    return found.kind, found.axes, found.shapes, found.count
+
+
+def _size(surprise: Surprise) -> int:
+    found = surprise.found
+    return found.bytes if found.bytes is not None else sum(found.sizes)
+
+
+def _short(surprise: Surprise) -> str:
+    return describe.describe(surprise.found).replace("\n    at", " at")
