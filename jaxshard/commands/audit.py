@@ -10,15 +10,11 @@ from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files
-from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.program import depth_of, program_of
+from jaxshard.commands.parallel import Topology
+from jaxshard.commands.prepared import prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
-from jaxshard.core.make_layout import layout as make_layout
-from jaxshard.core.tree import abstract
 from jaxshard.plan.repair.repair import repair as find_repairs
-from jaxshard.training.batch import check_batch
-from jaxshard.training.step import make_step
 
 
 def run(
@@ -42,26 +38,23 @@ def run(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        how = make_parallel(
-            sharding, remat=remat, precision=precision, topology=topology, depth=depth_of(target, change), batch=batch
-        )
-    program = program_of(target, change=change, rows=batch, seq=seq, rows_multiple=how.rows_multiple)
-    rows = abstract(program.batch)
-    with usage_errors(), refusals():
-        layout = make_layout(how.strategy, how.mesh, program.init_fn, program.tx)
-        check_batch(layout, rows, how.engine.microbatches)
-        step = make_step(program.loss_fn, program.tx, layout, engine=how.engine)
-    facts(console, how.shown | {"model": program.name})
+    chips = None if topology is None else Topology(topology)
+    prepared = prepare(
+        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
+    )
+    step = prepared.step()
+    facts(console, prepared.how.shown | {"model": prepared.program.name})
     started = time.perf_counter()
     with working(console, "compiling"), refusals():
-        comparison = audit_step(step, rows)
+        comparison = audit_step(step, prepared.rows)
     seconds = time.perf_counter() - started
     console.print(f"\n{comparison}\n\n{_verdict(comparison)}")
-    about = {"model": program.name, "topology": topology} | how.about
+    about = {"model": prepared.program.name, "topology": topology} | prepared.how.about
     numbers = about | _numbers(comparison) | {"compile_seconds": seconds}
     if repair:
         with working(console, "looking for edits"), refusals():
-            init_fn, loss_fn, tx, values, _ = program
+            init_fn, loss_fn, tx, values, _ = prepared.program
+            how = prepared.how
             repairs = find_repairs(init_fn, loss_fn, tx, how.strategy, how.mesh, values, engine=how.engine)
         console.print(f"\n{repairs}")
         numbers |= repairs.as_dict()

@@ -82,13 +82,32 @@ class Parallel(NamedTuple):
         return mesh | {"strategy": self.strategy_name} | form | self.engine.describe()
 
 
+class Topology(NamedTuple):
+    """Chips that are not here: the name, such as "v5e:2x4", how many slices, and the function that makes the mesh.
+
+    A `topology_mesh` compiles and holds no arrays; a `planned_mesh` needs no compiler.
+    """
+
+    name: str
+    slices: int = 1
+    make: Callable[..., Mesh] = topology_mesh
+
+    def mesh(self, axes: dict[str, int]) -> Mesh:
+        """Make the mesh."""
+        return self.make(self.name, num_slices=self.slices, **axes)
+
+    def __str__(self) -> str:
+        """Write "v5e:2x4", of several slices "2 x v5e:2x4"."""
+        return self.name if self.slices == 1 else f"{self.slices} x {self.name}"
+
+
 def make_parallel(
     flags: ShardingFlags,
     *,
     remat: str | None = None,
     precision: PrecisionName | None = None,
     ordered: bool = False,
-    topology: str | None = None,
+    topology: Topology | None = None,
     depth: int | None = None,
     batch: int | None = None,
 ) -> Parallel:
@@ -102,7 +121,7 @@ def make_parallel(
         pipeline.
       precision: of weights where they are used, and of the sums of gradients; by default f32.
       ordered: add over devices in one fixed order.
-      topology: make the mesh of chips that are not here, such as "v5e:2x4"; such a mesh compiles and holds no arrays.
+      topology: make the mesh of chips that are not here.
       depth: the number of blocks where it is known, to choose the chunks of a pipeline.
       batch: the rows of a step where they are known, to choose the micro-batches of a pipeline.
 
@@ -113,8 +132,12 @@ def make_parallel(
     policy = None if remat is None else parse_remat(remat)
     data_axes = {"replica": 2, "data": -1} if flags.strategy == "hsdp" else {"data": -1}
     axes = _with_data_axes(flags, data_axes)
-    devices = choose_devices(flags.devices)
-    mesh = make_mesh(devices, **axes) if topology is None else topology_mesh(topology, **axes)
+    if topology is None:
+        devices = choose_devices(flags.devices)
+        mesh, where = make_mesh(devices, **axes), describe(devices)
+    else:
+        refuse("is for the devices that are here, and --topology names others; leave one out", devices=flags.devices)
+        mesh, where = topology.mesh(axes), str(topology)
     split = _context_axes(flags, axes)
     *replicas, data = data_axes
     rows_over = (data, "expert") if "expert" in axes else (data,)
@@ -148,7 +171,7 @@ def make_parallel(
         shards * engine.microbatches,
         2 * parts if parts > 1 else 1,
         flags.strategy,
-        topology or describe(devices),
+        where,
     )
 
 

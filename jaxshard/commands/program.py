@@ -131,7 +131,7 @@ def program_of(
     change: str | None = None,
     rows: int | None = None,
     seq: int | None = None,
-    seed: int = 0,
+    seed: int | None = 0,
     rows_multiple: int = 1,
 ) -> Program:
     """Make the program that `target` names.
@@ -148,7 +148,7 @@ def program_of(
       change: arguments of a ready-made size that are replaced, see `parse_changes`.
       rows: the rows of a ready-made size's batch; by default the recipe's number.
       seq: the tokens in a row of a ready-made size's batch; by default what the size says.
-      seed: draws the tokens of a ready-made size.
+      seed: draws the tokens of a ready-made size; None for a batch of shapes alone, which takes no memory.
       rows_multiple: the recipe's number of rows is rounded up to a multiple of it.
 
     Raises:
@@ -156,7 +156,7 @@ def program_of(
         or `seq` for a function.
     """
     if ":" not in target:
-        return _ready_made(target, change, RecipeFlags(batch=rows, seq=seq, seed=seed), rows_multiple)
+        return _ready_made(target, change, RecipeFlags(batch=rows, seq=seq, seed=seed or 0), rows_multiple, seed)
     if (change, rows, seq) != (None, None, None):
         raise UsageError(
             f"--change, --batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own model "
@@ -167,7 +167,7 @@ def program_of(
     return _check_program(make(), target)
 
 
-def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple: int) -> Program:
+def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple: int, seed: int | None) -> Program:
     if name not in SIZES:
         raise UsageError(
             f"{name}: there is no such size; give one of {', '.join(SIZES)}, or path/to/file.py:function or "
@@ -175,17 +175,21 @@ def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple
         )
     with usage_errors():
         size = size_of(name, change, given, rows_multiple)
-    model, random, rows = size.model(), np.random.default_rng(given.seed), size.recipe.batch
+    model, rows = size.model(), size.recipe.batch
     if size.takes_images:
-        shape = (rows, size.shape["image"], size.shape["image"], model.images.channels)
-        pixels, labels = (
-            random.integers(0, 256, shape, np.uint8),
-            random.integers(0, size.shape["classes"], rows, np.int32),
-        )
-        tx, batch = size.recipe.optimizer(), {"images": pixels, "labels": labels}
+        shapes = {
+            "images": ((rows, size.shape["image"], size.shape["image"], model.images.channels), np.uint8, 256),
+            "labels": ((rows,), np.int32, size.shape["classes"]),
+        }
+        tx = size.recipe.optimizer()
     else:
-        tokens = random.integers(0, size.shape["vocab"], (rows, size.shape["seq"] + 1), dtype=np.int32)
-        tx, batch = model.optimizer(size.recipe.optimizer()), {"tokens": tokens}
+        shapes = {"tokens": ((rows, size.shape["seq"] + 1), np.int32, size.shape["vocab"])}
+        tx = model.optimizer(size.recipe.optimizer())
+    random = np.random.default_rng(seed)
+    batch = {
+        part: jax.ShapeDtypeStruct(shape, dtype) if seed is None else random.integers(0, limit, shape, dtype)
+        for part, (shape, dtype, limit) in shapes.items()
+    }
     return Program(model.init, model.loss, tx, batch, name_with_changes(name, change))
 
 

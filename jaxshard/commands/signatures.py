@@ -211,6 +211,62 @@ def audit(
     )
 
 
+def plan(
+    target: Target,
+    /,
+    *,
+    change: Change = None,
+    sharding: Sharding,
+    batch: Count = None,
+    seq: Count = None,
+    remat: Remat = None,
+    precision: Precision = None,
+    topology: Words = None,
+    slices: Count = None,
+    chip: Words = None,
+    price: Rate = None,
+    compile: bool = False,
+    plot: File = None,
+    json: JsonFile = None,
+) -> None:
+    """Predict the memory, communication and time of a training step on chips that are not here, and whether it fits.
+
+    jaxshard plan llama3-8b --mesh data=256 --topology v5e:16x16 --precision bf16 --batch 256 --seq 8192
+
+    Nothing is computed and no array is made. In the JSON object "fits" is true, false, or null where only the compiler
+    knows; with --compile it is the compiler's answer, and "compiled_peak_bytes" what it uses or asked for.
+
+    Args:
+      batch: rows of a step over all devices, for a ready-made size; by default what suits it.
+      seq: tokens in a row, for a ready-made size; by default what suits it.
+      topology: TPUs or GPUs that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8; by default the
+        devices that are here.
+      slices: so many TPU slices, connected by the data center's network.
+      chip: predict for the limits of this chip, such as v5e or h100, whatever the devices are.
+      price: of one chip for an hour, in any currency, for the price of a billion tokens.
+      compile: compile the step too, with the compiler of the TPUs; needs libtpu.
+      plot: draw memory by role, the roofline and the shards into a file such as plan.png or plan.svg.
+    """
+    from jaxshard.commands.plan import run
+
+    run(
+        target,
+        change=change,
+        sharding=sharding,
+        batch=batch,
+        seq=seq,
+        remat=remat,
+        precision=precision,
+        topology=topology,
+        slices=slices,
+        chip=chip,
+        price=price,
+        compile=compile,
+        plot=plot,
+        json=json,
+    )
+
+
 def parity(
     target: Target,
     /,

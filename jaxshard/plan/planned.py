@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from jaxshard.cost.hardware import Chip
+from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.plan.arrange import arrange
 
 
@@ -153,6 +155,21 @@ def parse_topology(name: str) -> Topology:
             f"{', '.join(_near(version, text))}"
         )
     return Topology(version, shape if not (version in GPUS and len(shape) == 1) else (*shape, 1))
+
+
+def chip_named(name: str) -> Chip:
+    """Look up a chip by the name of its topologies, such as "v5e" or "h100", or by its `device_kind`.
+
+    Raises:
+      ValueError: there is none; lists near ones.
+    """
+    kinds = {**{one: known.kind for one, known in TPUS.items()}, **{one: known.kind for one, known in GPUS.items()}}
+    cores = TPUS[name.lower()].num_cores if name.lower() in TPUS else None
+    found = chip_of(kinds.get(name.lower(), name), num_cores=cores)
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), kinds, n=3, cutoff=0.4) or kinds
+        raise ValueError(f"there is no chip {name!r}; use one of {', '.join(near)}")
+    return found
 
 
 def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:

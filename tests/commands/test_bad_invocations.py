@@ -94,6 +94,7 @@ GOOD = {
     "generate": ["--model", "llama-1m", "--prompt", "a"],
     "launch": ["-n", "1"],
     "audit": ["good.py:make"],
+    "plan": ["good.py:make", "--topology", "v5e:2x4"],
     "parity": ["good.py:make"],
     "schedule": ["gpipe", "--stages", "2", "--microbatches", "2"],
     "checkpoint": ["list", "runs"],
@@ -160,6 +161,20 @@ FLAGS = {
         "--topology": ["", "x", "v5e", "v5e:x"],
         "--json": FILES,
     },
+    "plan": SHARDING | {
+        "--change": CHANGES,
+        "--batch": NUMBERS,
+        "--seq": NUMBERS,
+        "--remat": REMATS,
+        "--precision": CHOICES,
+        "--topology": ["", "x", "v5e", "v5e:x", "v5e:3x3", "h100:0"],
+        "--slices": [*NUMBERS, "3"],
+        "--chip": ["", "x", "v55", "a1000"],
+        "--price": RATES,
+        "--compile": ["x"],
+        "--plot": [*FILES, "a.xyz"],
+        "--json": FILES,
+    },
     "parity": SHARDING | {
         "--change": CHANGES,
         "--batch": NUMBERS,
@@ -176,7 +191,7 @@ FLAGS = {
     "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
     "doctor": {},
 }  # fmt: skip
-SWITCHES = {"--resume", "--fall-back", "--ordered"}
+SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile"}
 
 GOOD_PY = """
 import jax.numpy as jnp, numpy as np, optax, jaxshard as js
@@ -200,7 +215,7 @@ def drawn(number, rng):
     kind = rng.randrange(4)
     if kind == 0 and FLAGS[command]:
         return with_flag(command, rng.choice([*FLAGS[command]]), rng)
-    if kind == 1 and command in ("audit", "parity"):
+    if kind == 1 and command in ("audit", "parity", "plan"):
         return [command, rng.choice(TARGETS)]
     if kind == 1 and command == "checkpoint":
         return [command, *rng.choice([["look", "runs"], ["list", "absent"], ["list"], ["show", "text.txt"], []])]

@@ -1,0 +1,72 @@
+"""`jaxshard plan`: the JSON object, and what is refused by name."""
+
+import importlib.util
+import json
+
+import pytest
+
+from jaxshard.commands.main import main
+
+KEYS = {"fits", "hbm_bytes", "predicted_peak_bytes", "by_role", "collectives", "step_seconds", "mesh", "topology"}
+TINY = ["llama-1m", "--batch", "16", "--seq", "32", "--change", "depth=1"]
+
+without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+def plan(capsys, *words):
+    assert main(["plan", *words, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "usable"), [("v5e:2x4", "data=4,tensor=2", 2**34), ("h100:8x2", "data=16", 80e9)]
+)
+def test_chips_that_are_not_here(topology, mesh, usable, capsys):
+    result, err = plan(capsys, *TINY, "--topology", topology, "--mesh", mesh, "--price", "1.2")
+    assert result.keys() >= KEYS
+    assert result["fits"] is True and result["hbm_bytes"] <= usable
+    assert sum(result["by_role"].values()) == result["predicted_peak_bytes"] > 0
+    assert "fits" in err and topology in err
+
+
+def test_several_slices_multiply_the_devices(capsys):
+    mesh = ["--strategy", "hsdp", "--mesh", "replica=2,data=8", "--slices", "2", "--topology", "v5e:2x4"]
+    result, _ = plan(capsys, *TINY, *mesh)
+    assert (result["devices"], result["slices"], result["mesh"]) == (16, 2, {"replica": 2, "data": 8})
+
+
+def test_what_does_not_fit_is_a_plain_answer(capsys):
+    result, err = plan(capsys, "llama3-405b", "--topology", "v5e:2x4", "--batch", "8", "--change", "depth=12")
+    assert result["fits"] is False and "does not fit" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["llama3-8"], "llama3-8: there is no such size; give one of gpt-1m"),
+        (["llama-1m", "--topology", "v5e:4x5"], "v5e is not rented as 4x5; near it are v5e:4x4"),
+        (["llama-1m", "--topology", "v5e:4x4", "--mesh", "data=8"], "data=8 needs 8 devices, but there are 16"),
+        (["llama-1m", "--topology", "v5e:4x4", "--batch", "20"], "20 rows, which the 16 devices"),
+        (["llama-1m", "--topology", "v5e:4x4", "--devices", "4"], "--devices 4 is for the devices that are here"),
+        (["llama-1m", "--slices", "2"], "--slices 2 is of a TPU topology; add --topology"),
+        (["llama-1m", "--compile"], "--compile asks the compiler of other devices; add --topology"),
+        (["llama-1m", "--chip", "v55"], "there is no chip 'v55'; use one of v5"),
+        (["llama-1m", "--price", "-1"], "--price -1.0: give a number above 0"),
+    ],
+)
+def test_faulty_flags_are_refused_by_name(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@without_libtpu
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_the_compiler_confirms_or_refuses(capsys):
+    words = ["--topology", "v5e:2x2", "--compile"]
+    small, _ = plan(capsys, *TINY, *words)
+    assert small["fits"] is True and 0 < small["compiled_peak_bytes"] < small["hbm_bytes"]
+    large, err = plan(capsys, "llama2-7b", "--change", "depth=20", "--batch", "16", "--seq", "4096", *words)
+    assert large["fits"] is False and large["compiled_peak_bytes"] > large["hbm_bytes"]
+    assert "the compiler refuses it" in err
