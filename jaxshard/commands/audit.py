@@ -40,8 +40,9 @@ def run(
         check_files(json=json)
     chips = None if topology is None else Topology(topology)
     prepared = prepare(
-        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
-    )
+        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips,
+        values=repair,
+    )  # fmt: skip
     step = prepared.step()
     facts(console, prepared.how.shown | {"model": prepared.program.name})
     started = time.perf_counter()
