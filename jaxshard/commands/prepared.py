@@ -54,7 +54,9 @@ def prepare(
         check_positive(batch=batch, seq=seq)
         depth = depth_of(target, change)
         how = make_parallel(sharding, remat=remat, precision=precision, topology=topology, depth=depth, batch=batch)
-    program = program_of(target, change=change, rows=batch, seq=seq, seed=0 if values else None, rows_multiple=how.rows_multiple)
+    program = program_of(
+        target, change=change, rows=batch, seq=seq, seed=0 if values else None, rows_multiple=how.rows_multiple
+    )
     rows = abstract(program.batch)
     with usage_errors(), refusals():
         layout = make_layout(how.strategy, how.mesh, program.init_fn, program.tx)
