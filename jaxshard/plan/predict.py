@@ -15,7 +15,9 @@ from jaxshard.cost.hardware import Chip
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
+from jaxshard.plan.memory.roles import role_of, step_peak
 from jaxshard.plan.memory.tiles import tiled_bytes
+from jaxshard.plan.memory.trace import trace_step
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
 
 
@@ -49,13 +51,26 @@ def predict(
     device = layout.mesh.devices.flat[0]
     if chip is None:
         chip = chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
-    by_role = dict.fromkeys(ROLES, 0) | _argument_bytes(layout, abstract(batch))
+    if tx is None:
+        raise TypeError("js.plan.predict needs the optimizer that the layout was made with: tx=")
+    arguments = _argument_bytes(layout, abstract(batch))
+    traced = trace_step(layout, loss_fn, tx, engine, batch)
+    _, moment = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu")
+    by_role = dict.fromkeys(ROLES, 0) | arguments
+    largest = []
+    for one in moment.live:
+        role = role_of(one, moment)
+        by_role[role] += one.bytes
+        shape = ", ".join(map(str, one.value.shard))
+        largest.append((one.bytes, role, f"{one.value.dtype}[{shape}] {one.note} {one.value.path}"))
     return Prediction(
         devices=layout.mesh.size,
         mesh=dict(layout.mesh.shape),
         chip=chip,
-        peak=MemoryPeak(by_role),
-        argument_bytes=sum(by_role.values()),
+        peak=MemoryPeak(
+            by_role, "" if moment.op is None else moment.op.path, tuple(sorted(largest, reverse=True)[:40])
+        ),
+        argument_bytes=sum(arguments.values()),
         usable_bytes=None if chip is None else chip.hbm_bytes,
     )
 

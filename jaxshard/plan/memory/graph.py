@@ -1,0 +1,334 @@
+"""A traced step as a graph of operations on one device's parts of arrays: what liveness is computed on.
+
+Calls are opened, `shard_map`s entered, and every value has the shape that one device holds. Loops and branches stay
+operations, with regions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxshard.core.compat import newly_manual_axes, scan_counts
+from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.plan.memory.shards import Split, merge, propagate, shard_shape, spec_split, whole
+
+_KEEP_SPLIT = frozenset({
+    "scatter", "scatter-add", "scatter_add", "convert_element_type", "add_any", "add", "mul", "select_n", "neg", "copy",
+    "reduce_precision", "optimization_barrier", "enter",
+})  # fmt: skip
+"""Operations through which a split goes backward, from a result to the operands of its shape."""
+
+
+@dataclass(eq=False)
+class Value:
+    """An array of the program.
+
+    Attributes:
+      shape: as the jaxpr has it: of one device over manual axes, whole over automatic ones.
+      dtype: of its elements.
+      split: over automatic axes.
+      shard: the shape of one device's part.
+      role: of an argument of the step; "" of what the step computes.
+      path: the argument's path, or the name stack of the operation that makes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    split: Split
+    shard: tuple[int, ...]
+    role: str = ""
+    path: str = ""
+
+
+@dataclass(eq=False)
+class Region:
+    """The body of a program, loop or branch.
+
+    Attributes:
+      inputs: its arguments; of a scan constants, carries, and slices of what is scanned over.
+      ops: the operations in program order.
+      outputs: its results; of a scan carries, and slices of what is stacked.
+    """
+
+    inputs: list[Value]
+    ops: list[Op] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Op:
+    """An operation: an equation that is no call.
+
+    Attributes:
+      name: of its primitive.
+      ins, outs: its operands (numbers left out) and results.
+      path: its name stack: which function of the program it belongs to, "transpose" in backward passes.
+      regions: the bodies of a loop or branch.
+      counts: of a scan (constants, carries); of a while loop (constants of the condition, of the body).
+      params: of the equation.
+      unread: the operands, by number, that the body of a loop does not use.
+    """
+
+    name: str
+    ins: list[Value]
+    outs: list[Value]
+    path: str = ""
+    regions: list[Region] = field(default_factory=list)
+    counts: tuple[int, int] = (0, 0)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    unread: set[int] = field(default_factory=set)
+
+    @property
+    def reads(self) -> list[Value]:
+        """The operands without those that the body of a loop does not use."""
+        return [one for i, one in enumerate(self.ins) if i not in self.unread]
+
+
+class Builder:
+    """Makes the graph of a jaxpr; `sizes` are those of the mesh's axes."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+        self.axes = frozenset(axis for axis, size in sizes.items() if size > 1)
+        self.maker: dict[Value, Op] = {}
+
+    def value(self, aval: Any, split: Split, role: str = "", path: str = "") -> Value:
+        """Make a value of an aval that is split so."""
+        shape = tuple(getattr(aval, "shape", ()))
+        dtype = getattr(aval, "dtype", None)
+        if hasattr(aval, "inner_aval"):  # a reference: memory that is counted where it is made
+            shape, dtype = tuple(aval.inner_aval.shape), aval.inner_aval.dtype
+        return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path)
+
+    def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str]) -> Region:
+        """Make the region of a jaxpr on these inputs (None: a number)."""
+        region = Region([one for one in inputs if one is not None])
+        outs = self._inline(region, program, inputs, automatic, "")
+        region.outputs = [one for one in outs if one is not None]
+        return region
+
+    def _inline(
+        self, region: Region, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str
+    ) -> list[Value | None]:
+        jaxpr, _ = open_jaxpr(program)
+        env: dict[Any, Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= {var: self.value(var.aval, whole(getattr(var.aval, "shape", ())), "constant") for var in jaxpr.constvars}
+
+        def read(atom: Any) -> Value | None:
+            return None if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            where = f"{path}/{eqn.source_info.name_stack}"
+            outs = self._equation(region, eqn, operands, automatic, where)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [self._literal(atom) if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
+
+    def _literal(self, atom: Any) -> Value:
+        return self.value(atom.aval, whole(getattr(atom.aval, "shape", ())), "constant")
+
+    def _equation(
+        self, region: Region, eqn: Any, operands: list[Value | None], automatic: frozenset[str], path: str
+    ) -> list[Value | None]:
+        name, params = eqn.primitive.name, eqn.params
+        inner = params.get(CALLS.get(name, ""))
+        if inner is not None:
+            return self._inline(region, inner, operands, automatic, path)
+        if name == "shard_map":
+            return self._shard_map(region, eqn, operands, automatic, path)
+        op = Op(name, [one for one in operands if one is not None], [], path, params=params)
+        region.ops.append(op)
+        if name == "scan":
+            self._scan(op, eqn, operands, automatic)
+        elif name == "while":
+            self._while(op, eqn, operands, automatic)
+        elif name == "cond":
+            self._cond(op, eqn, operands, automatic)
+        elif name == "sharding_constraint":
+            var = eqn.outvars[0]
+            split = spec_split(params["sharding"].spec, len(var.aval.shape), automatic)
+            self._refine(op.ins, [split])
+            op.outs = [self.value(var.aval, split, path=path)]
+        else:
+            op.outs = [self.value(var.aval, self._split(name, params, operands, var), path=path) for var in eqn.outvars]
+        self.maker.update((one, op) for one in op.outs)
+        return list(op.outs)
+
+    def _refine(self, values: Sequence[Value], splits: Sequence[Split]) -> None:
+        """Split values as their reader wants them, where nothing said how: zeros, and what is added to them."""
+        for value, split in zip(values, splits, strict=True):
+            op = self.maker.get(value)
+            if op is None or op.regions or any(value.split) or not any(split) or len(split) != len(value.shape):
+                continue
+            alike = [one for one in op.ins if one.shape == value.shape]
+            if op.name in _KEEP_SPLIT or not any(one.shape for one in op.ins):
+                value.split, value.shard = split, shard_shape(value.shape, split, self.sizes)
+                self._refine(alike, [split] * len(alike))
+
+    def _split(self, name: str, params: Any, operands: list[Value | None], var: Any) -> Split:
+        shape = tuple(getattr(var.aval, "shape", ()))
+        known = [(one.split, one.shape) for one in operands if one is not None and one.shape != ()]
+        return propagate(name, params, known, shape) if known else whole(shape)
+
+    def _shard_map(
+        self, region: Region, eqn: Any, operands: list[Value | None], automatic: frozenset[str], path: str
+    ) -> list[Value | None]:
+        """Enter a shard_map: what goes in and out is the same memory, unless it has to be cut or is gathered."""
+        manual = newly_manual_axes(eqn.params)
+        inside = automatic - manual
+        jaxpr, _ = open_jaxpr(eqn.params["jaxpr"])
+        inputs: list[Value | None] = []
+        for var, operand, spec in zip(jaxpr.invars, operands, eqn.params["in_specs"], strict=True):
+            if operand is None:
+                inputs.append(None)
+                continue
+            entries = tuple(tuple(axis for axis in entry if axis in inside) for entry in operand.split)
+            inner = self.value(var.aval, entries, operand.role, operand.path)
+            wanted = spec_split(spec, len(inner.shape), manual & self.axes)
+            if wanted != tuple(tuple(x for x in entry if x in manual) for entry in operand.split):
+                self._refine([operand], [tuple((*a, *b) for a, b in zip(entries, wanted, strict=True))])
+            moved = any(set(a) & manual != set(b) for a, b in zip(operand.split, wanted, strict=True))
+            region.ops.append(Op("enter_moved" if moved else "enter", [operand], [inner], path))
+            inputs.append(inner)
+        made = self._inline(region, eqn.params["jaxpr"], inputs, inside, path)
+        outs: list[Value | None] = []
+        for var, one, spec in zip(eqn.outvars, made, eqn.params["out_specs"], strict=True):
+            entries = spec_split(spec, len(var.aval.shape), manual & self.axes)
+            if one is not None:
+                entries = tuple((*a, *(x for x in b if x not in a)) for a, b in zip(entries, one.split, strict=True))
+            outer = self.value(var.aval, entries, path=path)
+            region.ops.append(Op("enter", [] if one is None else [one], [outer], path))
+            outs.append(outer)
+        return outs
+
+    def _scan(self, op: Op, eqn: Any, operands: list[Value | None], automatic: frozenset[str]) -> None:
+        consts, carries = scan_counts(dict(eqn.params))
+        values = [self._literal(a) if o is None else o for a, o in zip(eqn.invars, operands, strict=True)]
+        op.ins, op.counts = values, (consts, carries)
+        body = eqn.params["jaxpr"]
+        avals = [var.aval for var in open_jaxpr(body)[0].invars]
+
+        def slices(carried: Sequence[Split]) -> list[Value | None]:
+            splits = [one.split for one in values[:consts]] + list(carried)
+            splits += [one.split[1:] for one in values[consts + carries :]]
+            return [self.value(aval, split, "inner", "") for aval, split in zip(avals, splits, strict=True)]
+
+        region, carried = self._loop_body(body, slices, [v.split for v in values[consts:][:carries]], automatic)
+        op.regions = [region]
+        self._refine(values[consts:][:carries], carried)
+        splits = [*carried, *(((), *one.split) for one in region.outputs[carries:])]
+        op.outs = [self.value(var.aval, s, path=op.path) for var, s in zip(eqn.outvars, splits, strict=True)]
+
+    def _while(self, op: Op, eqn: Any, operands: list[Value | None], automatic: frozenset[str]) -> None:
+        values = [self._literal(a) if o is None else o for a, o in zip(eqn.invars, operands, strict=True)]
+        skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        op.ins, op.counts = values, (skipped, consts)
+        avals = [var.aval for var in open_jaxpr(eqn.params["body_jaxpr"])[0].invars]
+
+        def inputs(carried: Sequence[Split]) -> list[Value | None]:
+            splits = [one.split for one in values[skipped : skipped + consts]] + list(carried)
+            return [self.value(aval, split, "inner") for aval, split in zip(avals, splits, strict=True)]
+
+        start = [one.split for one in values[skipped + consts :]]
+        region, carried = self._loop_body(eqn.params["body_jaxpr"], inputs, start, automatic)
+        op.regions = [region]
+        self._refine(values[skipped + consts :], carried)
+        op.outs = [self.value(var.aval, s, path=op.path) for var, s in zip(eqn.outvars, carried, strict=True)]
+
+    def _loop_body(
+        self, body: Any, inputs: Callable[[Sequence[Split]], Any], start: list[Split], automatic: frozenset[str]
+    ) -> tuple[Region, list[Split]]:
+        """Make the body of a loop whose carries are split as it returns them, where they began whole."""
+        region = self.region(body, inputs(start), automatic)
+        found = [one.split for one in region.outputs[: len(start)]]
+        carried = [merge([b, a]) for a, b in zip(start, found, strict=True)]
+        if carried != start:
+            region = self.region(body, inputs(carried), automatic)
+        return region, carried
+
+    def _cond(self, op: Op, eqn: Any, operands: list[Value | None], automatic: frozenset[str]) -> None:
+        values = [self._literal(a) if o is None else o for a, o in zip(eqn.invars, operands, strict=True)]
+        op.ins = values
+        for branch in eqn.params["branches"]:
+            avals = [var.aval for var in open_jaxpr(branch)[0].invars]
+            copies = [self.value(a, one.split, "inner") for a, one in zip(avals, values[1:], strict=True)]
+            op.regions.append(self.region(branch, copies, automatic))
+        for place, var in enumerate(eqn.outvars):
+            made = [region.outputs[place].split for region in op.regions]
+            op.outs.append(self.value(var.aval, merge(made), path=op.path))
+
+
+def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mapping[str, int]) -> Region:
+    """Make the graph of a traced step.
+
+    Args:
+      closed: the closed jaxpr.
+      arguments: split, role and path of each argument.
+      sizes: of the mesh's axes.
+    """
+    builder = Builder(sizes)
+    inputs = [
+        builder.value(var.aval, split, role, path)
+        for var, (split, role, path) in zip(open_jaxpr(closed)[0].invars, arguments, strict=True)
+    ]
+    region = builder.region(closed, inputs, builder.axes)
+    eliminate(region, set(region.outputs))
+    return region
+
+
+def eliminate(region: Region, wanted: set[Value]) -> None:
+    """Drop operations whose results nobody reads, in loops too, as the compiler does."""
+    needed = set(wanted)
+    kept = []
+    for op in reversed(region.ops):
+        if not any(one in needed for one in op.outs) and not _has_effect(op):
+            continue
+        _eliminate_inside(op, needed)
+        needed.update(op.reads)
+        kept.append(op)
+    region.ops = kept[::-1]
+
+
+def _has_effect(op: Op) -> bool:
+    return not op.outs
+
+
+def _eliminate_inside(op: Op, needed: set[Value]) -> None:
+    if op.name == "scan":
+        consts, carries = op.counts
+        (body,) = op.regions
+        wanted = set(body.outputs[:carries])
+        wanted |= {
+            inner for inner, outer in zip(body.outputs[carries:], op.outs[carries:], strict=True) if outer in needed
+        }
+        eliminate(body, wanted)
+        read = {one for inner in body.ops for one in inner.ins} | wanted
+        op.unread = {i for i, one in enumerate(body.inputs) if one not in read and not consts <= i < consts + carries}
+    elif op.name == "cond":
+        for branch in op.regions:
+            made = zip(branch.outputs, op.outs, strict=True)
+            eliminate(branch, {inner for inner, outer in made if outer in needed})
+    else:
+        for inner in op.regions:
+            eliminate(inner, set(inner.outputs))
+
+
+def every_op(region: Region) -> Iterator[Op]:
+    """Yield all operations, those of inner regions too."""
+    for op in region.ops:
+        yield op
+        for inner in op.regions:
+            yield from every_op(inner)
+
+
+def dtype_bits(dtype: Any) -> int:
+    """Return the bits of an element; those of the words of a typed random key."""
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return 64
+    return 0 if str(dtype) == "float0" else int(jax.dtypes.itemsize_bits(dtype))

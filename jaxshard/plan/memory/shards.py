@@ -1,0 +1,232 @@
+"""How automatic axes split the values of a traced program: forward, from the arguments and constraints.
+
+Inside a `shard_map` the shapes of a jaxpr are already those of one device, as far as its manual axes go. Over the other
+axes the compiler places what nobody constrained. Its choice is modelled by a single pass forward: a product keeps
+the splits of its free and batch dimensions, an elementwise result those of its most split operand, a reshape the
+splits of dimensions that stay, and so on. What a rule does not know is whole.
+
+A split is a tuple with the names of mesh axes for each dimension: ((), ("data",)) is a matrix whose columns are split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Split = tuple[tuple[str, ...], ...]
+"""For each dimension the mesh axes over which it is split."""
+
+
+def whole(shape: Sequence[int]) -> Split:
+    """Return the split of an array that is whole on every device."""
+    return ((),) * len(shape)
+
+
+def spec_split(spec: Any, ndim: int, among: frozenset[str]) -> Split:
+    """Return the split that a PartitionSpec states, over some axes only."""
+    entries = [() if one is None else one if isinstance(one, tuple) else (one,) for one in tuple(spec)]
+    entries += [()] * (ndim - len(entries))
+    return tuple(tuple(axis for axis in one if isinstance(axis, str) and axis in among) for one in entries[:ndim])
+
+
+def merge(splits: Sequence[Split]) -> Split:
+    """Join splits of arrays of one shape: a dimension takes the first split that it has, an axis splits it once."""
+    used: set[str] = set()
+    joined = []
+    for entries in zip(*splits, strict=True):
+        entry = next((one for one in entries if one and not used & set(one)), ())
+        used |= set(entry)
+        joined.append(entry)
+    return tuple(joined)
+
+
+def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Split, Any]], shape: Any) -> Split:
+    """Return the split of an equation's result.
+
+    Args:
+      name: of the primitive.
+      params: of the equation.
+      operands: split and shape of each operand.
+      shape: of the result.
+    """
+    if not any(any(split) for split, _ in operands):
+        return whole(shape)
+    if (rule := _RULES.get(name)) is not None:
+        return _valid(rule(params, operands, shape), shape)
+    same_rank = [one for one in operands if len(one[1]) == len(shape)]
+    if same_rank and not is_reduction(name):
+        # Elementwise, dimensions of size one spread over the result's; and operations along some of the dimensions.
+        return merge(
+            [
+                tuple(entry if size > 1 < its else () for entry, its, size in zip(split, old, shape, strict=True))
+                for split, old in same_rank
+            ]
+        )
+    reduced = params.get("axes")
+    if reduced is not None and is_reduction(name):
+        split = operands[0][0]
+        kept = tuple(entry for dim, entry in enumerate(split) if dim not in reduced)
+        return kept if len(kept) == len(shape) else whole(shape)
+    return whole(shape)
+
+
+def is_reduction(name: str) -> bool:
+    """True for primitives that reduce dimensions: sums, maxima, and the places of these."""
+    return name.startswith(("reduce_", "arg")) and name != "reduce_precision"
+
+
+def _valid(split: Split, shape: Sequence[int]) -> Split:
+    used: set[str] = set()
+    out = []
+    for entry in split:
+        entry = tuple(axis for axis in entry if axis not in used)
+        used |= set(entry)
+        out.append(entry)
+    return tuple(out) if len(out) == len(shape) else whole(shape)
+
+
+def _dot(params: Any, operands: Any, shape: Any) -> Split:
+    (left_contract, right_contract), (left_batch, right_batch) = params["dimension_numbers"]
+    (left, _), (right, _) = operands[:2]
+    batch = [left[a] or right[b] for a, b in zip(left_batch, right_batch, strict=True)]
+    rows = [entry for dim, entry in enumerate(left) if dim not in (*left_contract, *left_batch)]
+    columns = [entry for dim, entry in enumerate(right) if dim not in (*right_contract, *right_batch)]
+    return (*batch, *rows, *columns)
+
+
+def _broadcast(params: Any, operands: Any, shape: Any) -> Split:
+    split, its = operands[0]
+    out: list[tuple[str, ...]] = [()] * len(shape)
+    for source, dim in enumerate(params["broadcast_dimensions"]):
+        if its[source] == shape[dim]:
+            out[dim] = split[source]
+    return tuple(out)
+
+
+def _transpose(params: Any, operands: Any, shape: Any) -> Split:
+    return tuple(operands[0][0][dim] for dim in params["permutation"])
+
+
+def _reshape(params: Any, operands: Any, shape: Any) -> Split:
+    """Dimensions are matched in groups of equal size; the split of a group is that of its first large dimension."""
+    split, its = operands[0]
+    out: list[tuple[str, ...]] = [()] * len(shape)
+    i = j = 0
+    while i < len(its) and j < len(shape):
+        source, target = [i], [j]
+        left, right = its[i], shape[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right and i < len(its):
+                left *= its[i]
+                source.append(i)
+                i += 1
+            elif left > right and j < len(shape):
+                right *= shape[j]
+                target.append(j)
+                j += 1
+            else:
+                return tuple(out)
+        entries = [split[dim] for dim in source if its[dim] > 1]
+        axes = next((one for one in entries if one), ())
+        # The outermost dimension of the group keeps a split of its outermost one; an inner one goes to one of its size.
+        if axes:
+            size = next(its[dim] for dim in source if split[dim] == axes)
+            equal = [dim for dim in target if shape[dim] == size]
+            large = [dim for dim in target if shape[dim] > 1]
+            out[(equal or large or target)[0]] = axes
+    return tuple(out)
+
+
+def _same_size(params: Any, operands: Any, shape: Any) -> Split:
+    """Slices, pads and updates: a dimension that keeps its size keeps its split, and so does one that is only cut."""
+    split, its = operands[0]
+    if len(its) != len(shape):
+        return whole(shape)
+    return tuple(entry if size == old or size > 1 else () for entry, size, old in zip(split, shape, its, strict=True))
+
+
+def _drop(params: Any, operands: Any, shape: Any) -> Split:
+    split = operands[0][0]
+    dims = params.get("dimensions", ())
+    return tuple(entry for dim, entry in enumerate(split) if dim not in dims)
+
+
+def _expand(params: Any, operands: Any, shape: Any) -> Split:
+    entries = list(operands[0][0])
+    for dim in sorted(params["dimensions"]):
+        entries.insert(dim, ())
+    return tuple(entries)
+
+
+def _concatenate(params: Any, operands: Any, shape: Any) -> Split:
+    merged = list(merge([split for split, _ in operands]))
+    return tuple(merged)
+
+
+def _gather(params: Any, operands: Any, shape: Any) -> Split:
+    (split, its), (indices, _) = operands[:2]
+    numbers = params["dimension_numbers"]
+    sizes = params["slice_sizes"]
+    skipped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    windows = [dim for dim in range(len(its)) if dim not in skipped]
+    out: list[tuple[str, ...]] = [()] * len(shape)
+    for place, dim in zip(numbers.offset_dims, windows, strict=True):
+        out[place] = split[dim] if sizes[dim] == its[dim] else ()
+    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
+    for place, entry in zip(rows, indices[:-1], strict=False):
+        out[place] = entry
+    return tuple(out)
+
+
+def _scatter(params: Any, operands: Any, shape: Any) -> Split:
+    (split, its), (updates, updated) = operands[0], operands[2]
+    numbers = params["dimension_numbers"]
+    out = list(split)
+    for dim, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        out[dim] = out[dim] or operands[1][0][place]
+    skipped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = [dim for dim in range(len(its)) if dim not in skipped]
+    for place, dim in zip(numbers.update_window_dims, windows, strict=True):
+        if not out[dim] and updated[place] == its[dim]:
+            out[dim] = updates[place]
+    return tuple(out)
+
+
+def _convolution(params: Any, operands: Any, shape: Any) -> Split:
+    numbers = params["dimension_numbers"]
+    (left, _), (right, _) = operands[:2]
+    out: list[tuple[str, ...]] = [()] * len(shape)
+    out[numbers.out_spec[0]] = left[numbers.lhs_spec[0]]
+    out[numbers.out_spec[1]] = right[numbers.rhs_spec[0]]
+    for place, dim in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
+        out[place] = left[dim]
+    return tuple(out)
+
+
+_RULES: dict[str, Callable[[Any, Any, Any], Split]] = {
+    "dot_general": _dot,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "slice": _same_size,
+    "dynamic_slice": _same_size,
+    "pad": _same_size,
+    "squeeze": _drop,
+    "expand_dims": _expand,
+    "concatenate": _concatenate,
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter_add": _scatter,
+    "conv_general_dilated": _convolution,
+}
+
+
+def shard_shape(shape: Sequence[int], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of one device's part; a dimension that is not divided evenly is rounded up."""
+    return tuple(
+        -(-size // math.prod(sizes[axis] for axis in entry)) if entry else size
+        for size, entry in zip(shape, split, strict=True)
+    )
