@@ -39,10 +39,10 @@ EFFICIENCY: dict[str, Range] = {
     "ici": (0.9, 0.59),
     # The same table has 4.1 of 12.5 GB/s between two slices of v6e; 0.9 is the share on the links inside.
     "dcn": (0.9, 0.33),
-    # Tables of nccl-tests (NVIDIA/nccl-tests, doc and issues): some 360 of 450 GB/s on 8 x H100, 44 to 48 of 50 GB/s a
-    # GPU between hosts; the low ends are those of arrays of a few megabytes.
-    "nvlink": (0.8, 0.6),
-    "ib": (0.95, 0.7),
+    # All-reduces inside a host: 200 to 235 of 300 GB/s on A100 (NVIDIA/nccl-tests issues 149 and 178).
+    "nvlink": (0.78, 0.67),
+    # Over 256 GPUs in hosts with 8 ports of 50 GB/s: 340 GB/s and 200 GB/s (NVIDIA/nccl issue 1218).
+    "ib": (0.85, 0.5),
 }
 """The share of the published bandwidth that collectives reach: at best, and as the slowest public measurement says."""
 
@@ -244,8 +244,11 @@ def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
         own = not one.what.startswith(("borders of", "shards of"))
         if own and one.axes and one.shape is not None and one.most and one.limit is None:
             by_array.setdefault(one.what, []).append(one)
+    # Between slices a promise does not tell a sum from a scattered sum: where weights are gathered, it is scattered.
+    gathers = any(what.startswith(("weight", "new parameter")) for what in by_array)
     for ones in by_array.values():
-        ones = _across_slices([one for one in ones if one.pooled]) + [one for one in ones if not one.pooled]
+        pooled = _across_slices([one for one in ones if one.pooled], gathers)
+        ones = pooled + [one for one in ones if not one.pooled]
         if all(one.least for one in ones):
             yield from ones
             continue
@@ -260,18 +263,20 @@ def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
         yield from (one for one in sums if len(one.axes) == fewest)
 
 
-def _across_slices(pooled: list[Expected]) -> list[Expected]:
+def _across_slices(pooled: list[Expected], scattered: bool) -> list[Expected]:
     """Of what may become of a collective over several slices one over all of its axes."""
-    whole: dict[tuple[int, ...], Expected] = {}
+    whole: dict[tuple[int, ...], list[Expected]] = {}
     for one in pooled:
         assert one.shape is not None
-        old = whole.get(one.shape)
-        kind = one.kind if old is None or old.kind == one.kind else "all-gather"
-        if kind != one.kind and not one.what.startswith(("weight", "parameter")):
-            kind = "all-reduce"
-        axes = one.axes if old is None else tuple(dict.fromkeys((*old.axes, *one.axes)))
-        whole[one.shape] = replace(one, kind=kind, axes=axes, least=0)
-    return list(whole.values())
+        whole.setdefault(one.shape, []).append(one)
+    found = []
+    for ones in whole.values():
+        kinds = {one.kind for one in ones}
+        sums = "reduce-scatter" if scattered else "all-reduce"
+        kind = ones[0].kind if len(kinds) == 1 else sums if ones[0].what.startswith("gradient") else "all-gather"
+        axes = tuple(dict.fromkeys(axis for one in ones for axis in one.axes))
+        found.append(replace(ones[0], kind=kind, axes=axes, least=0))
+    return found
 
 
 def _together(costs: Sequence[CollectiveCost]) -> CollectiveCost:

@@ -23,17 +23,25 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxshard.core.compat import contracted_kernel_dims, equation_frames, newly_manual_axes, scan_counts
-from jaxshard.core.jaxpr import open_jaxpr
-from jaxshard.core.our_code import is_jaxshard_file, package_folder
+from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.cost.hardware import Chip
+from jaxshard.layers.attention.attention import SCOPE
 
 Range = tuple[float, float]
 Parts = Callable[[Any, frozenset[str]], int]
 """`parts(equation, automatic axes) -> n`: among how many devices the compiler splits an equation's work."""
 
-_JAX = package_folder("jax")
+_LIBRARIES = {"jax", "flax", "optax"}
 
-EFFICIENCY: dict[int, Range] = {128: (0.9, 0.6), 256: (0.9, 0.6), 0: (0.9, 0.6)}
+TRAFFIC: Range = (2.1, 4.1)
+"""How often the operands and results of a product go through the memory, beside its multiplications.
+
+Once each for the product itself; the rest stands for what is done to them between two products (norms, gates,
+rotations, casts, copies), which is proportional to them. The middle, 3.1, is the one number that is calibrated: on the
+published step times of Llama 3.1 8B on 8 chips of v6e and of AXLearn's 7B on 1,024 of v5e, by least squares of the two
+relative errors (`benchmarks/step_times.py --calibrate`). The range, a third to both sides, is assumed.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class ProductCost:
       count: how often it runs in a step.
       flops: of all of them, two for every multiply-add.
       bytes: of operands and results of all of them, through the memory once each.
-      seconds: of all of them, at best and at worst; (0, 0) on an unknown chip.
+      compute: seconds in which the matrix unit is busy with all of them; 0 on an unknown chip.
+      seconds: of all of them, at best and at worst, with what the memory moves for them; (0, 0) on an unknown chip.
     """
 
     where: str
@@ -56,6 +65,7 @@ class ProductCost:
     count: int
     flops: float
     bytes: float
+    compute: float
     seconds: Range
 
 
@@ -87,10 +97,10 @@ def product_costs(
     Returns:
       One for all equal products of one line. A `while` loop counts once, because nobody knows how often it runs.
     """
-    jaxpr, consts = open_jaxpr(closed_jaxpr)
-    known = {var: value for var, value in zip(jaxpr.constvars, consts, strict=True) if _is_small(value)}
+    jaxpr, known = _open(closed_jaxpr, {}, ())
     automatic = frozenset(mesh.axis_names)
-    walk = _Walk(mesh, parts or (lambda _, axes: math.prod(mesh.shape[axis] for axis in axes)))
+    every = parts or (lambda _, axes: math.prod(mesh.shape[axis] for axis in axes))
+    walk = _Walk(mesh, every, fused=mesh.devices.flat[0].platform == "gpu")
     found: dict[tuple[str, str, str, int], list[_Product]] = {}
     for one in walk.products(jaxpr, 1, automatic, known):
         found.setdefault((one.where, one.shapes, one.dtype, one.passes), []).append(one)
@@ -98,20 +108,17 @@ def product_costs(
     return tuple(sorted(costs, key=lambda one: (-one.seconds[1], -one.flops)))
 
 
-def product_seconds(chip: Chip, flops: float, size: float, dtype: str, *, passes: int = 1, fill: float = 1.0) -> Range:
-    """Return the time of a product by its roofline, at best and at worst.
+def compute_seconds(chip: Chip, flops: float, dtype: str, *, passes: int = 1, fill: float = 1.0) -> float:
+    """Return how long a chip's matrix unit is busy with a product, at the rate that large products reach.
 
     Args:
       chip: that computes it.
       flops: of it.
-      size: bytes of operands and result.
       dtype: of the wider operand.
       passes: as for `Chip.rate`.
       fill: the share of the matrix unit that its dimensions fill.
     """
-    best, worst = EFFICIENCY[chip.mxu]
-    compute, memory = flops / chip.rate(dtype, passes) / fill, size / chip.hbm_bandwidth
-    return max(compute / best, memory / best), max(compute / worst, memory / worst)
+    return flops / (chip.rate(dtype, passes) * chip.reached * fill)
 
 
 class _Walk(NamedTuple):
@@ -120,22 +127,30 @@ class _Walk(NamedTuple):
     Attributes:
       mesh: its devices.
       parts: see `product_costs`.
+      fused: True if attention is one kernel, whose logits never leave the chip, although the program shows their
+        products: what is traced for GPUs that are not here.
+      inside: True inside such a kernel.
     """
 
     mesh: Mesh
     parts: Parts
+    fused: bool
+    inside: bool = False
 
     def products(
         self, jaxpr: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
     ) -> Iterator[_Product]:
         """Yield the products of a program that runs so many `times`, with the axes that are left to the compiler."""
         for equation in jaxpr.eqns:
-            yield from self._of_equation(equation, times, automatic, known)
+            yield from self.of_equation(equation, times, automatic, known)
 
-    def _of_equation(
+    def of_equation(
         self, equation: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
     ) -> Iterator[_Product]:
         params = equation.params
+        if self.fused and not self.inside and SCOPE in str(equation.source_info.name_stack):
+            yield from self._replace(inside=True).of_equation(equation, times, automatic, known)
+            return
         match equation.primitive.name:
             case "dot_general":
                 (left, right), (batch, _) = params["dimension_numbers"]
@@ -153,29 +168,22 @@ class _Walk(NamedTuple):
             case "dot_product_attention_fwd_wrapper" | "dot_product_attention_bwd_wrapper":
                 yield self._cudnn(equation, times, automatic)
             case "scan":
-                inner = params["jaxpr"].jaxpr
                 count = scan_counts(params)[0]
-                passed = _pass_on(known, equation.invars[:count], inner.invars[:count])
+                inner, passed = _open(params["jaxpr"], known, equation.invars[:count])
                 yield from self.products(inner, times * params["length"], automatic, passed)
             case "cond":
-                branches = [
-                    list(
-                        self.products(
-                            one.jaxpr, times, automatic, _pass_on(known, equation.invars[1:], one.jaxpr.invars)
-                        )
-                    )
-                    for one in params["branches"]
-                ]
+                opened = [_open(one, known, equation.invars[1:]) for one in params["branches"]]
+                branches = [list(self.products(inner, times, automatic, passed)) for inner, passed in opened]
                 yield from max(branches, key=lambda ones: sum(one.flops for one in ones))
             case "shard_map":
-                inner, _ = open_jaxpr(params["jaxpr"])
-                left_over = automatic - newly_manual_axes(params)
-                yield from self.products(inner, times, left_over, _pass_on(known, equation.invars, inner.invars))
+                inner, passed = _open(params["jaxpr"], known, equation.invars)
+                yield from self.products(inner, times, automatic - newly_manual_axes(params), passed)
+            case name if name in CALLS:
+                inner, passed = _open(params[CALLS[name]], known, equation.invars)
+                yield from self.products(inner, times, automatic, passed)
             case _:
                 for inner in jaxprs_in_params(params):
-                    same = len(inner.invars) == len(equation.invars)
-                    passed = _pass_on(known, equation.invars, inner.invars) if same else {}
-                    yield from self.products(inner, times, automatic, passed)
+                    yield from self.products(inner, times, automatic, {})
 
     def _dot(
         self,
@@ -193,6 +201,7 @@ class _Walk(NamedTuple):
         rows = max(1, math.prod(a.shape) // (many * (contracted if left else 1)))
         columns = max(1, out.size // (many * rows)) if left else out.shape[-1]
         share = times / self.parts(equation, automatic)
+        size = 0.0 if self.inside else float(_bytes(a) + _bytes(b) + _bytes(out))
         wider = max((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
         return _Product(
             _where(equation),
@@ -201,7 +210,7 @@ class _Walk(NamedTuple):
             _passes(equation.params.get("precision")),
             times,
             2.0 * out.size * contracted * share,
-            float(_bytes(a) + _bytes(b) + _bytes(out)) * share,
+            size * share,
             lambda unit: _fill(rows, contracted, columns, unit),
         )
 
@@ -266,24 +275,26 @@ def _fill(rows: int, contracted: int, columns: int, unit: int) -> float:
     """
     if not unit:
         return 1.0
-    padded = [math.ceil(size / unit) * unit / size for size in (rows, contracted, columns)]
-    # The longest of the two outer dimensions streams, row by row.
-    return 1 / (padded[1] * min(padded[0], padded[2]))
+    # The longer of the two outer dimensions streams, row by row.
+    held = (contracted, min(rows, columns))
+    return math.prod(size / (math.ceil(size / unit) * unit) for size in held)
 
 
 def _cost(ones: Sequence[_Product], chip: Chip | None) -> ProductCost:
     flops, size = sum(one.flops for one in ones), sum(one.bytes for one in ones)
-    first, seconds = ones[0], (0.0, 0.0)
+    first, compute, memory = ones[0], 0.0, 0.0
     if chip is not None:
         fill = first.fill(chip.mxu)
-        seconds = product_seconds(chip, flops, size, first.dtype, passes=first.passes, fill=fill)
+        compute = compute_seconds(chip, flops, first.dtype, passes=first.passes, fill=fill)
+        memory = size / chip.hbm_bandwidth
+    seconds = (compute + TRAFFIC[0] * memory, compute + TRAFFIC[1] * memory)
     count = round(sum(one.times for one in ones))
-    return ProductCost(first.where, first.shapes, first.dtype, count, flops, size, seconds)
+    return ProductCost(first.where, first.shapes, first.dtype, count, flops, size, compute, seconds)
 
 
 def _where(equation: Any) -> str:
     """The line of the user's model, or of a ready-made one, that asks for an equation; else that of our code."""
-    lines = [(file, line) for file, line, _ in equation_frames(equation) if not Path(file).is_relative_to(_JAX)]
+    lines = [(file, line) for file, line, _ in equation_frames(equation) if not _LIBRARIES & set(Path(file).parts)]
     own = [
         (file, line) for file, line in lines if not is_jaxshard_file(file) or "/models/" in file or "/layers/" in file
     ]
@@ -309,7 +320,9 @@ def _is_small(value: Any) -> bool:
     return dtype is not None and np.issubdtype(dtype, np.integer) and value.size < 2**24
 
 
-def _pass_on(known: Mapping[Any, Any], outer: Sequence[Any], inner: Sequence[Any]) -> dict[Any, Any]:
-    """What is known of the arguments of an inner program."""
-    pairs = zip(outer, inner, strict=False)
-    return {new: known[old] for old, new in pairs if not isinstance(old, Literal) and old in known}
+def _open(program: Any, known: Mapping[Any, Any], passed: Sequence[Any]) -> tuple[Any, dict[Any, Any]]:
+    """Return an inner program and what is known of its first arguments, those `passed`, and constants."""
+    jaxpr, consts = open_jaxpr(program)
+    pairs = zip(passed, jaxpr.invars, strict=False)
+    inside = {new: known[old] for old, new in pairs if not isinstance(old, Literal) and old in known}
+    return jaxpr, inside | {var: x for var, x in zip(jaxpr.constvars, consts, strict=False) if _is_small(x)}

@@ -2,11 +2,11 @@
 
     step = products + what only moves memory + communication that nothing hides + bubble + host
 
-The range is as wide as what nobody knows before the run: the share of its peak that a chip reaches (`EFFICIENCY` in
-`products` and `network`), and what the compiler runs at the same time as communication. At best it hides all that does
-not stand between two products. At worst it hides gathers of weights alone, which TPU compilers overlap in a loop
-over blocks by default, and reduces gradients with nothing beside it, as libtpu does with sums over a whole torus
-(benchmarks/README.md, "synchronous").
+Products run at the rate that large ones reach by public measurements (`Chip.reached`). The range is as wide as what
+nobody knows before the run: what moves through the memory between them (`TRAFFIC` in `products`), what the network's
+links reach (`EFFICIENCY` in `network`), and what the compiler runs at the same time as communication. At best it hides
+all that does not stand between two products, at worst nothing: TPU compilers overlap gathers of weights in a loop over
+blocks, but sums over a whole torus stood alone in the programs that were read (benchmarks/README.md, "synchronous").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.engine import Engine
 from jaxshard.plan.time.network import CollectiveCost
-from jaxshard.plan.time.products import EFFICIENCY, ProductCost
+from jaxshard.plan.time.products import TRAFFIC, ProductCost
 from jaxshard.schedules.stats import Costs, compute_stats
 
 Range = tuple[float, float]
@@ -32,8 +32,8 @@ class StepTime:
     """The seconds of a step, each at best and at worst.
 
     Attributes:
-      compute: matrix products.
-      memory_bound: what only reads and writes memory: the optimizer's update.
+      compute: matrix products, at the rate that large ones reach.
+      memory_bound: what moves through the memory beside them, and for the optimizer's update.
       exposed_communication: collectives that nothing hides.
       bubble: idle time of a pipeline.
       host: waiting for the host.
@@ -87,29 +87,30 @@ def step_time(
       engine: whose schedule says how long devices idle, if it has one.
       bubble: that idle share itself, in the place of the engine's.
     """
-    compute = _sum(one.seconds for one in products)
+    busy = sum(one.compute for one in products)
+    spent = _sum(one.seconds for one in products)
     between = _sum(one.seconds for one in collectives if _role(one) == "between")
     gathers = _sum(one.seconds for one in collectives if _role(one) == "gather")
     reductions = _sum(one.seconds for one in collectives if _role(one) == "reduce")
     exposed = (
-        between[0] + max(0.0, gathers[0] + reductions[0] - compute[0]),
-        between[1] + reductions[1] + max(0.0, gathers[1] - compute[1]),
+        between[0] + max(0.0, gathers[0] + reductions[0] - spent[0]),
+        between[1] + reductions[1] + gathers[1],
     )
     share = (0.0 if engine is None or layout is None else bubble_of(engine, layout)) if bubble is None else bubble
     idle = share / (1 - share)
-    best, worst = EFFICIENCY[chip.mxu]
     update = 0.0 if layout is None else update_bytes(layout) / chip.hbm_bandwidth
     assumptions = [
-        f"products reach {worst:.0%} to {best:.0%} of {chip.name}'s peak, {chip.peak_flops / 1e12:.0f} TFLOP/s in bf16",
-        "at best all communication of weights and gradients runs beside products, at worst only the gathers",
+        f"products run at {chip.reached:.0%} of {chip.name}'s peak, {chip.peak_flops / 1e12:.0f} TFLOP/s in bf16",
+        f"what they read and write goes through the memory {TRAFFIC[0]:g} to {TRAFFIC[1]:g} times",
+        "at best all communication of weights and gradients runs beside products, at worst none",
     ]
     if share:
         assumptions.append(f"the schedule idles {share:.1%} of the time")
     return StepTime(
-        compute,
-        (update / best, update / worst),
+        (busy, busy),
+        (spent[0] - busy + update, spent[1] - busy + 2 * update),
         exposed,
-        (idle * (compute[0] + between[0]), idle * (compute[1] + between[1])),
+        (idle * (spent[0] + between[0]), idle * (spent[1] + between[1])),
         HOST,
         tuple(assumptions),
     )

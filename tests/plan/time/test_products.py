@@ -2,12 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
+from jaxshard.core.constrain import follow_layout
 from jaxshard.cost.hardware import chip
-from jaxshard.plan.time.products import EFFICIENCY, product_costs, product_seconds
+from jaxshard.plan.time.products import TRAFFIC, compute_seconds, product_costs
 
 
 def costs(fn, *args, mesh, **options):
@@ -50,13 +52,47 @@ def test_recomputation_counts():
     assert total == (2 + 1 + 3) * 2 * 64 * 32 * 32 / 8
 
 
-def test_rooflines():
+def test_seconds():
     v6e = chip("TPU v6e")
-    best, worst = EFFICIENCY[256]
-    low, high = product_seconds(v6e, 918e12, 1.0, "bfloat16")
-    assert (low, high) == pytest.approx((1 / best, 1 / worst))
-    # 128 columns fill half of a unit of 256; 1.64 TB through the memory take a second.
-    assert product_seconds(v6e, 918e12, 1.0, "bfloat16", fill=0.5)[0] == pytest.approx(2 / best)
-    assert product_seconds(v6e, 1.0, 1640e9, "bfloat16")[0] == pytest.approx(1 / best)
-    assert product_seconds(v6e, 918e12, 1.0, "int8")[0] == pytest.approx(0.5 / best)
-    assert product_seconds(v6e, 918e12, 1.0, "float32", passes=6)[0] == pytest.approx(6 / best)
+    # Large products reach 827 of 918 TFLOP/s, here 0.9; 128 columns fill half of a unit of 256.
+    assert compute_seconds(v6e, 0.9 * 918e12, "bfloat16") == pytest.approx(1)
+    assert compute_seconds(v6e, 0.9 * 918e12, "bfloat16", fill=0.5) == pytest.approx(2)
+    assert compute_seconds(v6e, 0.9 * 918e12, "int8") == pytest.approx(0.5)
+    assert compute_seconds(v6e, 0.9 * 918e12, "float32", passes=6) == pytest.approx(6)
+    mesh = js.make_mesh(data=8)
+    x, w = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 128), jnp.bfloat16)
+    (one,) = costs(lambda x, w: x @ w, x, w, mesh=mesh, chip=v6e)
+    assert one.compute == pytest.approx(2 * 8192 * 4096 * 128 / 8 / (918e12 * 0.9) * 2)
+    moved = 2 * (8192 * 4096 + 4096 * 128 + 8192 * 128) / 8 / 1640e9
+    assert one.seconds == pytest.approx(tuple(one.compute + times * moved for times in TRAFFIC))
+
+
+def test_attention_counts_what_its_mask_leaves():
+    # On planned TPUs: 4 x 4 blocks of 512, of which 10 are not empty; two products forward, seven backward.
+    mesh = js.plan.planned_mesh("v5e:2x2", data=4)
+    q = jax.ShapeDtypeStruct((4, 2048, 2, 128), jnp.bfloat16)
+
+    def loss(q):
+        return js.attention(q, q, q, causal=True).astype(jnp.float32).sum()
+
+    def gradient(q):
+        return jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(q)
+
+    layout = js.layout(js.fsdp(), mesh, lambda key: {"w": jnp.zeros(4)}, optax.sgd(0.1))
+    with follow_layout(layout):
+        found = costs(gradient, q, mesh=mesh)
+    kernels = [one for one in found if one.where.startswith("splash")]
+    assert sum(one.flops for one in kernels) == 9 * (2 * 4 * 2 * 2048 * 2048 * 128) * 10 / 16 / 4
+
+
+def test_groups_of_ragged_products():
+    mesh = js.make_mesh(data=8)
+    rows, experts = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((4, 32, 16), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def loss(experts, rows, sizes):
+        return jax.lax.ragged_dot(rows, experts, sizes).sum()
+
+    # Every row meets one expert, forward and in the gradient of the experts.
+    found = costs(jax.grad(loss), experts, rows, sizes, mesh=mesh)
+    assert {one.flops for one in found} == {2 * 64 * 32 * 16 / 8}

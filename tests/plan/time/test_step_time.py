@@ -11,7 +11,7 @@ V5E = chip("TPU v5e")
 
 
 def product(low, high):
-    return ProductCost("model.py:1", "", "bfloat16", 1, 1.0, 1.0, (low, high))
+    return ProductCost("model.py:1", "", "bfloat16", 1, 1.0, 1.0, low, (low, high))
 
 
 def collective(kind, what, low, high):
@@ -26,15 +26,16 @@ def test_what_is_hidden():
         collective("all-gather", "new parameter w", 0.1, 0.2),
     ]
     time = step_time(products, moved, V5E)
-    assert (time.compute, time.bubble, time.host) == ((1.5, 3.0), (0.0, 0.0), HOST)
-    # At best 1.5 s of products hide 1.5 s of communication, at worst only the gathers, which are shorter.
-    assert time.exposed_communication == pytest.approx((0.0, 0.9))
+    assert (time.compute, time.memory_bound, time.bubble, time.host) == ((1.5, 1.5), (0.0, 1.5), (0.0, 0.0), HOST)
+    # At best 1.5 s of products hide 1.5 s of communication, at worst nothing does.
+    assert time.exposed_communication == pytest.approx((0.0, 3.4))
     # Sums of activations stand between two products.
     time = step_time(products, [*moved, collective("all-reduce", "activations", 0.3, 0.6)], V5E)
-    assert time.exposed_communication == pytest.approx((0.3, 1.5))
+    assert time.exposed_communication == pytest.approx((0.3, 4.0))
     time = step_time([product(0.5, 1.0)], moved, V5E)
-    assert time.exposed_communication == pytest.approx((1.0, 0.9 + 1.5))
-    assert (time.low, time.high) == pytest.approx((1.5, 3.4 + HOST[1]))
+    assert time.exposed_communication == pytest.approx((1.0, 3.4))
+    assert (time.low, time.high) == pytest.approx((1.5, 4.4 + HOST[1]))
+    assert time.middle == pytest.approx((5.9 + HOST[1]) / 2)
 
 
 def test_a_bubble_idles():
