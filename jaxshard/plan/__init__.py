@@ -26,6 +26,8 @@ from jaxshard.cost.hardware import Chip as Chip
 from jaxshard.cost.hardware import Network as Network
 from jaxshard.cost.hardware import chip as chip
 from jaxshard.cost.hardware import mfu as mfu
+from jaxshard.plan.compiled.compile_for import compile_for as compile_for
+from jaxshard.plan.compiled.verdict import Verdict as Verdict
 from jaxshard.plan.memory.tiles import tiled_argument_bytes as tiled_argument_bytes
 from jaxshard.plan.memory.tiles import tiled_bytes as tiled_bytes
 from jaxshard.plan.planned import planned_devices as planned_devices

@@ -130,6 +130,7 @@ class Step:
 
     Attributes:
       loss_fn: the loss function that it was made with.
+      tx: the optimizer that it was made with.
       layout: the layout.
       engine: the engine.
       objective: the loss as engines see it.
@@ -154,7 +155,7 @@ class Step:
     ):
         check_engine(engine)
         check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
-        self.loss_fn, self.layout, self.engine, self.donate = loss_fn, layout, engine, donate
+        self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
         self.check_exchange = check_exchange
         check_transform(tx)
         params = select(layout.trainable, layout.shapes.params)

@@ -1,0 +1,32 @@
+"""The cycles that a TPU's compiler estimates, with the turns of loops."""
+
+from __future__ import annotations
+
+import re
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.walk import executed
+
+_ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+_NONE = 2**62
+"""An estimate from here on stands for none: the compiler writes the largest number."""
+
+
+def estimated_cycles(text: str) -> int | None:
+    """Add up the compiler's estimates of all operations, each as often as it runs.
+
+    It has no estimate of Pallas kernels, nor of collectives. A branch of a conditional counts as if it were always
+    taken, and a loop whose number of turns is not known as one turn.
+
+    Args:
+      text: of a program compiled for a TPU, as `compiled.as_text()` prints it.
+
+    Returns:
+      Cycles of one device; None for a program without estimates, such as one for a GPU.
+    """
+    total = 0
+    for found in executed(hlo.parse(text), _ESTIMATE, fused=False):
+        estimate = _ESTIMATE.findall(found.op.attributes + found.op.notes)
+        cycles = int(estimate[0]) if estimate else 0
+        total += cycles * (found.times or 1) if cycles < _NONE else 0
+    return total or None

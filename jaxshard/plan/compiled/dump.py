@@ -1,0 +1,203 @@
+"""Memory that a compiler assigned, from the dump of a compilation (`xla_dump_to`), also of one that it refused.
+
+`*.after_optimizations.txt` has the program as it would run; `*-buffer-assignment.txt` size and offset of every value in
+the allocation of temporaries; `*-live-range.txt` the schedule, and the instructions between which each value is live.
+The compilers of TPUs and GPUs write all of them before they generate code, which takes most of the time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
+_STEP = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
+_VALUE = re.compile(r"value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\): (\S+)")
+
+
+class Value(NamedTuple):
+    """A value in the temporaries: live from one instruction of the schedule to another.
+
+    Attributes:
+      name: of the instruction that makes it.
+      element: which element of a tuple it is, such as "{23}"; "{}" for all of it.
+      bytes: that it takes, padding included.
+      offset: where it lies.
+      first: the number of the instruction with which it begins to live.
+      last: the number of the last one that needs it.
+      type: its type, such as "bf16[4,128]{1,0}".
+    """
+
+    name: str
+    element: str
+    bytes: int
+    offset: int
+    first: int
+    last: int
+    type: str
+
+
+class Assignment(NamedTuple):
+    """The memory that the compiler assigned to a program on each device.
+
+    Attributes:
+      arguments: bytes of each argument, by its number.
+      temporaries: bytes of the allocation of all values in between, gaps included.
+      live: the values of the fullest moment with the bytes that each adds to it (several may share a place), the
+        largest first.
+      moment: the name of the instruction that runs then; "" where nothing is live.
+    """
+
+    arguments: dict[int, int]
+    temporaries: int
+    live: tuple[tuple[Value, int], ...]
+    moment: str
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the arguments, and of what is live at the fullest moment."""
+        return sum(self.arguments.values()) + sum(added for _, added in self.live)
+
+
+def read_assignment(folder: Path) -> Assignment | None:
+    """Read the assignment of the largest program in a dump; None where the compiler did not get so far."""
+    file = largest(folder, "*-buffer-assignment.txt")
+    if file is None:
+        return None
+    text, ranges = file.read_text(), Path(str(file).replace("-buffer-assignment", "-live-range"))
+    arguments: dict[int, int] = {}
+    temporaries, values = 0, ""
+    for allocation in _allocations(text):
+        head = allocation.split("\n", 1)[0]
+        if "color" in head:  # that of another memory than HBM
+            continue
+        size = int(re.findall(r"size (\d+)", head)[0])
+        if number := re.search(r"\bparameter (\d+)", head):
+            arguments[int(number[1])] = size
+        elif "preallocated-temp" in head:
+            temporaries += size
+            values += allocation
+    schedule = ranges.read_text() if ranges.exists() else ""
+    live_values = list(_values(values, schedule))
+    moment = _fullest_moment(live_values)
+    live = sorted(_covered(_live(live_values, moment)), key=lambda found: -found[1])
+    steps = {int(number): name for number, name in _STEP.findall(schedule.split("BufferLiveRange:")[0])}
+    return Assignment(arguments, temporaries, tuple(live), steps.get(moment, ""))
+
+
+def is_assigned(folder: Path) -> bool:
+    """Return True once the compiler has assigned the memory of a program that is no small helper."""
+    file = largest(folder, "*-buffer-assignment.txt")
+    return file is not None and file.stat().st_size > 50_000 and largest(folder, "*tpu_comp_env.txt") is not None
+
+
+def program_text(folder: Path) -> str:
+    """Return the program, as `compiled.as_text()` would print it; estimated cycles are in it once there is code.
+
+    A dump writes `%while.3#2` for an element of a tuple, where that prints an operation `get-tuple-element(%while.3)`.
+    """
+    file = largest(folder, "*.after_codegen.txt") or largest(folder, "*after_optimizations.txt")
+    return "" if file is None else "\n".join(_expanded(file.read_text().splitlines()))
+
+
+def largest(folder: Path, pattern: str) -> Path | None:
+    """Return the largest file that matches; that of the program rather than of its helpers."""
+    return max(folder.glob(pattern), key=lambda file: file.stat().st_size, default=None)
+
+
+def _expanded(lines: list[str]) -> Iterator[str]:
+    types: dict[str, str] = {}
+    for line in lines:
+        if line.endswith("{") and not line.startswith(" "):
+            types = {}
+        found = re.match(r"\s+(?:ROOT )?%([\w.\-~]+) = (.*)", line)
+        if found is None:
+            yield line
+            continue
+        types[found[1]] = found[2][: _end_of_type(found[2])]
+        code, metadata, notes = line.partition(", metadata=")
+        for name, indices in dict.fromkeys(re.findall(r"%([\w.\-~]+)((?:#\d+)+)", code)):
+            whole = name
+            for index in map(int, indices.split("#")[1:]):
+                part = f"{whole}.element{index}"
+                if part not in types:
+                    types[part] = _elements(types[whole])[index]
+                    yield f"  %{part} = {types[part]} get-tuple-element(%{whole}), index={index}"
+                whole = part
+            code = re.sub(rf"%{re.escape(name + indices)}(?!\d)", f"%{whole}", code)
+        yield code + metadata + notes
+
+
+def _end_of_type(text: str) -> int:
+    """Where the type ends that a line begins with, right of the equals sign."""
+    if not text.startswith("("):
+        return text.index(" ")
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    raise ValueError(f"unbalanced parentheses: {text[:120]!r}")
+
+
+def _elements(tuple_type: str) -> list[str]:
+    """The types of a tuple's elements."""
+    text = re.sub(r"/\*.*?\*/", "", tuple_type[1:-1])
+    parts, depth, start = [], 0, 0
+    for found in re.finditer(r"[()\[\]{},]", text):
+        if found[0] == "," and depth == 0:
+            parts.append(text[start : found.start()].strip())
+            start = found.end()
+        elif found[0] != ",":
+            depth += 1 if found[0] in "([{" else -1
+    return [*parts, text[start:].strip()]
+
+
+def _allocations(text: str) -> list[str]:
+    return re.split(r"\n(?=allocation \d)", text.split("\n\nTotal bytes used")[0])[1:]
+
+
+def _values(allocations: str, schedule: str) -> Iterator[Value]:
+    ranges = schedule.partition("BufferLiveRange:")[2].split("Live ranges at")[0]
+    live = {(name, element): (int(first), int(last)) for name, element, first, last in _RANGE.findall(ranges)}
+    for name, element, size, offset, kind in _VALUE.findall(allocations):
+        key = (name, element or "{}")
+        if key in live:
+            yield Value(*key, int(size), int(offset), *live[key], kind)
+
+
+def _fullest_moment(values: list[Value]) -> int:
+    """The number of the instruction at which most bytes are live.
+
+    Values that share a place count once, so the moments are tried by their plain sums until none can be fuller.
+    """
+    changes: Counter[int] = Counter()
+    for one in values:
+        changes[one.first] += one.bytes
+        changes[one.last + 1] -= one.bytes
+    sums, total = [], 0
+    for at in sorted(changes):
+        total += changes[at]
+        sums.append((total, at))
+    best = fullest = 0
+    for plain, at in sorted(sums, reverse=True):
+        if plain <= best:
+            break
+        if (size := sum(added for _, added in _covered(_live(values, at)))) > best:
+            best, fullest = size, at
+    return fullest
+
+
+def _live(values: list[Value], at: int) -> list[Value]:
+    return [one for one in values if one.first <= at <= one.last]
+
+
+def _covered(live: list[Value]) -> Iterator[tuple[Value, int]]:
+    """Each value with the bytes that it adds to those at lower offsets."""
+    end = 0
+    for one in sorted(live, key=lambda one: (one.offset, -one.bytes)):
+        yield one, max(0, one.offset + one.bytes - max(end, one.offset))
+        end = max(end, one.offset + one.bytes)

@@ -1,0 +1,233 @@
+"""The arrays that are alive at the fullest moment of a program, by role and by the line of the user's model.
+
+A compiler names its buffers after its own instructions: `%wide.param.0{23}` is element 23 of what a loop carries. What
+it holds is found by following it back to the operation that makes it:
+
+    %wide.param.0{23}           carried unchanged by the loop of the backward pass
+    %while.7{12}                element 12 of what the loop of the forward pass returned
+    dynamic-update-slice(...)   which writes one block's part in each turn: kept for the backward pass
+    dot(...)                    jit(_step)/.../Block/dot_general, at model.py:183
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.dataflow import resolve
+from jaxshard.checks.collectives.source import find_source, find_user, is_outside_engines
+from jaxshard.checks.collectives.walk import Executed, executed
+from jaxshard.core.layout import Layout
+from jaxshard.plan.compiled.dump import Assignment, Value
+
+_FAR = 64
+"""The number of loops and slices after which a search gives up."""
+_ARGUMENTS = {"params": "parameters", "opt_state": "optimizer state", "state": "model state"}
+_HEADS = re.compile(r"embed|wte|head|vocab|logits", re.IGNORECASE)
+_GATHERS = ("all_gather", "all-gather")
+_SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum")
+
+
+@dataclass(frozen=True)
+class LiveArray:
+    """Arrays of one kind that are alive when a program needs most memory.
+
+    Attributes:
+      bytes: of all of them on each device, padding included.
+      role: one of `plan.prediction.ROLES`.
+      dtype: as the compiler writes it, such as "bf16".
+      shape: of one, on one device.
+      count: how many there are.
+      what: JAX's name of the operation that makes it, or the argument that it is.
+      source: `file:line` in the user's model; "" where the compiler lost it.
+      kept: True for one that a loop over blocks wrote block by block for the backward pass.
+    """
+
+    bytes: int
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    what: str
+    source: str
+    kept: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return self.__dict__ | {"shape": list(self.shape)}
+
+
+def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[LiveArray, ...]:
+    """Name what is alive at the fullest moment of a program, arguments included.
+
+    Args:
+      assignment: of the compiler.
+      text: of the program, as in the same dump.
+      layout: of the step that was compiled.
+
+    Returns:
+      Equal arrays of one place added up, the largest first.
+    """
+    program = _Program(hlo.parse(text), layout, assignment)
+    found: dict[tuple[Any, ...], LiveArray] = {}
+    for one in (*program.arguments(), *program.temporaries()):
+        key = replace(one, bytes=0, count=0)
+        before = found.get((key,))
+        found[key,] = one if before is None else replace(
+            one, bytes=one.bytes + before.bytes, count=one.count + before.count
+        )  # fmt: skip
+    return tuple(sorted(found.values(), key=lambda one: -one.bytes))
+
+
+def moment_words(assignment: Assignment, text: str) -> str:
+    """Say when the fullest moment is: "backward pass, at model.py:183 (dot_general)"; "" where nothing is known."""
+    if not assignment.moment:
+        return ""
+    places = _places(hlo.parse(text), [assignment.moment])
+    if assignment.moment not in places:
+        return ""
+    scope, op = places[assignment.moment]
+    source = find_source(scope, op)
+    when = (
+        "backward pass" if "transpose(" in source.op_name else "forward pass" if "jvp(" in source.op_name else "update"
+    )
+    place = f", at {source.line}" if source.frames else ""
+    return f"{when}{place} ({_last(source.op_name) or op.opcode})"
+
+
+class _Program:
+    """A program with what is needed to name its values."""
+
+    def __init__(self, module: hlo.Module, layout: Layout, assignment: Assignment) -> None:
+        self.module, self.layout, self.assignment = module, layout, assignment
+
+    def arguments(self) -> Iterator[LiveArray]:
+        """The arguments, each under the name that it has in the step."""
+        entry = self.module.computations[self.module.entry]
+        for name, line in entry.lines.items():
+            if " parameter(" in line:
+                op = entry[name]
+                if size := self.assignment.arguments.get(int(op.inside), 0):
+                    label = _op_name(op.notes)
+                    dtype, shape = hlo.arrays(op.type)[0]
+                    yield LiveArray(size, _argument_role(label) or "batch", dtype, shape, 1, label or name, "")
+
+    def temporaries(self) -> Iterator[LiveArray]:
+        """The values in between."""
+        places = _places(self.module, {value.name for value, _ in self.assignment.live} | {self.assignment.moment})
+        moment = places.get(self.assignment.moment)
+        backward = moment is not None and "transpose(" in find_source(*moment).op_name
+        for value, added in self.assignment.live:
+            dtype, shape = (hlo.arrays(value.type) or (("?", ()),))[0]
+            if value.name not in places:
+                yield LiveArray(added, "temporaries", dtype, shape, 1, value.name, "")
+                continue
+            scope, op, kept = _maker(*places[value.name], value)
+            source = find_source(scope, op)
+            line = source.line if source.frames and is_outside_engines(source.line) else find_user(scope, op)
+            role = self._role(op, source.op_name, shape, kept, backward)
+            what = _last(source.op_name).replace("\\'", "'") or op.opcode
+            yield LiveArray(added, role, dtype, shape, 1, what, line, kept and role == "kept activations")
+
+    def _role(self, op: hlo.Op, op_name: str, shape: tuple[int, ...], kept: bool, backward: bool) -> str:
+        last = _last(op_name)
+        if role := _argument_role(op_name):
+            return "gathered weights" if role == "parameters" else role  # a copy of it
+        if op.opcode.startswith(_GATHERS) or last in _GATHERS:
+            return "gathered weights"
+        made_backward = "transpose(" in op_name
+        if op.opcode.startswith(_SUMS) or last in _SUMS:
+            return "gradients"
+        dims = _dims(shape)
+        if dims in self._weights:
+            return "gradients" if made_backward else "gathered weights"
+        if len(dims) > 1 and self._vocabularies & set(dims):
+            return "logits"
+        if made_backward:
+            return "temporaries"
+        again = "rematted_computation" in op_name or ("/checkpoint/" in op_name and backward)
+        return "kept activations" if kept or (backward and "jvp(" in op_name and not again) else "temporaries"
+
+    @cached_property
+    def _weights(self) -> set[tuple[int, ...]]:
+        """The shapes that a weight may have, as `_dims` writes them: logical, stored, in use, and a block's part."""
+        mesh, shapes = self.layout.mesh, set[tuple[int, ...]]()
+        for one in self.layout.placed():
+            if one.role in ("param", "grad"):
+                used = jax.sharding.NamedSharding(mesh, one.placement.use).shard_shape(one.leaf.shape)
+                for shape in (one.leaf.shape, used, one.placement.shard_shape(mesh)):
+                    shapes |= {_dims(shape), _dims(shape[1:])}
+        return {dims for dims in shapes if len(dims) > 1}
+
+    @cached_property
+    def _vocabularies(self) -> set[int]:
+        """The sizes that a vocabulary may have on a device."""
+        arrays = [one.leaf for one in self.layout.placed() if one.role == "param" and _HEADS.search(one.leaf.path)]
+        largest = max((size for leaf in arrays if len(leaf.shape) > 1 for size in leaf.shape), default=0)
+        return {largest // size for size in (1, *self.layout.mesh.shape.values()) if largest // size > 256}
+
+
+def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Scope, hlo.Op]]:
+    """Where instructions stand, by their names; the first call of a computation that is called several times."""
+    pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, sorted(names)))}) = ")
+    found: dict[str, Executed] = {}
+    for one in executed(module, pattern, fused=False):
+        found.setdefault(one.op.name, one)
+    return {name: (one.scope, one.op) for name, one in found.items()}
+
+
+def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.Op, bool]:
+    """The operation that makes a value, and whether a loop writes it part by part."""
+    path = tuple(int(index) for index in re.findall(r"\d+", value.element))
+    name, kept = op.name, False
+    for _ in range(_FAR):
+        scope, op, path = resolve(scope, name, path)
+        if op.opcode == "while" and path:
+            scope = scope.enter(op, op.callee("body"))
+            name = scope.computation.root
+        elif op.opcode == "parameter" and path and scope.caller is not None and scope.caller.opcode == "while":
+            name = scope.computation.root  # each turn makes it anew
+        elif op.opcode == "dynamic-update-slice":
+            name, path, kept = op.operands[1], (), True
+        elif op.opcode == "reduce-precision" or op.opcode in (
+            "async-done",
+            "call-done",
+            "async-update",
+            "call-update",
+        ):  # of what a policy of `jax.checkpoint` keeps
+            name, path = op.operands[0], ()
+        elif op.opcode in ("async-start", "call-start") and op.callees:
+            scope = scope.enter(op, op.callees[0])
+            name, path = scope.computation.root, ()
+        else:
+            break
+    return scope, op, kept
+
+
+def _argument_role(op_name: str) -> str:
+    """The role of an argument by the name that JAX gives it, "run.params['head']" or "batch['tokens']"; else ""."""
+    found = re.match(r"run\.(\w+)", op_name)
+    if found:
+        return _ARGUMENTS.get(found[1], "batch")
+    return "batch" if re.match(r"batch\b", op_name) else ""
+
+
+def _op_name(notes: str) -> str:
+    found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
+    return "" if found is None else found[1].replace("\\'", "'")
+
+
+def _last(op_name: str) -> str:
+    """The last of JAX's names, which is the operation's own."""
+    return op_name if op_name.startswith(("run.", "batch")) else op_name.rpartition("/")[2]
+
+
+def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of an array's dimensions in order, without those of one element: compilers transpose and add these."""
+    return tuple(sorted(size for size in shape if size > 1))
