@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxshard.checks.collectives.dump import expand_elements
 
 
 class Buffer(NamedTuple):
@@ -66,60 +67,9 @@ def memory(dump: Path, count: int = 10) -> dict[str, Any]:
 
 
 def program_text(dump: Path) -> str:
-    """The program, as `compiled.as_text()` would print it; estimated cycles are in it once there is code.
-
-    A dump writes `%while.3#2` for an element of a tuple, where that prints an operation `get-tuple-element(%while.3)`.
-    """
+    """The program, as `compiled.as_text()` would print it; estimated cycles are in it once there is code."""
     file = _largest(dump, "*.after_codegen.txt") or _largest(dump, "*after_optimizations.txt")
-    return "" if file is None else "\n".join(_expanded(file.read_text().splitlines()))
-
-
-def _expanded(lines: list[str]) -> Iterator[str]:
-    types: dict[str, str] = {}
-    for line in lines:
-        if line.endswith("{") and not line.startswith(" "):
-            types = {}
-        found = re.match(r"\s+(?:ROOT )?%([\w.\-~]+) = (.*)", line)
-        if found is None:
-            yield line
-            continue
-        types[found[1]] = found[2][: _end_of_type(found[2])]
-        code, metadata, notes = line.partition(", metadata=")
-        for name, indices in dict.fromkeys(re.findall(r"%([\w.\-~]+)((?:#\d+)+)", code)):
-            whole = name
-            for index in map(int, indices.split("#")[1:]):
-                part = f"{whole}.element{index}"
-                if part not in types:
-                    types[part] = _elements(types[whole])[index]
-                    yield f"  %{part} = {types[part]} get-tuple-element(%{whole}), index={index}"
-                whole = part
-            code = re.sub(rf"%{re.escape(name + indices)}(?!\d)", f"%{whole}", code)
-        yield code + metadata + notes
-
-
-def _end_of_type(text: str) -> int:
-    """Where the type ends that a line begins with, right of the equals sign."""
-    if not text.startswith("("):
-        return text.index(" ")
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    raise ValueError(f"unbalanced parentheses: {text[:120]!r}")
-
-
-def _elements(tuple_type: str) -> list[str]:
-    """The types of a tuple's elements."""
-    text = re.sub(r"/\*.*?\*/", "", tuple_type[1:-1])
-    parts, depth, start = [], 0, 0
-    for found in re.finditer(r"[()\[\]{},]", text):
-        if found[0] == "," and depth == 0:
-            parts.append(text[start : found.start()].strip())
-            start = found.end()
-        elif found[0] != ",":
-            depth += 1 if found[0] in "([{" else -1
-    return [*parts, text[start:].strip()]
+    return "" if file is None else expand_elements(file.read_text())
 
 
 def _largest(dump: Path, pattern: str) -> Path | None:

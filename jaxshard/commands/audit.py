@@ -8,18 +8,22 @@ from typing import Any
 
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
+from jaxshard.checks.programs.report import audit_module
+from jaxshard.checks.programs.text import read_program
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files
-from jaxshard.commands.parallel import Topology
+from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files, check_positive, refuse
+from jaxshard.commands.parallel import Topology, parse_axes
 from jaxshard.commands.prepared import prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
+from jaxshard.core.mesh import mesh_str
 from jaxshard.plan.repair.repair import repair as find_repairs
 
 
 def run(
-    target: str,
+    target: str | None,
     *,
+    hlo: Path | None,
     change: str | None,
     sharding: ShardingFlags,
     batch: int | None,
@@ -38,11 +42,33 @@ def run(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
+        if hlo is not None:
+            _refuse_others(
+                target,
+                sharding,
+                change=change,
+                batch=batch,
+                seq=seq,
+                remat=remat,
+                precision=precision,
+                topology=topology,
+                repair=repair,
+            )
+            return _audit_text(hlo, sharding, json)
+        if target is None:
+            raise ValueError("name a model or a function, such as gpt-1m or file.py:function, or give --hlo FILE")
     chips = None if topology is None else Topology(topology)
     prepared = prepare(
-        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips,
+        target,
+        change=change,
+        sharding=sharding,
+        batch=batch,
+        seq=seq,
+        remat=remat,
+        precision=precision,
+        topology=chips,
         values=repair,
-    )  # fmt: skip
+    )
     step = prepared.step()
     facts(console, prepared.how.shown | {"model": prepared.program.name})
     started = time.perf_counter()
@@ -61,6 +87,37 @@ def run(
         numbers |= repairs.as_dict()
     write_json(json, numbers)
     return 0 if comparison.ok else 1
+
+
+def _refuse_others(target: str | None, sharding: ShardingFlags, **flags: Any) -> None:
+    """Raise ValueError for what would have a say in how a step is compiled."""
+    if target is not None:
+        raise ValueError(f"give {target} or --hlo, not both: --hlo audits a step that is compiled already")
+    own = {name: getattr(sharding, name) for name in ("engine", "schedule", "chunks", "context", "devices")}
+    refuse("is of a step that is still to be compiled; --hlo reads one that is", **own, **flags)
+    check_positive(microbatches=sharding.microbatches)
+    if sharding.mesh is None:
+        raise ValueError("--hlo needs --mesh: the axes of the mesh that the step was compiled for, such as data=8")
+
+
+def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None) -> int:
+    """Audit the text of a compiled step; 1 where a strategy is named and broken, else 0."""
+    assert sharding.mesh is not None
+    console = make_console(stderr=str(json) == "-")
+    module = read_program(hlo)
+    try:
+        found = audit_module(
+            module, parse_axes(sharding.mesh), strategy=sharding.strategy, microbatches=sharding.microbatches or 1
+        )
+    except ValueError as error:
+        raise ValueError(f"{hlo}: {error}") from error
+    facts(console, {"file": str(hlo), "mesh": mesh_str(found.mesh), "strategy": sharding.strategy or "none named"})
+    broken = len(found.verdict.surprises) + len(found.verdict.misplaced)
+    kept = "nothing against the strategy" if sharding.strategy else "no strategy named: nothing was compared"
+    verdict = f"{broken} surprise{'s' * (broken > 1)}" if broken else kept
+    console.print(f"\n{found}\n\n{verdict}")
+    write_json(json, {"file": str(hlo)} | found.as_dict())
+    return 0 if found.ok else 1
 
 
 def _verdict(comparison: Comparison) -> str:

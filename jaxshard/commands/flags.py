@@ -86,8 +86,8 @@ class ShardingFlags:
       mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
         tensor splits the layers themselves, an axis pipe puts them in stages, an axis context splits long rows, an axis
         expert spreads the experts of a block (moe-1m), and rows too.
-      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp
-        parameters too; hsdp is fsdp within each group of an axis replica.
+      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp, the
+        default, parameters too; hsdp is fsdp within each group of an axis replica.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
@@ -99,7 +99,7 @@ class ShardingFlags:
     """
 
     mesh: Words = None
-    strategy: StrategyName = "fsdp"
+    strategy: Annotated[StrategyName | None, tyro.conf.arg(help_behavior_hint="")] = None
     engine: EngineName | None = None
     schedule: Words = None
     chunks: Count = None

@@ -30,6 +30,8 @@ _STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": ddp, "zero1": zero1, "zero2": zero2, "fsdp": fsdp, "hsdp": hsdp
 }  # fmt: skip
 
+DEFAULT_STRATEGY = "fsdp"
+
 _REMAT_NAMES = "everything", "dots", "nothing"
 
 CONTEXT_AXES = ("context", "context_heads")
@@ -130,8 +132,9 @@ def make_parallel(
     """
     check_positive(microbatches=flags.microbatches)
     policy = None if remat is None else parse_remat(remat)
-    data_axes = {"replica": 2, "data": -1} if flags.strategy == "hsdp" else {"data": -1}
-    axes = _with_data_axes(flags, data_axes)
+    name = flags.strategy or DEFAULT_STRATEGY
+    data_axes = {"replica": 2, "data": -1} if name == "hsdp" else {"data": -1}
+    axes = _with_data_axes(flags, name, data_axes)
     if topology is None:
         devices = choose_devices(flags.devices)
         mesh, where = make_mesh(devices, **axes), describe(devices)
@@ -142,7 +145,7 @@ def make_parallel(
     *replicas, data = data_axes
     rows_over = (data, "expert") if "expert" in axes else (data,)
     shared = (*rows_over, *split)
-    strategy = _STRATEGIES[flags.strategy](*replicas, shared if len(shared) > 1 else data)
+    strategy = _STRATEGIES[name](*replicas, shared if len(shared) > 1 else data)
     if split:
         strategy = compose(strategy, context(split, how=flags.context or "gather"))
     if "expert" in axes:
@@ -170,12 +173,12 @@ def make_parallel(
         engine,
         shards * engine.microbatches,
         2 * parts if parts > 1 else 1,
-        flags.strategy,
+        name,
         where,
     )
 
 
-def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str, int]:
+def _with_data_axes(flags: ShardingFlags, name: str, data_axes: dict[str, int]) -> dict[str, int]:
     """The axes in --mesh with those of the data strategy, of size 1 where all devices are on other axes."""
     if flags.mesh is None:
         return data_axes
@@ -186,7 +189,7 @@ def _with_data_axes(flags: ShardingFlags, data_axes: dict[str, int]) -> dict[str
     if set(given) != set(data_axes):
         example = ",".join(f"{name}={count}" for name, count in data_axes.items())
         raise ValueError(
-            f"--mesh {flags.mesh}: the strategy {flags.strategy} needs the axes {' and '.join(data_axes)}, and tensor, "
+            f"--mesh {flags.mesh}: the strategy {name} needs the axes {' and '.join(data_axes)}, and tensor, "
             f"pipe, context and expert if you like; write --mesh {example} or --mesh {example},tensor=2,pipe=2, or "
             "choose another strategy"
         )

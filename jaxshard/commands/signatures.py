@@ -172,9 +172,10 @@ def launch(
 
 
 def audit(
-    target: Target,
+    target: Target | None = None,
     /,
     *,
+    hlo: File = None,
     change: Change = None,
     sharding: Sharding,
     batch: Count = None,
@@ -187,9 +188,14 @@ def audit(
 ) -> int:
     """Compile a training step and name every collective that the strategy does not promise; status 1 if there is one.
 
-    Nothing is trained, and no array is made.
+    Nothing is trained, and no array is made. Anyone's step is read from its text:
+
+    jaxshard audit --hlo step.txt --mesh data=4,tensor=2 --strategy fsdp
 
     Args:
+      hlo: in place of TARGET the text of a compiled step, as compiled.as_text() returns it or an XLA dump has it
+        (*after_optimizations.txt). Name the axes of the mesh that it was compiled for, in their order, by what they
+        are for. Unless you name a strategy too, collectives are only listed.
       batch: rows of a step over all devices, for a ready-made size; by default what suits it.
       seq: tokens in a row, for a ready-made size; by default what suits it.
       topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
@@ -199,6 +205,7 @@ def audit(
 
     return run(
         target,
+        hlo=hlo,
         change=change,
         sharding=sharding,
         batch=batch,

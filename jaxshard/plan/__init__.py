@@ -20,6 +20,8 @@ from jaxshard.checks.collectives.instructions import rematerialized as remateria
 from jaxshard.checks.collectives.program import Program as Program
 from jaxshard.checks.collectives.promise import Promise as Promise
 from jaxshard.checks.collectives.promise import promise as promise
+from jaxshard.checks.programs.report import ProgramAudit as ProgramAudit
+from jaxshard.checks.programs.report import audit_program as audit_program
 from jaxshard.cost.flops import model_flops as model_flops
 from jaxshard.cost.flops import train_flops as train_flops
 from jaxshard.cost.hardware import Chip as Chip

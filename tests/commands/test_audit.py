@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxshard.commands.main import main
+from tests.checks.programs.texts import FSDP, gather, step_text
 from tests.toys import quick_compile
 
 MODEL = """
@@ -155,6 +156,11 @@ def test_a_loss_that_returns_something_else_is_refused_in_one_line(function, fla
         (["gpt-1m", "--mesh", "model=8"], "needs the axes data"),
         (["gpt-1m", "--microbatches", "0"], "--microbatches 0: give a number above 0"),
         (["gpt-1m", "--json", "/nowhere/audit.json"], "the folder /nowhere does not exist"),
+        ([], "name a model or a function"),
+        (["gpt-1m", "--hlo", "step.txt"], "give gpt-1m or --hlo, not both"),
+        (["--hlo", "step.txt"], "--hlo needs --mesh"),
+        (["--hlo", "step.txt", "--mesh", "data=8"], "step.txt: No such file or directory"),
+        (["--hlo", "step.txt", "--mesh", "data=8", "--engine", "auto"], "--engine auto is of a step that is still to"),
     ],
 )
 def test_wrong_flags_end_with_status_2_and_one_line(flags, message, capsys):
@@ -169,3 +175,23 @@ def test_precision_and_changes_of_a_ready_made_size(capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["model"] == "llama-1m (depth=1,rope_scaling=8)"
     assert result["compute_dtype"] == result["reduce_dtype"] == "bfloat16"
+
+
+def test_the_text_of_anyones_step(tmp_path, capsys):
+    """Status 0 without a strategy or where it is kept, 1 where it is not; JSON has every surprise."""
+    file = tmp_path / "step.txt"
+    file.write_text(step_text(*FSDP, gather("moment", name="m")))
+    flags = ["--hlo", str(file), "--mesh", "data=8"]
+    assert main(["audit", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "all-gather      data  weight" in out and "no strategy named" in out and "surprise" not in out
+    assert main(["audit", *flags, "--strategy", "fsdp", "--json", "-"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    (surprise,) = result["surprises"]
+    assert not result["ok"] and result["file"] == str(file) and surprise["place"] == "/home/user/train.py:12"
+    assert surprise["why"].startswith("state.opt_state[0].mu['up']: moments of the optimizer")
+    file.write_text(step_text(*FSDP))
+    assert main(["audit", *flags, "--strategy", "fsdp"]) == 0
+    file.write_text("module @jit_step {}")
+    assert main(["audit", *flags]) == 2
+    assert "this is StableHLO" in capsys.readouterr().err

@@ -153,6 +153,7 @@ FLAGS = {
     },
     "launch": {"-n": NUMBERS, "--processes": NUMBERS, "--max-restarts": ["-1", "x", "", "1.5"], "--grace": [*RATES]},
     "audit": SHARDING | {
+        "--hlo": ["/nonexistent", "text.txt", ".", ""],
         "--change": CHANGES,
         "--batch": NUMBERS,
         "--seq": NUMBERS,

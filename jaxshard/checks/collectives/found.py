@@ -31,7 +31,7 @@ from jaxshard.checks.collectives.groups import UNKNOWN, Groups, find_groups
 from jaxshard.checks.collectives.overlap import is_synchronous
 from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.transfers import is_transfer, transfer_kind
-from jaxshard.checks.collectives.walk import add_counts, executed, is_fused, users
+from jaxshard.checks.collectives.walk import Executed, add_counts, executed, is_fused, users
 from jaxshard.core.compat import device_order
 from jaxshard.core.mesh import mesh_str, slice_indices
 from jaxshard.core.text_table import align_columns
@@ -149,16 +149,21 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = hlo.parse(text or "")
     _check_mesh(compiled, module, mesh)
-    records: dict[tuple[str, str], Collective] = {}
-    for scope, op, times, conditional in executed(module, _COLLECTIVE):
-        record = _make_record(mesh, scope, op)
-        key = (scope.computation.name, op.name)
+    return tuple(record for _, record in locate(module, mesh))
+
+
+def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective], ...]:
+    """Read the collectives out of a parsed program, each with one place where it is executed."""
+    found: dict[tuple[str, str], tuple[Executed, Collective]] = {}
+    for one in executed(module, _COLLECTIVE):
+        record = _make_record(mesh, one.scope, one.op)
+        key = (one.scope.computation.name, one.op.name)
         # A computation that is called from several places is found several times.
         if record is not None:
-            known = records.get(key, replace(record, count=0, conditional=True))
-            count = add_counts(known.count, times)
-            records[key] = replace(known, count=count, conditional=known.conditional and conditional)
-    return tuple(records.values())
+            _, known = found.get(key, (one, replace(record, count=0, conditional=True)))
+            count = add_counts(known.count, one.times)
+            found[key] = one, replace(known, count=count, conditional=known.conditional and one.conditional)
+    return tuple(found.values())
 
 
 def _check_mesh(compiled: Compiled | str, module: hlo.Module, mesh: Mesh) -> None:

@@ -137,12 +137,14 @@ class Module(NamedTuple):
       computations: by name.
       entry: the name of the one that runs first.
       frames: for every number of a stack frame, `file:line` from the innermost frame outwards.
+      text: all of it.
     """
 
     devices: int
     computations: dict[str, Computation]
     entry: str
     frames: Mapping[int, tuple[str, ...]]
+    text: str
 
 
 class Scope(NamedTuple):
@@ -198,7 +200,7 @@ def parse(text: str) -> Module:
         else:
             tables.append(line)
     devices = math.prod(map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", lines[0])))
-    return Module(devices, computations, entry, _parse_stack_frames(tables))
+    return Module(devices, computations, entry, _parse_stack_frames(tables), text)
 
 
 def _parse_op(name: str, line: str) -> Op:

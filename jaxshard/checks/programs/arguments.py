@@ -1,0 +1,160 @@
+"""The arrays that a compiled step is given: the parameters of its entry, with the roles that their names tell.
+
+    HloModule jit_step, is_scheduled=true, input_output_alias={ {1}: (1, {}, may-alias) }, ...
+    %p.5 = f32[128,8]{1,0} parameter(1), sharding={devices=[2,4]<=[4,2]T(1,0)}, metadata={op_name="state.params['up']"}
+
+is the argument 1, `state.params['up']`, a parameter of the model: its name says so, and its buffer is given back with
+its new value. Names are those of the arguments of the Python function; a text without them has donated arrays that may
+be parameters or moments of the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.groups import UNKNOWN, axes_of_groups
+
+PARAMETER, OPTIMIZER, BATCH, EITHER, OTHER = "parameter", "optimizer state", "batch", "parameter or moment", "other"
+ROLES = (PARAMETER, OPTIMIZER, EITHER, BATCH, OTHER)
+
+_OPTIMIZER = {
+    "opt_state", "opt_states", "optimizer", "optimizer_state", "opt", "mu", "nu", "momentum", "velocity", "exp_avg",
+    "exp_avg_sq", "inner_state", "inner_states", "tx_state", "m", "v",
+}  # fmt: skip
+_PARAMETER = {"params", "param", "weights", "parameters", "graphstate", "model_params"}
+_BATCH = {"batch", "data", "inputs", "example", "examples", "minibatch", "x", "y"}
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_ALIAS = re.compile(r"\((\d+), \{[\d, ]*\}(?:, (?:may|must)-alias)?\)")
+_TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array that a step is given.
+
+    Attributes:
+      number: of the entry's parameter.
+      name: the path in the function's arguments, such as "state.params['embed']"; "argument 3" where none is known.
+      role: one of `ROLES`.
+      dtype: as HLO writes it.
+      shape: on one device.
+      splits: for every dimension the mesh axes that split it; None where the text does not say.
+      donated: True if a result takes its buffer.
+    """
+
+    number: int
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    splits: tuple[tuple[str, ...], ...] | None
+    donated: bool
+
+    @property
+    def elements(self) -> int:
+        """Elements on one device."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on one device, without padding."""
+        return hlo.nbytes((self.dtype, self.shape))
+
+
+def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
+    """List the arrays that a program is given, by number.
+
+    Args:
+      module: the program.
+      mesh: over its positions.
+    """
+    head = module.text.partition("\n")[0].partition("entry_computation_layout=")[0]
+    donated = {int(number) for number in _ALIAS.findall(head)}
+    entry = module.computations[module.entry]
+    found = []
+    for name, line in entry.lines.items():
+        if " parameter(" in line:
+            op = entry[name]
+            number = int(op.inside)
+            for dtype, shape in hlo.arrays(op.type)[:1]:
+                label = _label(op.notes)
+                role = _role(label, dtype, shape, number in donated)
+                splits = _splits(op.attributes, len(shape), mesh)
+                found.append(
+                    Argument(number, label or f"argument {number}", role, dtype, shape, splits, number in donated)
+                )
+    return _settled(sorted(found, key=lambda one: one.number))
+
+
+def _label(notes: str) -> str:
+    found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
+    return "" if found is None else found[1].replace("\\'", "'").replace('\\"', '"')
+
+
+def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
+    """The role that a name tells; else the one of a donated array of floats, which is a parameter or a moment."""
+    words = _WORD.findall(label.lower())
+    if words[:1] and words[0] in _BATCH:
+        return BATCH
+    if not dtype.startswith(("f", "bf")):
+        return BATCH if shape and not donated else OTHER
+    if _OPTIMIZER & set(words):
+        return OPTIMIZER if shape else OTHER
+    if not shape:
+        return OTHER
+    if _PARAMETER & set(words):
+        return PARAMETER
+    if not donated:
+        return BATCH if words and not words[0].startswith("arg") else OTHER
+    return EITHER
+
+
+def _settled(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
+    """Arguments with the role "parameter" in place of "either" where others are called the optimizer's.
+
+    A state that names its optimizer's arrays has parameters besides, whatever these are called.
+    """
+    if not any(one.role == OPTIMIZER for one in arguments):
+        return tuple(arguments)
+    return tuple(replace(one, role=PARAMETER) if one.role == EITHER else one for one in arguments)
+
+
+def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
+    """For every dimension the axes that split it, of the attribute `sharding=`; None without one."""
+    found = re.search(r"\bsharding=\{(.*)\}", attributes)
+    if found is None:
+        return None
+    tiles = _TILES.search(found[1])
+    if tiles is None:
+        return ((),) * dims if "replicated" in found[1] else None
+    shape = [int(size) for size in tiles[1].split(",")]
+    if tiles[4]:
+        ids = np.array([int(number) for number in tiles[4].split(",")])
+    else:
+        sizes = [int(size) for size in tiles[2].split(",")]
+        ids = np.arange(math.prod(sizes)).reshape(sizes)
+        ids = ids.transpose([int(dim) for dim in tiles[3].split(",")]) if tiles[3] else ids
+    if ids.size != mesh.size or math.prod(shape) != mesh.size or len(shape) < dims:
+        return None
+    placed = ids.reshape(shape)
+    return tuple(_axes_along(placed, dim, mesh) for dim in range(dims))
+
+
+def _axes_along(placed: np.ndarray, dim: int, mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which devices have other parts of a dimension, of the devices by the tile that they have."""
+    if placed.shape[dim] == 1:
+        return ()
+    groups = tuple(map(tuple, np.moveaxis(placed, dim, 0).reshape(placed.shape[dim], -1).tolist()))
+    same = axes_of_groups(groups, mesh)
+    return (
+        UNKNOWN
+        if same == UNKNOWN
+        else tuple(name for name, size in mesh.shape.items() if size > 1 and name not in same)
+    )

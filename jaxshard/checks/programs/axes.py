@@ -1,0 +1,91 @@
+"""Names for the positions of a program's devices, and what an axis is for by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxshard.core.mesh import solve_sizes
+
+ROWS, EXCHANGED, STAGES, SPLIT = "rows", "rows and exchanged activations", "stages", "split weights"
+_USES = {
+    ROWS: ("data", "fsdp", "fsdp_transpose", "replica", "batch", "dp", "zero", "hsdp", "diloco"),
+    EXCHANGED: ("context", "context_heads", "sequence", "seq", "sp", "cp", "ulysses", "expert", "experts", "ep"),
+    STAGES: ("pipe", "pipeline", "stage", "stages", "pp"),
+    SPLIT: ("tensor", "model", "tp", "mp", "mdl", "tensor_transpose", "tensor_sequence", "autoregressive"),
+}
+
+
+@dataclass(frozen=True)
+class Position:
+    """A device of a program of which there is only the text.
+
+    Attributes:
+      id: the position in the mesh.
+      slice_index: the number of the TPU slice.
+      platform: always "text".
+      process_index: always 0.
+    """
+
+    id: int
+    slice_index: int = 0
+    platform: str = "text"
+    process_index: int = 0
+
+
+def position_mesh(axes: dict[str, int], devices: int, *, slices: bool = False) -> Mesh:
+    """Make a mesh over the positions of a program's devices, which need not be here.
+
+    Args:
+      axes: name and size of each axis; one size may be -1.
+      devices: how many the program runs on; of a program for several TPU slices, those of one.
+      slices: True if the program speaks to other slices; then there may be several times as many devices.
+
+    Raises:
+      ValueError: sizes that do not multiply to the devices.
+    """
+    known = math.prod(size for size in axes.values() if size != -1)
+    total = known if slices and -1 not in axes.values() and known % devices == 0 else devices
+    asked = ",".join(f"{name}={size}" for name, size in axes.items())
+    if total != known and (-1 not in axes.values() or known < 1 or total % known):
+        more = ", or a multiple for its slices" if slices else ""
+        raise ValueError(
+            f"--mesh {asked} is of {abs(known)} devices, and the file's program is for {devices}{more} (num_partitions "
+            "times replica_count of its first line); give the mesh that it was compiled for"
+        )
+    sizes = solve_sizes(axes, total)
+    positions = np.empty(total, dtype=object)
+    for number in range(total):
+        positions[number] = Position(number, number // devices)
+    return Mesh(positions.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def axes_for(mesh: Mesh, *uses: str) -> tuple[str, ...]:
+    """Return the axes of several devices whose names tell one of these uses, in mesh order."""
+    return tuple(name for name, size in mesh.shape.items() if size > 1 and use_of(name) in uses)
+
+
+def use_of(name: str) -> str | None:
+    """Return what an axis is for, by its name up to digits and "ici" or "dcn"; None for a name that does not tell."""
+    plain = name.lower().removeprefix("ici_").removeprefix("dcn_").removesuffix("_parallelism").rstrip("0123456789_")
+    return next((use for use, names in _USES.items() if plain in names), None)
+
+
+def check_axes(mesh: Mesh, strategy: str) -> None:
+    """Raise ValueError for an axis whose name does not tell what a strategy does over it."""
+    unknown = [name for name, size in mesh.shape.items() if size > 1 and use_of(name) is None]
+    if unknown:
+        listed = "; ".join(f"{', '.join(names)} for {use}" for use, names in _USES.items())
+        raise ValueError(
+            f"--strategy {strategy}: the name of the axis {unknown[0]!r} does not tell what it splits. Names in --mesh "
+            f"are yours to choose: {listed}"
+        )
+
+
+def words(axes: Sequence[str]) -> str:
+    """Write axes as "data and expert"."""
+    return " and ".join(axes) or "no axis"

@@ -1,0 +1,288 @@
+"""What a strategy promises of arrays that are known from the program alone, and which collectives break it.
+
+The axes are known by their names in `--mesh`: over those of the rows parameters may be gathered and gradients summed,
+over those that split weights activations are moved as needed, over those of contexts and experts exchanged too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxshard.checks.collectives.compare import Surprise
+from jaxshard.checks.collectives.groups import UNKNOWN
+from jaxshard.checks.collectives.promise import SLACK
+from jaxshard.checks.collectives.walk import add_counts
+from jaxshard.checks.programs.arguments import EITHER, OPTIMIZER, PARAMETER, Argument
+from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
+from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, INPUT, INTEGERS, MOMENT, SCALAR, WEIGHT, Move
+from jaxshard.core.layout import human_bytes
+
+_SMALL = 16_384
+"""Elements up to which an array may stay whole."""
+_VOCABULARY = ("embed", "lm_head", "logits", "unembed", "wte", "vocab", "shared")
+_COPIES = ("replica", "dp", "dcn", "diloco")
+
+
+class Terms(NamedTuple):
+    """The terms of a strategy for one step of one micro-batch.
+
+    Attributes:
+      gathers: times that each weight may be gathered from where it rests.
+      renewals: times that each new parameter may be gathered from where the optimizer is split.
+      split: the roles whose large arrays rest split over axes of the rows.
+    """
+
+    gathers: int
+    renewals: int
+    split: tuple[str, ...]
+
+
+TERMS = {
+    "ddp": Terms(0, 0, ()),
+    "zero1": Terms(0, 1, (OPTIMIZER,)),
+    "zero2": Terms(0, 1, (OPTIMIZER,)),
+    "fsdp": Terms(2, 0, (PARAMETER, EITHER, OPTIMIZER)),
+    "hsdp": Terms(2, 0, (PARAMETER, EITHER, OPTIMIZER)),
+}
+
+
+@dataclass
+class Verdict:
+    """The differences from the terms of a strategy.
+
+    Attributes:
+      surprises: collectives that nothing promised.
+      misplaced: arrays that do not rest as the strategy says.
+      missing: what was promised and not found.
+      substitutes: bytes of all-reduces in place of reduce-scatters, by their axes.
+      tolerated: bytes that were left to the compiler.
+    """
+
+    surprises: list[Surprise] = field(default_factory=list)
+    misplaced: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    substitutes: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    tolerated: int = 0
+
+
+def judge(
+    strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int = 1
+) -> Verdict:
+    """Compare what a program moves with what a strategy promises."""
+    judged = _Judge(strategy, mesh, arguments, moves, microbatches)
+    verdict = Verdict()
+    slack = int(SLACK * sum(judged.whole_bytes(one) for one in judged.parameters))
+    # What is known to be an argument uses up its promise first, then what may be the fewest.
+    problems = {at: judged.problem(moves[at]) for at in sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))}
+    for at, (why, strict) in sorted(problems.items(), key=lambda item: moves[item[0]].found.bytes or 0):
+        size = moves[at].found.bytes
+        if why and not strict and size is not None and size <= slack - verdict.tolerated:
+            verdict.tolerated += size
+        elif why:
+            verdict.surprises.append(Surprise(moves[at].found, why))
+    verdict.surprises = _merged(verdict.surprises)
+    verdict.misplaced += judged.misplaced()
+    verdict.missing += judged.missing()
+    verdict.substitutes = judged.substitutes
+    return verdict
+
+
+def _doubt(move: Move) -> tuple[bool, int, float]:
+    return move.by_shape, len(move.arguments), -move.share
+
+
+def _merged(surprises: Sequence[Surprise]) -> list[Surprise]:
+    """Equal ones of one place added up, the most bytes first."""
+    merged: dict[tuple[object, ...], Surprise] = {}
+    for one in surprises:
+        found = one.found
+        key = (found.kind, found.axes, found.dtype, found.shapes, found.source, found.count is None, one.why)
+        before = merged[key].found.count if key in merged else 0
+        merged[key] = Surprise(replace(found, count=add_counts(found.count, before)), one.why)
+    return sorted(merged.values(), key=lambda one: -(one.found.bytes or 0))
+
+
+class _Judge:
+    """The terms of a strategy on a mesh, and what of them is used up."""
+
+    def __init__(
+        self, strategy: str, mesh: Mesh, arguments: Sequence[Argument], moves: Sequence[Move], microbatches: int
+    ) -> None:
+        self.strategy, self.terms, self.mesh, self.microbatches = strategy, TERMS[strategy], mesh, microbatches
+        self.arguments = arguments
+        self.parameters = [one for one in arguments if one.role in (PARAMETER, EITHER)]
+        self.rows, self.split = axes_for(mesh, ROWS, EXCHANGED), axes_for(mesh, SPLIT)
+        self.copies = tuple(axis for axis in self.rows if strategy == "hsdp" and axis.startswith(_COPIES))
+        self.free = axes_for(mesh, SPLIT, EXCHANGED, STAGES)
+        self.exchanged, self.stages = axes_for(mesh, EXCHANGED), axes_for(mesh, STAGES)
+        self.longest = max((size for one in self.parameters for size in self.whole_shape(one)), default=1)
+        sizes = vocabularies_of(self.parameters, self.whole_shape)
+        self.vocabulary = {size * parts for size in sizes for parts in (1, self._size(self.split))}
+        self.used: Counter[tuple[str, int, tuple[str, ...]]] = Counter()
+        self.substitutes: Counter[tuple[str, ...]] = Counter()
+        self.gathered: dict[int, int] = {}
+        for move in moves:
+            for one in move.arguments if move.what == WEIGHT and not move.by_shape else ():
+                larger = round(move.found.elements / max(1, move.share * one.elements))
+                self.gathered[one.number] = max(larger, self.gathered.get(one.number, 1))
+
+    def whole_shape(self, one: Argument) -> tuple[int, ...]:
+        """The shape over all devices where the text says how it is split, else that of one device."""
+        if one.splits is None:
+            return one.shape
+        sizes = [self._size(axes) for axes in one.splits]
+        return tuple(size * parts for size, parts in zip(one.shape, sizes))
+
+    def whole_bytes(self, one: Argument) -> int:
+        """Bytes over all devices, by its splits or else by how its gathers make it larger."""
+        parts = self.gathered.get(one.number, 1)
+        if one.splits is not None:
+            parts = self._size([axis for axes in one.splits for axis in axes])
+        return one.bytes * parts
+
+    def _size(self, axes: Sequence[str]) -> int:
+        size = 1
+        for axis in axes:
+            size *= self.mesh.shape.get(axis, 1)
+        return size
+
+    def problem(self, move: Move) -> tuple[str, bool]:
+        """Return why a collective is a surprise, or "", and whether it is one however small it is."""
+        found, axes = move.found, move.found.axes
+        if move.what == SCALAR:
+            return "", False
+        if axes == UNKNOWN:
+            return (
+                "among groups of devices that are no product of the mesh's axes: is --mesh in the right order?",
+                False,
+            )
+        if move.what == MOMENT:
+            return f"{_names(move)}: moments of the optimizer stay where they are, under every strategy", True
+        if self._is_logits(move):
+            return f"logits, {found.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them", True
+        if found.kind == "all-gather" or (move.what == WEIGHT and found.kind == "all-reduce"):
+            return self._gather_problem(move)
+        if found.kind in ("all-reduce", "reduce-scatter"):
+            return self._sum_problem(move)
+        if found.kind == "collective-permute" and (
+            move.what in (WEIGHT, GRADIENT) or set(axes) <= {*self.exchanged, *self.stages}
+        ):
+            return "", False  # a ring that gathers or scatters piece by piece, stages, or keys and values
+        if found.kind != "collective-permute" and set(axes) <= set(self.exchanged):
+            return "", False
+        where = f", but over {words(self.exchanged)}" if self.exchanged else ""
+        why = f"{move.what} moved by {found.kind} over {words(axes)}: no strategy promises that{where}"
+        return why, self._is_large(move) and found.kind != "collective-permute"
+
+    def _is_large(self, move: Move) -> bool:
+        """True for activations of more numbers than there are features."""
+        return move.what == ACTIVATION and move.found.elements > self.longest
+
+    def _is_logits(self, move: Move) -> bool:
+        shape = move.found.shapes[0]
+        computed = move.what == ACTIVATION and move.found.kind in ("all-gather", "all-to-all", "collective-permute")
+        return computed and len(shape) > 1 and shape[-1] in self.vocabulary
+
+    def _gather_problem(self, move: Move) -> tuple[str, bool]:
+        axes = move.found.axes
+        if move.what in (WEIGHT, GRADIENT):
+            by_shape = move.by_shape
+            if not by_shape and set(axes) & set(self.split) and len(move.found.shapes[0]) > 1:
+                over = words(self.split)
+                return f"{_names(move)}: a weight must not be gathered over {over}, which splits its use", True
+            if by_shape and set(axes) <= set(self.free):
+                return "", False
+            if set(axes) & set(self.copies):
+                return f"{_names(move)}: hsdp keeps whole copies over {words(self.copies)}", False
+            most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
+            if self._take(move, "gather", most):
+                return "", False
+            promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
+            return f"{_names(move)}: {self._times(move, 'gather')}{self.strategy} {promise}", False
+        if set(axes) <= set(self.free):
+            return "", False
+        rows = words([axis for axis in axes if axis in self.rows])
+        if move.what in (INTEGERS, INPUT):
+            return f"{move.what} gathered over {rows}, over which every device has its own rows", False
+        return f"an activation gathered over {rows}: every device gets the rows of all", self._is_large(move)
+
+    def _sum_problem(self, move: Move) -> tuple[str, bool]:
+        axes = move.found.axes
+        if not set(axes) & {*self.rows, *self.stages}:
+            return "", False
+        if move.what == GRADIENT:
+            if self._take(move, "sum", self.microbatches):
+                if move.found.kind == "all-reduce" and self.terms.split and set(axes) & set(self.rows):
+                    self.substitutes[axes] += move.found.bytes or 0
+                return "", False
+            count = "once" if self.microbatches == 1 else f"{self.microbatches} times"
+            times = self._times(move, "sum")
+            return f"by its shape the gradient of {_names(move)}: {times}{self.strategy} sums it {count}", False
+        if move.found.elements <= self.longest or set(axes) <= {*self.exchanged, *self.stages}:
+            return "", False
+        rows = words([axis for axis in axes if axis in self.rows])
+        why = f"{move.what} summed over {rows}: devices computed with parts of a weight in place of the whole one"
+        return why, self._is_large(move)
+
+    def _take(self, move: Move, stage: str, most: int) -> bool:
+        """Use up what is promised of an argument over these axes; False where nothing has room."""
+        if move.times is None:
+            return False
+        of = move.arguments if move.by_shape else move.arguments[:1]
+        for one in of:
+            key = (stage, one.number, move.found.axes)
+            if self.used[key] + move.times <= most + 0.01:
+                self.used[key] += move.times  # type: ignore[assignment]
+                return True
+        for one in of[:1]:
+            self.used[stage, one.number, move.found.axes] += move.times  # type: ignore[assignment]
+        return False
+
+    def _times(self, move: Move, stage: str) -> str:
+        if move.times is None:
+            return "as often as a loop turns; "
+        times = max((self.used[stage, one.number, move.found.axes] for one in move.arguments), default=0)
+        return "once; " if times == 1 else f"{times:.3g} times; "
+
+    def misplaced(self) -> Iterator[str]:
+        """Yield the large arrays that are split over the rows and should not be, or whole and should be split."""
+        for one in self.arguments:
+            if one.splits is None or one.role not in (PARAMETER, OPTIMIZER, EITHER):
+                continue
+            split = [axis for axes in one.splits for axis in axes if axis in self.rows]
+            wanted = one.role in self.terms.split
+            if wanted and not split and one.elements > _SMALL and self.rows:
+                array = f"{one.name}, {one.dtype}{list(one.shape)}, {human_bytes(one.bytes)} on every device"
+                yield f"{array}: {self.strategy} splits it over {words(self.rows)}"
+            elif split and not wanted and one.role != EITHER:
+                yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it whole there"
+
+    def missing(self) -> Iterator[str]:
+        """Yield parameters whose gradient's sum was not recognised, and under FSDP those that nothing gathers."""
+        large = [one for one in self.parameters if one.elements > _SMALL]
+        sums = {number for stage, number, _ in self.used if stage == "sum"}
+        gathers = {number for stage, number, _ in self.used if stage == "gather"}
+        if self.terms.gathers and (rest := [one for one in large if one.number not in gathers]):
+            yield f"a gather of {_listed(rest)}: whole already, used split, or gathered in another form"
+        if self.rows and (rest := [one for one in large if one.number not in sums]):
+            yield f"a sum of the gradient of {_listed(rest)}: in another form, or joined with others"
+
+
+def vocabularies_of(parameters: Sequence[Argument], shape_of: Callable[[Argument], tuple[int, ...]]) -> set[int]:
+    """Return the sizes of vocabularies: the longest dimensions of parameters whose names speak of one."""
+    named = [one for one in parameters if len(one.shape) > 1 and any(word in one.name.lower() for word in _VOCABULARY)]
+    return {max(shape_of(one)) for one in named}
+
+
+def _names(move: Move) -> str:
+    return _listed(move.arguments)
+
+
+def _listed(arguments: Sequence[Argument]) -> str:
+    more = f" or one of {len(arguments) - 2} more" if len(arguments) > 2 else ""
+    return " or ".join(one.name for one in arguments[:2]) + more

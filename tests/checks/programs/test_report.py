@@ -1,0 +1,171 @@
+"""The audit of a compiled step from its text alone: what each collective moves, and what a strategy says to it."""
+
+import jax
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.checks.programs.report import audit_program
+from tests.checks.programs.texts import AT, FSDP, GROUPS, PAIRS, SCATTER, SUM, WHOLE, gather, step_text
+from tests.toys import gpt_toy, quick_compile
+
+DATA = {"data": 8}
+EXCHANGE = f"%e = f32[20,512]{{1,0}} all-to-all(%hidden), {GROUPS}, dimensions={{0}}, {AT}"
+ACTIVATIONS = gather("hidden", "160,512", 0, name="act")
+
+
+def whys(*lines, strategy="fsdp", axes=DATA, microbatches=1, **changes):
+    found = audit_program(step_text(*lines, **changes), axes, strategy=strategy, microbatches=microbatches)
+    return [one.why for one in found.verdict.surprises], found
+
+
+def test_a_step_of_fsdp_is_as_promised_and_each_array_is_known():
+    why, found = whys(*FSDP)
+    assert why == [] and found.ok and found.verdict.missing == []
+    assert [(row["kind"], row["axis"], row["moves"], row["count"], row["bytes"]) for row in found.rows()] == [
+        ("reduce-scatter", "data", "gradient", 1, 4 * 1024 * 512),
+        ("all-gather", "data", "weight", 2, 2 * 4 * 1024 * 512),
+    ]
+    assert [(one["role"], one["arrays"], one["bytes"]) for one in found.as_dict()["arguments"]] == [
+        ("parameter", 1, 4 * 1024 * 64),
+        ("optimizer state", 1, 4 * 1024 * 64),
+        ("batch", 1, 4 * 20 * 1024),
+    ]
+
+
+def test_the_line_is_the_users_not_the_frameworks():
+    _, found = whys(*FSDP)
+    assert {line["place"] for line in found.lines()} == {"/home/user/train.py:12"}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (gather(name="third"), "state.params['up']: 3 times; fsdp gathers each weight 2 times at most"),
+        (gather("moment", name="m"), "moments of the optimizer stay where they are"),
+        (ACTIVATIONS, "an activation gathered over data: every device gets the rows of all"),
+        (EXCHANGE, "activation moved by all-to-all over data: no strategy promises that"),
+        (SUM.replace("%s ", "%s2 "), "by its shape the gradient of state.params['up']: 2 times; fsdp sums it once"),
+        (
+            f"%p = f32[20,512]{{1,0}} collective-permute(%hidden), {PAIRS}, {AT}",
+            "no strategy promises that",
+        ),
+    ],
+)
+def test_what_fsdp_does_not_promise_is_a_surprise(line, why):
+    found, audit = whys(*FSDP, line)
+    assert len(found) == 1 and why in found[0] and not audit.ok
+    assert audit.as_dict()["surprises"][0]["place"] == "/home/user/train.py:12"
+
+
+def test_microbatches_allow_as_many_gathers_and_sums_each():
+    twice = [*FSDP, gather(name="c"), gather(name="d"), SCATTER.replace("%s ", "%s2 ")]
+    assert len(whys(*twice)[0]) == 3
+    assert whys(*twice, microbatches=2)[0] == []
+
+
+def test_an_all_reduce_in_place_of_a_reduce_scatter_is_no_surprise_but_is_told():
+    why, found = whys(*FSDP[:2], SUM)
+    assert why == [] and dict(found.verdict.substitutes) == {("data",): 4 * 1024 * 512}
+
+
+def test_logits_are_gathered_by_no_strategy_over_any_axis():
+    names = ("state.params['lm_head']", "state.opt_state[0].mu['lm_head']", "batch['x']")
+    line = gather("hidden", "20,1024", 1, name="logits").replace(GROUPS, "replica_groups=[4,2]<=[8]")
+    why, _ = whys(line, names=names, axes={"data": 4, "tensor": 2}, sharded=False)
+    assert why == ["logits, 1,024 columns of a vocabulary: no strategy gathers them"]
+
+
+def test_over_tensor_axes_activations_move_as_needed_and_weights_never():
+    pairs = "replica_groups=[4,2]<=[8]"
+    acts = f"%t = f32[20,512]{{1,0}} all-reduce(%hidden), {pairs}, to_apply=%add, {AT}"
+    weight = gather(shape="1024,128").replace(GROUPS, pairs)
+    kernel = "sharding={devices=[1,2,4]<=[4,2]T(1,0) last_tile_dim_replicate}"
+    axes = {"data": 4, "tensor": 2}
+    assert whys(acts, axes=axes, strategy="ddp", kernel=kernel, moment=kernel)[0] == []
+    (why,), _ = whys(acts, weight, axes=axes, strategy="ddp", kernel=kernel, moment=kernel)
+    assert why == "state.params['up']: a weight must not be gathered over tensor, which splits its use"
+
+
+def test_arrays_that_do_not_rest_as_the_strategy_says_are_named():
+    _, found = whys(SUM, kernel=WHOLE, moment=WHOLE, shape="1024,512")
+    assert [one.split(":")[0] for one in found.verdict.misplaced] == [
+        "state.params['up'], f32[1024, 512], 2.10 MB on every device",
+        "state.opt_state[0].mu['up'], f32[1024, 512], 2.10 MB on every device",
+    ]
+    _, found = whys(*FSDP, strategy="ddp")
+    assert "state.params['up'] is split over data: ddp keeps it whole there" in found.verdict.misplaced
+
+
+def test_without_shardings_or_names_it_says_what_is_assumed():
+    names = ("args[0]", "args[1]", "args[2]")
+    why, found = whys(*FSDP, names=names, sharded=False)
+    assert why == [] and found.ok
+    assert (
+        "2 donated arrays of floats, whose names do not tell, are parameters or moments of the optimizer"
+        in found.assumed
+    )
+    assert any(one.startswith("the text has no shardings") for one in found.assumed)
+
+
+def test_without_a_strategy_nothing_is_a_surprise_and_axes_have_any_names():
+    found = audit_program(step_text(*FSDP, EXCHANGE), {"rows": 8})
+    assert found.ok and found.strategy is None
+    assert [row["moves"] for row in found.rows()] == ["gradient", "weight", "activation"]
+
+
+def test_a_name_that_does_not_tell_what_an_axis_splits_is_refused_with_the_names_that_do():
+    with pytest.raises(ValueError, match=r"axis 'rows' does not tell what it splits.*data.*tensor"):
+        audit_program(step_text(*FSDP), {"rows": 8}, strategy="fsdp")
+
+
+def test_a_mesh_of_another_size_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="data=4 is of 4 devices, and the file's program is for 8"):
+        audit_program(step_text(*FSDP), {"data": 4})
+
+
+def test_the_weight_is_followed_through_casts_and_the_turns_of_a_loop():
+    loop = """%body (c: (s32[], f32[4,256,64])) -> (s32[], f32[4,256,64]) {
+  %c = (s32[], f32[4,256,64]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %stack = f32[4,256,64]{2,1,0} get-tuple-element(%c), index=1
+  %one = f32[1,256,64]{2,1,0} dynamic-slice(%stack, %i), dynamic_slice_sizes={1,256,64}
+  %cast = bf16[1,256,64]{2,1,0} convert(%one)
+  %g = bf16[1,256,512]{2,1,0} all-gather(%cast), replica_groups=[1,8]<=[8], dimensions={2}
+  ROOT %t = (s32[], f32[4,256,64]{2,1,0}) tuple(%i, %stack)
+}
+
+%cond (c: (s32[], f32[4,256,64])) -> pred[] {
+  %c = (s32[], f32[4,256,64]{2,1,0}) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY"""
+    lines = [
+        "%zero = s32[] constant(0)",
+        "%stacked = f32[4,256,64]{2,1,0} bitcast(%kernel)",
+        "%init = (s32[], f32[4,256,64]{2,1,0}) tuple(%zero, %stacked)",
+        "%w = (s32[], f32[4,256,64]{2,1,0}) while(%init), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"4"}}',
+    ]
+    (move,) = audit_program(step_text(*lines).replace("ENTRY", loop, 1), DATA).moves
+    assert (move.what, move.by_shape, move.times) == ("weight", False, 1.0)
+    assert [one.name for one in move.arguments] == ["state.params['up']"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [js.explicit, js.auto])
+@pytest.mark.parametrize("made", ["ddp", "zero1", "zero2", "fsdp"])
+def test_steps_of_our_own_keep_their_own_strategy_and_no_other(made, engine):
+    text = own_text(made, engine)
+    kept = {name for name in ("ddp", "zero1", "zero2", "fsdp") if audit_program(text, DATA, strategy=name).ok}
+    assert kept == ({"zero1", "zero2"} if made.startswith("zero") else {made})  # what gradients do between is not seen
+
+
+def own_text(made, engine=js.explicit):
+    toy = gpt_toy(width=128)
+    mesh, tx = js.make_mesh(data=8), optax.adam(1e-3)
+    layout = js.layout(getattr(js, made)("data"), mesh, toy.init_fn, tx)
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in toy.batch.items()}
+    with quick_compile():
+        return js.make_step(toy.loss_fn, tx, layout, engine=engine()).compile(batch).as_text()
