@@ -17,7 +17,7 @@ from jaxshard.checks.collectives.compare import Surprise
 from jaxshard.checks.collectives.groups import UNKNOWN
 from jaxshard.checks.collectives.promise import SLACK
 from jaxshard.checks.collectives.walk import add_counts
-from jaxshard.checks.programs.arguments import EITHER, OPTIMIZER, PARAMETER, Argument
+from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
 from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, INPUT, INTEGERS, MOMENT, SCALAR, WEIGHT, Move
 from jaxshard.core.layout import human_bytes
@@ -252,6 +252,10 @@ class _Judge:
     def misplaced(self) -> Iterator[str]:
         """Yield the large arrays that are split over the rows and should not be, or whole and should be split."""
         for one in self.arguments:
+            if one.role == BATCH and one.splits is not None and len(one.shape) > 1:
+                own = axes_for(self.mesh, ROWS)
+                if whole := [axis for axis in own if axis not in {name for axes in one.splits for name in axes}]:
+                    yield f"{one.name}: every device along {words(whole)} has the same rows, and computes the same"
             if one.splits is None or one.role not in (PARAMETER, OPTIMIZER, EITHER):
                 continue
             split = [axis for axes in one.splits for axis in axes if axis in self.rows]

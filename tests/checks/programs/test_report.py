@@ -6,7 +6,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checks.programs.report import audit_program
-from tests.checks.programs.texts import AT, FSDP, GROUPS, PAIRS, SCATTER, SUM, WHOLE, gather, step_text
+from tests.checks.programs.texts import AT, FSDP, GROUPS, PAIRS, ROWS, SCATTER, SUM, WHOLE, gather, step_text
 from tests.toys import gpt_toy, quick_compile
 
 DATA = {"data": 8}
@@ -93,6 +93,9 @@ def test_arrays_that_do_not_rest_as_the_strategy_says_are_named():
         "state.params['up'], f32[1024, 512], 2.10 MB on every device",
         "state.opt_state[0].mu['up'], f32[1024, 512], 2.10 MB on every device",
     ]
+    text = step_text(*FSDP).replace(ROWS, WHOLE)
+    (line,) = audit_program(text, DATA, strategy="fsdp").verdict.misplaced
+    assert line == "batch['weights']: every device along data has the same rows, and computes the same"
     _, found = whys(*FSDP, strategy="ddp")
     assert "state.params['up'] is split over data: ddp keeps it whole there" in found.verdict.misplaced
 
