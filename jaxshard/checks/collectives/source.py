@@ -61,7 +61,7 @@ def find_user(scope: hlo.Scope, op: hlo.Op) -> str:
     library = ""
     for name in _walk(computation.users.get(outer.name, ()), lambda name: computation.users.get(name, ())):
         frames = _frames(scope.module, computation[name].notes)
-        if line := _users_frame(frames):
+        if line := users_frame(frames):
             return line
         if frames and not library and not is_jaxshard_file(frames[0]):
             library = frames[0]
@@ -116,10 +116,11 @@ def users_line(frames: Sequence[str]) -> str:
 
     the line shown is user/model.py:22; without that frame the operation is the engine's own, not user/train.py's.
     """
-    return _users_frame(frames) or frames[0]
+    return users_frame(frames) or frames[0]
 
 
-def _users_frame(frames: Sequence[str]) -> str:
+def users_frame(frames: Sequence[str]) -> str:
+    """Return the innermost frame of the user's code, as `users_line` finds it; "" where there is none."""
     for frame in frames:
         file = Path(frame.rpartition(":")[0])
         if any(file.is_relative_to(folder) for folder in _STEPS):

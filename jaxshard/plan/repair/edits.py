@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -280,7 +280,8 @@ def _with(changes: Mapping[Site, MakeChange], sites: Sequence[Site], change: Mak
 def _wrap(number: int, names: Names, activations: Activations | None) -> Change:
     assert activations is not None, "only activations of the loss have names"
 
-    def change(operands: list[Any], results: list[Any]) -> list[Any]:
+    def change(operands: list[Any], run: Callable[[], list[Any]]) -> list[Any]:
+        results = run()
         wrapped = activations.constrain(results[number], names, names)
         return [*results[:number], wrapped, *results[number + 1 :]]
 
@@ -289,7 +290,7 @@ def _wrap(number: int, names: Names, activations: Activations | None) -> Change:
 
 def _wrap_operand(names: Names, activations: Activations | None) -> Change:
     assert activations is not None, "only activations of the loss have names"
-    return lambda operands, results: [activations.constrain(operands[0], names, names)]
+    return lambda operands, run: [activations.constrain(operands[0], names, names)]
 
 
 def _leave_out(activations: Activations | None) -> Change:

@@ -40,7 +40,7 @@ from jaxshard.plan.repair.edits import (
     SetRules,
 )
 from jaxshard.plan.repair.parts import Parts, Traced
-from jaxshard.plan.repair.rewrite import Site, is_constraint, list_sites
+from jaxshard.plan.repair.rewrite import Site, is_constraint, is_users_constraint, list_sites
 from jaxshard.plan.repair.unordered import needless_sorts
 
 _PER_LINE = 4
@@ -56,10 +56,12 @@ class Group(NamedTuple):
       edits: in the order in which they are worth trying.
       at_once: True if an edit that removes some of the surprises is taken before other groups are tried: those that
         take out what the user wrote. Others may lead away from the edit that removes all.
+      try_all: True if the edit that moves least is looked for among those that remove all surprises, not the first.
     """
 
     edits: list[Edit]
     at_once: bool = False
+    try_all: bool = False
 
 
 def propose(
@@ -86,12 +88,12 @@ def propose(
         yield Group(list(_rows_elsewhere(parts, part)), at_once=True)
         yield Group(list(_without_own_rules(part)))
         moved = _moved_dims(part, near, layout)
-        yield Group([_in_front(part, [rule]) for rule in moved])
-        yield Group(_two_rules(part, moved, near, measured))
+        yield Group([_in_front(part, [rule]) for rule in moved], try_all=True)
+        yield Group(_two_rules(part, moved, near, measured), try_all=True)
     yield Group(list(_constrained_results(parts, layout, comparison, traced, lines)))
     yield Group(list(_other_engines(parts.engine)))
     for part in tensors:
-        yield Group(list(_kept_whole(part, _near_first(parameters_of(layout), comparison))))
+        yield Group(list(_kept_whole(part, _near_first(parameters_of(layout), comparison))), try_all=True)
 
 
 # Constraints.
@@ -112,7 +114,7 @@ def _constraints(program: Any) -> dict[str, dict[Site, Any]]:
     """The user's constraints by line."""
     found: dict[str, dict[Site, Any]] = {}
     for site, eqn in list_sites(program).items():
-        if is_constraint(eqn):
+        if is_users_constraint(eqn):
             found.setdefault(site.line, {})[site] = eqn
     return found
 

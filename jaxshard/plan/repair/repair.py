@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -78,11 +78,12 @@ def repair(
 
 
 class _Trial(NamedTuple):
-    """Parts, their audit, and what they were traced to."""
+    """Parts, their audit, what they were traced to, and the edit that made them."""
 
     parts: Parts
     comparison: Comparison
     traced: Traced
+    edit: Edit | None = None
 
 
 class _Failed(enum.Enum):
@@ -106,7 +107,7 @@ class _Search:
         self.tries = tries
         self.tried: list[Tried] = []
         self._compares = compares
-        self._seen: set[Any] = set()
+        self._failed: set[Edit] = set()
 
     def run(self, start: _Trial) -> tuple[list[Repair], _Trial]:
         """Take one edit after the other, as long as surprises are left and one helps."""
@@ -120,42 +121,39 @@ class _Search:
     def _improve(self, now: _Trial) -> tuple[Repair, _Trial] | None:
         layout = now.parts.layout
         measured: dict[Edit, int] = {}
-        partly: list[tuple[int, int, Edit, _Trial]] = []
+        partly: list[_Trial] = []
         for group in propose(now.parts, layout, now.comparison, now.traced, measured):
+            wholly: list[_Trial] = []
             for edit in group.edits:
                 trial = self._try(edit, now, measured)
-                if trial is None:
-                    continue
-                if trial.comparison.ok and (parity := self._compare(edit, trial)) is not _FAILED:
-                    return _describe(edit, now, trial, parity), trial
-                if not trial.comparison.ok:
-                    partly.append((unexpected_bytes(trial.comparison), moved_bytes(trial.comparison), edit, trial))
-            if group.at_once and (made := self._best(partly, now)) is not None:
-                return made
+                if trial is not None:
+                    (wholly if trial.comparison.ok else partly).append(trial)
+                if wholly and not group.try_all:
+                    break
+            chosen = self._best(wholly, now) or (self._best(partly, now) if group.at_once else None)
+            if chosen is not None:
+                return chosen
         return self._best(partly, now)
 
-    def _best(self, partly: list[tuple[int, int, Edit, _Trial]], now: _Trial) -> tuple[Repair, _Trial] | None:
-        """Take the edit that leaves least, among those that leave some surprises."""
-        while partly:
-            chosen = min(partly, key=lambda one: one[:2])
-            partly.remove(chosen)
-            *_, edit, trial = chosen
-            if (parity := self._compare(edit, trial)) is not _FAILED:
-                return _describe(edit, now, trial, parity), trial
+    def _best(self, trials: list[_Trial], now: _Trial) -> tuple[Repair, _Trial] | None:
+        """Take the edit that leaves least unexpected, of these the one that moves least, if the result stays."""
+        for trial in sorted(trials, key=lambda one: (unexpected_bytes(one.comparison), moved_bytes(one.comparison))):
+            assert trial.edit is not None, "every trial but the first has an edit"
+            if trial.edit not in self._failed and (parity := self._compare(trial.edit, trial)) is not _FAILED:
+                return _describe(trial.edit, now, trial, parity), trial
         return None
 
     def _try(self, edit: Edit, now: _Trial, measured: dict[Edit, int]) -> _Trial | None:
         """Compile with an edit, and note its unexpected bytes; None if it does not help."""
-        if self.tries == 0 or str(edit) in self._seen:
+        if self.tries == 0 or edit in self._failed:
             return None
-        self._seen.add(str(edit))
         if not edit.keeps_values and not self._compares:
             self._note(edit, "not tried: only a run on a batch with values could tell whether the result stays")
             return None
         self.tries -= 1
         try:
             parts = edit.apply(now.parts)
-            trial = _Trial(parts, *parts.audit())
+            trial = _Trial(parts, *parts.audit(), edit)
         except (ValueError, TypeError, NotImplementedError, NameError) as error:
             self._note(edit, f"refused: {str(error).splitlines()[0]}")
             return None
@@ -182,6 +180,7 @@ class _Search:
         return report
 
     def _note(self, edit: Edit, why: str) -> None:
+        self._failed.add(edit)
         self.tried.append(Tried(edit, why))
 
 

@@ -34,7 +34,7 @@ class Repair:
       edit: what to change.
       removed: the surprises that are gone with it.
       unexpected: bytes of all surprises, per step and device.
-      moved: bytes of all collectives, promised ones too.
+      moved: bytes of all collectives, promised ones too; an all-reduce counts twice.
       resting: bytes per device of parameters, gradients and optimizer state.
       parity: the edited step against one device; None where it could not run, and the edit can't change values.
     """
@@ -140,8 +140,12 @@ def unexpected_bytes(comparison: Comparison) -> int:
 
 
 def moved_bytes(comparison: Comparison) -> int:
-    """Return the bytes of all collectives; one whose number of executions is unknown counts once."""
-    return sum(one.bytes if one.bytes is not None else sum(one.sizes) for one in comparison.found)
+    """Return the bytes of all collectives; an all-reduce counts twice, for it is a reduce-scatter and an all-gather.
+
+    One whose number of executions is unknown counts once.
+    """
+    sizes = ((one.kind, sum(one.sizes) if one.bytes is None else one.bytes) for one in comparison.found)
+    return sum(size * (1 + (kind == "all-reduce")) for kind, size in sizes)
 
 
 def without(before: Sequence[Surprise], after: Sequence[Surprise]) -> tuple[Surprise, ...]:

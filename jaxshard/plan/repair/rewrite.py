@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard.checks.collectives.source import is_outside_engines, users_line
+from jaxshard.checks.collectives.source import users_frame
 from jaxshard.core.compat import equation_frames, scan_counts
 from jaxshard.core.jaxpr import bind, evaluate, open_jaxpr
 
@@ -41,20 +43,28 @@ class Site(NamedTuple):
     primitive: str
 
 
-Change = Callable[[list[Any], list[Any]], list[Any]]
-"""`change(operands, results) -> results`: what an equation is to give instead."""
+Change = Callable[[list[Any], Callable[[], list[Any]]], list[Any]]
+"""`change(operands, run) -> results`: what an equation is to give instead; `run()` gives what it gave."""
 
 
 def list_sites(program: Any) -> dict[Site, Any]:
-    """Return the equations of the user's lines by site, nested ones included; of None there are none."""
+    """Return the equations of the user's lines by site, nested ones included; of None there are none.
+
+    An equation inside of a call that bears no line of the user's has that of the call.
+    """
     numbers: Counter[str] = Counter()
     found = {}
-    for eqn in () if program is None else _walk(program):
-        line = _line_of(eqn)
+    for eqn, line in () if program is None else _walk(program):
         if line:
             found[Site(line, numbers[line], eqn.primitive.name)] = eqn
             numbers[line] += 1
     return found
+
+
+def is_users_constraint(eqn: Any) -> bool:
+    """Return True for a constraint that stands in the user's code, not in a layer of this library."""
+    frames = [frame for frame in _frames(eqn) if not _makes_constraints(frame)]
+    return is_constraint(eqn) and bool(frames) and frames[0] == users_frame(frames)
 
 
 def is_constraint(eqn: Any) -> bool:
@@ -69,7 +79,7 @@ def is_constraint(eqn: Any) -> bool:
     return len(eqns) == 1 and eqns[0].primitive.name == _CONSTRAINT
 
 
-def leave_out(operands: list[Any], results: list[Any]) -> list[Any]:
+def leave_out(operands: list[Any], run: Callable[[], list[Any]]) -> list[Any]:
     """Hand on the operand of an equation that changes no value, such as a constraint."""
     return operands[:1]
 
@@ -83,11 +93,9 @@ def run_changed(program: Any, args: Sequence[Any], changes: Mapping[Site, Change
 
 def _run(program: Any, args: Sequence[Any], changed: Mapping[int, Change]) -> list[Any]:
     def rule(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        inside = any(id(one) in changed for inner in bodies(eqn) for one in _walk(inner))
-        results = _run_opened(eqn, operands, changed) if inside else None
-        if id(eqn) in changed:
-            results = changed[id(eqn)](operands, bind(eqn, operands) if results is None else results)
-        return results
+        inside = any(id(one) in changed for inner in bodies(eqn) for one, _ in _walk(inner))
+        run = partial(_run_opened, eqn, operands, changed) if inside else partial(bind, eqn, operands)
+        return changed[id(eqn)](operands, run) if id(eqn) in changed else run()
 
     return evaluate(program, args, rule)
 
@@ -134,14 +142,20 @@ def bodies(eqn: Any) -> list[Any]:
     return [] if key is None else [eqn.params[key]]
 
 
-def _walk(program: Any) -> Iterator[Any]:
+def _walk(program: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
+    """The equations of a program, nested ones included, each with the line of the user's that made it."""
     for eqn in open_jaxpr(program)[0].eqns:
-        yield eqn
+        line = users_frame(_frames(eqn)) or outer
+        yield eqn, line
         for inner in bodies(eqn):
-            yield from _walk(inner)
+            yield from _walk(inner, line)
 
 
-def _line_of(eqn: Any) -> str:
-    frames = [f"{file}:{line}" for file, line, _ in equation_frames(eqn)]
-    line = users_line(frames) if frames else ""
-    return line if line and is_outside_engines(line) else ""
+def _frames(eqn: Any) -> list[str]:
+    return [f"{file}:{line}" for file, line, _ in equation_frames(eqn)]
+
+
+def _makes_constraints(frame: str) -> bool:
+    """True for JAX and other installed libraries, and for the file of `js.constrain`."""
+    file = Path(frame.rpartition(":")[0])
+    return "site-packages" in file.parts or file.parts[-2:] == ("core", "constrain.py")
