@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -100,7 +101,9 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
     wanted, structure = model_entries(layout)
     places = _match(config, wanted, found, folder, dtype)
     sources = {name: Source(one.file, one.start, one.tensor.dtype) for name, one in found.items()}
-    placed = [_place(entry, place, sources, layout) for entry, place in zip(wanted, places, strict=True)]
+    placed: list[Any] = [None] * len(wanted)
+    for i in sorted(range(len(wanted)), key=lambda i: -math.prod(wanted[i].shape)):  # the least memory beside the most
+        placed[i] = _place(wanted[i], places[i], sources, layout)
     return jax.tree.unflatten(structure, placed)
 
 

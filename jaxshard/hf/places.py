@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from jaxshard.checkpoint.leaves import Entry
-from jaxshard.checkpoint.safetensors.parts import Range, Source, read_part
+from jaxshard.checkpoint.safetensors.parts import Range, Source, allocate, read_part
 from jaxshard.hf.families import Family
 
 
@@ -70,7 +70,7 @@ class Place(NamedTuple):
         ranges = [
             Range(*cut.indices(self._size(letters))[:2]) for cut, letters in zip(index[len(counted) :], self.ours)
         ]
-        part = np.empty([*map(len, counted), *(end - start for start, end in ranges)], dtype)
+        part = allocate([*map(len, counted), *(end - start for start, end in ranges)], jnp.dtype(dtype))
         for number, at in zip(product(*map(range, part.shape[: len(counted)])), product(*counted)):
             part[number] = self._read_one(found[self.name.format(*at)], ranges)
         return part

@@ -7,6 +7,7 @@ are read and not mapped: mapped pages stay in memory until somebody unmaps them,
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -58,7 +59,7 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
       OSError: the file can't be read, or ends before the part does.
     """
     lengths = [end - start for start, end in ranges]
-    part = np.empty(lengths, jnp.dtype(source.dtype))
+    part = allocate(lengths, jnp.dtype(source.dtype))
     if not part.size:
         return part
     cut = next((dim for dim in reversed(range(len(shape))) if lengths[dim] < shape[dim]), 0)  # the last that is cut
@@ -70,6 +71,18 @@ def read_part(source: Source, shape: Sequence[int], ranges: Sequence[Range]) -> 
             for number, first in enumerate(_firsts(shape, ranges, cut)):
                 _read_into(file.fileno(), source, first * part.itemsize, raw[number * size : (number + 1) * size])
     return part
+
+
+def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Make an array without values; a large one has pages of its own, which go back to the system with it.
+
+    Malloc keeps much of what is freed, and does not align arrays as JAX needs it to share them on CPU, not copy.
+    """
+    count = math.prod(shape)
+    if count * dtype.itemsize < 1 << 20:
+        return np.empty(shape, dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize, access=mmap.ACCESS_COPY)  # private to the process
+    return np.frombuffer(pages, dtype, count).reshape(shape)
 
 
 def _firsts(shape: Sequence[int], ranges: Sequence[Range], cut: int) -> Iterator[int]:
