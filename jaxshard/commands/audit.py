@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
 from jaxshard.checks.programs.report import audit_module
@@ -13,11 +15,13 @@ from jaxshard.checks.programs.text import read_program
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files, check_positive, refuse
 from jaxshard.commands.parallel import Topology, parse_axes
-from jaxshard.commands.prepared import prepare
+from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.mesh import mesh_str
+from jaxshard.plan.repair.parts import Parts
 from jaxshard.plan.repair.repair import repair as find_repairs
+from jaxshard.plan.repair.result import Repairs
 
 
 def run(
@@ -79,10 +83,7 @@ def run(
     about = {"model": prepared.program.name, "topology": topology} | prepared.how.about
     numbers = about | _numbers(comparison) | {"compile_seconds": seconds}
     if repair:
-        with working(console, "looking for edits"), refusals():
-            init_fn, loss_fn, tx, values, _ = prepared.program
-            how = prepared.how
-            repairs = find_repairs(init_fn, loss_fn, tx, how.strategy, how.mesh, values, engine=how.engine)
+        repairs = _repair(console, prepared, comparison)
         console.print(f"\n{repairs}")
         numbers |= repairs.as_dict()
     write_json(json, numbers)
@@ -118,6 +119,16 @@ def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None) -> int:
     console.print(f"\n{found}\n\n{verdict}")
     write_json(json, {"file": str(hlo)} | found.as_dict())
     return 0 if found.ok else 1
+
+
+def _repair(console: Console, prepared: Prepared, comparison: Comparison) -> Repairs:
+    """Look for the edits that remove the surprises, which compiles the step many times."""
+    (init_fn, loss_fn, tx, batch, _), how = prepared.program, prepared.how
+    if comparison.ok:
+        parts = Parts(init_fn, loss_fn, tx, how.strategy, how.mesh, batch, how.engine)
+        return Repairs(comparison, comparison, (), (), parts)
+    with working(console, "looking for edits"), refusals():
+        return find_repairs(init_fn, loss_fn, tx, how.strategy, how.mesh, batch, engine=how.engine)
 
 
 def _verdict(comparison: Comparison) -> str:

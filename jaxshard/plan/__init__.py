@@ -37,6 +37,9 @@ from jaxshard.plan.planned import planned_mesh as planned_mesh
 from jaxshard.plan.predict import predict as predict
 from jaxshard.plan.prediction import MemoryPeak as MemoryPeak
 from jaxshard.plan.prediction import Prediction as Prediction
+from jaxshard.plan.repair.repair import repair as repair
+from jaxshard.plan.repair.result import Repair as Repair
+from jaxshard.plan.repair.result import Repairs as Repairs
 from jaxshard.plan.time.network import CollectiveCost as CollectiveCost
 from jaxshard.plan.time.network import collective_cost as collective_cost
 from jaxshard.plan.time.network import collective_costs as collective_costs

@@ -24,6 +24,8 @@ from jaxshard.plan.repair.propose import propose
 from jaxshard.plan.repair.result import Change, Repair, Repairs, Tried, moved_bytes, unexpected_bytes, without
 
 TRIES = 48
+_REFUSALS = (ValueError, TypeError, NameError, LookupError, ArithmeticError, RuntimeError)
+"""Errors of layouts, of the compiler, and of the user's own code where another engine gives it other shapes."""
 
 
 def repair(
@@ -154,8 +156,8 @@ class _Search:
         try:
             parts = edit.apply(now.parts)
             trial = _Trial(parts, *parts.audit(), edit)
-        except (ValueError, TypeError, NotImplementedError, NameError) as error:
-            self._note(edit, f"refused: {str(error).splitlines()[0]}")
+        except _REFUSALS as error:
+            self._note(edit, f"refused: {_first_line(error)}")
             return None
         measured[edit] = unexpected_bytes(trial.comparison)
         if why := _why_worse(now.comparison, trial.comparison):
@@ -169,10 +171,10 @@ class _Search:
             return None
         try:
             report = trial.parts.parity()
-        except (ValueError, TypeError, NameError) as error:
+        except _REFUSALS as error:
             if edit.keeps_values:
                 return None
-            self._note(edit, f"can't be compared with one device: {str(error).splitlines()[0]}")
+            self._note(edit, f"can't be compared with one device: {_first_line(error)}")
             return _FAILED
         if not report.ok:
             self._note(edit, f"the result is another: {report.headline}")
@@ -206,6 +208,10 @@ def _describe(edit: Edit, now: _Trial, trial: _Trial, parity: Parity | None) -> 
         Change(_resting(now.parts), _resting(trial.parts)),
         parity,
     )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _resting(parts: Parts) -> int:

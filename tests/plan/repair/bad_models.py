@@ -212,7 +212,8 @@ def whole_weight():
 
     def loss(params, batch, key):
         x = params["embedding"][batch["tokens"]]
-        up = lax.with_sharding_constraint(params["up"]["kernel"], NamedSharding(js.make_mesh(**DATA_TENSOR), P()))  # up
+        mesh = js.make_mesh(**DATA_TENSOR)
+        up = lax.with_sharding_constraint(params["up"]["kernel"], NamedSharding(mesh, P()))  # whole_weight
         x = x + jnp.tanh(x @ up) @ params["down"]["kernel"]
         return cross_entropy(x @ params["lm_head"]["kernel"], batch["tokens"])
 
