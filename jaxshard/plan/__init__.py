@@ -1,6 +1,7 @@
 """Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
 
-Imports `core/`, `cost/`, `layers/`, `schedules/`, `engines/`, `training/` and `checks/`; only `commands/` imports it.
+Imports `core/`, `adapt/`, `cost/`, `layers/`, `schedules/`, `engines/`, `training/` and `checks/`; only `commands/`
+imports it.
 """
 
 from jaxshard.checks.collectives.compare import Comparison as Comparison
