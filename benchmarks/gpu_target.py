@@ -48,7 +48,5 @@ def gpu_mesh(name: str, /, **axes: int) -> Any:
 
     _, _, shape = name.partition(":")
     per_host, _, hosts = shape.partition("x")
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H100, topology=f"1x{hosts or 1}x{per_host}"
-    )
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{hosts or 1}x{per_host}")
     return js.make_mesh(list(topology.devices), **axes)

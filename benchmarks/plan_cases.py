@@ -170,7 +170,11 @@ def _makes_sense(case: Case) -> bool:
         return False
     if "pipe" in axes and (depth % (2 * axes["pipe"]) or case.model == "resnet50"):
         return False
-    if heads % axes.get("tensor", 1) or vocab % axes.get("tensor", 1) or (case.model == "resnet50" and case.microbatches > 1):
+    if (
+        heads % axes.get("tensor", 1)
+        or vocab % axes.get("tensor", 1)
+        or (case.model == "resnet50" and case.microbatches > 1)
+    ):
         return False
     for axis in ("tensor", "pipe", "expert"):
         sharded *= axes.get(axis, 1)

@@ -161,9 +161,7 @@ def linen_scan(sizes: Sizes) -> Pair:
 
 def nnx_transformer(sizes: Sizes) -> Pair:
     """NNX through the adapter."""
-    pair = js.nnx(
-        partial(NnxTransformer, sizes), lambda model, batch: cross_entropy(model(batch["x"]), batch["y"])
-    )
+    pair = js.nnx(partial(NnxTransformer, sizes), lambda model, batch: cross_entropy(model(batch["x"]), batch["y"]))
     return Pair(*pair, (NnxBlock,))
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxshard.core.layout import Layout
+from jaxshard.checks.collectives.promise import promise
+from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import LossFn, PyTree
+from jaxshard.cost.flops import train_flops
 from jaxshard.cost.hardware import Chip
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.memory.roles import role_of, step_peak
+from jaxshard.plan.memory.liveness import Moment
+from jaxshard.plan.memory.roles import moment_str, role_of, step_peak
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import trace_step
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
+from jaxshard.plan.time.network import collective_costs
+from jaxshard.plan.time.products import product_costs
+from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
 
 
 def predict(
@@ -47,15 +54,45 @@ def predict(
     Returns:
       The prediction, of one device.
     """
-    engine = engine or auto()
+    engine, batch = engine or auto(), abstract(batch)
     device = layout.mesh.devices.flat[0]
     if chip is None:
         chip = chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
     if tx is None:
         raise TypeError("js.plan.predict needs the optimizer that the layout was made with: tx=")
-    arguments = _argument_bytes(layout, abstract(batch))
+    arguments = _argument_bytes(layout, batch)
     traced = trace_step(layout, loss_fn, tx, engine, batch)
     _, moment = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu")
+    promised = promise(layout, engine, loss_fn, batch)
+    collectives = collective_costs(promised, layout.mesh, chip)
+    products = product_costs(traced.closed, layout.mesh, chip)
+    flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
+    prediction = Prediction(
+        devices=layout.mesh.size,
+        mesh=dict(layout.mesh.shape),
+        chip=chip,
+        peak=_peak(arguments, moment),
+        argument_bytes=sum(arguments.values()),
+        usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
+        collectives=collectives,
+        products=products,
+        flops=sum(one.flops * one.count for one in products),
+        model_flops=flops,
+    )
+    if chip is None:
+        return prediction
+    time = step_time(products, collectives, chip, layout=layout, engine=engine)
+    a_billion = None if price is None or not tokens else price_per_billion_tokens(tokens, time, layout.mesh.size, price)
+    return replace(
+        prediction,
+        time=time,
+        mfu=mfu_range(flops, time, chip, layout.mesh.size) if flops else None,
+        tokens_per_second=tokens_per_second(tokens, time) if tokens else None,
+        price_per_billion_tokens=a_billion,
+    )
+
+
+def _peak(arguments: dict[str, int], moment: Moment) -> MemoryPeak:
     by_role = dict.fromkeys(ROLES, 0) | arguments
     largest = []
     for one in moment.live:
@@ -63,16 +100,22 @@ def predict(
         by_role[role] += one.bytes
         shape = ", ".join(map(str, one.value.shard))
         largest.append((one.bytes, role, f"{one.value.dtype}[{shape}] {one.note} {one.value.path}"))
-    return Prediction(
-        devices=layout.mesh.size,
-        mesh=dict(layout.mesh.shape),
-        chip=chip,
-        peak=MemoryPeak(
-            by_role, "" if moment.op is None else moment.op.path, tuple(sorted(largest, reverse=True)[:40])
-        ),
-        argument_bytes=sum(arguments.values()),
-        usable_bytes=None if chip is None else chip.hbm_bytes,
-    )
+    return MemoryPeak(by_role, moment_str(moment), tuple(sorted(largest, reverse=True)[:40]))
+
+
+def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:
+    """Count the FLOPs of the model's step over all devices; 0 where the loss can't be counted."""
+    shapes = layout.shapes
+    try:
+        return float(train_flops(loss_fn, join_model(shapes.params, shapes.state), abstract(batch), shapes.key))
+    except ValueError:  # a kernel or loop that does not say what it costs
+        return 0.0
+
+
+def _tokens(batch: PyTree) -> int:
+    """Count the tokens of a batch: the elements of its widest array of integers with positions; 0 without one."""
+    found = [x for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer) and len(x.shape) == 2]
+    return max((int(x.shape[0]) * (int(x.shape[1]) - 1) for x in found), default=0)
 
 
 def _argument_bytes(layout: Layout, batch: PyTree) -> dict[str, int]:

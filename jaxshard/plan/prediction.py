@@ -11,6 +11,9 @@ from typing import Any
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import align_columns
 from jaxshard.cost.hardware import Chip
+from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.products import ProductCost
+from jaxshard.plan.time.step_time import StepTime
 
 Range = tuple[float, float]
 """A low and a high estimate."""
@@ -81,11 +84,11 @@ class Prediction:
     peak: MemoryPeak
     argument_bytes: int
     usable_bytes: int | None = None
-    collectives: tuple[Any, ...] = ()
-    products: tuple[Any, ...] = ()
+    collectives: tuple[CollectiveCost, ...] = ()
+    products: tuple[ProductCost, ...] = ()
     flops: float = 0.0
     model_flops: float = 0.0
-    time: Any = None
+    time: StepTime | None = None
     mfu: Range | None = None
     tokens_per_second: Range | None = None
     price_per_billion_tokens: Range | None = None
@@ -164,6 +167,7 @@ class Prediction:
         return [f"{self.devices} devices{where} ({axes}){limit}{moment}", *align_columns(rows, "<>>")]
 
     def _time_lines(self) -> list[str]:
+        assert self.time is not None
         parts = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
         rows = [("seconds per step", "low", "high")]
         for name in parts:

@@ -20,7 +20,7 @@ from jaxshard.plan.memory.shards import Split, merge, propagate, shard_shape, sp
 
 _KEEP_SPLIT = frozenset({
     "scatter", "scatter-add", "scatter_add", "convert_element_type", "add_any", "add", "mul", "select_n", "neg", "copy",
-    "reduce_precision", "optimization_barrier", "enter",
+    "reduce_precision", "optimization_barrier",
 })  # fmt: skip
 """Operations through which a split goes backward, from a result to the operands of its shape."""
 
@@ -164,6 +164,9 @@ class Builder:
         """Split values as their reader wants them, where nothing said how: zeros, and what is added to them."""
         for value, split in zip(values, splits, strict=True):
             op = self.maker.get(value)
+            if op is not None and op.name == "scan" and value in op.outs[op.counts[1] :] and not any(value.split):
+                # Sums that are split after a loop are scattered in it.
+                value.split, value.shard = split, shard_shape(value.shape, split, self.sizes)
             if op is None or op.regions or any(value.split) or not any(split) or len(split) != len(value.shape):
                 continue
             alike = [one for one in op.ins if one.shape == value.shape]

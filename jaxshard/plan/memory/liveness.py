@@ -43,6 +43,8 @@ _STORED = _PRODUCTS | _COLLECTIVES | frozenset({
 _FUSES_UPDATE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
 """Operations that write into their first operand where nothing else needs it."""
 
+_SUBLANES, _LANES = 8, 128
+
 _MANY = 4
 """As many readers of a value are told apart."""
 
@@ -84,8 +86,8 @@ class Liveness:
         narrow_products: bool = False,
     ):
         self.region, self.size, self.fast, self.narrow_products = region, size, fast, narrow_products
-        self.early: dict[Value, Live] = {}
-        self.place = {op: i for i, op in enumerate(region.ops)}
+        self.ops = list(region.ops)
+        self.place = {op: i for i, op in enumerate(self.ops)}
         self.root: dict[Value, Value] = {}
         self._join()
         self.in_place = {self.find(one) for one in in_place or ()}
@@ -98,12 +100,15 @@ class Liveness:
         self.inputs = {self.find(one) for one in region.inputs}
         self.stored: set[Value] = set()
         self.inner = {op: self._bodies(op) for op in region.ops if op.regions}
+        self.products = {one for op in region.ops if op.name in _PRODUCTS for one in op.outs}
         self._choose_stored()
+        self.sources = self._find_sources([op for op in region.ops if not self._is_alias(op)], set())
+        self._hoist_products()
         self.runs: dict[Op, int] = {}
         self.last: dict[Value, int] = {}
         self._place_reads()
         self.moments: dict[Op, Moment] = {}
-        self.narrow: dict[Value, Any] = {}
+        self.stored_as: dict[Value, Any] = {}
         self.copies: defaultdict[int, list[Value]] = defaultdict(list)
         self._find_narrow()
 
@@ -138,7 +143,7 @@ class Liveness:
         """
         ops = [op for op in self.region.ops if not self._is_alias(op)]
         pending = self._store_products(ops)
-        sources = self._find_sources(ops, pending)
+        sources = self.sources = self._find_sources(ops, pending)
         sinks: defaultdict[Value, set[Op]] = defaultdict(set)
         for op in reversed(ops):
             elementwise = self._is_elementwise(op)
@@ -171,6 +176,23 @@ class Liveness:
                 for one in op.outs:
                     (pending if self._continues(one) else self.stored).add(one)
         return pending
+
+    def _extra(self, op: Op) -> list[Live]:
+        """What an operation needs beside operands and results.
+
+        Collectives make arrays whose slowest dimension is the gathered one; where shards do not fill tiles along it, or
+        it lies along the lanes, the result is copied. A scatter into a large array holds it twice.
+        """
+        out = op.outs[0] if op.outs else None
+        if out is None or not self.narrow_products:
+            return []
+        if op.name == "all_gather" and len(out.shard) == 2:
+            dim = op.params["all_gather_dimension"]
+            rows = op.ins[0].shard[dim]
+            return [Live(out, self.size(out), "copy")] if rows % (_SUBLANES, _LANES)[dim] else []
+        if op.name in ("scatter-add", "scatter_add") and not _is_selection(op) and len(out.shard) > 1:
+            return [Live(out, self.size(out), "copy")]
+        return []
 
     def _find_sources(self, ops: list[Op], pending: set[Value]) -> dict[Value, set[Value]]:
         """Find the stored arrays from which each result is computed."""
@@ -216,14 +238,46 @@ class Liveness:
             return self.find(reader.ins[0]) is value
         return reader.name in _STORED or bool(reader.regions)
 
+    def _hoist_products(self) -> None:
+        """Move products to the place where their operands are there, if they are the last to read more than they make.
+
+        A gradient of a matrix stands in a traced program where the matrix was used first; compilers that save memory
+        compute it before a loop through which its operands would live.
+        """
+        made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
+        read: defaultdict[Value, int] = defaultdict(int)
+        for i, op in enumerate(self.ops):
+            for value in self._roots_of(op):
+                read[value] = max(read[value], i)
+        moved: list[tuple[float, Op]] = []
+        loops = [i for i, op in enumerate(self.ops) if op.regions]
+        for i, op in enumerate(self.ops):
+            at: float = i
+            if op.name in _PRODUCTS and (roots := self._roots_of(op)):
+                earliest = max(made.get(one, -1) for one in roots)
+                freed = sum(self.size(one) for one in roots if read[one] == i and one not in self.inputs)
+                if any(earliest < loop < i for loop in loops) and freed > self.size(op.outs[0]):
+                    at = earliest + 0.5
+            moved.append((at, op))
+        self.ops = [op for _, op in sorted(moved, key=lambda one: one[0])]
+        self.place = {op: i for i, op in enumerate(self.ops)}
+
+    def _roots_of(self, op: Op) -> set[Value]:
+        """The stored arrays that an operation reads, also through what is computed where it is read."""
+        found: set[Value] = set()
+        for one in op.reads:
+            root = self.find(one)
+            found |= {root} if root in self.stored or root in self.inputs else self.sources.get(root, set())
+        return found
+
     # Where everything runs, and is read last.
 
     def _place_reads(self) -> None:
         need: dict[Value, int] = {}
-        end = len(self.region.ops)
+        end = len(self.ops)
         for one in self.results:
             need[one] = end
-        for op in reversed(self.region.ops):
+        for op in reversed(self.ops):
             if self._is_alias(op):
                 continue
             here = self.place[op]
@@ -242,7 +296,7 @@ class Liveness:
 
     def peak(self) -> Moment:
         """Return the fullest moment."""
-        live: dict[Value, Live] = dict(self.early)
+        live = self._early()
         best = Moment()
         expiring: defaultdict[int, list[Value]] = defaultdict(list)
         for value, at in self.last.items():
@@ -258,23 +312,31 @@ class Liveness:
                 for one in self.copies[i]:
                     live[one] = Live(one, self.size(one), "converted")
                 inner = self._inside(op)
-                now = self._in_slow_memory([*live.values(), *inner.live])
+                now = self._in_slow_memory([*live.values(), *inner.live, *self._extra(op)])
                 if sum(one.bytes for one in now) > best.total:
                     best = Moment(now, inner.op or op)
             for value in expiring[i]:
                 live.pop(value, None)
         return best
 
+    def _early(self) -> dict[Value, Live]:
+        """What is there from the start: TPU compilers allocate what the first loop stacks while weights are gathered."""
+        first = next((op for op in self.ops if op.name == "scan"), None)
+        if first is None or not self.narrow_products:
+            return {}
+        stacks = [one for one in first.outs[first.counts[1] :] if one in self.last and one not in self.in_place]
+        return {one: self._new(first, first.outs.index(one), one) for one in stacks}
+
     def _new(self, op: Op, number: int, value: Value) -> Live:
         if value in self.in_place:
             return Live(value, 0)
         stacked = op.name == "scan" and number >= op.counts[1]
         carried = op.name in ("scan", "while") and not stacked
-        if value in self.narrow:
-            value_bytes = self.size(replace(value, dtype=self.narrow[value]))
-        else:
-            value_bytes = self.size(value)
-        return Live(value, value_bytes, "stacked" if stacked else "carried" if carried else "")
+        return Live(value, self._bytes(value), "stacked" if stacked else "carried" if carried else "")
+
+    def _bytes(self, value: Value) -> int:
+        """The bytes of a value as it is stored."""
+        return self.size(replace(value, dtype=self.stored_as[value]) if value in self.stored_as else value)
 
     def _overwritten(self, op: Op, number: int, i: int) -> Value | None:
         """Return the operand over which a result is written, because nothing reads it later."""
@@ -285,11 +347,11 @@ class Liveness:
         elif op.name in _FUSES_UPDATE:
             operands = op.ins[:1]
         else:
-            operands = [] if op.name in _STORED or op.regions else op.ins
+            operands = list(self.sources[op.outs[number]]) if self._is_elementwise(op) else []
         for one in operands:
             root = self.find(one)
             dies = root in self.stored and root not in self.inputs and self.last[root] == i
-            if dies and self.size(root) >= self.size(op.outs[number]):
+            if dies and self._bytes(root) == self._bytes(op.outs[number]):
                 return root
         return None
 
@@ -343,7 +405,7 @@ class Liveness:
         from the first loop that reads it to the last.
         """
         wanted: defaultdict[Value, list[tuple[Op, Any]]] = defaultdict(list)
-        for op in self.region.ops:
+        for op in self.ops:
             for number, one in enumerate(op.ins):
                 if op in self.inner and op.name == "scan":
                     wanted[self.find(one)].append((op, self._narrow(op, number)))
@@ -361,10 +423,19 @@ class Liveness:
                     _narrower(one, value, self.narrow_products) for one in self.readers[value] if one.name != "scan"
                 }
                 if others <= {dtype}:
-                    self.narrow[value] = dtype
+                    self.stored_as[value] = dtype
         for value in self.stored:
-            if value not in wanted and (dtype := self.read_as(value)) is not None:
-                self.narrow[value] = dtype
+            if value not in wanted and (dtype := self.read_as(value) or self._widened(value)) is not None:
+                self.stored_as[value] = dtype
+
+    def _widened(self, value: Value) -> Any:
+        """Return the wider dtype to which all that reads a product's result converts it: it is made in that at once."""
+        readers = self.readers[value]
+        found = {one.outs[0].dtype if one.name == "convert_element_type" else None for one in readers}
+        if value not in self.products or value in self.results or len(found) != 1 or None in found:
+            return None
+        dtype = found.pop()
+        return dtype if dtype_bits(dtype) > dtype_bits(value.dtype) else None
 
 
 def _narrower(reader: Op, value: Value, products: bool) -> Any:
