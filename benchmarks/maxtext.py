@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -286,8 +285,7 @@ def sizes(compiled: Any) -> dict[str, int]:
 def numbers(text: str, row: Row, depth: int | None) -> dict[str, Any]:
     """What a program communicates, waits for and computes again, from its text."""
     import jaxshard as js
-    from jaxshard.checks.collectives import hlo
-    from jaxshard.checks.collectives.walk import executed
+    from jaxshard.plan.compiled.cycles import estimated_cycles
 
     # Positions are the program's own, whichever mesh it was compiled for: only kinds and bytes are of interest.
     mesh = js.plan.topology_mesh(row.topology, num_slices=row.slices, **row.axes)
@@ -302,12 +300,8 @@ def numbers(text: str, row: Row, depth: int | None) -> dict[str, Any]:
             entry[1] += one.bytes
             waits.append(one)
             wire += received(one)
-    cycles = 0
-    for found in executed(hlo.parse(text), re.compile('"estimated_cycles":"'), fused=False):
-        estimate = int(re.findall(r'"estimated_cycles":"(\d+)"', found.op.attributes + found.op.notes)[0])
-        cycles += estimate * (found.times or 1) if estimate < 2**62 else 0  # the largest number stands for none
     return {
-        "cycles": cycles or None,
+        "cycles": estimated_cycles(text),
         "collectives": [
             {"kind": kind, "dtype": dtype, "bytes": total, "synchronous": waited, "received": on_wire}
             for (kind, dtype), (total, waited, on_wire) in sorted(sums.items(), key=lambda item: -item[1][0])

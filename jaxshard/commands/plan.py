@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files, check_positive, refuse
@@ -17,8 +14,10 @@ from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.cost.hardware import Chip
+from jaxshard.plan.compiled.compile_for import compile_for
 from jaxshard.plan.planned import chip_named, planned_mesh
 from jaxshard.plan.predict import predict
+from jaxshard.plan.prediction import Prediction
 
 
 def run(
@@ -60,31 +59,24 @@ def run(
     result = {"model": prepared.program.name, "topology": topology, "slices": slices or 1} | prepared.how.about
     result |= prediction.as_dict() | {"predict_seconds": seconds}
     if compile and topology is not None:
-        result |= _compile(console, ask(topology=Topology(topology, slices or 1)))
+        result |= _compile(console, prepared, Topology(topology, slices or 1), prediction)
     write_json(json, result)
 
 
-def _predict(prepared: Prepared, chip: Chip | None, price: float | None) -> Any:
+def _predict(prepared: Prepared, chip: Chip | None, price: float | None) -> Prediction:
     program = prepared.program
     return predict(
         prepared.layout, program.loss_fn, prepared.rows, prepared.how.engine, tx=program.tx, chip=chip, price=price
     )
 
 
-def _compile(console: Any, prepared: Prepared) -> dict[str, Any]:
-    """Ask the TPU's compiler; where it refuses, for how much it asked."""
-    step = prepared.step()
-    started = time.perf_counter()
-    try:
-        with working(console, "compiling"), refusals():
-            memory: Any = step.compile(prepared.rows).memory_analysis()
-        answer = {"compiled_peak_bytes": memory.peak_memory_in_bytes, "fits": True}
-    except jax.errors.JaxRuntimeError as error:
-        asked = re.search(r"\(([\d.]+)([KMG])\) exceeds available", str(error))
-        if "RESOURCE_EXHAUSTED" not in str(error) or asked is None:
-            raise
-        size = int(float(asked[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[asked[2]])
-        answer = {"compiled_peak_bytes": size, "fits": False, "refusal": " ".join(str(error).split())[:2000]}
-    verdict = "fits" if answer["fits"] else "the compiler refuses it"
-    console.print(f"\ncompiled: {answer['compiled_peak_bytes'] / 2**30:.2f} GiB, {verdict}")
-    return answer | {"compile_seconds": time.perf_counter() - started}
+def _compile(console: Any, prepared: Prepared, topology: Topology, prediction: Prediction) -> dict[str, Any]:
+    """Ask the compiler, also why it refuses."""
+    with working(console, "compiling"), refusals():
+        verdict = compile_for(
+            prepared.step(), prepared.rows, topology.name, num_slices=topology.slices, prediction=prediction
+        )
+    console.print(f"\n{verdict}", soft_wrap=True, highlight=False, markup=False)
+    found = verdict.as_dict()
+    chosen = {key: found[key] for key in ("fits", "compiled_peak_bytes", "refusal", "compile_seconds")}
+    return chosen | {"compiled": found}

@@ -69,4 +69,5 @@ def test_the_compiler_confirms_or_refuses(capsys):
     assert small["fits"] is True and 0 < small["compiled_peak_bytes"] < small["hbm_bytes"]
     large, err = plan(capsys, "llama2-7b", "--change", "depth=20", "--batch", "16", "--seq", "4096", *words)
     assert large["fits"] is False and large["compiled_peak_bytes"] > large["hbm_bytes"]
-    assert "the compiler refuses it" in err
+    assert "does not fit: the program asks for" in err and "what would save how much" in err
+    assert large["compiled"]["compiled_peak_bytes"] == sum(large["compiled"]["by_role"].values())

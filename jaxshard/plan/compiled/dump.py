@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxshard.checks.collectives.dump import expand_elements
+
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 _STEP = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 _VALUE = re.compile(r"value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\): (\S+)")
@@ -100,60 +102,12 @@ def program_text(folder: Path) -> str:
     A dump writes `%while.3#2` for an element of a tuple, where that prints an operation `get-tuple-element(%while.3)`.
     """
     file = largest(folder, "*.after_codegen.txt") or largest(folder, "*after_optimizations.txt")
-    return "" if file is None else "\n".join(_expanded(file.read_text().splitlines()))
+    return "" if file is None else expand_elements(file.read_text())
 
 
 def largest(folder: Path, pattern: str) -> Path | None:
     """Return the largest file that matches; that of the program rather than of its helpers."""
     return max(folder.glob(pattern), key=lambda file: file.stat().st_size, default=None)
-
-
-def _expanded(lines: list[str]) -> Iterator[str]:
-    types: dict[str, str] = {}
-    for line in lines:
-        if line.endswith("{") and not line.startswith(" "):
-            types = {}
-        found = re.match(r"\s+(?:ROOT )?%([\w.\-~]+) = (.*)", line)
-        if found is None:
-            yield line
-            continue
-        types[found[1]] = found[2][: _end_of_type(found[2])]
-        code, metadata, notes = line.partition(", metadata=")
-        for name, indices in dict.fromkeys(re.findall(r"%([\w.\-~]+)((?:#\d+)+)", code)):
-            whole = name
-            for index in map(int, indices.split("#")[1:]):
-                part = f"{whole}.element{index}"
-                if part not in types:
-                    types[part] = _elements(types[whole])[index]
-                    yield f"  %{part} = {types[part]} get-tuple-element(%{whole}), index={index}"
-                whole = part
-            code = re.sub(rf"%{re.escape(name + indices)}(?!\d)", f"%{whole}", code)
-        yield code + metadata + notes
-
-
-def _end_of_type(text: str) -> int:
-    """Where the type ends that a line begins with, right of the equals sign."""
-    if not text.startswith("("):
-        return text.index(" ")
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    raise ValueError(f"unbalanced parentheses: {text[:120]!r}")
-
-
-def _elements(tuple_type: str) -> list[str]:
-    """The types of a tuple's elements."""
-    text = re.sub(r"/\*.*?\*/", "", tuple_type[1:-1])
-    parts, depth, start = [], 0, 0
-    for found in re.finditer(r"[()\[\]{},]", text):
-        if found[0] == "," and depth == 0:
-            parts.append(text[start : found.start()].strip())
-            start = found.end()
-        elif found[0] != ",":
-            depth += 1 if found[0] in "([{" else -1
-    return [*parts, text[start:].strip()]
 
 
 def _allocations(text: str) -> list[str]:

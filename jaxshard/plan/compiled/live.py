@@ -124,6 +124,8 @@ class _Program:
         moment = places.get(self.assignment.moment)
         backward = moment is not None and "transpose(" in find_source(*moment).op_name
         for value, added in self.assignment.live:
+            if not added:  # in the place of another
+                continue
             dtype, shape = (hlo.arrays(value.type) or (("?", ()),))[0]
             if value.name not in places:
                 yield LiveArray(added, "temporaries", dtype, shape, 1, value.name, "")

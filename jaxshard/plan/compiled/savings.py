@@ -49,7 +49,7 @@ def savings(
         _rows(activations, layout, engine, batch),
         _narrower(arrays, engine),
         _split(layout),
-        _more_devices(layout, arrays),
+        _more_devices(layout),
     ]
     return tuple(sorted((one for one in found if one.bytes >= _LEAST * peak), reverse=True))
 
@@ -93,12 +93,12 @@ def _split(layout: Layout) -> Saving:
     return Saving(size - size // devices, f"js.fsdp({over!r}): parameters and optimizer state split over the devices")
 
 
-def _more_devices(layout: Layout, arrays: Sequence[LiveArray]) -> Saving:
+def _more_devices(layout: Layout) -> Saving:
     """Half of what is split over the batch axes."""
-    axes = layout.batch_axes
-    split = [one for one in _stored(layout) if set(axes) & set(axes_of(one.placement.store))]
+    split = [one for one in _stored(layout) if set(layout.batch_axes) & set(axes_of(one.placement.store))]
+    used = set().union(*(axes_of(one.placement.store) for one in split))
     size = _stored_bytes(split, layout)
-    words = " x ".join(axes) or "the data axis"
+    words = " x ".join(axis for axis in layout.batch_axes if axis in used)
     return Saving(size // 2, f"twice the devices of {words}: parameters and optimizer state in half the size on each")
 
 

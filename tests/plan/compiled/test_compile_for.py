@@ -1,0 +1,148 @@
+"""The verdict of the real compilers, and what is refused before they are asked."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.plan.compiled import target
+from jaxshard.plan.planned import planned_devices
+
+without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+without_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="JAX's CUDA plugin is not installed"
+)
+SEQ = 512
+
+
+def tpu(test):
+    return pytest.mark.slow(pytest.mark.tpu(without_libtpu(test)))
+
+
+def make(mesh, *, strategy=None, rows=None, depth=2, **engine):
+    model = js.models.make("gpt2", seq=SEQ, depth=depth, width=256, heads=2, vocab=4096)
+    layout = js.layout(strategy or js.fsdp(), mesh, model.init, optax.adamw(1e-3))
+    batch = {"tokens": jax.ShapeDtypeStruct((rows or mesh.size, SEQ + 1), jnp.int32)}
+    return js.make_step(model.loss, optax.adamw(1e-3), layout, engine=js.explicit(precision="bf16", **engine)), batch
+
+
+@pytest.fixture
+def small_step(monkeypatch):
+    """A step for four planned devices, where the compiler is asked for stand-ins too."""
+    monkeypatch.setattr(target, "topology_devices", planned_devices)
+    mesh, tx = js.plan.planned_mesh("v5e:2x2", data=2, tensor=2), optax.sgd(0.1)
+    layout = js.layout(js.fsdp(("data", "tensor")), mesh, lambda key: {"w": jnp.zeros((64, 64))}, tx)
+    return js.make_step(lambda params, batch, key: js.Mean((batch @ params["w"]).sum(), 1), tx, layout)
+
+
+BATCH = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+
+
+def test_a_mesh_that_the_topology_can_not_hold_names_both_sizes(small_step):
+    message = (
+        r"2 slices of v5e:4x4 has 32 devices, and the mesh of the step \(data=2, tensor=2\) 4; .*"
+        r'js.plan.planned_mesh\("v5e:4x4", num_slices=2, data=16, tensor=2\)'
+    )
+    with pytest.raises(ValueError, match=message):
+        js.plan.compile_for(small_step, BATCH, "v5e:4x4", num_slices=2)
+
+
+def test_an_unknown_topology_lists_near_ones(small_step):
+    for name, near in (("v5e:16x15", "v5e:16x16"), ("h100:9", "h100:8"), ("v7e:4x4", "v5e")):
+        with pytest.raises(ValueError, match=f"no topology '{name}'.*{near}"):
+            js.plan.compile_for(small_step, BATCH, name)
+
+
+@tpu
+def test_a_step_for_simulated_devices_is_compiled_for_a_topology():
+    step, batch = make(js.make_mesh(data=8))
+    verdict = js.plan.compile_for(step, batch, "v5e:2x4")
+    on_topology, _ = make(js.plan.topology_mesh("v5e:2x4", data=8))
+    compiled = on_topology.compile(batch)
+    assert verdict.fits and verdict.peak_bytes == compiled.memory_analysis().peak_memory_in_bytes
+    assert abs(sum(verdict.by_role.values()) - verdict.peak_bytes) < 0.01 * verdict.peak_bytes
+    resting = js.plan.tiled_argument_bytes(on_topology.layout, batch)
+    arguments = {role: verdict.by_role[role] for role in ("parameters", "optimizer state", "batch")}
+    assert abs(sum(arguments.values()) - resting) <= 2048  # number of the step and key are with the batch
+    found = js.collectives(compiled, on_topology.layout.mesh)
+    assert [(one.kind, one.axes, one.bytes) for one in verdict.collectives] == [
+        (one.kind, one.axes, one.bytes) for one in found
+    ]
+    assert verdict.cycles > 100_000
+    # Twice the blocks: the loop over them counts.
+    deeper, _ = make(js.make_mesh(data=8), depth=4)
+    assert js.plan.compile_for(deeper, batch, "v5e:2x4").cycles > 1.3 * verdict.cycles
+
+
+@tpu
+def test_a_refusal_names_the_arrays_of_the_model_and_what_would_save_them():
+    mesh = js.plan.planned_mesh("v5e:2x4", data=8)
+    step, batch = make(mesh, strategy=js.ddp(), rows=8192, depth=12, remat="everything")
+    verdict = js.plan.compile_for(step, batch, "v5e:2x4")
+    assert verdict.fits is False and verdict.cycles is None
+    assert verdict.peak_bytes > verdict.usable_bytes == int(15.75 * 2**30)
+    assert verdict.refusal.startswith("RESOURCE_EXHAUSTED")
+    largest = verdict.arrays[0]
+    assert largest.role == "kept activations" and "jaxshard/models/" in largest.source
+    assert largest.shape[:3] == (12, 1024, SEQ)
+    best = verdict.savings[0]
+    assert 'remat="nothing"' in best.change and best.bytes > 0.5 * verdict.peak_bytes
+    # The saving is real: the step with it is that much smaller, at least by half of the bound.
+    lean, _ = make(mesh, strategy=js.ddp(), rows=8192, depth=12, remat="nothing")
+    after = js.plan.compile_for(lean, batch, "v5e:2x4")
+    assert verdict.peak_bytes - after.peak_bytes > 0.5 * best.bytes
+    shown = str(verdict)
+    assert "does not fit: the program asks for" in shown and "what would save how much" in shown
+    assert verdict.as_dict()["fits"] is False and "<pre>" in verdict._repr_html_()
+
+
+@tpu
+def test_several_slices_are_compiled_with_their_network():
+    step, batch = make(js.plan.planned_mesh("v5e:2x2", num_slices=2, replica=2, data=4), strategy=js.hsdp())
+    verdict = js.plan.compile_for(step, batch, "v5e:2x2", num_slices=2)
+    assert (verdict.topology, verdict.devices, verdict.fits) == ("2 x v5e:2x2", 8, True)
+    over = {row.axes for row in verdict.traffic}
+    assert {("replica",), ("data",)} <= over
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {folder!r})
+from tests.plan.compiled.test_compile_for import make
+import jaxshard as js
+step, batch = make(js.plan.planned_mesh("v5e:2x2", data=4))
+print("peak", js.plan.compile_for(step, batch, "v5e:2x2").peak_bytes)
+"""
+
+
+@tpu
+def test_two_processes_compile_at_once():
+    folder = os.path.dirname(os.path.dirname(js.__file__))
+    environment = {key: value for key, value in os.environ.items() if key != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
+    command = [sys.executable, "-c", CHILD.format(folder=folder)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    found = [(*process.communicate(timeout=500), process.returncode) for process in both]
+    assert [status for _, _, status in found] == [0, 0], found
+    assert found[0][0] == found[1][0] and found[0][0].startswith("peak ")
+
+
+@pytest.mark.slow
+@without_plugin
+def test_gpus_whose_compiler_enforces_no_memory():
+    mesh = js.plan.planned_mesh("h100:8", data=8)
+    step, batch = make(mesh)
+    verdict = js.plan.compile_for(step, batch, "h100:8")
+    assert (verdict.fits, verdict.cycles, verdict.device_kind) == (True, None, "NVIDIA H100 80GB HBM3")
+    assert abs(sum(verdict.by_role.values()) - verdict.peak_bytes) < 0.01 * verdict.peak_bytes
+    assert any(not row.synchronous for row in verdict.traffic if row.kind == "all-gather")
+    step, batch = make(mesh, rows=32768, depth=12, remat="everything")
+    assert js.plan.compile_for(step, batch, "h100:8").fits is False
