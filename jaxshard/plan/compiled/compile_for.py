@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxshard.checks.collectives.found import collectives
+from jaxshard.checks.collectives.compare import Comparison, compare
+from jaxshard.checks.collectives.found import Collective, collectives
 from jaxshard.checks.collectives.instructions import rematerialized
+from jaxshard.checks.collectives.promise import promise
+from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import abstract, check_arrays
 from jaxshard.core.types import PyTree
 from jaxshard.cost.hardware import chip as chip_of
@@ -77,6 +81,7 @@ def compile_for(
         text = compiled.as_text() or ""
     peak, arguments = _sizes(compiled, assignment, refusal)
     arrays = live_arrays(assignment, text, layout) if assignment else ()
+    found = collectives(compiled or text, layout.mesh) if text else ()
     if prediction is None:
         prediction = predict(layout, step.loss_fn, batch, step.engine, tx=step.tx)
     return Verdict(
@@ -92,7 +97,8 @@ def compile_for(
         moment=moment_words(assignment, text) if assignment else "",
         arrays=arrays,
         savings=savings(arrays, layout, step.engine, batch, peak),
-        collectives=collectives(compiled or text, layout.mesh) if text else (),
+        collectives=found,
+        comparison=_compare(step, batch, found) if text else None,
         rematerialized=rematerialized(text) if text else (),
         cycles=None if compiled is None else estimated_cycles(text),
         compile_seconds=seconds,
@@ -115,6 +121,12 @@ def _compile(
             raise
         return None, (refusal, str(error).splitlines()[0]), time.perf_counter() - started
     return compiled, (None, ""), time.perf_counter() - started
+
+
+def _compare(step: Step, batch: PyTree, found: Sequence[Collective]) -> Comparison:
+    with own_settings(step.layout.mesh):
+        promised = promise(step.layout, step.engine, step.loss_fn, batch)
+    return compare(promised, found)
 
 
 def _sizes(

@@ -57,6 +57,7 @@ def savings(
 def _remat(arrays: Sequence[LiveArray]) -> Saving:
     """All that is kept for the backward pass but one array for each block: what goes into it."""
     kept = [one for one in arrays if one.role == "kept activations"]
+    kept = [one for one in kept if one.kept] or kept  # what a loop over blocks keeps, where there is one
     inputs = min((one.bytes // one.count for one in kept if one.kept), default=0)
     change = 'remat="nothing" in the engine (stash="layer" of js.pipelined): blocks keep what goes into them alone'
     return Saving(sum(one.bytes for one in kept) - inputs, change)

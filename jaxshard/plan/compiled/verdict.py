@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxshard.checks.collectives import describe
+from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.found import Collective, arrays_only
 from jaxshard.checks.collectives.instructions import Instruction
 from jaxshard.checks.collectives.walk import add_counts
@@ -82,6 +83,7 @@ class Verdict:
       arrays: what is alive then, arguments included, the largest first.
       savings: what would make it less, upper bounds, the largest first.
       collectives: of the program.
+      comparison: of them with the promise of the layout, as by `js.audit`; None where there is no program.
       rematerialized: what the compiler computes again on its own, to save memory.
       cycles: that a TPU's compiler estimates, without collectives and Pallas kernels; None where it refused, and of
         GPUs.
@@ -102,6 +104,7 @@ class Verdict:
     arrays: tuple[LiveArray, ...] = field(repr=False)
     savings: tuple[Saving, ...] = field(repr=False)
     collectives: tuple[Collective, ...] = field(repr=False)
+    comparison: Comparison | None = field(repr=False)
     rematerialized: tuple[Instruction, ...] = field(repr=False)
     cycles: int | None
     compile_seconds: float
@@ -160,6 +163,8 @@ class Verdict:
             "arrays": [one.as_dict() for one in self.arrays],
             "savings": [one._asdict() for one in self.savings],
             "collectives": [asdict(row) | {"axes": list(row.axes)} for row in self.traffic],
+            "surprises": [one.as_dict() for one in self.comparison.surprises] if self.comparison else [],
+            "substitutes": list(self.comparison.substitutes) if self.comparison else [],
             "rematerialized": [one.as_dict() for one in self.rematerialized],
             "estimated_cycles": self.cycles,
             "compile_seconds": self.compile_seconds,
@@ -190,6 +195,10 @@ class Verdict:
             waited = sum(row.bytes or 0 for row in self.traffic if row.synchronous)
             title = f"collectives, of which a device waits for {human_bytes(waited)}"
             yield title, _table(map(_traffic_row, self.traffic), "<<>><<", ("kind", "axes", "times", "bytes", "", "at"))
+        if self.comparison and self.comparison.surprises:
+            yield "collectives that nothing promised", [str(one) for one in self.comparison.surprises[:_SHOWN]]
+        if self.comparison and self.comparison.substitutes:
+            yield "other kinds or dtypes than promised", list(self.comparison.substitutes)
         if self.rematerialized:
             lines = [str(one) for one in self.rematerialized[:_SHOWN]]
             yield f"computed again by the compiler, {len(self.rematerialized)} instructions", lines
