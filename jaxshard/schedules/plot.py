@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
+_COLOURS = {"F": "#56B4E9", "B": "#E69F00", "W": "#009E73"}
+"""Of Okabe and Ito, which colour-blind people tell apart."""
 _NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
 _LABELLED = 600
 """The largest number of operations for which micro-batches are written into the bars."""
@@ -87,7 +88,7 @@ def _draw(axes: Axes, schedule: Schedule, spans: Sequence[Span], title: str) -> 
         )
     if len(spans) <= _LABELLED:
         for op, start, end in spans:
-            axes.text((start + end) / 2, op.device, str(op.microbatch), ha="center", va="center", fontsize=6)
+            axes.text((start + end) / 2, op.device, str(op.microbatch), ha="center", va="center", fontsize=9)
     axes.set_title(title, fontsize="medium", loc="left")
     axes.set_yticks(range(schedule.stages), [f"device {device}" for device in range(schedule.stages)])
     axes.invert_yaxis()

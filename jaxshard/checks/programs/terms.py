@@ -255,7 +255,7 @@ class _Judge:
             if one.role == BATCH and one.splits is not None and len(one.shape) > 1:
                 own = axes_for(self.mesh, ROWS)
                 if whole := [axis for axis in own if axis not in {name for axes in one.splits for name in axes}]:
-                    yield f"{one.name}: every device along {words(whole)} has the same rows, and computes the same"
+                    yield f"{one.name}: every device along {words(whole)} is given the rows of all"
             if one.splits is None or one.role not in (PARAMETER, OPTIMIZER, EITHER):
                 continue
             split = [axis for axes in one.splits for axis in axes if axis in self.rows]

@@ -95,7 +95,7 @@ def test_arrays_that_do_not_rest_as_the_strategy_says_are_named():
     ]
     text = step_text(*FSDP).replace(ROWS, WHOLE)
     (line,) = audit_program(text, DATA, strategy="fsdp").verdict.misplaced
-    assert line == "batch['weights']: every device along data has the same rows, and computes the same"
+    assert line == "batch['weights']: every device along data is given the rows of all"
     _, found = whys(*FSDP, strategy="ddp")
     assert "state.params['up'] is split over data: ddp keeps it whole there" in found.verdict.misplaced
 

@@ -1,0 +1,155 @@
+"""The sharding of every array as coloured tiles on the mesh: devices of one colour hold the same part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxshard.core.layout import Layout, human_bytes
+from jaxshard.core.mesh import axis_names
+from jaxshard.core.placement import Placement
+from jaxshard.core.tree import bytes_of, path_str
+from jaxshard.plan.pictures.canvas import BLACK, PALETTE, SIZE, ink_on, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LEAVES = 10
+_LINES = 64
+"""The longest line of devices between which lines are drawn."""
+
+_NUMBERED = 32
+"""The largest number of devices whose tiles have the number of their part in them."""
+
+
+def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -> Figure:
+    """Draw where parameters, their gradients and their optimizer state rest: one tile for each device.
+
+    Every picture is the mesh: its longest axis goes from left to right, the others from top to bottom. Devices of one
+    colour, and one number, hold the same part of an array; a picture of one colour is an array that all have whole.
+    Between devices with other parts is a white line, between those with the same a dotted one.
+
+    Args:
+      layout: where the arrays live.
+      leaves: so many parameters, the largest first; of equal ones that rest alike only one is drawn.
+      title: above the picture; by default the axes of the mesh.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: a layout without parameters.
+
+    Example:
+      sharding_figure(js.layout(js.zero2("data"), mesh, init_fn, tx)).savefig("layout.svg")
+    """
+    rows = _rows(layout)
+    if not rows:
+        raise ValueError("sharding_figure: the layout has no parameters")
+    shown, rest = rows[:leaves], len(rows[leaves:])
+    devices, down = layout.mesh.size, len(_arranged(layout.mesh))
+    figure = new_figure(14, 1.2 + len(shown) * max(0.75, min(1.25, 0.3 + 0.2 * down)))
+    panels = np.atleast_2d(figure.subplots(len(shown), 3))
+    for row, (label, placements) in zip(panels, shown, strict=True):
+        for axes, placement, name in zip(row, placements, ("parameter", "gradient", "optimizer state"), strict=True):
+            _draw(axes, layout.mesh, placement, devices)
+            if axes in panels[0]:
+                axes.set_title(name, fontsize=SIZE + 1)
+        row[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SIZE)
+    more = f"; {rest} smaller or equal ones are left out" if rest else ""
+    figure.suptitle((title or f"{devices} devices: {_directions(layout.mesh)}") + more, fontsize=SIZE + 2)
+    return figure
+
+
+def _rows(layout: Layout) -> list[tuple[str, tuple[Placement | None, ...]]]:
+    """Label and placements of each parameter, the largest first; of those that are alike the first one."""
+    arrays = jax.tree_util.tree_leaves_with_path(layout.shapes.params)
+    roles = [
+        jax.tree.leaves(tree, is_leaf=lambda x: x is None) for tree in (layout.params, layout.grads, layout.opt_params)
+    ]
+    found: dict[Any, tuple[int, str, int, tuple[Placement | None, ...]]] = {}
+    for (path, x), *placements in zip(arrays, *roles, strict=True):
+        key = (x.shape, *(None if one is None else (one.store, one.view) for one in placements))
+        size, label, count, first = found.get(key, (bytes_of(x.shape, x.dtype), path_str(path), 0, tuple(placements)))
+        found[key] = size, label, count + 1, first
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    return [
+        (f"{label}{f' and {count - 1} more' if count > 1 else ''}\n{list(key[0])}, {human_bytes(size)}", placements)
+        for key, (size, label, count, placements) in ordered
+    ]
+
+
+def _directions(mesh: Mesh) -> str:
+    """The axes of a mesh, and where they go in the picture."""
+    across = max(mesh.shape, key=lambda name: mesh.shape[name])
+    down = [f"{name}={size}" for name, size in mesh.shape.items() if name != across and size > 1]
+    return f"{across}={mesh.shape[across]} to the right" + (f", {', '.join(down)} downwards" if down else "")
+
+
+def _arranged(mesh: Mesh) -> np.ndarray:
+    """Positions of the devices as a picture: the longest axis from left to right, the others from top to bottom."""
+    ids = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    longest = int(np.argmax(ids.shape))
+    return np.moveaxis(ids, longest, -1).reshape(-1, ids.shape[longest])
+
+
+def parts_held(mesh: Mesh, placement: Placement) -> np.ndarray:
+    """Return for every device, by its position in the mesh, the number of the part of an array that it holds."""
+    places = dict(zip(mesh.axis_names, np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))))
+    number = np.zeros(mesh.size, int)
+    for entry in placement.store:
+        for axis in axis_names(entry):
+            number = number * mesh.shape[axis] + places[axis]
+    return number
+
+
+def _draw(axes: Any, mesh: Mesh, placement: Placement | None, devices: int) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    if placement is None:
+        axes.text(0.5, 0.5, "frozen", ha="center", va="center", fontsize=SIZE)
+        return
+    parts = parts_held(mesh, placement)
+    count = int(parts.max()) + 1
+    picture = parts[_arranged(mesh)]
+    colours = _colours(count)
+    axes.imshow([[colours[part] for part in row] for row in picture], aspect="auto", interpolation="nearest")
+    _draw_borders(axes, picture)
+    if devices <= _NUMBERED:
+        for (y, x), part in np.ndenumerate(picture):
+            ink = ink_on(PALETTE[part]) if count <= len(PALETTE) else _ink(colours[part])
+            axes.text(x, y, str(part), ha="center", va="center", color=ink, fontsize=SIZE - 1)
+    words = "whole on each" if count == 1 else f"1/{count} on each: {list(placement.shard_shape(mesh))}"
+    axes.set_xlabel(words, fontsize=SIZE - 1)
+    for spine in axes.spines.values():
+        spine.set_color(BLACK)
+
+
+def _draw_borders(axes: Any, picture: np.ndarray) -> None:
+    """White lines between neighbours that hold different parts, dotted ones where they hold the same."""
+    down, across = picture.shape
+    for along, size in (("x", across), ("y", down)):
+        for edge in range(1, size) if size <= _LINES else ():
+            before, after = (picture.take(at, axis=1 if along == "x" else 0) for at in (edge - 1, edge))
+            same = bool((before == after).all())
+            draw = axes.axvline if along == "x" else axes.axhline
+            draw(
+                edge - 0.5, color="white", linewidth=0.7 if same or across > 16 else 1.5, linestyle=":" if same else "-"
+            )
+
+
+def _colours(count: int) -> Sequence[tuple[float, ...]]:
+    """One colour for each part: those of the palette, or so many steps of cividis, which goes from blue to yellow."""
+    import matplotlib
+    from matplotlib.colors import to_rgb
+
+    if count <= len(PALETTE):
+        return [to_rgb(colour) for colour in PALETTE[:count]]
+    shades = matplotlib.colormaps["cividis"]
+    return [tuple(shades(number / (count - 1))[:3]) for number in range(count)]
+
+
+def _ink(colour: Sequence[float]) -> str:
+    return "white" if sum(colour) < 1.4 else BLACK

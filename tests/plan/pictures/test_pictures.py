@@ -1,0 +1,115 @@
+"""Pictures of plans: what they show, which files they become, and what they refuse."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxshard as js
+from jaxshard.core.mesh import axis_size
+from jaxshard.cost.hardware import chip
+from jaxshard.plan.pictures.canvas import PALETTE, write_picture
+from jaxshard.plan.pictures.memory import memory_figure
+from jaxshard.plan.pictures.roofline import roofline_figure
+from jaxshard.plan.pictures.tiles import parts_held, sharding_figure
+from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
+from jaxshard.plan.time.products import ProductCost
+
+V5E = chip("TPU v5e")
+PRODUCTS = (
+    ProductCost("model.py:7", "[4096, 1024] x [1024, 4096]", "bfloat16", 24, 8e11, 1e9, (0.1, 0.2)),
+    ProductCost("model.py:9", "[8, 1024] x [1024, 8]", "bfloat16", 2, 2e11, 4e9, (0.1, 0.2)),
+    ProductCost("model.py:3", "[2] x [2]", "float32", 1, 8.0, 16.0, (0.0, 0.0)),
+)
+
+
+def prediction(gigabytes, **fields):
+    sizes = dict.fromkeys(ROLES, 0) | {role: int(size * 1e9) for role, size in gigabytes.items()}
+    return Prediction(8, {"data": 8}, V5E, MemoryPeak(sizes), 0, usable_bytes=16_900_000_000, **fields)
+
+
+def texts(figure):
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_memory_is_stacked_by_role_with_totals_and_the_limit():
+    ddp, fsdp = prediction({"parameters": 8, "optimizer state": 12}), prediction({"parameters": 1, "temporaries": 2})
+    figure = memory_figure({"ddp": ddp, "fsdp": fsdp})
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ddp", "fsdp"]
+    widths = {(round(bar.get_y()), bar.get_x()): bar.get_width() for bar in axes.patches if bar.get_width()}
+    assert widths == {(0, 0.0): 8.0, (0, 8.0): 12.0, (1, 0.0): 1.0, (1, 1.0): 2.0}
+    assert {"20 GB, does not fit", "3 GB, fits", "usable: 16.9 GB", "8", "12"} <= set(texts(figure))
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["parameters", "optimizer state", "temporaries"]
+
+
+def test_the_roofline_has_a_marker_for_each_product_that_counts():
+    figure = roofline_figure(prediction({}, products=PRODUCTS))
+    (axes,) = figure.axes
+    points = [tuple(points.get_offsets()[0]) for points in axes.collections]
+    rate, bandwidth = V5E.peak_flops, V5E.hbm_bandwidth
+    assert points == [(800.0, rate / 1e12), (50.0, 50 * bandwidth / 1e12)]  # the third has 8 of 1e12 FLOPs
+    (legend,) = figure.legends
+    assert legend.get_texts()[0].get_text() == ("80% of the FLOPs: model.py:7, 24 times [4096, 1024] x [1024, 4096]")
+
+
+def test_a_prediction_without_products_or_chip_has_no_roofline():
+    with pytest.raises(ValueError, match="the prediction has no products"):
+        roofline_figure(prediction({}))
+
+
+def make_layout(strategy, **axes):
+    mesh = js.make_mesh(**axes)
+
+    def init(key):
+        return {"w": jax.numpy.zeros((64, 512)), "same": jax.numpy.zeros((64, 512)), "bias": jax.numpy.zeros(512)}
+
+    return js.layout(strategy, mesh, init, optax.adam(1e-3))
+
+
+def test_tiles_show_which_part_each_device_holds():
+    layout = make_layout(js.zero2("data"), data=8)
+    assert parts_held(layout.mesh, layout.params["w"]).tolist() == [0] * 8
+    assert parts_held(layout.mesh, layout.grads["w"]).tolist() == list(range(8))
+    figure = sharding_figure(layout)
+    assert [axes.get_title() for axes in figure.axes[:3]] == ["parameter", "gradient", "optimizer state"]
+    assert len(figure.axes) == 6  # `same` rests like `w`
+    assert figure.axes[0].get_ylabel() == "same and 1 more\n[64, 512], 131.07 kB"
+    assert [axes.get_xlabel() for axes in figure.axes[:2]] == ["whole on each", "1/8 on each: [8, 512]"]
+
+
+@pytest.mark.parametrize("spec", [("tensor", "data"), (("data", "tensor"), None), (None, "tensor")])
+def test_parts_are_those_of_the_shards_of_jax(spec):
+    """Two devices have one number if and only if JAX gives them the same part."""
+    layout = make_layout(js.fsdp(("data", "tensor")), data=4, tensor=2)
+    mesh, store = layout.mesh, jax.sharding.PartitionSpec(*spec)
+    placement = dataclasses.replace(layout.params["w"], store=store)
+    found = parts_held(mesh, placement)
+    indices = jax.sharding.NamedSharding(mesh, store).devices_indices_map((64, 512))
+    parts = [str(indices[device]) for device in mesh.devices.flat]
+    assert len(set(found.tolist())) == axis_size(mesh, [axis for one in spec if one for axis in np.atleast_1d(one)])
+    assert all((found[i] == found[j]) is np.bool_(parts[i] == parts[j]) for i in range(8) for j in range(8))
+
+
+def test_pictures_are_files_of_the_kind_that_their_name_says(tmp_path):
+    figure = memory_figure({"fsdp": prediction({"parameters": 1})})
+    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        file = tmp_path / f"memory{suffix}"
+        write_picture(figure, file)
+        assert file.read_bytes().startswith(start)
+    with pytest.raises(ValueError, match=r"memory.txt: pictures are written as .png, .svg, .pdf"):
+        write_picture(figure, tmp_path / "memory.txt")
+
+
+def test_colours_differ_in_lightness_or_hue():
+    """No two colours of the palette look alike to those who see no red or no green (Machado's matrices)."""
+    protan = np.array([[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]])
+    deutan = np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]])
+    rgb = np.array([[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in PALETTE])
+    for seen in (protan, deutan):
+        looks = (rgb**2.2) @ seen.T
+        apart = np.linalg.norm(looks[:, None] - looks[None], axis=-1) + np.eye(len(rgb))
+        assert apart.min() > 0.1
