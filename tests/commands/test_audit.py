@@ -195,3 +195,24 @@ def test_the_text_of_anyones_step(tmp_path, capsys):
     file.write_text("module @jit_step {}")
     assert main(["audit", *flags]) == 2
     assert "this is StableHLO" in capsys.readouterr().err
+
+
+def test_the_edit_that_removes_a_surprise(model, capsys, tmp_path):
+    """The batch of this program has no values, so nothing runs: an edit that can't change any is found by compiling."""
+    file = tmp_path / "audit.json"
+    assert (
+        run(f"{model}:gathers", "--mesh", "data=4,tensor=2", "--strategy", "ddp", "--repair", "--json", str(file)) == 1
+    )
+    out = capsys.readouterr().out
+    (line,) = [i for i, text in enumerate(MODEL.splitlines(), 1) if "js.constrain(" in text]
+    assert f"1. {model}:{line}: take the constraint out\n" in out and "unexpected: 1.28 kB before, 0 B after" in out
+    result = json.loads(file.read_text())
+    (edit,) = result["repairs"]
+    assert (edit["place"], edit["code"], edit["saved_bytes"]) == (f"{model}:{line}", "", 1280)
+    assert result["repaired"] and not result["unrepaired"] and not result["ok"]
+
+
+@pytest.mark.slow
+def test_a_step_without_surprises_has_nothing_to_repair(model, capsys):
+    assert run(f"{model}:plain", "--mesh", "data=4,tensor=2", "--strategy", "ddp", "--repair") == 0
+    assert capsys.readouterr().out.rstrip().endswith("no surprises, nothing to repair")

@@ -160,6 +160,7 @@ FLAGS = {
         "--remat": REMATS,
         "--precision": CHOICES,
         "--topology": ["", "x", "v5e", "v5e:x"],
+        "--repair": ["x"],
         "--json": FILES,
     },
     "plan": SHARDING | {
@@ -192,7 +193,7 @@ FLAGS = {
     "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
     "doctor": {},
 }  # fmt: skip
-SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile"}
+SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile", "--repair"}
 
 GOOD_PY = """
 import jax.numpy as jnp, numpy as np, optax, jaxshard as js

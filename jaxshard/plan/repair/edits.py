@@ -29,12 +29,12 @@ class Edit:
 
     @property
     def what(self) -> str:
-        """What to do there, in words."""
+        """The change in words."""
         raise NotImplementedError
 
     @property
     def code(self) -> str:
-        """What to write there; "" where something is to be taken out."""
+        """The code to write there; "" where something is to be taken out."""
         raise NotImplementedError
 
     @property
@@ -73,7 +73,7 @@ class ConstrainResult(Edit):
 
     @property
     def what(self) -> str:
-        """What to wrap."""
+        """The change in words: the result to wrap."""
         return f"wrap the result {self.array} of {self.sites[0].primitive}"
 
     @property
@@ -109,7 +109,7 @@ class ChangeConstraint(Edit):
 
     @property
     def what(self) -> str:
-        """What to do with the constraint."""
+        """The change in words."""
         return "take the constraint out" if self.names is None else "in place of the constraint"
 
     @property
@@ -142,7 +142,7 @@ class LeaveOutSort(Edit):
 
     @property
     def what(self) -> str:
-        """What to take out, and why it may go."""
+        """The change in words, and why the sort may go."""
         return "take the sort out, for all that is made of its result is summed or compared over it"
 
     @property
@@ -213,7 +213,7 @@ class SetRules(Edit):
 
     @property
     def what(self) -> str:
-        """What is changed about the rules."""
+        """The change in words."""
         return self.reason
 
     @property
@@ -246,7 +246,7 @@ class SetEngine(Edit):
 
     @property
     def what(self) -> str:
-        """What is changed about it."""
+        """The change in words."""
         return "compute each device's rows by themselves" if not self.engine.compiler_chooses else "one global program"
 
     @property

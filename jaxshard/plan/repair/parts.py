@@ -107,14 +107,12 @@ def _with_changes(engine: Engine, changes: Mapping[Site, MakeChange], traced: Tr
                 traced.loss = program
             return made
 
-        def changed(*args: Any) -> Any:
-            return _run_traced(call, args, note)
-
-        return changed
+        return lambda *args: _run_traced(call, args, note)
 
     subclass = type(kind.__name__, (kind,), {"make_call": make_call})
     own = {name: getattr(engine, name) for name in engine.__dataclass_fields__}
-    return subclass(**own)
+    changed: Engine = subclass(**own)
+    return changed
 
 
 def _with_changed_update(
@@ -155,6 +153,8 @@ def _run_traced(
     fn: Callable[..., Any], args: tuple[Any, ...], changes: Callable[[Any], Mapping[Site, Change]], **options: Any
 ) -> Any:
     """Trace `fn`, and run its program with the changes that are wanted of it."""
+    leaves: list[Any]
+    structure: Any
     leaves, structure = jax.tree.flatten((args, options))
     # What is no array, such as a function that an optimizer is given, stays out of the program.
     arrays = [n for n, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
@@ -168,4 +168,5 @@ def _run_traced(
 
     values = [leaves[n] for n in arrays]
     program, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-    return jax.tree.structure(shapes).unflatten(run_changed(program, values, changes(program)))
+    results: Any = jax.tree.structure(shapes)
+    return results.unflatten(run_changed(program, values, changes(program)))

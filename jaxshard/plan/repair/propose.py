@@ -93,7 +93,7 @@ def propose(
     yield Group(list(_constrained_results(parts, layout, comparison, traced, lines)))
     yield Group(list(_other_engines(parts.engine)))
     for part in tensors:
-        yield Group(list(_kept_whole(part, _near_first(parameters_of(layout), comparison))), try_all=True)
+        yield Group(_kept_whole(part, _near_first(parameters_of(layout), comparison)))
 
 
 # Constraints.
@@ -148,23 +148,19 @@ def _possible_names(parts: Parts, layout: Layout, shape: Sequence[int]) -> Itera
     """The names by which `js.constrain` can split an array: rows over the batch axes, another dimension over tensor."""
     if len(shape) < 2:
         return
-    rows: list[int | None] = []
-    if parts.engine.compiler_chooses:
-        count = axis_size(layout.mesh, layout.batch_axes)
-        rows = [dim for dim, size in enumerate(shape[:-1]) if size % count == 0][:2] if count > 1 else []
+    chooses, count = parts.engine.compiler_chooses, axis_size(layout.mesh, layout.batch_axes)
+    # Under engines that give each device its own rows "batch" says nothing, and stands where rows are.
+    rows: list[int | None] = [0]
+    if chooses:
+        rows = [*[dim for dim, size in enumerate(shape[:-1]) if size % count == 0 and count > 1][:2], None]
     features: list[tuple[int, str] | None] = [
         (dim, name) for dim in reversed(range(len(shape))) if (name := _split_name(parts, layout, shape[dim]))
     ]
-    automatic = set(layout.mesh.axis_names) - parts.engine.manual_axes(layout)
-    if not automatic:
-        return
-    for row, feature in itertools.product([*rows, None], [*features, None]):
-        if row is None and feature is None and set(layout.batch_axes) & automatic:
-            continue  # whole on every device
-        if feature is None or feature[0] != row:
+    if set(layout.mesh.axis_names) <= parts.engine.manual_axes(layout):
+        return  # nothing is left to the compiler
+    for row, feature in itertools.product(rows, [*features, None]):
+        if (row, feature) != (None, None) and (feature is None or feature[0] != row):
             names: list[str | None] = [None] * len(shape)
-            # Under engines that give each device its own rows the name says nothing, and stands where rows are.
-            names[0] = None if rows or row is not None or feature == (0, names[0]) else "batch"
             if row is not None:
                 names[row] = "batch"
             if feature is not None:
@@ -262,13 +258,18 @@ def _named_sizes(one: Parameter, names: Any) -> Iterator[int]:
             yield size
 
 
-def _kept_whole(part: Tensor, parameters: Sequence[Parameter]) -> Iterator[Edit]:
-    """Rules by which a name's dimensions, or one matrix, stay whole over the axis."""
+def _kept_whole(part: Tensor, parameters: Sequence[Parameter]) -> list[Edit]:
+    """Rules by which one matrix, or dimensions of one or two names, stay whole over the axis; least memory first."""
     split = [one for one in parameters if _split(one, part)]
-    for name in dict.fromkeys(map(_name_of, split)):
-        yield _in_front(part, [(name, "whole")])
+    sizes: dict[Edit, int] = {}
     for pattern in dict.fromkeys(_pattern(one, parameters) for one in split):
-        yield _in_front(part, [(pattern if "/" in pattern else f"*/{pattern}", "whole")])
+        edit = _in_front(part, [(pattern if "/" in pattern else f"*/{pattern}", "whole")])
+        sizes[edit] = sum(math.prod(one.shape) for one in split if ends_with(one.path, pattern))
+    names = dict.fromkeys(map(_name_of, split))
+    for some in (*((name,) for name in names), *itertools.combinations(names, 2)):
+        edit = _in_front(part, [(name, "whole") for name in some])
+        sizes[edit] = sum(math.prod(one.shape) for one in split if _name_of(one) in some)
+    return sorted(sizes, key=lambda edit: sizes[edit])
 
 
 def _name_of(one: Parameter) -> str:

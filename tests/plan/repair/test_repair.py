@@ -99,6 +99,7 @@ def test_the_repaired_step_trains_as_the_bad_one(name):
     assert losses[0][2] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_without_values_a_constraint_is_taken_out_and_nothing_is_run():
     repairs = repaired("gathered_logits", values=False)
     (one,) = repairs.edits
