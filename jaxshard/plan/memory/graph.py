@@ -163,16 +163,35 @@ class Builder:
     def _refine(self, values: Sequence[Value], splits: Sequence[Split]) -> None:
         """Split values as their reader wants them, where nothing said how: zeros, and what is added to them."""
         for value, split in zip(values, splits, strict=True):
-            op = self.maker.get(value)
-            if op is not None and op.name == "scan" and value in op.outs[op.counts[1] :] and not any(value.split):
-                # Sums that are split after a loop are scattered in it.
-                value.split, value.shard = split, shard_shape(value.shape, split, self.sizes)
-            if op is None or op.regions or any(value.split) or not any(split) or len(split) != len(value.shape):
+            if value.role not in ("", "inner") or any(value.split) or not any(split) or len(split) != len(value.shape):
                 continue
-            alike = [one for one in op.ins if one.shape == value.shape]
-            if op.name in _KEEP_SPLIT or not any(one.shape for one in op.ins):
-                value.split, value.shard = split, shard_shape(value.shape, split, self.sizes)
+            op = self.maker.get(value)
+            if op is None and value.role == "inner":
+                self._set_split(value, split)
+            elif op is not None and op.name in ("scan", "while", "cond"):
+                self._refine_inside(op, value, split)
+            elif op is not None and (op.name in _KEEP_SPLIT or not any(one.shape for one in op.ins)):
+                self._set_split(value, split)
+                alike = [one for one in op.ins if one.shape == value.shape]
                 self._refine(alike, [split] * len(alike))
+
+    def _set_split(self, value: Value, split: Split) -> None:
+        value.split, value.shard = split, shard_shape(value.shape, split, self.sizes)
+
+    def _refine_inside(self, op: Op, value: Value, split: Split) -> None:
+        """Split a result of a loop or branch: sums that are split after a loop are scattered in it."""
+        number = op.outs.index(value)
+        self._set_split(value, split)
+        if op.name == "scan" and number >= op.counts[1]:
+            self._refine([op.regions[0].outputs[number]], [split[1:]])
+            return
+        for body in op.regions:
+            self._refine([body.outputs[number]], [split])
+        if op.name != "cond":
+            (body,) = op.regions
+            consts = op.counts[0] if op.name == "scan" else op.counts[1]
+            skipped = 0 if op.name == "scan" else op.counts[0]
+            self._refine([body.inputs[consts + number], op.ins[skipped + consts + number]], [split, split])
 
     def _split(self, name: str, params: Any, operands: list[Value | None], var: Any) -> Split:
         shape = tuple(getattr(var.aval, "shape", ()))

@@ -83,8 +83,10 @@ class Liveness:
         fast: int = 0,
         in_place: set[Value] | None = None,
         *,
+        reusable: set[Value] | None = None,
         narrow_products: bool = False,
     ):
+        self.reusable = reusable or set()
         self.region, self.size, self.fast, self.narrow_products = region, size, fast, narrow_products
         self.ops = list(region.ops)
         self.place = {op: i for i, op in enumerate(self.ops)}
@@ -190,7 +192,8 @@ class Liveness:
             dim = op.params["all_gather_dimension"]
             rows = op.ins[0].shard[dim]
             return [Live(out, self.size(out), "copy")] if rows % (_SUBLANES, _LANES)[dim] else []
-        if op.name in ("scatter-add", "scatter_add") and not _is_selection(op) and len(out.shard) > 1:
+        fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
+        if fresh and self.find(op.ins[0]) not in self.inputs and not _is_selection(op) and len(out.shard) == 2:
             return [Live(out, self.size(out), "copy")]
         return []
 
@@ -214,7 +217,8 @@ class Liveness:
             return True
         if len(sinks) < 2:
             return False
-        size = self.size(value)
+        dtype = self.read_as(value) if "transpose" in value.path else None
+        size = self.size(value if dtype is None else replace(value, dtype=dtype))
         return sum(large for one in sources[value] if (large := self.size(one)) > size / 8) > 1.25 * size
 
     def _only_constant_of(self, loop: Op, value: Value) -> bool:
@@ -303,12 +307,13 @@ class Liveness:
             expiring[at].append(value)
         for i, op in enumerate(self.region.ops):
             if not self._is_alias(op) and (op.regions or self.runs[op] == i):
+                taken: set[Value | None] = set()
                 for number, one in enumerate(op.outs):
                     if one in self.stored and one not in self.inputs and one in self.last:
-                        dying = self._overwritten(op, number, i)
-                        if dying is not None:
-                            live.pop(dying, None)
-                        live[one] = self._new(op, number, one)
+                        dying = self._overwritten(op, number, i, taken)
+                        old = None if dying is None else live.pop(dying, Live(dying, 0))
+                        live[one] = self._new(op, number, one)._replace(**({} if old is None else {"bytes": old.bytes}))
+                        taken.add(dying)
                 for one in self.copies[i]:
                     live[one] = Live(one, self.size(one), "converted")
                 inner = self._inside(op)
@@ -320,7 +325,7 @@ class Liveness:
         return best
 
     def _early(self) -> dict[Value, Live]:
-        """What is there from the start: TPU compilers allocate what the first loop stacks while weights are gathered."""
+        """What is there from the start: TPU compilers allocate what the first loop stacks before weights are gathered."""
         first = next((op for op in self.ops if op.name == "scan"), None)
         if first is None or not self.narrow_products:
             return {}
@@ -338,7 +343,7 @@ class Liveness:
         """The bytes of a value as it is stored."""
         return self.size(replace(value, dtype=self.stored_as[value]) if value in self.stored_as else value)
 
-    def _overwritten(self, op: Op, number: int, i: int) -> Value | None:
+    def _overwritten(self, op: Op, number: int, i: int, taken: set[Value | None]) -> Value | None:
         """Return the operand over which a result is written, because nothing reads it later."""
         if op.name in ("scan", "while"):
             consts = op.counts[0] if op.name == "scan" else sum(op.counts)
@@ -346,24 +351,35 @@ class Liveness:
             operands = [] if stacks else [op.ins[consts + number]]
         elif op.name in _FUSES_UPDATE:
             operands = op.ins[:1]
+        elif op.name == "cond":
+            operands = op.ins
         else:
             operands = list(self.sources[op.outs[number]]) if self._is_elementwise(op) else []
         for one in operands:
             root = self.find(one)
-            dies = root in self.stored and root not in self.inputs and self.last[root] == i
-            if dies and self._bytes(root) == self._bytes(op.outs[number]):
+            ours = root in self.reusable or (root in self.stored and root not in self.inputs)
+            if ours and root not in taken and self.last[root] == i and self._same_bytes(root, op.outs[number]):
                 return root
         return None
 
+    def _same_bytes(self, one: Value, other: Value) -> bool:
+        return self._bytes(one) == self._bytes(other) and one.dtype == other.dtype
+
     def _bodies(self, op: Op) -> list[Liveness]:
-        # Results of a loop's body are written into the arrays of the loop: into what is carried, or stacked.
-        loop = op.name in ("scan", "while")
-        return [
-            Liveness(
-                body, self.size, self.fast, set(body.outputs) if loop else set(), narrow_products=self.narrow_products
-            )
-            for body in op.regions
-        ]
+        # Results of a body are written into the arrays that the loop or branch makes, and may be written over what the
+        # body was given to carry on.
+        consts = {"scan": op.counts[0], "while": op.counts[1], "cond": 0}.get(op.name)
+        carries = {"scan": op.counts[1]}.get(op.name, len(op.outs))
+        bodies = []
+        for body in op.regions:
+            reusable = set() if consts is None else set(body.inputs[consts:][: carries if op.name != "cond" else None])
+            bodies.append(
+                Liveness(
+                    body, self.size, self.fast, set(body.outputs),
+                    reusable=reusable, narrow_products=self.narrow_products,
+                )
+            )  # fmt: skip
+        return bodies
 
     def _inside(self, op: Op) -> Moment:
         if op not in self.moments:
@@ -409,6 +425,7 @@ class Liveness:
             for number, one in enumerate(op.ins):
                 if op in self.inner and op.name == "scan":
                     wanted[self.find(one)].append((op, self._narrow(op, number)))
+        carried = {one for op in self.inner for one in (op.outs[: op.counts[1]] if op.name == "scan" else op.outs)}
         for value, found in wanted.items():
             dtypes = {dtype for _, dtype in found}
             if len(dtypes) != 1 or None in dtypes:
@@ -425,7 +442,11 @@ class Liveness:
                 if others <= {dtype}:
                     self.stored_as[value] = dtype
         for value in self.stored:
-            if value not in wanted and (dtype := self.read_as(value) or self._widened(value)) is not None:
+            if (
+                value not in wanted
+                and value not in carried
+                and (dtype := self.read_as(value) or self._widened(value)) is not None
+            ):
                 self.stored_as[value] = dtype
 
     def _widened(self, value: Value) -> Any:
