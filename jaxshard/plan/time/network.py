@@ -112,7 +112,7 @@ def collective_costs(promise: Promise, mesh: Mesh, chip: Chip | None) -> tuple[C
         cost = collective_cost(one.kind, one.axes, size, mesh, chip, count=one.most, what=one.what)
         word = one.what.split(" ")[0]
         found.setdefault((one.kind, *one.axes, word), []).append(cost)
-    return tuple(_together(costs) for costs in found.values())
+    return tuple(join_costs(costs) for costs in found.values())
 
 
 def collective_cost(
@@ -279,8 +279,8 @@ def _across_slices(pooled: list[Expected], scattered: bool) -> list[Expected]:
     return found
 
 
-def _together(costs: Sequence[CollectiveCost]) -> CollectiveCost:
-    """One for several of the same kind over the same axes."""
+def join_costs(costs: Sequence[CollectiveCost]) -> CollectiveCost:
+    """Join several collectives of the same kind over the same axes to one."""
     words = costs[0].what if len(costs) == 1 else f"{costs[0].what} and {len(costs) - 1} more"
     return CollectiveCost(
         costs[0].kind,
