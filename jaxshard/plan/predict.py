@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.tree import abstract
@@ -23,6 +24,7 @@ from jaxshard.plan.memory.roles import moment_str, role_of, step_peak
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import trace_step
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
+from jaxshard.plan.time.activations import activation_costs
 from jaxshard.plan.time.network import collective_costs
 from jaxshard.plan.time.products import product_costs
 from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
@@ -62,9 +64,10 @@ def predict(
         raise TypeError("js.plan.predict needs the optimizer that the layout was made with: tx=")
     arguments = _argument_bytes(layout, batch)
     traced = trace_step(layout, loss_fn, tx, engine, batch)
-    _, moment = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu")
+    region, moment = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu")
     promised = promise(layout, engine, loss_fn, batch)
-    collectives = collective_costs(promised, layout.mesh, chip)
+    activations = activation_costs(region, layout.mesh, frozenset(tensor_axes(layout)), chip)
+    collectives = (*collective_costs(promised, layout.mesh, chip), *activations)
     products = product_costs(traced.closed, layout.mesh, chip)
     flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
     prediction = Prediction(
@@ -76,7 +79,7 @@ def predict(
         usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
         collectives=collectives,
         products=products,
-        flops=sum(one.flops * one.count for one in products),
+        flops=sum(one.flops for one in products),
         model_flops=flops,
     )
     if chip is None:
