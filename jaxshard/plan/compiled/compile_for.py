@@ -132,10 +132,13 @@ def _compare(step: Step, batch: PyTree, found: Sequence[Collective]) -> Comparis
 def _sizes(
     compiled: jax.stages.Compiled | None, assignment: Assignment | None, refusal: Refusal | None
 ) -> tuple[int, int]:
-    """(Peak, arguments) in bytes; of a refused program what it asked for, which the compiler rounds."""
-    arguments = sum(assignment.arguments.values()) if assignment else 0
+    """(Peak, arguments) in bytes; of a refused program what it asked for."""
+    if assignment is not None:
+        arguments = sum(assignment.arguments.values())
+        # The peak of `memory_analysis()` counts on-chip memory of a TPU too, where a small program has most of it.
+        return (assignment.peak if refusal is None else arguments + assignment.temporaries), arguments
     if compiled is not None:
         memory: Any = compiled.memory_analysis()
         return memory.peak_memory_in_bytes, memory.argument_size_in_bytes
     assert refusal is not None
-    return (arguments + assignment.temporaries if assignment else refusal.asked), arguments
+    return refusal.asked, 0

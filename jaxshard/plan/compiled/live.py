@@ -31,6 +31,8 @@ _FAR = 64
 _ARGUMENTS = {"params": "parameters", "opt_state": "optimizer state", "state": "model state"}
 _HEADS = re.compile(r"embed|wte|head|vocab|logits", re.IGNORECASE)
 _GATHERS = ("all_gather", "all-gather")
+_MOVES = ("convert_element_type", "copy", "reshape", "sharding_constraint", "slice", "squeeze", "transpose")
+"""What is done to a weight before it is used."""
 _SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum")
 
 
@@ -147,9 +149,9 @@ class _Program:
         if op.opcode.startswith(_SUMS) or last in _SUMS:
             return "gradients"
         dims = _dims(shape)
-        if dims in self._weights:
+        if dims in self._weights and (made_backward or last in _MOVES or op.opcode in _MOVES):
             return "gradients" if made_backward else "gathered weights"
-        if len(dims) > 1 and self._vocabularies & set(dims):
+        if len(dims) > 1 and self._vocabularies & set(dims) and not kept:
             return "logits"
         if made_backward:
             return "temporaries"
@@ -172,7 +174,8 @@ class _Program:
         """The sizes that a vocabulary may have on a device."""
         arrays = [one.leaf for one in self.layout.placed() if one.role == "param" and _HEADS.search(one.leaf.path)]
         largest = max((size for leaf in arrays if len(leaf.shape) > 1 for size in leaf.shape), default=0)
-        return {largest // size for size in (1, *self.layout.mesh.shape.values()) if largest // size > 256}
+        axes = {name: size for name, size in self.layout.mesh.shape.items() if name not in self.layout.sum_axes}
+        return {largest // size for size in (1, *axes.values()) if largest // size > 256}
 
 
 def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Scope, hlo.Op]]:
