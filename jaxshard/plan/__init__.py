@@ -33,6 +33,10 @@ from jaxshard.plan.compiled.compile_for import compile_for as compile_for
 from jaxshard.plan.compiled.verdict import Verdict as Verdict
 from jaxshard.plan.memory.tiles import tiled_argument_bytes as tiled_argument_bytes
 from jaxshard.plan.memory.tiles import tiled_bytes as tiled_bytes
+from jaxshard.plan.pictures.canvas import write_picture as write_picture
+from jaxshard.plan.pictures.memory import memory_figure as memory_figure
+from jaxshard.plan.pictures.roofline import roofline_figure as roofline_figure
+from jaxshard.plan.pictures.tiles import sharding_figure as sharding_figure
 from jaxshard.plan.planned import planned_devices as planned_devices
 from jaxshard.plan.planned import planned_mesh as planned_mesh
 from jaxshard.plan.predict import predict as predict
