@@ -29,6 +29,7 @@ from jaxshard.core.strategy_parts import Batch, Tensor, parts_of
 from jaxshard.engines.auto import Auto
 from jaxshard.engines.engine import Engine, WholeModelEngine
 from jaxshard.engines.explicit import Explicit
+from jaxshard.plan.repair.cuts import cut_sizes
 from jaxshard.plan.repair.edits import (
     ChangeConstraint,
     ConstrainResult,
@@ -87,6 +88,7 @@ def propose(
         near = _near_first(parameters_of(layout), comparison)
         yield Group(list(_rows_elsewhere(parts, part)), at_once=True)
         yield Group(list(_without_own_rules(part)))
+        yield Group(list(_whole_where_cut(part, near, layout, traced, lines)), at_once=True)
         moved = _moved_dims(part, near, layout)
         yield Group([_in_front(part, [rule]) for rule in moved], try_all=True)
         yield Group(_two_rules(part, moved, near, measured), try_all=True)
@@ -256,6 +258,28 @@ def _named_sizes(one: Parameter, names: Any) -> Iterator[int]:
     for name, size in zip(reversed(names), reversed(one.shape), strict=False):
         if name is not None:
             yield size
+
+
+def _whole_where_cut(
+    part: Tensor, parameters: Sequence[Parameter], layout: Layout, traced: Traced, lines: Sequence[str]
+) -> Iterator[Edit]:
+    """Whole dimensions where the lines cut or fold them elsewhere than between devices.
+
+    Three heads of 12 on two devices: [36] is split in the middle of the second head, and so is [3 * 32], of which
+    queries, keys and values are taken.
+    """
+    sites = list_sites(traced.loss)
+    cut = {size for site, eqn in sites.items() if site.line in lines for size in cut_sizes(eqn, _parts(part, layout))}
+    names = list(
+        dict.fromkeys(_name_of(one) for one in parameters if cut & {one.shape[dim] for dim in _split(one, part)})
+    )
+    for some in (*((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])):
+        yield _in_front(part, [(name, "whole") for name in some])
+
+
+def _parts(part: Tensor, layout: Layout) -> int:
+    """The number of devices over which a `js.tensor` splits a dimension."""
+    return axis_size(layout.mesh, part.axis)
 
 
 def _kept_whole(part: Tensor, parameters: Sequence[Parameter]) -> list[Edit]:

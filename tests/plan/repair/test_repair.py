@@ -36,7 +36,11 @@ EXPECTED = {
     "gathered_logits": [("# gathered_logits", OUT, "")],
     "replicated_moments": [("# replicated_moments", OUT, "")],
     "split_head": [
-        ("the strategy", "put the rule ('heads', 'whole') in front", "js.tensor([('heads', 'whole'), *js.RULES])")
+        (
+            "the strategy",
+            "put the rules ('kv_heads', 'whole') and ('heads', 'whole') in front",
+            "js.tensor([('kv_heads', 'whole'), ('heads', 'whole'), *js.RULES])",
+        )
     ],
     "missing_constraint": [
         ('jnp.tile(batch["tokens"]', "wrap the result int32[32, 8] of tile", "js.constrain(..., ('batch', None))")
