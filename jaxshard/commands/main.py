@@ -25,6 +25,7 @@ COMMANDS = {
     "audit": "compare the collectives of a compiled step with what the strategy promises",
     "parity": "compare a sharded step with the same step on one device",
     "plan": "predict memory, communication and time of a step, and whether it fits",
+    "search": "rank the layouts of a model on chips that are not here, with reasons",
     "schedule": "print a pipeline schedule with its bubble and its memory",
     "checkpoint": "list, show or verify saved steps",
     "doctor": "print devices, versions and what is missing",

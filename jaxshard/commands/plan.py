@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,11 @@ def run(
         if topology is None:
             refuse("is of a TPU topology; add --topology, such as v5e:16x16", slices=slices)
             refuse("asks the compiler of other devices; add --topology, such as v5e:16x16", compile=compile)
-    ask = partial(
-        prepare, target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision
-    )
     started = time.perf_counter()
-    prepared = ask(topology=None if topology is None else Topology(topology, slices or 1, planned_mesh))
+    chips = None if topology is None else Topology(topology, slices or 1, planned_mesh)
+    prepared = prepare(
+        target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
+    )
     facts(console, prepared.how.shown | {"model": prepared.program.name})
     with working(console, "predicting"), refusals():
         prediction = _predict(prepared, limits, price)

@@ -274,6 +274,51 @@ def plan(
     )
 
 
+def search(
+    target: Target,
+    /,
+    *,
+    topology: Annotated[str, tyro.conf.arg(metavar="TEXT")],
+    slices: Count = None,
+    change: Change = None,
+    batch: Count = None,
+    seq: Count = None,
+    precision: Precision = None,
+    price: Rate = None,
+    compile: Count = None,
+    json: JsonFile = None,
+) -> None:
+    """Find how to split a model over chips that are not here: layouts that fit, ranked by time, with reasons.
+
+    jaxshard search llama3-8b --topology v5e:16x16 --batch 256 --seq 8192 --precision bf16
+
+    In the JSON object "plans" has them, the best first, each with its mesh, strategy, seconds, bytes, reason, and
+    "flags" with which jaxshard plan, audit and train do the same.
+
+    Args:
+      topology: TPUs or GPUs: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8.
+      slices: so many TPU slices, connected by the data center's network.
+      batch: rows of a step over all devices, for a ready-made size; by default what suits it.
+      seq: tokens in a row, for a ready-made size; by default what suits it.
+      price: of one chip for an hour, in any currency, for the price of a billion tokens.
+      compile: compile so many of the best to confirm them; needs libtpu.
+    """
+    from jaxshard.commands.search import run
+
+    run(
+        target,
+        topology=topology,
+        slices=slices,
+        change=change,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        price=price,
+        compile=compile,
+        json=json,
+    )
+
+
 def parity(
     target: Target,
     /,

@@ -45,6 +45,9 @@ from jaxshard.plan.prediction import Prediction as Prediction
 from jaxshard.plan.repair.repair import repair as repair
 from jaxshard.plan.repair.result import Repair as Repair
 from jaxshard.plan.repair.result import Repairs as Repairs
+from jaxshard.plan.search.ranking import Plan as Plan
+from jaxshard.plan.search.ranking import Ranking as Ranking
+from jaxshard.plan.search.search import search as search
 from jaxshard.plan.time.network import CollectiveCost as CollectiveCost
 from jaxshard.plan.time.network import collective_cost as collective_cost
 from jaxshard.plan.time.network import collective_costs as collective_costs

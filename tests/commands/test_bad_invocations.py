@@ -95,6 +95,7 @@ GOOD = {
     "launch": ["-n", "1"],
     "audit": ["good.py:make"],
     "plan": ["good.py:make", "--topology", "v5e:2x4"],
+    "search": ["good.py:make", "--topology", "v5e:2x2"],
     "parity": ["good.py:make"],
     "schedule": ["gpipe", "--stages", "2", "--microbatches", "2"],
     "checkpoint": ["list", "runs"],
@@ -177,6 +178,17 @@ FLAGS = {
         "--plot": [*FILES, "a.xyz"],
         "--json": FILES,
     },
+    "search": {
+        "--topology": ["", "x", "v5e", "v5e:x", "v5e:3x3", "h100:0"],
+        "--slices": NUMBERS,
+        "--change": CHANGES,
+        "--batch": NUMBERS,
+        "--seq": NUMBERS,
+        "--precision": CHOICES,
+        "--price": RATES,
+        "--compile": NUMBERS,
+        "--json": FILES,
+    },
     "parity": SHARDING | {
         "--change": CHANGES,
         "--batch": NUMBERS,
@@ -217,7 +229,7 @@ def drawn(number, rng):
     kind = rng.randrange(4)
     if kind == 0 and FLAGS[command]:
         return with_flag(command, rng.choice([*FLAGS[command]]), rng)
-    if kind == 1 and command in ("audit", "parity", "plan"):
+    if kind == 1 and command in ("audit", "parity", "plan", "search"):
         return [command, rng.choice(TARGETS)]
     if kind == 1 and command == "checkpoint":
         return [command, *rng.choice([["look", "runs"], ["list", "absent"], ["list"], ["show", "text.txt"], []])]

@@ -20,7 +20,8 @@ def plan(capsys, *words):
 
 
 @pytest.mark.parametrize(
-    ("topology", "mesh", "usable"), [("v5e:2x4", "data=4,tensor=2", 2**34), ("h100:8x2", "data=16", 80e9)]
+    ("topology", "mesh", "usable"),
+    [("v5e:2x4", "data=4,tensor=2", 2**34), pytest.param("h100:8x2", "data=16", 80e9, marks=pytest.mark.slow)],
 )
 def test_chips_that_are_not_here(topology, mesh, usable, capsys):
     result, err = plan(capsys, *TINY, "--topology", topology, "--mesh", mesh, "--price", "1.2")
@@ -30,6 +31,7 @@ def test_chips_that_are_not_here(topology, mesh, usable, capsys):
     assert "fits" in err and topology in err
 
 
+@pytest.mark.slow
 def test_several_slices_multiply_the_devices(capsys):
     mesh = ["--strategy", "hsdp", "--mesh", "replica=2,data=8", "--slices", "2", "--topology", "v5e:2x4"]
     result, _ = plan(capsys, *TINY, *mesh)

@@ -1,0 +1,212 @@
+"""What decides between layouts of a model: its bytes by what can split them, its work, what its blocks keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+from jaxshard.adapt.objective import OfBlocks, OfModule, resolve
+from jaxshard.adapt.remat import make_save_policy
+from jaxshard.core.layout import Layout, join_model
+from jaxshard.core.loss import Loss, Mean
+from jaxshard.core.make_layout import layout as make_layout
+from jaxshard.core.strategy import Strategy, ddp, expert, tensor
+from jaxshard.core.tree import BLOCKS, abstract
+from jaxshard.core.types import InitFn, LossFn, PyTree
+from jaxshard.cost.flops import train_flops
+from jaxshard.plan.planned import PlannedDevice
+
+_MOST = 64
+"""Axes for tensors, experts and positions are not tried beyond this size."""
+_POSITIONS = 256
+"""A part of a row has so many positions at least."""
+_REMATS = ("everything", "dots", "nothing")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a model and its batch.
+
+    Attributes:
+      rows: of the global batch.
+      tokens: positions of all rows.
+      depth: the number of blocks; None where the model does not say.
+      flops: of a step, all devices together, nothing computed twice.
+      weights: bytes of the parameters as they are stored, by (in blocks, split by an axis of experts).
+      opt_ratio: bytes of the optimizer's state for each byte of parameters.
+      itemsize: bytes of a weight where it is used.
+      kept: bytes that one block keeps for one row, by remat policy; "block input" is what goes into it.
+      tensor_sizes, expert_sizes, context_sizes, pipe_sizes: sizes above 1 that an axis may have.
+      tensor_share: of the stored weights what each device of a tensor axis has, by its size.
+      engine: "explicit", or "auto" for a loss that says no weight.
+      has_remat: True where remat policies apply.
+    """
+
+    rows: int
+    tokens: int
+    depth: int | None
+    flops: float
+    weights: Mapping[tuple[bool, bool], int]
+    opt_ratio: float
+    itemsize: int
+    kept: Mapping[str, int] = field(default_factory=dict)
+    tensor_sizes: tuple[int, ...] = ()
+    expert_sizes: tuple[int, ...] = ()
+    context_sizes: tuple[int, ...] = ()
+    pipe_sizes: tuple[int, ...] = ()
+    tensor_share: Mapping[int, float] = field(default_factory=dict)
+    engine: str = "explicit"
+    has_remat: bool = False
+
+
+def facts_of(
+    init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation, batch: PyTree, devices: int,
+    precision: str | None,
+) -> Facts:  # fmt: skip
+    """Read the facts: a few layouts on small meshes of stand-ins, and one trace of the loss and of a block."""
+    whole = make_layout(ddp(), _mesh("data", 1), init_fn, tx)
+    batch = abstract(batch)
+    rows = _rows(whole, batch)
+    sizes = _bytes(whole, "param")
+    total = sum(sizes.values())
+    experts = _sizes_of("expert", expert(), init_fn, tx, devices, total)
+    split = set() if not experts else _shrunk(sizes, _try("expert", expert(), init_fn, tx, experts[0]))
+    tensors = _sizes_of("tensor", tensor(), init_fn, tx, devices, total)
+    shares = {size: sum((_try("tensor", tensor(), init_fn, tx, size) or sizes).values()) / total for size in tensors}
+    objective = resolve(loss_fn)
+    depth = objective.model.num_blocks if isinstance(objective, OfBlocks) else None
+    dtype = jnp.bfloat16 if precision == "bf16" else None
+    kept, positions = _kept(objective, whole, batch, rows, dtype) if isinstance(objective, OfBlocks) else ({}, 0)
+    weights: dict[tuple[bool, bool], int] = {}
+    for path, size in sizes.items():
+        key = depth is not None and path.startswith(f"{BLOCKS}/"), path in split
+        weights[key] = weights.get(key, 0) + size
+    model = join_model(whole.shapes.params, whole.shapes.state)
+    answer = jax.eval_shape(loss_fn, model, batch, whole.shapes.key)
+    return Facts(
+        rows=rows,
+        tokens=rows * max(1, positions),
+        depth=depth,
+        flops=train_flops(loss_fn, model, batch, whole.shapes.key),
+        weights=weights,
+        opt_ratio=sum(_bytes(whole, "opt").values()) / total,
+        itemsize=2 if precision == "bf16" else 4,
+        kept=kept,
+        tensor_sizes=tuple(shares),
+        expert_sizes=experts,
+        context_sizes=_context_sizes(positions, devices, batch),
+        pipe_sizes=tuple(n for n in range(2, min(depth or 1, devices, _MOST) + 1) if depth and depth % n == 0),
+        tensor_share=shares,
+        engine="explicit" if isinstance(answer, Mean | Loss) else "auto",
+        has_remat=isinstance(objective, OfBlocks | OfModule),
+    )
+
+
+def _mesh(axis: str, size: int) -> Mesh:
+    """A mesh of stand-ins that are on no chip."""
+    devices = np.empty((1, size) if axis != "data" else (size,), dtype=object)
+    devices.flat[:] = [PlannedDevice(number, "cpu", "planned", 0, 0) for number in range(size)]
+    names = ("data", axis) if axis != "data" else ("data",)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _try(
+    axis: str, strategy: Strategy, init_fn: InitFn, tx: optax.GradientTransformation, size: int
+) -> dict[str, int] | None:
+    """Bytes per device of each parameter with an axis of a size; None where the strategy refuses it."""
+    try:
+        return _bytes(make_layout(strategy, _mesh(axis, size), init_fn, tx), "param")
+    except ValueError:
+        return None
+
+
+def _sizes_of(
+    axis: str, strategy: Strategy, init_fn: InitFn, tx: optax.GradientTransformation, devices: int, total: int
+) -> tuple[int, ...]:
+    """The powers of two that an axis may have, as long as each makes a device's share smaller."""
+    found: list[int] = []
+    size, before = 2, total
+    while size <= min(devices, _MOST):
+        now = _try(axis, strategy, init_fn, tx, size)
+        if now is None or sum(now.values()) > 0.8 * before:
+            break
+        before = sum(now.values())
+        found.append(size)
+        size *= 2
+    return tuple(found)
+
+
+def _shrunk(whole: Mapping[str, int], split: Mapping[str, int] | None) -> set[str]:
+    return {path for path in whole if split is not None and split[path] < whole[path]}
+
+
+def _bytes(layout: Layout, role: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for one in layout.placed():
+        if one.role == role:
+            sizes[one.leaf.path] = one.placement.bytes_per_device(layout.mesh, one.leaf.dtype)
+    return sizes
+
+
+def _rows(layout: Layout, batch: PyTree) -> int:
+    """The rows of a batch."""
+    mask = jax.tree.leaves(layout.rows_mask(batch))
+    counts = [x.shape[0] for x, has_rows in zip(jax.tree.leaves(batch), mask, strict=True) if has_rows]
+    if not counts:
+        raise ValueError("js.plan.search: the batch has no array with rows; give a tree of arrays [rows, ...]")
+    return int(counts[0])
+
+
+def _kept(objective: OfBlocks, layout: Layout, batch: PyTree, rows: int, dtype: Any) -> tuple[dict[str, int], int]:
+    """Bytes that a block keeps for a row, by policy, and the positions of a row (0 where they are not known).
+
+    Counted as the difference between two rows and one, in which the weights go out.
+    """
+    model, params = objective.model, layout.shapes.params
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], _narrow(x.dtype, dtype)), params[BLOCKS])
+    rest = {name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _narrow(x.dtype, dtype)), part)
+            for name, part in params.items() if name != BLOCKS}  # fmt: skip
+
+    def some(count: int) -> PyTree:
+        def cut(x: Any) -> Any:
+            has_rows = x.ndim > 0 and x.shape[0] == rows
+            return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if has_rows else x
+
+        return jax.eval_shape(model.embed, rest, jax.tree.map(cut, batch), layout.shapes.key)
+
+    def residuals(policy: str, x: PyTree) -> int:
+        def block(weights: PyTree, x: PyTree) -> PyTree:
+            return model.named_block(weights, x, None)
+
+        saved = jax.checkpoint(block, policy=make_save_policy(policy), prevent_cse=False)
+        return _size(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], weights, x))
+
+    one, two = some(1), some(2)
+    kept = {policy: residuals(policy, two) - residuals(policy, one) for policy in _REMATS}
+    stream = max(jax.tree.leaves(one), key=lambda x: x.size)
+    return kept | {"block input": _size(two) - _size(one)}, stream.shape[1] if stream.ndim == 3 else 0
+
+
+def _narrow(dtype: Any, to: Any) -> Any:
+    return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _size(tree: PyTree) -> int:
+    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _context_sizes(positions: int, devices: int, batch: PyTree) -> tuple[int, ...]:
+    """Sizes of an axis that splits positions: for a batch whose labels stand beside its inputs."""
+    shapes = {x.shape[1] for x in jax.tree.leaves(batch) if getattr(x, "ndim", 0) >= 2}
+    if not positions or shapes != {positions}:
+        return ()
+    powers = [2**k for k in range(1, 7)]
+    return tuple(size for size in powers if size <= devices and positions % (2 * size) == 0
+                 and positions // size >= _POSITIONS)  # fmt: skip
