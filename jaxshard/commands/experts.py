@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxshard.core.layout import Layout
+from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
 from jaxshard.models.decoder import Decoder
@@ -31,9 +32,9 @@ def count_experts(
 
     Returns:
       "load", for each block a list of the experts' loads over their mean; "dead", the names of those with next to none;
-      "drop_rate" as it was given. None for a model without experts, and without batches.
+      "drop_rate" as it was given. None for a model without experts or with low-rank factors, and without batches.
     """
-    if not isinstance(network, RoutedDecoder) or not batches:
+    if not isinstance(network, RoutedDecoder) or not batches or has_low_rank(layout.shapes.params):
         return None
     step = make_eval_step(network.routing.evaluate, layout, engine=engine)
     counts = sum(np.asarray(step(run, batch)["load"].value, np.float64) for batch in batches)

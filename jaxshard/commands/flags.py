@@ -148,6 +148,8 @@ class RecipeFlags:
       lr: the highest learning rate of AdamW; by default what suits the model.
       eval_every: steps between evaluations; by default four in all.
       patience: stop after so many evaluations without a lower held-out loss.
+      lora: freeze the model hf:PATH and train low-rank factors of its matrices, as rank=8,alpha=16,base=int8,
+        match=q_proj/kernel; rank alone is enough, and then all matrices of blocks have them.
       bad_steps: where loss or gradients are not finite, which changes nothing but the number of the step: raise ends
         the training, skip leaves the batch out, rollback goes back to the newest step in --checkpoint first.
     """
@@ -159,6 +161,7 @@ class RecipeFlags:
     lr: Rate = None
     eval_every: Count = None
     patience: Count = None
+    lora: Annotated[str | None, tyro.conf.arg(metavar="rank=N,...", help_behavior_hint="")] = None
     bad_steps: Literal["raise", "skip", "rollback"] = "raise"
 
 
@@ -190,12 +193,14 @@ class OutputFlags:
 
     Attributes:
       sample: how many tokens to draw from the model at the end; 0 for none.
+      export: write the trained model into this folder at the end, as transformers reads it, with factors merged.
       log: append the numbers of every step to this file, one JSON object a line.
       tensorboard: write them for TensorBoard into this folder; needs tensorboardX.
       profile: write a profile of three steps into this folder.
     """
 
     sample: Number = 160
+    export: File = None
     json: JsonFile = None
     log: File = None
     tensorboard: File = None

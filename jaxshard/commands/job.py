@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxshard.commands.doctor import versions
+from jaxshard.commands.low_rank import Factors
 from jaxshard.commands.parallel import Parallel
 from jaxshard.commands.pretrained import Pretrained
 from jaxshard.commands.result import predicted_bytes
@@ -30,6 +31,7 @@ class Job:
       data: the tokens.
       seed: of the parameters and the order of the data.
       base: the model whose weights it begins with, or None.
+      factors: the low-rank factors that are trained in the place of all parameters, or None.
       seq: tokens in a row.
       tokens: tokens in a global batch.
       vocab: the rows of the model's token embedding.
@@ -46,9 +48,17 @@ class Job:
     """
 
     def __init__(
-        self, name: str, how: Parallel, size: Size, data: TrainingData, seed: int, base: Pretrained | None = None
+        self,
+        name: str,
+        how: Parallel,
+        size: Size,
+        data: TrainingData,
+        seed: int,
+        base: Pretrained | None = None,
+        factors: Factors | None = None,
     ) -> None:
         self.name, self.how, self.size, self.data, self.seed, self.base = name, how, size, data, seed, base
+        self.factors = factors
         batch, self.seq = size.recipe.batch, size.shape["seq"]
         if batch % how.rows_multiple:
             parts = f"{how.rows_multiple}, the devices that share the rows times the micro-batches"
@@ -64,6 +74,10 @@ class Job:
         # Rows may be shorter than those that a pretrained model takes, which may have an array of that length.
         own = {"vocab": data.corpus.vocab} if base is None else {"vocab": base.vocab, "seq": base.seq}
         self.vocab, self.network = own["vocab"], size.model(**own)
+        if base is not None:
+            self.network.config = base.config
+        if factors is not None:
+            self.network = factors.add_to(self.network)
         self.tx = self.network.optimizer(size.recipe.optimizer())
         self.layout = make_layout(how.strategy, how.mesh, self.network.init, self.tx)
         self.source = data.source(batch, self.seq, seed)
@@ -99,6 +113,7 @@ class Job:
         return {
             "model": self.name,
             "params": sum(x.size for x in jax.tree.leaves(self.layout.shapes.params)),
+            **({} if self.factors is None else {"lora": self.factors._asdict()}),
             "device_kind": self.how.mesh.devices.flat[0].device_kind,
             **{name: fact for name, fact in about.items() if fact is not None},
             "seed": self.seed,

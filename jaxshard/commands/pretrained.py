@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxshard.core.layout import Layout
 from jaxshard.core.types import PyTree
 from jaxshard.data.tokenizer import FILE
-from jaxshard.hf.config import read_config
+from jaxshard.hf.config import Config, read_config
 from jaxshard.hf.folder import find_folder
 from jaxshard.hf.load import load
 from jaxshard.models.recipe import Recipe, Size
@@ -42,6 +42,12 @@ class Pretrained(NamedTuple):
     def tokenizer(self) -> Path | None:
         """The model's own tokenizer; None where the folder has none."""
         return self.folder if (self.folder / FILE).is_file() else None
+
+    @property
+    def config(self) -> Config:
+        """Its config.json, which is written again with the trained model."""
+        config = read_config(self.folder)
+        return config._replace(arguments=config.family.make(**config.arguments).arguments)
 
     def load(self, layout: Layout) -> PyTree:
         """Read the weights onto a layout, in f32, as the command trains."""

@@ -15,6 +15,10 @@ from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.signature import read_key
 from jaxshard.commands.flags import SavingFlags, check_folders, check_positive, refuse
 from jaxshard.core.layout import Layout
+from jaxshard.core.types import PyTree
+from jaxshard.hf.config import make_config
+from jaxshard.hf.folder import CONFIG
+from jaxshard.models.decoder import Decoder
 from jaxshard.training.state import TrainState
 
 EVERY = 10
@@ -55,8 +59,12 @@ class Saving(NamedTuple):
         begins += "".join(f"; step {step} is {why} and will be replaced" for step, why in self.ignored.items())
         return {"checkpoint": f"{self.folder}, every {self.every} steps; {begins}"}
 
-    def restore_run(self, layout: Layout) -> TrainState | None:
+    def restore_run(self, layout: Layout, base: PyTree = None) -> TrainState | None:
         """Restore the run to go on with; None for a new run.
+
+        Args:
+          layout: of the run.
+          base: the weights it began with, for a layout with low-rank factors, whose checkpoints lack what is frozen.
 
         Raises:
           ValueError: as `js.restore`: the checkpoint is of another model, or damaged.
@@ -64,7 +72,7 @@ class Saving(NamedTuple):
         if self.folder is None or self.resumed is None:
             return None
         try:
-            return restore(self.folder, layout, step=self.resumed, key=self.key)
+            return restore(self.folder, layout, step=self.resumed, key=self.key, init_from=base)
         except Damaged as error:
             raise Damaged(f"{error}; --fall-back goes on from the newest step that is intact") from error
 
@@ -145,6 +153,21 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
     saved = complete_steps(root)
     ignored = {step: "damaged" if step in saved else "incomplete" for step in step_folders(root) if step > after}
     return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, key, ignored)
+
+
+def check_export(folder: Path | None, network: Any) -> None:
+    """Raise for a folder that the trained model can't be written into, or a model that transformers does not know."""
+    if folder is None:
+        return
+    check_folders(export=folder)
+    if not isinstance(network, Decoder):
+        raise ValueError(f"--export {folder}: transformers has no such model; export models of language")
+    if (folder / CONFIG).exists():
+        raise ValueError(f"--export {folder}: there is a model already; give another folder")
+    try:
+        make_config(network, "float32")
+    except ValueError as error:
+        raise ValueError(f"--export {folder}: {error}") from error
 
 
 def _check_folder(folder: Path, others: Sequence[Path | None]) -> None:

@@ -27,11 +27,12 @@ from jaxshard.commands.flags import (
 )
 from jaxshard.commands.image_job import ImageJob, load_image_corpus
 from jaxshard.commands.job import Job
+from jaxshard.commands.low_rank import parse_factors
 from jaxshard.commands.parallel import Parallel, make_parallel
 from jaxshard.commands.pretrained import find_pretrained
 from jaxshard.commands.program import depth_of, name_with_changes, parse_changes, size_of
 from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
-from jaxshard.commands.saving import make_saving
+from jaxshard.commands.saving import check_export, make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
 from jaxshard.commands.training_data import load_data
 from jaxshard.core.compat import process_count_and_id
@@ -40,6 +41,7 @@ from jaxshard.distributed.cluster import initialize
 from jaxshard.distributed.hard_exit import restore_sigterm
 from jaxshard.distributed.preemption import Preemption
 from jaxshard.distributed.watchdog import Watchdog
+from jaxshard.hf.save import save
 from jaxshard.models.recipe import Size
 from jaxshard.training import metrics
 from jaxshard.training.evaluate import evaluate, make_eval_step
@@ -71,7 +73,7 @@ def run(
     is_first = process_count_and_id()[1] == 0
     console = make_console(stderr=str(output.json) == "-", quiet=not is_first)
     if not is_first:  # of several processes one speaks and writes, and all compute
-        output = OutputFlags(sample=output.sample)
+        output = OutputFlags(sample=output.sample, export=output.export)
 
     with usage_errors():
         check_positive(eval_every=recipe.eval_every, patience=recipe.patience, sample=output.sample or None)
@@ -79,6 +81,8 @@ def run(
         check_files(json=output.json, log=output.log)
         check_folders(tensorboard=output.tensorboard, profile=output.profile)
         saves = make_saving(saving, others=files)
+        if recipe.bad_steps == "rollback" and recipe.lora is not None:
+            raise ValueError("--bad-steps rollback: the frozen model of --lora is in no checkpoint; use skip or raise")
         if recipe.bad_steps == "rollback" and saving.checkpoint is None:
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
         how = make_parallel(
@@ -96,13 +100,15 @@ def run(
             raise ValueError(f"--change {change}: the vocabulary is that of the corpus; leave vocab out")
         if of_data := {"classes", "channels"} & set(changes):
             raise ValueError(f"--change {change}: that is what the data says; leave {', '.join(sorted(of_data))} out")
-        job = _make_job(console, model, change, how, size, data, recipe.seed)
+        job = _make_job(console, model, change, how, size, data, recipe)
+        check_export(output.export, job.network)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
         saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
-        run = saves.restore_run(job.layout)
         base = job.base if isinstance(job, Job) else None
-        start = base.load(job.layout) if run is None and base is not None else None
+        frozen = recipe.lora is not None  # what is frozen is not in checkpoints
+        start = base.load(job.layout) if base is not None and (frozen or saves.resumed is None) else None
+        run = saves.restore_run(job.layout, start if frozen else None)
         writers = _writers(output)
     facts(console, job.shown | saves.shown)
     if size.takes_images:
@@ -157,6 +163,8 @@ def run(
         result["sample"] = None
         if isinstance(job, Job):
             result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
+        if output.export is not None and not stopped:
+            save(output.export, run, job.layout)
         tables(console, result)
         write_json(output.json, result)
     if stopped:
@@ -165,16 +173,20 @@ def run(
 
 
 def _make_job(
-    console: Console, model: str, change: str | None, how: Parallel, size: Size, data: DataFlags, seed: int
+    console: Console, model: str, change: str | None, how: Parallel, size: Size, data: DataFlags, recipe: RecipeFlags
 ) -> Job | ImageJob:
     """Load the data that the model reads, tokens or images, and make the job."""
-    name = name_with_changes(model, change)
+    name, base = name_with_changes(model, change), find_pretrained(model, parse_changes(change))
+    factors = None if recipe.lora is None else parse_factors(recipe.lora)
+    if factors is not None and base is None:
+        raise ValueError(f"--lora {recipe.lora}: there is nothing to freeze; give the weights, as --model hf:PATH")
     if size.takes_images:
-        return ImageJob(name, how, size, load_image_corpus(console, data), seed, data.augment or "none")
+        return ImageJob(name, how, size, load_image_corpus(console, data), recipe.seed, data.augment or "none")
     if data.augment is not None:
         raise ValueError(f"--augment {data.augment} is for images, and this model reads text; leave it out")
-    base = find_pretrained(model, parse_changes(change))
-    return Job(name, how, size, load_data(console, data, base), seed, base)
+    if factors is not None:
+        name += f" --lora {recipe.lora}"
+    return Job(name, how, size, load_data(console, data, base), recipe.seed, base, factors)
 
 
 def _bad_step_policy(

@@ -27,11 +27,13 @@ class Config(NamedTuple):
       family: the family.
       arguments: the arguments of `family.make`.
       entries: the whole file.
+      folder: where it was read; None for a model that was made otherwise.
     """
 
     family: Family
     arguments: dict[str, Any]
     entries: dict[str, Any]
+    folder: Path | None = None
 
 
 def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
@@ -51,7 +53,7 @@ def read_config(folder: Path, ignore: Iterable[str] = ()) -> Config:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     family = find_family(entries, path)
-    return Config(family, read_arguments(family, entries, path, ignore), entries)
+    return Config(family, read_arguments(family, entries, path, ignore), entries, folder)
 
 
 def find_family(entries: Mapping[str, Any], path: Path | str) -> Family:
@@ -107,7 +109,7 @@ def make_config(model: Decoder, dtype: str) -> Config:
             kept = {name: x for name, x in entries.items() if name in NEUTRAL}
             entries = kept | write_entries(made_from.family, model.arguments)
         entries.pop("torch_dtype", None)
-        return Config(made_from.family, model.arguments, entries | {"dtype": dtype})
+        return Config(made_from.family, model.arguments, entries | {"dtype": dtype}, made_from.folder)
     misfits: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         if family.make is model.make:

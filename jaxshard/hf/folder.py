@@ -7,6 +7,18 @@ from pathlib import Path
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model's tokenizer, and how its tokens are drawn by default."""
 
 
 def find_folder(name: str | os.PathLike[str]) -> Path:

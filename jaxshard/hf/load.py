@@ -183,14 +183,15 @@ def _readable(entry: Entry, place: Place, wanted: NamedSharding, mesh: Mesh) -> 
 
     Then the devices exchange what they have read: to read a column of a matrix is to read all of it.
     """
-    axes = axes_of(wanted.spec)
+    counted = len(place.counted)  # tensors of their own, so these dimensions stay split as they are
+    axes = axes_of(PartitionSpec(*wanted.spec[counted:]))
     if place.run(wanted.shard_shape(entry.shape)) * jnp.dtype(entry.dtype).itemsize >= LEAST_RUN or not axes:
         return wanted
     fits = [dim for dim in place.first_dims() if entry.shape[dim] % axis_size(mesh, axes) == 0]
     if not fits:
         return wanted
-    split = (spec_entry(axes if dim == fits[0] else ()) for dim in range(len(entry.shape)))
-    return NamedSharding(mesh, PartitionSpec(*split))
+    split = (spec_entry(axes if dim == fits[0] else ()) for dim in range(counted, len(entry.shape)))
+    return NamedSharding(mesh, PartitionSpec(*wanted.spec[:counted], *split))
 
 
 @functools.lru_cache(maxsize=64)

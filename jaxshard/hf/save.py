@@ -24,7 +24,7 @@ from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import call_in_first_process
 from jaxshard.hf.config import Config, make_config
-from jaxshard.hf.folder import CONFIG, WEIGHTS
+from jaxshard.hf.folder import BESIDE, CONFIG, WEIGHTS
 from jaxshard.hf.places import Place, find_places
 from jaxshard.models.decoder import Decoder
 
@@ -45,7 +45,7 @@ def save(
     The folder gets config.json and model.safetensors, or several files with an index. A model that `js.hf.model` made
     is written as the family that it was, and its configuration keeps what it had; any other as the first family of
     which it can be one. Tensors keep their dtypes. As in `js.save_safetensors`, no host holds more than a piece of
-    16 MiB, and every tensor has a checksum. A tokenizer's files are not written: copy them.
+    16 MiB, and every tensor has a checksum. The tokenizer's files in the folder of `js.hf.model` are copied, too.
 
     Args:
       folder: the folder, on a disk that all processes see. It must not have a model yet.
@@ -85,6 +85,10 @@ def _check_free(folder: Path) -> bool:
 
 
 def _write_config(folder: Path, config: Config) -> bool:
+    beside = [] if config.folder is None else [config.folder / name for name in BESIDE]
+    for source in beside:
+        if source.is_file() and not (folder / source.name).exists():
+            write_atomically(folder / source.name, source.read_bytes())
     write_atomically(folder / CONFIG, json.dumps(config.entries, indent=2, sort_keys=True).encode() + b"\n")
     return True
 

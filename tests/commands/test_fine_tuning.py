@@ -103,6 +103,45 @@ def test_answers_are_learned_on_every_mesh_and_go_on(mesh, folder, with_tokenize
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "lora"), [("data=2,tensor=4", "rank=4"), ("data=4,pipe=2", "rank=4,alpha=8,base=bf16")]
+)
+def test_factors_are_trained_saved_and_merged(mesh, lora, folder, with_tokenizer, tmp_path, capsys):
+    """The frozen model is in no checkpoint; the export has the held-out loss of the run that made it, to 1e-5."""
+    flags = ["--model", f"hf:{with_tokenizer}", "--data", folder / "records.jsonl", "--lora", lora, "--mesh", mesh]
+    run = [*flags, "--checkpoint", tmp_path / "run", "--checkpoint-every", 1]
+    whole, _ = train(*run, "--export", tmp_path / "tuned", capsys=capsys)
+    one, _ = train(*[*flags[:-2], "--devices", 1], capsys=capsys)
+    assert whole["losses"] == pytest.approx(one["losses"], rel=1e-5 if "bf16" not in lora else 1e-3)
+    frozen = (with_tokenizer / "model.safetensors").stat().st_size
+    assert sum(x.stat().st_size for x in (tmp_path / "run" / "1" / "arrays").rglob("*")) < frozen
+    shutil.rmtree(tmp_path / "run" / "2")
+    end, _ = train(*run, "--resume", capsys=capsys)
+    assert end["losses"] == whole["losses"][1:] and end["loss_eval"] == pytest.approx(whole["loss_eval"], rel=1e-6)
+    assert main(["train", *TINY, *ROWS, *map(str, run), "--resume", "--lora", "rank=2"]) == 2
+    assert "has --model hf:" in capsys.readouterr().err
+
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert all((tmp_path / "tuned" / name).read_bytes() == (with_tokenizer / name).read_bytes() for name in names)
+    config, before = (json.loads((at / "config.json").read_text()) for at in (tmp_path / "tuned", with_tokenizer))
+    assert config["architectures"] == before["architectures"]
+    again = ["--model", f"hf:{tmp_path / 'tuned'}", "--data", folder / "records.jsonl", "--lr", "1e-30", "--devices", 1]
+    after, _ = train(*again, capsys=capsys)
+    assert after["loss_eval"] == pytest.approx(whole["loss_eval"], rel=1e-5 if "bf16" not in lora else 1e-3)
+
+
+def test_factors_need_a_model_to_freeze(folder, capsys):
+    for flags, message in [
+        (["--model", "gpt-1m", "--lora", "rank=4"], "there is nothing to freeze; give the weights, as --model hf:PATH"),
+        (["--model", f"hf:{folder / 'llama'}", "--lora", "rank=4,match=nope"], "'nope' matches no parameter"),
+        (["--model", f"hf:{folder / 'llama'}", "--lora", "rank=4", "--bad-steps", "rollback"], "is in no checkpoint"),
+        (["--model", f"hf:{folder / 'llama'}", "--export", folder / "llama"], "there is a model already"),
+    ]:
+        assert main(["train", *TINY, *ROWS, "--data", str(folder / "ids.npy"), *map(str, flags)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_ready_made_size_takes_the_vocabulary_of_a_tokenizer(folder, with_tokenizer, capsys):
     flags = ["--model", "llama-1m", "--change", "depth=1,width=64", "--tokenizer", with_tokenizer, "--devices", 1]
     result, _ = train(*flags, "--data", folder / "records.jsonl", "--sample", 2, capsys=capsys)

@@ -47,6 +47,13 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 def test_what_is_saved_is_what_was_loaded(case, tmp_path):
     """Also from blocks in stages, and in several files."""
     folder = write_folder(tmp_path, case)
+    for place, names in (
+        (folder, ("tokenizer.json", "merges.txt", "other.txt")),
+        (tmp_path / "saved", ("merges.txt",)),
+    ):
+        place.mkdir(exist_ok=True)
+        for name in names:
+            (place / name).write_text(f"{name} of {place.name}")
     model, layout, params = load(folder, *LAYOUTS["pipe" if case == "gpt2" else "tensor"])
     run = js.init(model.init, TX, layout, 0, init_from=params)
     saved = js.hf.save(tmp_path / "saved", run, layout, max_bytes=20_000)
@@ -55,6 +62,8 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
     assert {name: list(one.array.shape) for name, one in found.items()} == numbers(case)["tensors"]
     assert all(np.array_equal(one.array, draw(name, one.array.shape)) for name, one in found.items())
     assert js.hf.model(saved).arguments == model.arguments
+    assert (saved / "tokenizer.json").read_text() == f"tokenizer.json of {folder.name}"
+    assert (saved / "merges.txt").read_text() == "merges.txt of saved" and not (saved / "other.txt").exists()
     with pytest.raises(FileExistsError, match="there already"):
         js.hf.save(saved, run, layout)
 
