@@ -37,8 +37,9 @@ Target = Annotated[
     str,
     tyro.conf.arg(
         metavar="TARGET",
-        help="a ready-made size such as gpt-1m, or path/to/file.py:function or package.module:function, a function "
-        "without arguments that returns (init_fn, loss_fn, tx, batch).",
+        help="a ready-made size such as gpt-1m, hf:PATH for a model of Hugging Face's with new weights, or "
+        "path/to/file.py:function or package.module:function, a function without arguments that returns (init_fn, "
+        "loss_fn, tx, batch).",
     ),
 ]
 Change = Annotated[

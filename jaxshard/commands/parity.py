@@ -15,7 +15,8 @@ from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import ShardingFlags, check_files, check_positive, check_seed
 from jaxshard.commands.parallel import make_parallel
-from jaxshard.commands.program import Program, depth_of, parse_changes, program_of
+from jaxshard.commands.pretrained import PREFIX
+from jaxshard.commands.program import Program, depth_of, named_size, parse_changes, program_of
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.models.sizes import SIZES
@@ -70,10 +71,12 @@ def run(
 
 def _small_program(target: str, change: str | None, batch: int | None, seed: int, rows_multiple: int) -> Program:
     """The program; a ready-made size has a small batch."""
-    if target not in SIZES:
+    if target not in SIZES and not target.startswith(PREFIX):
         return program_of(target, change=change, rows=batch)
     rows, changes = batch or _ROWS + -_ROWS % rows_multiple, parse_changes(change)
-    seq = None if "seq" in changes or SIZES[target].takes_images else min(_SEQ, SIZES[target].shape["seq"])
+    with usage_errors():
+        size = named_size(target)
+    seq = None if "seq" in changes or size.takes_images else min(_SEQ, size.shape["seq"])
     return program_of(target, change=change, rows=rows, seq=seq, seed=seed, rows_multiple=rows_multiple)
 
 

@@ -88,8 +88,12 @@ def named_size(model: str) -> Size:
 
 def depth_of(target: str, change: str | None = None) -> int | None:
     """Return the number of identical blocks of a ready-made size; None for others, and for a user's function."""
-    known = target in SIZES or target.startswith(PREFIX)
-    return (named_size(target).shape | parse_changes(change)).get("depth") if known else None
+    return (named_size(target).shape | parse_changes(change)).get("depth") if _is_known(target) else None
+
+
+def _is_known(target: str) -> bool:
+    """True for a ready-made size and "hf:PATH", False for what may be a user's function."""
+    return target in SIZES or target.startswith(PREFIX)
 
 
 def name_with_changes(model: str, change: str | None) -> str:
@@ -143,8 +147,8 @@ def program_of(
     faults of the user's code keep their traceback.
 
     Args:
-      target: a size such as "gpt-1m", or "path/to/file.py:make" or "package.module:make", where `make` is a function
-        without arguments that returns (init_fn, loss_fn, tx, batch).
+      target: a size such as "gpt-1m", "hf:PATH" for the shape of a folder's model, or "path/to/file.py:make" or
+        "package.module:make", where `make` is a function without arguments that returns (init_fn, loss_fn, tx, batch).
       change: arguments of a ready-made size that are replaced, see `parse_changes`.
       rows: the rows of a ready-made size's batch; by default the recipe's number.
       seq: the tokens in a row of a ready-made size's batch; by default what the size says.
@@ -155,7 +159,7 @@ def program_of(
       UsageError: no such size, file, module or function, a function that returns something else, or `change`, `rows`
         or `seq` for a function.
     """
-    if ":" not in target:
+    if _is_known(target) or ":" not in target:
         return _ready_made(target, change, RecipeFlags(batch=rows, seq=seq, seed=seed or 0), rows_multiple, seed)
     if (change, rows, seq) != (None, None, None):
         raise UsageError(
@@ -168,10 +172,10 @@ def program_of(
 
 
 def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple: int, seed: int | None) -> Program:
-    if name not in SIZES:
+    if not _is_known(name):
         raise UsageError(
-            f"{name}: there is no such size; give one of {', '.join(SIZES)}, or path/to/file.py:function or "
-            f"package.module:function, {_RETURNS}"
+            f"{name}: there is no such size; give one of {', '.join(SIZES)}, or hf:PATH, or path/to/file.py:function "
+            f"or package.module:function, {_RETURNS}"
         )
     with usage_errors():
         size = size_of(name, change, given, rows_multiple)

@@ -83,6 +83,9 @@ TARGETS = [
     "..:x",
     "good.py:a_number",
     "good.py:make()",
+    "hf:",
+    "hf:/nonexistent",
+    "hf:text.txt",
     "",
 ]
 CHANGES = ["", "depth", "dept=2", "depth=x", "depth=0", "depth=1.5", "depth=2,depth=2", "heads=5", "vocab=8", "seq=1:2"]

@@ -130,6 +130,17 @@ def test_factors_are_trained_saved_and_merged(mesh, lora, folder, with_tokenizer
     assert after["loss_eval"] == pytest.approx(whole["loss_eval"], rel=1e-5 if "bf16" not in lora else 1e-3)
 
 
+@pytest.mark.slow
+def test_a_step_of_the_model_is_compared_and_audited(folder, tmp_path, capsys):
+    """With the shape of the folder's config.json and weights that are drawn."""
+    for command, words in (("parity", ["--batch", "8"]), ("audit", ["--batch", "8", "--seq", "16"])):
+        file, mesh = tmp_path / f"{command}.json", ["--mesh", "data=2,tensor=4"]
+        assert main([command, f"hf:{folder / 'llama'}", *mesh, *words, "--json", str(file)]) == 0
+        assert json.loads(file.read_text())["ok"]
+        assert main([command, f"hf:{folder}", *mesh]) == 2
+        assert "has no config.json" in capsys.readouterr().err
+
+
 def test_factors_need_a_model_to_freeze(folder, capsys):
     for flags, message in [
         (["--model", "gpt-1m", "--lora", "rank=4"], "there is nothing to freeze; give the weights, as --model hf:PATH"),
