@@ -19,8 +19,7 @@ from jaxshard.cost.hardware import Chip
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.memory.liveness import Moment
-from jaxshard.plan.memory.roles import moment_str, role_of, step_peak
+from jaxshard.plan.memory.roles import Peak, moment_str, role_of, step_peak
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import trace_step
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
@@ -64,9 +63,11 @@ def predict(
         raise TypeError("js.plan.predict needs the optimizer that the layout was made with: tx=")
     arguments = _argument_bytes(layout, batch)
     traced = trace_step(layout, loss_fn, tx, engine, batch)
-    region, moment = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu")
+    names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
+    vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
+    peak = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu", vocab=frozenset(vocab))
     promised = promise(layout, engine, loss_fn, batch)
-    activations = activation_costs(region, layout.mesh, frozenset(tensor_axes(layout)), chip)
+    activations = activation_costs(peak.region, layout.mesh, frozenset(tensor_axes(layout)), chip)
     collectives = (*collective_costs(promised, layout.mesh, chip), *activations)
     products = product_costs(traced.closed, layout.mesh, chip)
     flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
@@ -74,7 +75,7 @@ def predict(
         devices=layout.mesh.size,
         mesh=dict(layout.mesh.shape),
         chip=chip,
-        peak=_peak(arguments, moment),
+        peak=_peak(arguments, peak),
         argument_bytes=sum(arguments.values()),
         usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
         collectives=collectives,
@@ -95,15 +96,15 @@ def predict(
     )
 
 
-def _peak(arguments: dict[str, int], moment: Moment) -> MemoryPeak:
+def _peak(arguments: dict[str, int], peak: Peak) -> MemoryPeak:
     by_role = dict.fromkeys(ROLES, 0) | arguments
     largest = []
-    for one in moment.live:
-        role = role_of(one, moment)
+    for one in peak.moment.live:
+        role = role_of(one, peak)
         by_role[role] += one.bytes
         shape = ", ".join(map(str, one.value.shard))
         largest.append((one.bytes, role, f"{one.value.dtype}[{shape}] {one.note} {one.value.path}"))
-    return MemoryPeak(by_role, moment_str(moment), tuple(sorted(largest, reverse=True)[:40]))
+    return MemoryPeak(by_role, moment_str(peak.moment), tuple(sorted(largest, reverse=True)[:40]))
 
 
 def _model_flops(layout: Layout, loss_fn: LossFn, batch: PyTree) -> float:

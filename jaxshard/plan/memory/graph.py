@@ -106,10 +106,10 @@ class Builder:
             shape, dtype = tuple(aval.inner_aval.shape), aval.inner_aval.dtype
         return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path)
 
-    def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str]) -> Region:
-        """Make the region of a jaxpr on these inputs (None: a number)."""
+    def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str = "") -> Region:
+        """Make the region of a jaxpr on these inputs (None: a number); names of operations begin with `path`."""
         region = Region([one for one in inputs if one is not None])
-        outs = self._inline(region, program, inputs, automatic, "")
+        outs = self._inline(region, program, inputs, automatic, path)
         region.outputs = [one for one in outs if one is not None]
         return region
 
@@ -241,7 +241,9 @@ class Builder:
             splits += [one.split[1:] for one in values[consts + carries :]]
             return [self.value(aval, split, "inner", "") for aval, split in zip(avals, splits, strict=True)]
 
-        region, carried = self._loop_body(body, slices, [v.split for v in values[consts:][:carries]], automatic)
+        region, carried = self._loop_body(
+            body, slices, [v.split for v in values[consts:][:carries]], automatic, op.path
+        )
         op.regions = [region]
         self._refine(values[consts:][:carries], carried)
         splits = [*carried, *(((), *one.split) for one in region.outputs[carries:])]
@@ -258,20 +260,25 @@ class Builder:
             return [self.value(aval, split, "inner") for aval, split in zip(avals, splits, strict=True)]
 
         start = [one.split for one in values[skipped + consts :]]
-        region, carried = self._loop_body(eqn.params["body_jaxpr"], inputs, start, automatic)
+        region, carried = self._loop_body(eqn.params["body_jaxpr"], inputs, start, automatic, op.path)
         op.regions = [region]
         self._refine(values[skipped + consts :], carried)
         op.outs = [self.value(var.aval, s, path=op.path) for var, s in zip(eqn.outvars, carried, strict=True)]
 
     def _loop_body(
-        self, body: Any, inputs: Callable[[Sequence[Split]], Any], start: list[Split], automatic: frozenset[str]
+        self,
+        body: Any,
+        inputs: Callable[[Sequence[Split]], Any],
+        start: list[Split],
+        automatic: frozenset[str],
+        path: str,
     ) -> tuple[Region, list[Split]]:
         """Make the body of a loop whose carries are split as it returns them, where they began whole."""
-        region = self.region(body, inputs(start), automatic)
+        region = self.region(body, inputs(start), automatic, path)
         found = [one.split for one in region.outputs[: len(start)]]
         carried = [merge([b, a]) for a, b in zip(start, found, strict=True)]
         if carried != start:
-            region = self.region(body, inputs(carried), automatic)
+            region = self.region(body, inputs(carried), automatic, path)
         return region, carried
 
     def _cond(self, op: Op, eqn: Any, operands: list[Value | None], automatic: frozenset[str]) -> None:
@@ -280,7 +287,7 @@ class Builder:
         for branch in eqn.params["branches"]:
             avals = [var.aval for var in open_jaxpr(branch)[0].invars]
             copies = [self.value(a, one.split, "inner") for a, one in zip(avals, values[1:], strict=True)]
-            op.regions.append(self.region(branch, copies, automatic))
+            op.regions.append(self.region(branch, copies, automatic, op.path))
         for place, var in enumerate(eqn.outvars):
             made = [region.outputs[place].split for region in op.regions]
             op.outs.append(self.value(var.aval, merge(made), path=op.path))

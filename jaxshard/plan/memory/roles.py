@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Liveness, Moment
@@ -36,19 +38,44 @@ def temporary_bytes(value: Value, *, tiled: bool, free: bool = False) -> int:
     return (usual if usual <= 1.125 * best else best) * lanes * bits // 8
 
 
-def step_peak(traced: Traced, sizes: Mapping[str, int], *, tiled: bool, fast: int = 0) -> tuple[Region, Moment]:
-    """Return the graph of a traced step and its fullest moment, what is live beside its arguments."""
-    region = build(traced.closed, traced.arguments, sizes)
+class Peak(NamedTuple):
+    """The fullest moment of a step, and what roles are told by.
 
+    Attributes:
+      region: the step as a graph.
+      moment: what is live then beside the arguments.
+      weights: the shapes in which parameters and their gradients appear.
+      vocab: sizes of dimensions that parameters call "vocab", whole and split.
+    """
+
+    region: Region
+    moment: Moment
+    weights: frozenset[tuple[int, ...]]
+    vocab: frozenset[int]
+
+
+def step_peak(traced: Traced, sizes: Mapping[str, int], *, tiled: bool, vocab: frozenset[int] = frozenset()) -> Peak:
+    """Find the fullest moment of a traced step.
+
+    Args:
+      traced: the step.
+      sizes: of the mesh's axes.
+      tiled: arrays lie in the tiles of a TPU.
+      vocab: sizes of vocabularies, by which logits are known.
+    """
+    region = build(traced.closed, traced.arguments, sizes)
     kernels = any(op.name == "pallas_call" for op in every_op(region))
-    weights = {shape for one in region.inputs if one.role == "parameters" for shape in _forms(one)}
+    parameters = [one for one in region.inputs if one.role == "parameters"]
+    weights = frozenset(shape for one in parameters for shape in _forms(one))
 
     def size(value: Value) -> int:
         free = not kernels or _plain(value.shape) in weights or _plain(value.shard) in weights
         return temporary_bytes(value, tiled=tiled, free=free)
 
     # The run that goes in is donated: what comes out is written into its arrays.
-    return region, Liveness(region, size, fast, set(region.outputs), narrow_products=tiled).peak()
+    moment = Liveness(region, size, set(region.outputs), narrow_products=tiled).peak()
+    parts = {count // split for count in vocab for split in sizes.values() if count % split == 0}
+    return Peak(region, moment, weights, vocab | parts)
 
 
 def _forms(parameter: Value) -> Iterator[tuple[int, ...]]:
@@ -62,16 +89,35 @@ def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def role_of(one: Live, moment: Moment) -> str:
-    """Return the role of a value that the step computes."""
-    path = one.value.path
-    if one.note == "stacked" and "transpose" not in path:
+def role_of(one: Live, peak: Peak) -> str:
+    """Return the role of a value that the step computes.
+
+    An array in the shape of a parameter is a gathered weight in the forward pass and in what is computed again, and a
+    gradient in the rest of the backward pass. What the forward pass made and the backward pass still needs is kept.
+    """
+    value, path = one.value, one.value.path
+    backward, again = "transpose" in path, "rematted" in path
+    if one.note == "converted" or value.role == "parameters":
+        return "gathered weights"
+    if len(value.shard) > 1 and (_plain(value.shape) in peak.weights or _plain(value.shard) in peak.weights):
+        return "gradients" if backward and not again else "gathered weights"
+    if peak.vocab & set(value.shard[-2:]) and len(_plain(value.shard)) > 1:
+        return "logits"
+    later = "transpose" in moment_path(peak.moment)
+    if one.note == "stacked" and not backward:
         return "kept activations"
-    if one.note == "stacked":
-        return "gradients"
-    return "temporaries"
+    return "kept activations" if later and "jvp" in path and not backward else "temporaries"
+
+
+def moment_path(moment: Moment) -> str:
+    """Return the name stack of the operation that runs at a moment."""
+    return "" if moment.op is None else moment.op.path
 
 
 def moment_str(moment: Moment) -> str:
-    """Say when the fullest moment is: which operation runs, and whether in the forward or the backward pass."""
-    return "" if moment.op is None else moment.op.path
+    """Say when the fullest moment is: in which pass, and in which part of the model."""
+    path = moment_path(moment)
+    where = "update" if "jvp" not in path else "backward pass" if "transpose" in path else "forward pass"
+    parts = [re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in path.split("/")]
+    named = [part for part in parts if part and part not in ("jvp", "transpose", "rematted_computation", "checkpoint")]
+    return f"{where}: {'/'.join(named[-3:])}" if named and where != "update" else where

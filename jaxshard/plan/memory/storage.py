@@ -1,0 +1,265 @@
+"""Results of a program that are stored: a model of what compilers fuse, and of the types in which they store others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
+from jaxshard.plan.memory.shards import is_reduction
+
+_SAME_MEMORY = frozenset({
+    "reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "enter", "transpose", "copy",
+    "copy_p", "pvary", "random_wrap", "random_unwrap", "sharding_constraint", "enter_moved", "broadcast_in_dim",
+    "device_put", "convert_element_type", "reduce_precision",
+})  # fmt: skip
+"""Results that are their operand in another shape, if they have as many bytes."""
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""Operations into which compilers fuse the elementwise operations that make their operands."""
+
+_COLLECTIVES = frozenset({
+    "all_gather", "psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pmax",
+    "pmin", "ragged_all_to_all", "all_gather_invariant",
+})  # fmt: skip
+
+_STORED = _PRODUCTS | _COLLECTIVES | frozenset({
+    "pallas_call", "scan", "while", "cond", "sort", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul",
+    "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "custom_call", "ffi_call", "top_k",
+    "ragged_dot", "ragged_dot_general", "concatenate", "tpu_custom_call", "reduce_window_sum", "reduce_window_max",
+    "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft", "cholesky", "qr", "svd", "eigh",
+})  # fmt: skip
+"""Operations whose results are stored, and which read operands from memory."""
+
+FUSES_UPDATE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
+"""Operations that write into their first operand where nothing else needs it."""
+
+_MANY = 4
+"""As many readers of a value are told apart."""
+
+
+Size = Callable[[Value], int]
+
+
+class Storage:
+    """The results of a region that are stored.
+
+    Args:
+      region: the operations.
+      size: gives the bytes of a value.
+      in_place: results that are written into arrays of others.
+      narrow_products: products of f32 arrays multiply bf16 numbers, as on TPUs.
+    """
+
+    def __init__(self, region: Region, size: Size, in_place: set[Value], *, narrow_products: bool):
+        self.region, self.size, self.narrow_products = region, size, narrow_products
+        self.ops = list(region.ops)
+        self.root: dict[Value, Value] = {}
+        self._join()
+        self.in_place = {self.find(one) for one in in_place}
+        self.readers: defaultdict[Value, list[Op]] = defaultdict(list)
+        for op in region.ops:
+            if not self.is_alias(op):
+                for one in op.reads:
+                    self.readers[self.find(one)].append(op)
+        self.results = {self.find(one) for one in region.outputs}
+        self.inputs = {self.find(one) for one in region.inputs}
+        self.products = {one for op in region.ops if op.name in _PRODUCTS for one in op.outs}
+        self.stored: set[Value] = set()
+        self._choose_stored()
+        self.sources = self._find_sources([op for op in region.ops if not self.is_alias(op)], set())
+        self._hoist_products()
+        self.place = {op: i for i, op in enumerate(self.ops)}
+
+    def find(self, value: Value) -> Value:
+        """Return the value whose memory this one is."""
+        while value in self.root:
+            value = self.root[value]
+        return value
+
+    # What is the same memory.
+
+    def is_alias(self, op: Op) -> bool:
+        """Return True for an operation whose result is its operand in another shape."""
+        return bool(op.outs) and op.outs[0] in self.root
+
+    def _join(self) -> None:
+        for op in self.region.ops:
+            if op.name in _SAME_MEMORY and op.ins:
+                for source, made in zip(op.ins, op.outs, strict=False):
+                    near = self.size(made) <= self.size(source) * 1.05 and self.size(source) <= self.size(made) * 1.05
+                    if near and made.dtype == source.dtype:
+                        self.root[made] = source
+
+    # What is stored, and what is computed where it is read.
+
+    def _choose_stored(self) -> None:
+        """Decide which results are stored.
+
+        An elementwise result is computed where it is read, but for three cases: something reads it from memory; it is
+        the last of a chain that began in a product, which writes it; or several operations read it that would else each
+        read more bytes of what it is made from. Of a chain over one large array nothing else is stored: reading that
+        array again costs as much as reading the result.
+        """
+        ops = [op for op in self.region.ops if not self.is_alias(op)]
+        pending = self._store_products(ops)
+        sources = self.sources = self._find_sources(ops, pending)
+        sinks: defaultdict[Value, set[Op]] = defaultdict(set)
+        for op in reversed(ops):
+            elementwise = self.is_elementwise(op)
+            for one in op.outs:
+                open_to_choice = elementwise and one not in self.stored and one not in pending
+                if open_to_choice and self._must_store(one, sinks[one], sources):
+                    self.stored.add(one)
+            runs = not elementwise or any(one in self.stored for one in op.outs)
+            reached = {op} if runs else set().union(*(sinks[one] for one in op.outs))
+            for one in op.reads:
+                if len(found := sinks[self.find(one)]) < _MANY:
+                    found |= reached
+
+    def is_elementwise(self, op: Op) -> bool:
+        """Return True for an operation that can be computed where its result is read."""
+        if op.name in FUSES_UPDATE and is_selection(op):
+            return True
+        return not (op.name in _STORED or op.regions or is_reduction(op.name))
+
+    def _store_products(self, ops: list[Op]) -> set[Value]:
+        """Store what products, collectives and the like make; return products that an elementwise chain continues."""
+        pending: set[Value] = set()
+        for op in ops:
+            if not self.is_elementwise(op):
+                for one in op.outs:
+                    if op.name in _PRODUCTS and self._continues(one):
+                        pending.add(one)
+                    else:
+                        self.stored.add(one)
+            elif any(self.find(one) in pending for one in op.ins):
+                for one in op.outs:
+                    (pending if self._continues(one) else self.stored).add(one)
+        return pending
+
+    def _find_sources(self, ops: list[Op], pending: set[Value]) -> dict[Value, set[Value]]:
+        """Find the stored arrays from which each result is computed."""
+        sources: dict[Value, set[Value]] = {}
+        for op in ops:
+            joined: set[Value] = set()
+            for one in op.ins:
+                root = self.find(one)
+                joined |= {root} if root in self.stored or root in self.inputs else sources.get(root, set())
+            for one in op.outs:
+                sources[one] = joined
+        return sources
+
+    def _must_store(self, value: Value, sinks: set[Op], sources: dict[Value, set[Value]]) -> bool:
+        readers = set(self.readers[value])
+        if not sources[value]:  # made of numbers alone, such as a mask: loops make it themselves
+            readers -= {one for one in readers if self._only_constant_of(one, value)}
+        if value in self.results or any(self._reads_memory(reader, value) for reader in readers):
+            return True
+        if len(sinks) < 2:
+            return False
+        dtype = self.read_as(value) if "transpose" in value.path else None
+        size = self.size(value if dtype is None else replace(value, dtype=dtype))
+        return sum(large for one in sources[value] if (large := self.size(one)) > size / 8) > 1.25 * size
+
+    def _only_constant_of(self, loop: Op, value: Value) -> bool:
+        consts = loop.counts[0] if loop.name == "scan" else sum(loop.counts) if loop.name == "while" else 0
+        return all(self.find(one) is not value for one in loop.ins[consts:])
+
+    def _continues(self, value: Value) -> bool:
+        """True if one elementwise operation alone reads a product: it then becomes a part of it."""
+        readers = set(self.readers[value])
+        if len(readers) != 1 or value in self.results:
+            return False
+        (reader,) = readers
+        if not self.is_elementwise(reader):
+            return False
+        return len(reader.outs) == 1 and _count(reader.outs[0]) == _count(value)
+
+    def _reads_memory(self, reader: Op, value: Value) -> bool:
+        if reader.name in _PRODUCTS or self.is_elementwise(reader):
+            return False
+        if reader.name in FUSES_UPDATE:
+            return self.find(reader.ins[0]) is value
+        return reader.name in _STORED or bool(reader.regions)
+
+    def _hoist_products(self) -> None:
+        """Move products to the place where their operands are there, if they are the last to read more than they make.
+
+        A gradient of a matrix stands in a traced program where the matrix was used first; compilers that save memory
+        compute it before a loop through which its operands would live.
+        """
+        made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
+        read: defaultdict[Value, int] = defaultdict(int)
+        for i, op in enumerate(self.ops):
+            for value in self._roots_of(op):
+                read[value] = max(read[value], i)
+        moved: list[tuple[float, Op]] = []
+        loops = [i for i, op in enumerate(self.ops) if op.regions]
+        for i, op in enumerate(self.ops):
+            at: float = i
+            if op.name in _PRODUCTS and (roots := self._roots_of(op)):
+                earliest = max(made.get(one, -1) for one in roots)
+                freed = sum(self.size(one) for one in roots if read[one] == i and one not in self.inputs)
+                if any(earliest < loop < i for loop in loops) and freed > self.size(op.outs[0]):
+                    at = earliest + 0.5
+            moved.append((at, op))
+        self.ops = [op for _, op in sorted(moved, key=lambda one: one[0])]
+
+    def _roots_of(self, op: Op) -> set[Value]:
+        """The stored arrays that an operation reads, also through what is computed where it is read."""
+        found: set[Value] = set()
+        for one in op.reads:
+            root = self.find(one)
+            found |= {root} if root in self.stored or root in self.inputs else self.sources.get(root, set())
+        return found
+
+    # The type in which a result is stored.
+
+    def read_as(self, value: Value) -> Any:
+        """Return the narrower dtype to which all that reads a value converts it at once; None if there is none."""
+        found = {narrower(reader, value, self.narrow_products) for reader in self.readers[value]}
+        if value in self.results or len(found) != 1:
+            return None
+        return found.pop()
+
+    def widened(self, value: Value) -> Any:
+        """Return the wider dtype to which all that reads a product's result converts it: it is made in that at once."""
+        readers = self.readers[value]
+        found = {one.outs[0].dtype if one.name == "convert_element_type" else None for one in readers}
+        if value not in self.products or value in self.results or len(found) != 1 or None in found:
+            return None
+        dtype = found.pop()
+        return dtype if dtype_bits(dtype) > dtype_bits(value.dtype) else None
+
+
+def narrower(reader: Op, value: Value, products: bool) -> Any:
+    """Return the narrower dtype to which an operation converts what it reads first; None if it does not."""
+    if reader.name == "convert_element_type":
+        dtype = reader.outs[0].dtype
+        return dtype if dtype_bits(dtype) < dtype_bits(value.dtype) else None
+    if products and reader.name == "dot_general" and str(value.dtype) == "float32":
+        return jnp.dtype(jnp.bfloat16) if _is_default(reader.params.get("precision")) else None
+    return None
+
+
+def _is_default(precision: Any) -> bool:
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return all(one is None or "DEFAULT" in str(one) for one in parts)
+
+
+def is_selection(op: Op) -> bool:
+    """Return True for a scatter of one element per row, the gradient of `take_along_axis`, which is a selection."""
+    numbers: Any = op.params.get("dimension_numbers")
+    return bool(getattr(numbers, "operand_batching_dims", ())) and not numbers.update_window_dims
+
+
+def _count(value: Value) -> int:
+    total = 1
+    for size in value.shard:
+        total *= size
+    return total
