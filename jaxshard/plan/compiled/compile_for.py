@@ -68,6 +68,8 @@ def compile_for(
     batch = abstract(batch)
     step = step_for(step, topology, num_slices)
     layout = step.layout
+    if prediction is None:
+        prediction = predict(layout, step.loss_fn, batch, step.engine, tx=step.tx)
     with tempfile.TemporaryDirectory(prefix="jaxshard-compile-") as folder:
         compiled, refused, seconds = _compile(step, batch, folder)
         assignment, text = read_assignment(Path(folder)), program_text(Path(folder))
@@ -82,8 +84,6 @@ def compile_for(
     peak, arguments = _sizes(compiled, assignment, refusal)
     arrays = live_arrays(assignment, text, layout) if assignment else ()
     found = collectives(compiled or text, layout.mesh) if text else ()
-    if prediction is None:
-        prediction = predict(layout, step.loss_fn, batch, step.engine, tx=step.tx)
     return Verdict(
         topology=f"{num_slices} x {topology}" if num_slices > 1 else topology,
         devices=layout.mesh.size,
