@@ -30,7 +30,9 @@ def stacked_dim(parameters: Iterable[Argument]) -> int:
     return 1 if alike[1] > alike[0] else 0
 
 
-def forms_of(argument: Argument, mesh: Mesh, axes: Sequence[str], stacked: int = 0) -> Mapping[Shape, float]:
+def forms_of(
+    argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str] = (), stacked: int = 0
+) -> Mapping[Shape, float]:
     """Return the normal shapes of an array or of one block of it, whole over some axes, each with its share of it.
 
     Where a shape may be that of all and of one block, as [144,192] of an array [4,36,192] split four times, it is taken
@@ -40,10 +42,11 @@ def forms_of(argument: Argument, mesh: Mesh, axes: Sequence[str], stacked: int =
       argument: the array, a parameter.
       mesh: the mesh.
       axes: over which a collective gathers it, or sums its gradient.
+      others: axes that may split it too, over which it may be whole already.
       stacked: the dimension that counts blocks, if it is a stack of some.
     """
     forms: dict[Shape, float] = {}
-    for shape in _unsplit(argument, mesh, axes):
+    for shape in _unsplit(argument, mesh, axes, others):
         for part, share in _with_blocks(shape, stacked):
             for joined in _joined(part):
                 form = normal_shape(joined)
@@ -51,19 +54,18 @@ def forms_of(argument: Argument, mesh: Mesh, axes: Sequence[str], stacked: int =
     return forms
 
 
-def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str]) -> Iterator[Shape]:
+def _unsplit(argument: Argument, mesh: Mesh, axes: Sequence[str], others: Sequence[str]) -> Iterator[Shape]:
     """The shapes of an array made whole over axes that split it; where the text does not say how, over any that may."""
+    every = (*axes, *(axis for axis in others if axis not in axes))
     known = argument.splits
     dims = range(len(argument.shape))
     options: list[list[int | None]] = []
-    for axis in axes:
-        if known is None:
-            options.append([None, *dims])
-        else:
-            options.append([dim for dim in dims if axis in known[dim]] or [None])
+    for axis in every:
+        split = [dim for dim in dims if known is None or axis in known[dim]]
+        options.append([*split, *([None] if known is None or axis not in axes or not split else [])])
     for chosen in itertools.product(*options):
         shape = list(argument.shape)
-        for dim, axis in zip(chosen, axes):
+        for dim, axis in zip(chosen, every):
             if dim is not None:
                 shape[dim] *= mesh.shape[axis]
         yield tuple(shape)
@@ -80,3 +82,18 @@ def _joined(shape: Shape) -> Iterator[Shape]:
     for first, last in itertools.combinations(range(len(shape) + 1), 2):
         if last - first > 1:
             yield (*shape[:first], math.prod(shape[first:last]), *shape[last:])
+
+
+def chunks_of(forms: Mapping[Shape, float], shape: Shape, count: int) -> float:
+    """Return the share that an array has of a parameter that is moved in `count` chunks along one dimension, else 0.
+
+    >>> chunks_of({(4096, 32000): 1.0}, (4096, 8064), 4)
+    0.25
+    """
+    for form, share in forms.items():
+        others = [(whole, part) for whole, part in zip(sorted(form), sorted(shape)) if whole != part]
+        if len(form) == len(shape) > 1 and len(others) == 1 and count > 1:
+            ((whole, part),) = others
+            if whole <= count * part < 1.1 * whole:
+                return share / count
+    return 0.0

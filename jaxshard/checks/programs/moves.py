@@ -21,8 +21,8 @@ from jaxshard.checks.collectives.found import Collective, locate, pick
 from jaxshard.checks.collectives.transfers import is_transfer
 from jaxshard.checks.collectives.walk import Executed
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
-from jaxshard.checks.programs.axes import SPLIT, axes_for
-from jaxshard.checks.programs.forms import forms_of, stacked_dim
+from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for
+from jaxshard.checks.programs.forms import chunks_of, forms_of, stacked_dim
 from jaxshard.checks.programs.origins import NOWHERE, find_origin
 
 WEIGHT, MOMENT, GRADIENT, ACTIVATION = "weight", "optimizer state", "gradient", "activation"
@@ -76,19 +76,27 @@ class _Known:
     def __init__(self, arguments: Mapping[int, Argument], mesh: Mesh) -> None:
         self.arguments = arguments
         self._mesh, self._split = mesh, set(axes_for(mesh, SPLIT))
+        self._rows = axes_for(mesh, ROWS, EXCHANGED)
+        self._stages = {*axes_for(mesh, STAGES, EXCHANGED)}
         self._forms: dict[tuple[str, ...], dict[int, Mapping[Shape, float]]] = {}
 
     def alike(self, found: Collective) -> dict[int, float]:
         """The parameters whose shape, or whose block's, an array has, each with the share that it is."""
-        if set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
+        passed_on = found.kind == "collective-permute" and set(found.axes) <= self._stages
+        if passed_on or set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
             return {}
         if found.axes not in self._forms:
             parameters = [one for one in self.arguments.values() if one.role in (PARAMETER, EITHER) and one.shape]
             axes = [axis for axis in found.axes if axis in self._mesh.shape]
             stacked = stacked_dim(parameters)
-            self._forms[found.axes] = {one.number: forms_of(one, self._mesh, axes, stacked) for one in parameters}
+            self._forms[found.axes] = {
+                one.number: forms_of(one, self._mesh, axes, self._rows, stacked) for one in parameters
+            }
         form = normal_shape(found.shapes[0])
-        return {number: shares[form] for number, shares in self._forms[found.axes].items() if form in shares}
+        forms = self._forms[found.axes]
+        alike = {number: shares[form] for number, shares in forms.items() if form in shares}
+        chunks = {number: chunks_of(shares, form, found.count or 0) for number, shares in forms.items()}
+        return alike or {number: share for number, share in chunks.items() if share}
 
 
 def _move(executed: Executed, record: Collective, part: int, known: _Known) -> Move:
@@ -101,10 +109,14 @@ def _move(executed: Executed, record: Collective, part: int, known: _Known) -> M
     if of and (found.elements > _SCALARS or (len(of) == 1 and of[0].elements > _SCALARS)):
         roles = {one.role for one in of}
         what = INPUT if roles == {BATCH} else WEIGHT if roles & {PARAMETER, EITHER} else ACTIVATION
-        share = _operand_elements(executed, part) / (sum(one.elements for one in of) * origin.gathered)
+        # A gather may be written as a sum of what is zero elsewhere: its operand is as large as its result.
+        larger = origin.gathered * (len(found.groups[0]) if found.kind == "all-reduce" else 1)
+        share = _operand_elements(executed, part) / (sum(one.elements for one in of) * larger)
         return Move(found, MOMENT if OPTIMIZER in roles else what, of, share)
     if found.elements <= _SCALARS:
         return Move(found, SCALAR)
+    if is_transfer(op) and found.kind in _SUMS:
+        return Move(found, GRADIENT, by_shape=True)  # between slices arrays are padded to tiles, and several are joined
     if alike := known.alike(found):
         share = max(alike.values())
         of = tuple(known.arguments[number] for number, own in alike.items() if own == share)

@@ -207,7 +207,9 @@ def _assumptions(
     if not any(one.splits is not None for one in arguments):
         yield "the text has no shardings: how arrays rest is known only of those that are gathered"
     yield f"one step has {microbatches} micro-batch{'es' * (microbatches > 1)}; a tied weight counts as one"
-    if TERMS[strategy].gathers:
+    if TERMS[strategy].gathers and axes_for(mesh, STAGES):
+        yield "the schedule of the pipeline says how often a weight is gathered"
+    elif TERMS[strategy].gathers:
         yield "a weight may be gathered for the forward and for the backward pass"
 
 

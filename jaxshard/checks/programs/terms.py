@@ -25,6 +25,8 @@ from jaxshard.core.layout import human_bytes
 _SMALL = 16_384
 """Elements up to which an array may stay whole."""
 _VOCABULARY = ("embed", "lm_head", "logits", "unembed", "wte", "vocab", "shared")
+_MORE = 0.1
+"""Of an array that may be moved more: turns that a compiler takes out of a loop, to begin the next one early."""
 _COPIES = ("replica", "dp", "dcn", "diloco")
 
 
@@ -123,7 +125,7 @@ class _Judge:
         self.longest = max((size for one in self.parameters for size in self.whole_shape(one)), default=1)
         sizes = vocabularies_of(self.parameters, self.whole_shape)
         self.vocabulary = {size * parts for size in sizes for parts in (1, self._size(self.split))}
-        self.used: Counter[tuple[str, int, tuple[str, ...]]] = Counter()
+        self.used: dict[tuple[str, int, tuple[str, ...]], float] = {}
         self.substitutes: Counter[tuple[str, ...]] = Counter()
         self.gathered: dict[int, int] = {}
         for move in moves:
@@ -169,9 +171,7 @@ class _Judge:
             return self._gather_problem(move)
         if found.kind in ("all-reduce", "reduce-scatter"):
             return self._sum_problem(move)
-        if found.kind == "collective-permute" and (
-            move.what in (WEIGHT, GRADIENT) or set(axes) <= {*self.exchanged, *self.stages}
-        ):
+        if found.kind == "collective-permute" and (move.what in (WEIGHT, GRADIENT) or set(axes) <= set(self.free)):
             return "", False  # a ring that gathers or scatters piece by piece, stages, or keys and values
         if found.kind != "collective-permute" and set(axes) <= set(self.exchanged):
             return "", False
@@ -185,7 +185,7 @@ class _Judge:
 
     def _is_logits(self, move: Move) -> bool:
         shape = move.found.shapes[0]
-        computed = move.what == ACTIVATION and move.found.kind in ("all-gather", "all-to-all", "collective-permute")
+        computed = move.what == ACTIVATION and move.found.kind in ("all-gather", "all-to-all")
         return computed and len(shape) > 1 and shape[-1] in self.vocabulary
 
     def _gather_problem(self, move: Move) -> tuple[str, bool]:
@@ -200,6 +200,8 @@ class _Judge:
             if set(axes) & set(self.copies):
                 return f"{_names(move)}: hsdp keeps whole copies over {words(self.copies)}", False
             most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
+            if self.stages and self.terms.gathers:
+                return "", False  # as often as the schedule of the pipeline turns
             if self._take(move, "gather", most):
                 return "", False
             promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
@@ -233,20 +235,21 @@ class _Judge:
         """Use up what is promised of an argument over these axes; False where nothing has room."""
         if move.times is None:
             return False
-        of = move.arguments if move.by_shape else move.arguments[:1]
-        for one in of:
+        rest = move.times
+        for one in move.arguments if move.by_shape else move.arguments[:1]:
             key = (stage, one.number, move.found.axes)
-            if self.used[key] + move.times <= most + 0.01:
-                self.used[key] += move.times  # type: ignore[assignment]
-                return True
-        for one in of[:1]:
-            self.used[stage, one.number, move.found.axes] += move.times  # type: ignore[assignment]
-        return False
+            taken = min(rest, max(0.0, most - self.used.get(key, 0.0)))
+            self.used[key] = self.used.get(key, 0.0) + taken
+            rest -= taken
+        if rest > _MORE:
+            key = (stage, move.arguments[0].number, move.found.axes)
+            self.used[key] = self.used.get(key, 0.0) + rest
+        return rest <= _MORE
 
     def _times(self, move: Move, stage: str) -> str:
         if move.times is None:
             return "as often as a loop turns; "
-        times = max((self.used[stage, one.number, move.found.axes] for one in move.arguments), default=0)
+        times = max((self.used.get((stage, one.number, move.found.axes), 0.0) for one in move.arguments), default=0.0)
         return "once; " if times == 1 else f"{times:.3g} times; "
 
     def misplaced(self) -> Iterator[str]:
@@ -278,9 +281,13 @@ class _Judge:
 
 
 def vocabularies_of(parameters: Sequence[Argument], shape_of: Callable[[Argument], tuple[int, ...]]) -> set[int]:
-    """Return the sizes of vocabularies: the longest dimensions of parameters whose names speak of one."""
+    """Return the sizes of vocabularies: the longest dimensions of parameters whose names speak of one.
+
+    One that others have too is that of the features, where a device has a small part of the vocabulary.
+    """
     named = [one for one in parameters if len(one.shape) > 1 and any(word in one.name.lower() for word in _VOCABULARY)]
-    return {max(shape_of(one)) for one in named}
+    others = {size for one in parameters if one not in named for size in shape_of(one)}
+    return {max(shape_of(one)) for one in named} - others
 
 
 def _names(move: Move) -> str:

@@ -64,6 +64,50 @@ def test_microbatches_allow_as_many_gathers_and_sums_each():
     assert whys(*twice, microbatches=2)[0] == []
 
 
+def test_a_weight_in_chunks_is_gathered_and_its_gradient_summed_once():
+    """Four chunks of 136 columns cover the 512 of the kernel, padded to whole tiles, as a TPU's compiler cuts it."""
+    loop = """%body (c: (s32[], f32[20,1024])) -> (s32[], f32[20,1024]) {
+  %c = (s32[], f32[20,1024]{1,0}) parameter(0)
+  %x = f32[20,1024]{1,0} get-tuple-element(%c), index=1
+  %part = f32[1024,136]{1,0} custom-call(%x), custom_call_target="product"
+  %sum = f32[1024,136]{1,0} all-reduce(%part), replica_groups=[1,8]<=[8], to_apply=%add
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %t = (s32[], f32[20,1024]{1,0}) tuple(%i, %x)
+}
+
+%cond (c: (s32[], f32[20,1024])) -> pred[] {
+  %c = (s32[], f32[20,1024]{1,0}) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY"""
+    lines = [
+        "%zero = s32[] constant(0)",
+        "%init = (s32[], f32[20,1024]{1,0}) tuple(%zero, %rows)",
+        "%w = (s32[], f32[20,1024]{1,0}) while(%init), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"4"}}',
+    ]
+    found = audit_program(step_text(*lines).replace("ENTRY", loop, 1), DATA, strategy="fsdp")
+    assert [(move.what, move.times) for move in found.moves] == [("gradient", 1.0)] and found.ok
+
+
+def test_without_shardings_an_array_may_be_split_over_several_axes():
+    """It is known by its shape before it is scattered over the first of them, and after."""
+    axes = {"data0": 4, "data1": 2}
+    over0, over1 = "replica_groups=[2,4]<=[4,2]T(1,0)", "replica_groups=[4,2]<=[8]"
+    first = f"%s = f32[1024,128]{{1,0}} reduce-scatter(%grad), {over0}, dimensions={{1}}, to_apply=%add, {AT}"
+    second = f"%t = f32[1024,64]{{1,0}} reduce-scatter(%s), {over1}, dimensions={{1}}, to_apply=%add, {AT}"
+    why, found = whys(first, second, axes=axes, sharded=False)
+    assert why == [] and [(move.what, move.times) for move in found.moves] == [("gradient", 1.0)] * 2
+
+
+def test_a_gather_that_is_written_as_a_sum_of_shards_counts_as_one():
+    padded = "%wide = f32[1024,512]{1,0} pad(%kernel, %kernel), padding=0_0x0_448"
+    line = f"%s = f32[1024,512]{{1,0}} all-reduce(%wide), {GROUPS}, to_apply=%add, {AT}"
+    (move,) = audit_program(step_text(padded, line), DATA, strategy="fsdp").moves
+    assert (move.what, move.times) == ("weight", 1.0)
+
+
 def test_an_all_reduce_in_place_of_a_reduce_scatter_is_no_surprise_but_is_told():
     why, found = whys(*FSDP[:2], SUM)
     assert why == [] and dict(found.verdict.substitutes) == {("data",): 4 * 1024 * 512}
