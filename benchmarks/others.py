@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -172,8 +173,8 @@ def compile_program(name: str, args: argparse.Namespace, out: Path) -> None:
 
 
 def step_text(out: Path) -> Path | None:
-    """The text of the largest program in a dump, which is the step."""
-    found = list(out.glob("*after_optimizations.txt"))
+    """The text of the training step in a dump: the largest program of such a name."""
+    found = [file for file in out.glob("*after_optimizations.txt") if re.search(r"train(ing)?_step", file.name)]
     return max(found, key=lambda file: file.stat().st_size, default=None)
 
 

@@ -32,7 +32,7 @@ WHAT = (WEIGHT, GRADIENT, MOMENT, ACTIVATION, INPUT, INTEGERS, SCALAR)
 _SCALARS = 16
 """Elements of a few joined scalars at most."""
 _FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "equinox", "haiku", "qwix", "haliax", "optimistix"}
-_SUMS = ("all-reduce", "reduce-scatter", "all-to-all")
+_SUMS = ("all-reduce", "reduce-scatter")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -83,6 +83,7 @@ class _Known:
     def alike(self, found: Collective) -> dict[int, float]:
         """The parameters whose shape, or whose block's, an array has, each with the share that it is."""
         passed_on = found.kind == "collective-permute" and set(found.axes) <= self._stages
+        passed_on = passed_on or found.kind.endswith("all-to-all")
         if passed_on or set(found.axes) <= self._split or not found.dtype.startswith(("f", "bf")):
             return {}
         if found.axes not in self._forms:

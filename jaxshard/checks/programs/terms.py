@@ -24,7 +24,7 @@ from jaxshard.core.layout import human_bytes
 
 _SMALL = 16_384
 """Elements up to which an array may stay whole."""
-_VOCABULARY = ("embed", "lm_head", "logits", "unembed", "wte", "vocab", "shared")
+_VOCABULARY = ("embed", "lm_head", "logit", "unembed", "wte", "vocab", "shared")
 _MORE = 0.1
 """Of an array that may be moved more: turns that a compiler takes out of a loop, to begin the next one early."""
 _COPIES = ("replica", "dp", "dcn", "diloco")
@@ -94,8 +94,9 @@ def judge(
     return verdict
 
 
-def _doubt(move: Move) -> tuple[bool, int, float]:
-    return move.by_shape, len(move.arguments), -move.share
+def _doubt(move: Move) -> tuple[bool, bool, int, float]:
+    """The order in which promises are used up; sums come last, of which some may be gathers."""
+    return move.by_shape, move.what == GRADIENT, len(move.arguments), -move.share
 
 
 def _merged(surprises: Sequence[Surprise]) -> list[Surprise]:
@@ -222,6 +223,9 @@ class _Judge:
                 if move.found.kind == "all-reduce" and self.terms.split and set(axes) & set(self.rows):
                     self.substitutes[axes] += move.found.bytes or 0
                 return "", False
+            gathers = self.terms.gathers * self.microbatches
+            if move.found.kind == "all-reduce" and gathers and self._take(move, "gather", gathers):
+                return "", False  # a gather that is written as a sum of shards
             count = "once" if self.microbatches == 1 else f"{self.microbatches} times"
             times = self._times(move, "sum")
             return f"by its shape the gradient of {_names(move)}: {times}{self.strategy} sums it {count}", False
@@ -249,8 +253,10 @@ class _Judge:
     def _times(self, move: Move, stage: str) -> str:
         if move.times is None:
             return "as often as a loop turns; "
-        times = max((self.used.get((stage, one.number, move.found.axes), 0.0) for one in move.arguments), default=0.0)
-        return "once; " if times == 1 else f"{times:.3g} times; "
+        used = [self.used.get((stage, one.number, move.found.axes), 0.0) for one in move.arguments]
+        times = sum(used) / max(1, len(used))
+        each = " each" if len(used) > 1 else ""
+        return "once; " if times == 1 else f"{times:.3g} times{each}; "
 
     def misplaced(self) -> Iterator[str]:
         """Yield the large arrays that are split over the rows and should not be, or whole and should be split."""
