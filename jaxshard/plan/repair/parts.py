@@ -77,7 +77,9 @@ class Parts:
     def parity(self) -> Parity:
         """Compare the changed step with the loss and the optimizer as they were written, on one device."""
         loss_fn = self.loss_fn if known_loss(self.loss_fn) else _runs_on_one_device(self.loss_fn)
-        tx = type(self.tx)(self.tx.init, _unconstrained(self.tx.update))
+        tx = self.tx
+        if any(map(is_constraint, list_sites(_trace_update(tx, self.layout)).values())):
+            tx = _with_update(tx, _unconstrained(tx.update))
         return parity(
             self.init_fn, loss_fn, tx, self.strategy, self.mesh, self.batch,
             engine=self.make_engine(), trainable=self.trainable,
@@ -119,7 +121,13 @@ def _with_changed_update(
     tx: optax.GradientTransformation, changes: Mapping[Site, MakeChange]
 ) -> optax.GradientTransformation:
     made = {site: make(None) for site, make in changes.items()}
-    return type(tx)(tx.init, lambda *args, **extra: _run_traced(tx.update, args, lambda _: made, **extra))
+    return _with_update(tx, lambda *args, **extra: _run_traced(tx.update, args, lambda _: made, **extra))
+
+
+def _with_update(tx: optax.GradientTransformation, update: Any) -> optax.GradientTransformation:
+    """Return an optimizer with another update; one that is another object, such as optax.MultiSteps, as a pair."""
+    takes_more = isinstance(tx, optax.GradientTransformationExtraArgs)
+    return (optax.GradientTransformationExtraArgs if takes_more else optax.GradientTransformation)(tx.init, update)
 
 
 def _unconstrained(fn: Callable[..., Any]) -> Callable[..., Any]:

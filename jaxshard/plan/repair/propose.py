@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,11 +58,13 @@ class Group(NamedTuple):
       at_once: True if an edit that removes some of the surprises is taken before other groups are tried: those that
         take out what the user wrote. Others may lead away from the edit that removes all.
       try_all: True if the edit that moves least is looked for among those that remove all surprises, not the first.
+      has_to_save: True if such an edit has to move fewer bytes in all, promised ones too: those that take memory.
     """
 
     edits: list[Edit]
     at_once: bool = False
     try_all: bool = False
+    has_to_save: bool = False
 
 
 def propose(
@@ -88,14 +90,14 @@ def propose(
         near = _near_first(parameters_of(layout), comparison)
         yield Group(list(_rows_elsewhere(parts, part)), at_once=True)
         yield Group(list(_without_own_rules(part)))
-        yield Group(list(_whole_where_cut(part, near, layout, traced, lines)), at_once=True)
+        yield Group(list(_whole_where_cut(part, near, layout, traced, lines)), at_once=True, has_to_save=True)
         moved = _moved_dims(part, near, layout)
         yield Group([_in_front(part, [rule]) for rule in moved], try_all=True)
         yield Group(_two_rules(part, moved, near, measured), try_all=True)
     yield Group(list(_constrained_results(parts, layout, comparison, traced, lines)))
     yield Group(list(_other_engines(parts.engine)))
     for part in tensors:
-        yield Group(_kept_whole(part, _near_first(parameters_of(layout), comparison)))
+        yield Group(_kept_whole(part, _near_first(parameters_of(layout), comparison)), has_to_save=True)
 
 
 # Constraints.
@@ -103,20 +105,22 @@ def propose(
 
 def _other_constraints(parts: Parts, layout: Layout, traced: Traced, lines: Sequence[str]) -> Iterator[Edit]:
     """Without each of the user's constraints, those of the surprises' lines first; then with another in its place."""
-    mine = sorted(_constraints(traced.loss).items(), key=lambda item: item[0] not in lines)
+    mine = sorted(_constraints(traced.loss, parts.loss_changes).items(), key=lambda item: item[0] not in lines)
     yield from (ChangeConstraint(tuple(sites), None, "loss") for _, sites in mine)
-    yield from (ChangeConstraint(tuple(sites), None, "tx") for sites in _constraints(traced.tx).values())
+    yield from (
+        ChangeConstraint(tuple(sites), None, "tx") for sites in _constraints(traced.tx, parts.tx_changes).values()
+    )
     for _, sites in mine:
         shapes = {eqn.outvars[0].aval.shape for eqn in sites.values()}
         for names in list(_possible_names(parts, layout, min(shapes)))[:4] if len(shapes) == 1 else ():
             yield ChangeConstraint(tuple(sites), names, "loss")
 
 
-def _constraints(program: Any) -> dict[str, dict[Site, Any]]:
-    """The user's constraints by line."""
+def _constraints(program: Any, changed: Container[Site]) -> dict[str, dict[Site, Any]]:
+    """The user's constraints by line, but for those that are changed already."""
     found: dict[str, dict[Site, Any]] = {}
     for site, eqn in list_sites(program).items():
-        if is_users_constraint(eqn):
+        if is_users_constraint(eqn) and site not in changed:
             found.setdefault(site.line, {})[site] = eqn
     return found
 

@@ -44,8 +44,9 @@ def repair(
 
     The arguments are those of `js.parity`. Edits are derived from what each surprise moves and from its source line
     (see `plan/repair/propose.py`), applied to the traced loss, the strategy or the engine without touching a file, and
-    tried by compiling. One is kept if fewer bytes move unexpectedly, fewer bytes move in all, nothing moves that
-    did not move before, and `js.parity` passes with it.
+    tried by compiling. One is kept if fewer bytes move unexpectedly, nothing moves unexpectedly that did not before,
+    and `js.parity` passes with it. One that leaves surprises, or keeps a weight whole, must also move fewer bytes in
+    all.
 
     Nothing is run but parity, which needs a batch with values and a mesh of this process's devices. Without them only
     edits are kept that say where arrays live and so can't change a value.
@@ -127,7 +128,7 @@ class _Search:
         for group in propose(now.parts, layout, now.comparison, now.traced, measured):
             wholly: list[_Trial] = []
             for edit in group.edits:
-                trial = self._try(edit, now, measured)
+                trial = self._try(edit, now, measured, group.has_to_save)
                 if trial is not None:
                     (wholly if trial.comparison.ok else partly).append(trial)
                 if wholly and not group.try_all:
@@ -145,7 +146,7 @@ class _Search:
                 return _describe(trial.edit, now, trial, parity), trial
         return None
 
-    def _try(self, edit: Edit, now: _Trial, measured: dict[Edit, int]) -> _Trial | None:
+    def _try(self, edit: Edit, now: _Trial, measured: dict[Edit, int], has_to_save: bool) -> _Trial | None:
         """Compile with an edit, and note its unexpected bytes; None if it does not help."""
         if self.tries == 0 or edit in self._failed:
             return None
@@ -160,7 +161,7 @@ class _Search:
             self._note(edit, f"refused: {_first_line(error)}")
             return None
         measured[edit] = unexpected_bytes(trial.comparison)
-        if why := _why_worse(now.comparison, trial.comparison):
+        if why := _why_worse(now.comparison, trial.comparison, has_to_save):
             self._note(edit, why)
             return None
         return trial
@@ -186,8 +187,12 @@ class _Search:
         self.tried.append(Tried(edit, why))
 
 
-def _why_worse(before: Comparison, after: Comparison) -> str:
-    """Why an edit does not help; "" if it does."""
+def _why_worse(before: Comparison, after: Comparison, has_to_save: bool) -> str:
+    """Why an edit does not help; "" if it does.
+
+    Where no surprise is left, what moves is what was promised. That may be more than before: devices that all compute
+    the same sum no gradients.
+    """
     old, new = unexpected_bytes(before), unexpected_bytes(after)
     if new >= old:
         return f"unexpected: {Change(old, new)}"
@@ -195,7 +200,7 @@ def _why_worse(before: Comparison, after: Comparison) -> str:
         one = added[0].found
         return f"moves something else: {one.kind} over {'+'.join(one.axes)}, {human_bytes(one.bytes or 0)}"
     old, new = moved_bytes(before), moved_bytes(after)
-    return f"moves more in all: {Change(old, new)}" if new >= old else ""
+    return f"moves more in all: {Change(old, new)}" if new >= old and (has_to_save or not after.ok) else ""
 
 
 def _describe(edit: Edit, now: _Trial, trial: _Trial, parity: Parity | None) -> Repair:

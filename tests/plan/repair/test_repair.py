@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxshard as js
@@ -78,7 +79,7 @@ def test_a_bad_model_is_repaired_and_computes_the_same(name):
     for one in repairs.edits:
         assert one.parity is not None
         one.parity.check()
-        assert one.unexpected.after < one.unexpected.before and one.moved.after < one.moved.before
+        assert one.unexpected.after < one.unexpected.before
         assert one.removed
     assert repairs.edits[-1].unexpected.after == 0
 
@@ -144,6 +145,25 @@ def test_two_mistakes_take_two_edits():
         repairs = repair(**loss | {"tx": moments["tx"]})
     assert repairs.ok, str(repairs)
     assert {one.edit.place for one in repairs.edits} == {at("# whole_activation"), at("# replicated_moments")}
+
+
+@pytest.mark.slow
+def test_an_edit_after_which_all_is_as_promised_may_move_more():
+    """With the constraint all devices compute all rows, so that there are no gradients to sum."""
+    with quick_compile():
+        repairs = repair(**bad_models.whole_activation().arguments() | {"engine": js.auto(microbatches=2)})
+    (one,) = repairs.edits
+    assert repairs.ok and one.edit.place == at("# whole_activation") and one.edit.what == OUT
+    assert one.moved.after > one.moved.before
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_is_no_pair_of_functions_is_repaired_inside():
+    given = bad_models.replicated_moments().arguments()
+    with quick_compile():
+        repairs = repair(**given | {"tx": optax.MultiSteps(given["tx"], 2)})
+    (one,) = repairs.edits
+    assert repairs.ok and one.edit.place == at("# replicated_moments")
 
 
 @pytest.mark.slow
