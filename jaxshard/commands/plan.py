@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxshard.commands.errors import refusals, usage_errors
-from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files, check_positive, refuse
+from jaxshard.commands.flags import PrecisionName, ShardingFlags, StrategyName, check_files, check_positive, refuse
 from jaxshard.commands.parallel import Topology
 from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
+from jaxshard.core.file_errors import naming
 from jaxshard.cost.hardware import Chip
+from jaxshard.engines.pipeline.engine import Pipelined
 from jaxshard.plan.compiled.compile_for import compile_for
+from jaxshard.plan.pictures.canvas import write_picture
+from jaxshard.plan.pictures.memory import memory_figure
+from jaxshard.plan.pictures.roofline import roofline_figure
+from jaxshard.plan.pictures.tiles import sharding_figure
 from jaxshard.plan.planned import chip_named, planned_mesh
 from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
+from jaxshard.schedules.plot import plot_schedule
+
+_COMPARED: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "fsdp")
+"""Strategies over the same mesh, whose memory a picture shows beside that of the one that was asked for."""
 
 
 def run(
@@ -60,6 +73,36 @@ def run(
     if compile and topology is not None:
         result |= _compile(console, prepared, Topology(topology, slices or 1), prediction)
     write_json(json, result)
+    if plot is not None:  # last: without matplotlib there are still the tables
+        with working(console, "drawing"), usage_errors():
+            chosen = prepared.how.strategy_name
+            others = [] if chosen == "hsdp" else [name for name in _COMPARED if name != chosen]
+            asked = partial(
+                prepare, target, change=change, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
+            )
+            compared: dict[str, Prediction] = {
+                name: _predict(asked(sharding=replace(sharding, strategy=name)), limits, price) for name in others
+            }
+            files = _draw(plot, prepared, prediction, {chosen: prediction} | compared)
+        console.print(f"\ndrawn: {', '.join(map(str, files))}")
+
+
+def _draw(plot: Path, prepared: Prepared, prediction: Prediction, compared: dict[str, Prediction]) -> list[Path]:
+    """Draw memory across strategies into the file, and beside it the roofline, the shards and the schedule."""
+    figures: dict[str, Callable[[Path], None]] = {
+        "": lambda file: write_picture(memory_figure(compared, title=prepared.program.name), file),
+        "-shards": lambda file: write_picture(sharding_figure(prepared.layout), file),
+    }
+    if prediction.products and prediction.chip is not None:
+        figures["-roofline"] = lambda file: write_picture(roofline_figure(prediction), file)
+    if isinstance(prepared.how.engine, Pipelined):
+        table = prepared.how.engine.table(prepared.layout)
+        figures["-schedule"] = lambda file: plot_schedule(table, file)
+    files = [plot.with_stem(plot.stem + part) for part in figures]
+    for file, draw in zip(files, figures.values(), strict=True):
+        with naming(file):
+            draw(file)
+    return files
 
 
 def _predict(prepared: Prepared, chip: Chip | None, price: float | None) -> Prediction:

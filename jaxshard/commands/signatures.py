@@ -252,7 +252,8 @@ def plan(
       chip: predict for the limits of this chip, such as v5e or h100, whatever the devices are.
       price: of one chip for an hour, in any currency, for the price of a billion tokens.
       compile: compile the step too, with the compiler of the TPUs; needs libtpu.
-      plot: draw memory by role, the roofline and the shards into a file such as plan.png or plan.svg.
+      plot: draw memory by role across strategies into a file such as plan.png or plan.svg, and the shards, the
+        roofline and the schedule of a pipeline into plan-shards.png and so on; needs matplotlib.
     """
     from jaxshard.commands.plan import run
 

@@ -62,6 +62,17 @@ def test_faulty_flags_are_refused_by_name(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_pictures_stand_beside_each_other(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    plan(capsys, *TINY, "--topology", "v5e:2x2", "--plot", str(file))
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.svg", "plan-shards.svg", "plan-roofline.svg"}
+    assert all(name in file.read_text() for name in ("ddp", "zero1", "zero2", "fsdp"))
+    assert main(["plan", *TINY, "--topology", "v5e:2x2", "--plot", str(tmp_path / "plan.xyz")]) == 2
+    assert "pictures are written as .png, .svg" in capsys.readouterr().err
+
+
 @without_libtpu
 @pytest.mark.tpu
 @pytest.mark.slow
