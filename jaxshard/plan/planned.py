@@ -212,8 +212,8 @@ def planned_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
       ValueError: no such topology (near ones are listed), or sizes that do not multiply to its number of devices.
 
     Example:
-        >>> planned_mesh("v5p:2x2x4", data=4, tensor=-1).shape
-        OrderedDict({'data': 4, 'tensor': 4})
+        >>> dict(planned_mesh("v5p:2x2x4", data=4, tensor=-1).shape)
+        {'data': 4, 'tensor': 4}
     """
     return arrange(name, planned_devices(name, num_slices=num_slices), num_slices, axes)
 
