@@ -1,29 +1,76 @@
-"""Predictions of a step: their parts, tables and JSON, and what is refused."""
+"""Predictions of a step: parts, tables and JSON, what is refused, and the peak beside that of the TPU compiler."""
 
+import importlib.util
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import jaxshard as js
 from jaxshard.plan.prediction import ROLES
 
+without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+TX = optax.adamw(1e-3)
+TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)}
 
-def predict_small(**axes: int) -> js.plan.Prediction:
-    mesh = js.make_mesh(**axes)
+
+@pytest.fixture(scope="module")
+def small() -> js.plan.Prediction:
     model = js.models.make("gpt-1m", seq=32)
-    tx = optax.adamw(1e-3)
-    layout = js.layout(js.fsdp(), mesh, model.init, tx)
-    batch = {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)}
-    return js.plan.predict(layout, model.loss, batch, js.explicit(), tx=tx)
+    layout = js.layout(js.fsdp(), js.make_mesh(data=8), model.init, TX)
+    return js.plan.predict(layout, model.loss, TOKENS, js.explicit(), tx=TX)
 
 
-def test_a_prediction_prints_and_becomes_json():
-    prediction = predict_small(data=8)
-    assert list(prediction.peak.by_role) == list(ROLES)
-    assert prediction.peak.total == sum(prediction.peak.by_role.values())
-    assert "parameters" in str(prediction) and "optimizer state" in prediction._repr_html_()
-    found = json.loads(json.dumps(prediction.as_dict()))
+def test_a_prediction_prints_and_becomes_json(small: js.plan.Prediction):
+    assert list(small.peak.by_role) == list(ROLES)
+    assert small.peak.total == sum(small.peak.by_role.values())
+    assert "parameters" in str(small) and "optimizer state" in small._repr_html_()
+    found = json.loads(json.dumps(small.as_dict()))
     assert found["fits"] is None and found["hbm_bytes"] is None  # a CPU is no chip of the table
-    assert found["predicted_peak_bytes"] == prediction.peak.total
+    assert found["predicted_peak_bytes"] == small.peak.total
+    assert found["collectives"] and found["products"] and found["flops"] > 0
+
+
+def test_what_is_kept_of_blocks_is_exact(small: js.plan.Prediction):
+    """Of 4 blocks the arrays that go into them are among what is kept: f32[4, 2 rows, 32 positions, 144]."""
+    stacks = [array for _, role, array in small.peak.largest if role == "kept activations"]
+    assert any(array.startswith("float32[4, 2, 32, 144] stacked") for array in stacks), stacks
+
+
+def test_arguments_are_those_of_the_layout(small: js.plan.Prediction):
+    layout = js.layout(js.fsdp(), js.make_mesh(data=8), js.models.make("gpt-1m", seq=32).init, TX)
+    scalars = 4 + 8  # the number of the step and the random key, which have no role
+    assert small.argument_bytes == layout.argument_bytes(TOKENS) - scalars
+
+
+def test_the_optimizer_is_asked_for():
+    model = js.models.make("gpt-1m", seq=32)
+    layout = js.layout(js.fsdp(), js.make_mesh(data=8), model.init, TX)
+    with pytest.raises(TypeError, match="tx="):
+        js.plan.predict(layout, model.loss, TOKENS, js.explicit())
+
+
+CASES: list[tuple[str, str, dict[str, int], Any, Any, dict[str, Any]]] = [
+    ("gpt2", "v5e:4x4", {"data": 16}, js.fsdp(), js.explicit(precision="bf16"), {}),
+    ("gpt2", "v5e:4x4", {"data": 16}, js.zero1(), js.explicit(precision="bf16", remat="dots"), {}),
+    ("gpt2", "v5e:4x4", {"data": 16}, js.fsdp(), js.auto(), {}),
+    ("llama3-8b", "v5e:4x4", {"data": 16}, js.fsdp(), js.explicit(precision="bf16"), {"depth": 4, "seq": 4096}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@without_libtpu
+@pytest.mark.parametrize(("name", "topology", "axes", "strategy", "engine", "change"), CASES)
+def test_the_peak_is_within_15_percent_of_the_compilers(name, topology, axes, strategy, engine, change):
+    mesh = js.plan.topology_mesh(topology, **axes)
+    model = js.models.make(name, **change)
+    layout = js.layout(strategy, mesh, model.init, TX)
+    seq = change.get("seq", 1024)
+    batch = {"tokens": jax.ShapeDtypeStruct((16 * (4 if seq == 1024 else 1), seq + 1), jnp.int32)}
+    predicted = js.plan.predict(layout, model.loss, batch, engine, tx=TX).peak.total
+    compiled = js.make_step(model.loss, TX, layout, engine=engine).compile(batch)
+    assert predicted == pytest.approx(compiled.memory_analysis().peak_memory_in_bytes, rel=0.15)

@@ -1,0 +1,49 @@
+"""The fullest moment of small programs, beside what is stored in them by hand."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.liveness import Liveness, Moment
+from jaxshard.plan.memory.roles import temporary_bytes
+from jaxshard.plan.memory.shards import propagate, spec_split
+
+N = 64
+SQUARE = jax.ShapeDtypeStruct((N, N), jnp.float32)
+BYTES = 4 * N * N
+
+
+def fullest(fn, *args) -> Moment:
+    closed = jax.make_jaxpr(fn)(*args)
+    region = build(closed, [(((),) * len(x.shape), "", "") for x in args], {})
+    return Liveness(region, lambda one: temporary_bytes(one, tiled=False), set(region.outputs)).peak()
+
+
+def test_elementwise_results_are_not_stored():
+    assert fullest(lambda x: jnp.sum(jnp.exp(x) * 2 + x), SQUARE).total <= 8
+
+
+def test_products_are_stored_until_they_were_read():
+    # x @ x and its product with x are there at once, then the second and the third; the result is written in place.
+    assert fullest(lambda x: ((x @ x) @ x) @ x, SQUARE).total == 2 * BYTES
+
+
+def test_a_scan_stacks_what_its_backward_pass_reads():
+    def loss(w):
+        def body(x, _):
+            return jnp.sin(x @ w), None
+
+        return lax.scan(body, jnp.ones((N, N)), length=5)[0].sum()
+
+    stacked = [one for one in fullest(jax.grad(loss), SQUARE).live if one.note == "stacked"]
+    assert {one.bytes for one in stacked} == {5 * BYTES}
+
+
+def test_splits_follow_products_and_reductions():
+    rows, columns = (("data",), ()), ((), ("tensor",))
+    numbers = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+    assert propagate("dot_general", numbers, [(rows, (8, 4)), (columns, (4, 6))], (8, 6)) == (("data",), ("tensor",))
+    assert propagate("reduce_sum", {"axes": (0,)}, [(columns, (4, 6))], (6,)) == (("tensor",),)
+    assert propagate("mul", {}, [(rows, (8, 4)), (columns, (1, 4))], (8, 4)) == (("data",), ("tensor",))
+    assert spec_split(jax.sharding.PartitionSpec(("data", "tensor")), 2, frozenset({"data"})) == (("data",), ())
