@@ -5,8 +5,8 @@
     python benchmarks/plan.py --cases 2 --seed 7 --only drawn       # two cases that nobody has seen
 
 Each step of `plan_cases.py` is compiled for chips that are not here, in a process of its own that is stopped when
-buffers are assigned, before code is generated: its peak is known by then. A GPU's program is compiled to the end. `--json`
-keeps what was found, and compiles no case again that is in it.
+buffers are assigned, before code is generated: its peak is known by then. A GPU's program is compiled to the end.
+`--json` keeps what was found, and compiles no case again that is in it.
 
 The table has for each case the peak that `js.plan.predict` says, the compiler's, and the difference over the
 compiler's; whether the step fits, as predicted and as compiled; and the bytes of its collectives. Of a step that the
@@ -213,7 +213,7 @@ def main() -> None:
     if args.write:
         from plan_table import page
 
-        Path(args.write).write_text(page(rows, summary, versions(), args.seed), encoding="utf-8")
+        Path(args.write).write_text(page(rows, summary, versions(), len(FIXED), args.seed), encoding="utf-8")
 
 
 def choose(args: argparse.Namespace) -> list[Case]:

@@ -37,7 +37,7 @@ class Case(NamedTuple):
     precision: str
     rows: int
     seq: int
-    change: dict[str, Any] = {}
+    change: dict[str, Any] = {}  # noqa: RUF012
     microbatches: int = 1
 
     @property
@@ -55,6 +55,8 @@ class Case(NamedTuple):
 D16, D256, D128, D64 = {"data": 16}, {"data": 256}, {"data": 128}, {"data": 64}
 EVEN = {"vocab": 50304}
 """A vocabulary that tensor axes divide; GPT-2's is 50257."""
+EVEN_XL = EVEN | {"heads": 20}
+"""GPT-2 XL has 25 heads."""
 
 FIXED = [
     Case("gpt2", "v5e:4x4", D16, "ddp", "explicit", "everything", "f32", 4, 1024, {"depth": 4}),
@@ -87,7 +89,7 @@ FIXED = [
     Case("llama2-7b", "v5e:16x16", D256, "fsdp", "auto", "nothing", "bf16", 1, 4096),
     Case("llama3-70b", "v5p:4x4x8", {"data": 16, "tensor": 8}, "fsdp", "auto", "nothing", "bf16", 1, 4096),
     Case("llama3-8b", "v6e:8x8", D64, "fsdp", "explicit", "dots", "bf16", 1, 8192),
-    Case("gpt2-xl", "v5e:4x4", {"data": 4, "tensor": 4}, "zero1", "explicit", "nothing", "f32", 2, 1024, EVEN | {"heads": 20}),
+    Case("gpt2-xl", "v5e:4x4", {"data": 4, "tensor": 4}, "zero1", "explicit", "nothing", "f32", 2, 1024, EVEN_XL),
     Case("resnet50", "v5e:4x4", D16, "ddp", "auto", "everything", "bf16", 64, 0),
     Case("deepseek-16b", "v6e:8x8", {"data": 8, "expert": 8}, "fsdp", "explicit", "nothing", "bf16", 1, 4096),
     Case("llama3-8b", "v5e:4x4", D16, "ddp", "explicit", "nothing", "bf16", 1, 4096),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxshard.plan.memory.graph import Op, Region, Value
-from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_selection, narrower
+from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
 
 SUBLANES, LANES = 8, 128
 """The tile of a TPU's arrays."""
@@ -132,7 +132,11 @@ class Liveness(Storage):
             return Live(value, 0)
         stacked = op.name == "scan" and number >= op.counts[1]
         carried = op.name in ("scan", "while") and not stacked
-        return Live(value, self._bytes(value), "stacked" if stacked else "carried" if carried else "")
+        taken = self._bytes(value)
+        if stacked and not self.narrow_products and is_reduced(op.regions[0], op.regions[0].outputs[number]):
+            # XLA for GPUs moves a sum over devices one turn on, and peels that turn off: the zeros stay beside it.
+            taken *= 2
+        return Live(value, taken, "stacked" if stacked else "carried" if carried else "")
 
     def _bytes(self, value: Value) -> int:
         """The bytes of a value as it is stored."""

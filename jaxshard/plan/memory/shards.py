@@ -73,7 +73,7 @@ def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Spl
 
 def is_reduction(name: str) -> bool:
     """True for primitives that reduce dimensions: sums, maxima, and the places of these."""
-    return name.startswith(("reduce_", "arg")) and name != "reduce_precision"
+    return name.startswith(("reduce_", "arg")) and not name.startswith(("reduce_precision", "reduce_window"))
 
 
 def _valid(split: Split, shape: Sequence[int]) -> Split:

@@ -173,7 +173,7 @@ class Storage:
     def _continues(self, value: Value) -> bool:
         """True if one elementwise operation alone reads a product: it then becomes a part of it."""
         readers = set(self.readers[value])
-        if len(readers) != 1 or value in self.results:
+        if len(readers) != 1 or value in self.results or not self.narrow_products:
             return False
         (reader,) = readers
         if not self.is_elementwise(reader):
@@ -181,7 +181,9 @@ class Storage:
         return len(reader.outs) == 1 and _count(reader.outs[0]) == _count(value)
 
     def _reads_memory(self, reader: Op, value: Value) -> bool:
-        if reader.name in _PRODUCTS or self.is_elementwise(reader):
+        if reader.name in _PRODUCTS:  # those of a GPU's libraries
+            return not self.narrow_products
+        if self.is_elementwise(reader):
             return False
         if reader.name in FUSES_UPDATE:
             return self.find(reader.ins[0]) is value
@@ -193,6 +195,8 @@ class Storage:
         A gradient of a matrix stands in a traced program where the matrix was used first; compilers that save memory
         compute it before a loop through which its operands would live.
         """
+        if not self.narrow_products:
+            return
         made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
         read: defaultdict[Value, int] = defaultdict(int)
         for i, op in enumerate(self.ops):
@@ -252,10 +256,25 @@ def _is_default(precision: Any) -> bool:
     return all(one is None or "DEFAULT" in str(one) for one in parts)
 
 
+def is_reduced(body: Region, value: Value) -> bool:
+    """True for a result of a loop's body that a collective makes, or a constraint that stands for one."""
+    made = {one: op for op in body.ops for one in op.outs}
+    while (op := made.get(value)) is not None:
+        if op.name in _COLLECTIVES or op.name == "sharding_constraint":
+            return True
+        alike = [one for one in op.ins if _count(one) == _count(value)]
+        if len(alike) != 1:
+            return False
+        (value,) = alike
+    return False
+
+
 def is_selection(op: Op) -> bool:
     """Return True for a scatter of one element per row, the gradient of `take_along_axis`, which is a selection."""
     numbers: Any = op.params.get("dimension_numbers")
-    return bool(getattr(numbers, "operand_batching_dims", ())) and not numbers.update_window_dims
+    if not getattr(numbers, "operand_batching_dims", ()):
+        return False
+    return all(op.ins[-1].shape[dim] == 1 for dim in numbers.update_window_dims)
 
 
 def _count(value: Value) -> int:

@@ -1,0 +1,135 @@
+"""The page that `plan.py --write` makes: every case with its predicted and compiled peak, and what it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+HEAD = """# Predicted and compiled peaks
+
+Made by `python benchmarks/plan.py --seed {seed} --cases {drawn} --write docs/planner_table.md` with {versions}.
+{fixed} cases are a list in `benchmarks/plan_cases.py`, {drawn} were drawn by the seed from its whole grid; a slow test
+draws others for each commit.
+
+- **predicted** is `js.plan.predict(...).peak.total` in GB per device, from the traced step alone.
+- **compiled** is the peak of the compiler's program: its `peak_memory_in_bytes`. Of a step that it refuses it is what
+  the program would have held at once, read from the compiler's dump.
+- **fits** is what the prediction says (`?`: compile to know), and the compiler. A GPU's compiler refuses nothing.
+- **moved** are the bytes of the arrays in collectives per device and step, as promised by the layout and as found in
+  the program. Where they differ, the notes say by name which stands for which, is missing or was not promised.
+
+{summary}
+"""
+
+COLUMNS = (
+    "", "model", "chips", "mesh", "strategy, engine, remat", "dtype", "rows", "predicted", "compiled", "error", "fits",
+    "moved, promised", "found", "notes",
+)  # fmt: skip
+
+NOTES = """
+## Notes on collectives
+
+One line for each way in which compilers leave the promise, with the cases in which it happens.
+
+{notes}
+"""
+
+
+def page(
+    rows: Sequence[dict[str, Any]], summary: dict[str, Any], versions: dict[str, str], fixed: int, seed: str
+) -> str:
+    """The whole page as Markdown."""
+    head = HEAD.format(
+        seed=seed,
+        fixed=min(fixed, len(rows)),
+        drawn=max(0, len(rows) - fixed),
+        versions=", ".join(f"{name} {number}" for name, number in versions.items()),
+        summary=_summary(summary),
+    )
+    notes = _Notes()
+    lines = [
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---:|---|---|---|---|---|---|---:|---:|---:|---|---:|---:|---|",
+        *(_line(number, row, notes) for number, row in enumerate(rows, 1)),
+    ]
+    return head + "\n" + "\n".join(lines) + "\n" + NOTES.format(notes=notes.listed())
+
+
+def _summary(summary: dict[str, Any]) -> str:
+    over = "\n".join(f"  - {name}: {error:+.1%}" for name, error in summary["over"].items())
+    return (
+        f"**{summary['compared']} of {summary['cases']} cases compared: median error {summary['median']:.1%}, worst "
+        f"{summary['worst']:.1%}; {len(summary['refused'])} refused by the compiler, of which the prediction called "
+        f"{len(summary['wrongly_fits'])} fitting.**\n"
+        + (f"\nMore than 15 % off, to be mended:\n\n{over}\n" if over else "")
+    )
+
+
+class _Notes:
+    """Explanations by letter, each with the cases that it is true of."""
+
+    def __init__(self) -> None:
+        self.cases: dict[str, list[int]] = {}
+
+    def add(self, words: str, case: int) -> str:
+        self.cases.setdefault(words, [])
+        if case not in self.cases[words]:
+            self.cases[words].append(case)
+        return _letter(list(self.cases).index(words))
+
+    def listed(self) -> str:
+        return "\n".join(
+            f"- **{_letter(index)}** {words}: cases {', '.join(map(str, cases))}"
+            for index, (words, cases) in enumerate(self.cases.items())
+        )
+
+
+def _letter(index: int) -> str:
+    return chr(ord("a") + index) if index < 26 else chr(ord("a") + index // 26 - 1) + chr(ord("a") + index % 26)
+
+
+def _line(number: int, row: dict[str, Any], notes: _Notes) -> str:
+    case = row["case"]
+    change = "".join(f" {name}={value}" for name, value in case["change"].items())
+    turns = f" x{case['microbatches']}" if case["microbatches"] > 1 else ""
+    error = ""
+    if row.get("peak") and row.get("predicted_peak"):
+        error = f"{row['predicted_peak'] / row['peak'] - 1:+.1%}"
+    fits = {True: "yes", False: "no", None: "?"}
+    compiled_fits = "no" if row.get("refused") else "yes"
+    promised = sum(entry["promised"] or 0 for entry in row.get("collectives", ()))
+    found = sum(entry["bytes"] or 0 for entry in row.get("collectives", ()))
+    letters = sorted({notes.add(words, number) for words in _reasons(row)}, key=lambda one: (len(one), one))
+    columns = (
+        str(number),
+        case["model"] + change,
+        case["topology"],
+        " ".join(f"{axis}={size}" for axis, size in case["axes"].items()),
+        f"{case['strategy']}, {case['engine']}, {case['remat']}",
+        case["precision"],
+        f"{case['rows']} x {case['seq'] or 'image'}{turns}",
+        _gigabytes(row.get("predicted_peak")),
+        _gigabytes(row.get("peak")),
+        error,
+        f"{fits[row.get('predicted_fits')]} / {compiled_fits}",
+        _gigabytes(promised),
+        _gigabytes(found),
+        " ".join(letters),
+    )
+    return "| " + " | ".join(columns) + " |"
+
+
+def _reasons(row: dict[str, Any]) -> list[str]:
+    """Why the collectives are not those of the promise, without numbers of one case."""
+    found = [words.split("\n")[0].split(", ")[0] for words in row.get("substitutes", ())]
+    found += [f"not promised: {words.split(',')[0]}" for words in row.get("surprises", ())]
+    found += [f"less often than promised: {words.split(' of ')[0]}" for words in row.get("missing", ())]
+    if any(entry["promised"] is None for entry in row.get("collectives", ())):
+        found.append("activations over a tensor axis and sums of the loss have no promised size")
+    if row.get("tolerated"):
+        found.append("small borders and indices, left to the compiler")
+    return found
+
+
+def _gigabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e9:.2f}"
