@@ -97,8 +97,9 @@ def _line(number: int, row: dict[str, Any], notes: _Notes) -> str:
         error = f"{row['predicted_peak'] / row['peak'] - 1:+.1%}"
     fits = {True: "yes", False: "no", None: "?"}
     compiled_fits = "no" if row.get("refused") else "yes"
-    promised = sum(entry["promised"] or 0 for entry in row.get("collectives", ()))
-    found = sum(entry["bytes"] or 0 for entry in row.get("collectives", ()))
+    compared = row["collectives"] if "substitutes" in row else None
+    promised = None if compared is None else sum(entry["promised"] or 0 for entry in compared)
+    found = None if compared is None else sum(entry["bytes"] or 0 for entry in compared)
     letters = sorted({notes.add(words, number) for words in _reasons(row)}, key=lambda one: (len(one), one))
     columns = (
         str(number),
@@ -121,6 +122,8 @@ def _line(number: int, row: dict[str, Any], notes: _Notes) -> str:
 
 def _reasons(row: dict[str, Any]) -> list[str]:
     """Why the collectives are not those of the promise, without numbers of one case."""
+    if "substitutes" not in row:
+        return []
     found = [words.split("\n")[0].split(", ")[0] for words in row.get("substitutes", ())]
     found += [f"not promised: {words.split(',')[0]}" for words in row.get("surprises", ())]
     found += [f"less often than promised: {words.split(' of ')[0]}" for words in row.get("missing", ())]

@@ -1,0 +1,39 @@
+"""What is stored on GPUs beyond TPUs, and splits of windows."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.liveness import Liveness
+from jaxshard.plan.memory.shards import propagate
+
+N = 256
+
+
+def live_bytes(function, *shapes, tpu):
+    """Bytes live at the fullest moment of a function of f32 arrays, beside its arguments."""
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    arguments = [(((),) * len(shape), "parameters", "x") for shape in shapes]
+    region = build(closed, arguments, {})
+
+    def size(value):
+        total = 4
+        for extent in value.shard:
+            total *= extent
+        return total
+
+    return Liveness(region, size, narrow_products=tpu).peak().total
+
+
+def test_the_operand_of_a_product_is_stored_on_gpus_and_computed_where_it_is_read_on_tpus():
+    def exponentials(x, w):
+        return (jnp.exp(x) @ w).sum()
+
+    shapes = (N, N), (N, 8)
+    assert live_bytes(exponentials, *shapes, tpu=False) >= 4 * N * N
+    assert live_bytes(exponentials, *shapes, tpu=True) < 4 * N * N
+
+
+def test_a_window_keeps_the_split_of_rows():
+    rows = (("data",), (), (), ())
+    assert propagate("reduce_window_max", {}, [(rows, (16, 8, 8, 4))], (16, 4, 4, 4))[0] == ("data",)
