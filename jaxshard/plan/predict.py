@@ -23,8 +23,9 @@ from jaxshard.plan.memory.roles import Peak, moment_str, role_of, step_peak
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import trace_step
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
-from jaxshard.plan.time.activations import activation_costs
+from jaxshard.plan.time.activations import activation_costs, exchange_costs
 from jaxshard.plan.time.network import collective_costs
+from jaxshard.plan.time.pipeline import ticks_of
 from jaxshard.plan.time.products import product_costs
 from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
 
@@ -67,9 +68,13 @@ def predict(
     vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
     peak = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu", vocab=frozenset(vocab))
     promised = promise(layout, engine, loss_fn, batch)
-    activations = activation_costs(peak.region, layout.mesh, frozenset(tensor_axes(layout)), chip)
-    collectives = (*collective_costs(promised, layout.mesh, chip), *activations)
-    products = product_costs(traced.closed, layout.mesh, chip)
+    mesh, ticks = layout.mesh, ticks_of(engine, layout)
+    collectives = (
+        *collective_costs(promised, mesh, chip),
+        *activation_costs(peak.region, mesh, frozenset(tensor_axes(layout)), chip),
+        *exchange_costs(traced.closed, promised, mesh, chip, ticks),
+    )
+    products = product_costs(traced.closed, mesh, chip, ticks=ticks)
     flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
     prediction = Prediction(
         devices=layout.mesh.size,

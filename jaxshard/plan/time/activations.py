@@ -1,8 +1,8 @@
-"""What the compiler moves over tensor axes: sums of products whose contracted dimension is split, gathers, scatters.
+"""What a promise leaves open, read from the traced step: sums over tensor axes, exchanges of tokens and activations.
 
-No promise says how much that is ("activations, as needed"), but the traced step does: a product contracts dimensions
-that are split, so that each device has a part of the sum. Parts are added up where something else than a sum, a cast or
-a reshape reads them: at once for the products that make one gradient, as compilers do it.
+Over tensor axes the compiler moves activations, "as needed". How much that is the program says: a product contracts
+dimensions that are split, so that each device has a part of the sum. Parts are added up where something else than a
+sum, a cast or a reshape reads them: at once for the products that make one gradient, as TPU compilers do it.
 
     x[B, C] @ up[C, F/t] -> h[B, F/t]          nothing is moved
     h[B, F/t] @ down[F/t, C] -> y[B, C]        partial: an all-reduce of y over the tensor axis, or a reduce-scatter
@@ -13,19 +13,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from jaxshard.checks.collectives.promise import Promise
 from jaxshard.core.tree import bytes_of
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.time.network import CollectiveCost, collective_cost, join_costs
+from jaxshard.plan.time.pipeline import Ticks
+from jaxshard.plan.time.products import exchanges
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _LINEAR = frozenset({
     "convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "neg", "reduce_precision", "copy",
 })  # fmt: skip
+
+
+def exchange_costs(
+    closed_jaxpr: Any, promise: Promise, mesh: Mesh, chip: Chip | None = None, ticks: Ticks | None = None
+) -> tuple[CollectiveCost, ...]:
+    """Return the permutes and all-to-alls that a promise allows without a number: between stages, and to experts.
+
+    Args:
+      closed_jaxpr: of the traced step.
+      promise: of the step.
+      mesh: of the layout.
+      chip: of the mesh, or None, which leaves out the times.
+      ticks: of a pipeline's program.
+
+    Returns:
+      One for each kind and axes. Of ragged exchanges, whose rows the routing decides, the whole buffers count.
+    """
+    open_kinds = {(one.kind, one.axes): one.what for one in promise.expected if one.shape is None}
+    found: dict[tuple[str, tuple[str, ...]], list[CollectiveCost]] = {}
+    for one in exchanges(closed_jaxpr, mesh, ticks):
+        axes = tuple(axis for axis in mesh.axis_names if axis in one.axes and mesh.shape[axis] > 1)
+        if (what := open_kinds.get((one.kind, axes))) is not None:
+            cost = collective_cost(one.kind, axes, one.size, mesh, chip, count=round(one.times), what=what)
+            found.setdefault((one.kind, axes), []).append(cost)
+    return tuple(replace(join_costs(costs), what=costs[0].what) for costs in found.values())
 
 
 class _Moved(NamedTuple):

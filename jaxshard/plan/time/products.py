@@ -27,6 +27,7 @@ from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.cost.hardware import Chip
 from jaxshard.layers.attention.attention import SCOPE
+from jaxshard.plan.time.pipeline import Ticks
 
 Range = tuple[float, float]
 Parts = Callable[[Any, frozenset[str]], int]
@@ -83,7 +84,12 @@ class _Product(NamedTuple):
 
 
 def product_costs(
-    closed_jaxpr: Any, mesh: Mesh, chip: Chip | None = None, *, parts: Parts | None = None
+    closed_jaxpr: Any,
+    mesh: Mesh,
+    chip: Chip | None = None,
+    *,
+    parts: Parts | None = None,
+    ticks: Ticks | None = None,
 ) -> tuple[ProductCost, ...]:
     """Return the products of a traced program on each device of a mesh, those that take longest first.
 
@@ -93,6 +99,8 @@ def product_costs(
       chip: one of them, or None, which leaves out the times.
       parts: among how many devices the compiler splits an equation along the axes that are left to it; by default all
         of them.
+      ticks: of a pipeline's program (`ticks_of`): how often the conditionals of its loop run. Every other conditional
+        counts with its most expensive branch.
 
     Returns:
       One for all equal products of one line. A `while` loop counts once, because nobody knows how often it runs.
@@ -100,10 +108,11 @@ def product_costs(
     jaxpr, known = _open(closed_jaxpr, {}, ())
     automatic = frozenset(mesh.axis_names)
     every = parts or (lambda _, axes: math.prod(mesh.shape[axis] for axis in axes))
-    walk = _Walk(mesh, every, fused=mesh.devices.flat[0].platform == "gpu")
+    walk = _Walk(mesh, every, mesh.devices.flat[0].platform == "gpu", ticks)
     found: dict[tuple[str, str, str, int], list[_Product]] = {}
     for one in walk.products(jaxpr, 1, automatic, known):
-        found.setdefault((one.where, one.shapes, one.dtype, one.passes), []).append(one)
+        if isinstance(one, _Product):
+            found.setdefault((one.where, one.shapes, one.dtype, one.passes), []).append(one)
     costs = [_cost(ones, chip) for ones in found.values()]
     return tuple(sorted(costs, key=lambda one: (-one.seconds[1], -one.flops)))
 
@@ -121,12 +130,39 @@ def compute_seconds(chip: Chip, flops: float, dtype: str, *, passes: int = 1, fi
     return flops / (chip.rate(dtype, passes) * chip.reached * fill)
 
 
+class Exchange(NamedTuple):
+    """A permute or all-to-all that the program itself calls for, `times` in a step, of so many bytes on each device."""
+
+    kind: str
+    axes: tuple[str, ...]
+    size: int
+    times: float
+    flops: float = 0.0
+
+
+_EXCHANGES = {
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+}
+
+
+def exchanges(closed_jaxpr: Any, mesh: Mesh, ticks: Ticks | None = None) -> Iterator[Exchange]:
+    """Yield the permutes and all-to-alls of a traced program, as a device sees them; arguments as `product_costs`."""
+    walk = _Walk(mesh, lambda _, axes: 1, False, ticks)
+    jaxpr, known = _open(closed_jaxpr, {}, ())
+    for one in walk.products(jaxpr, 1, frozenset(mesh.axis_names), known):
+        if isinstance(one, Exchange):
+            yield one
+
+
 class _Walk(NamedTuple):
     """How a program is read.
 
     Attributes:
       mesh: its devices.
       parts: see `product_costs`.
+      ticks: see `product_costs`.
       fused: True if attention is one kernel, whose logits never leave the chip, although the program shows their
         products: what is traced for GPUs that are not here.
       inside: True inside such a kernel.
@@ -135,18 +171,19 @@ class _Walk(NamedTuple):
     mesh: Mesh
     parts: Parts
     fused: bool
+    ticks: Ticks | None = None
     inside: bool = False
 
     def products(
         self, jaxpr: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
-    ) -> Iterator[_Product]:
-        """Yield the products of a program that runs so many `times`, with the axes that are left to the compiler."""
+    ) -> Iterator[_Product | Exchange]:
+        """Yield products and exchanges of a program that runs so many `times`, with the axes left to the compiler."""
         for equation in jaxpr.eqns:
             yield from self.of_equation(equation, times, automatic, known)
 
     def of_equation(
         self, equation: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
-    ) -> Iterator[_Product]:
+    ) -> Iterator[_Product | Exchange]:
         params = equation.params
         if self.fused and not self.inside and SCOPE in str(equation.source_info.name_stack):
             yield from self._replace(inside=True).of_equation(equation, times, automatic, known)
@@ -170,7 +207,11 @@ class _Walk(NamedTuple):
             case "scan":
                 count = scan_counts(params)[0]
                 inner, passed = _open(params["jaxpr"], known, equation.invars[:count])
-                yield from self.products(inner, times * params["length"], automatic, passed)
+                yield from self._turns(inner, times, params["length"], automatic, passed)
+            case name if name in _EXCHANGES:
+                axes = params["axis_name"]
+                axes = axes if isinstance(axes, tuple) else (axes,)
+                yield Exchange(_EXCHANGES[name], axes, _bytes(equation.invars[0].aval), times)
             case "cond":
                 opened = [_open(one, known, equation.invars[1:]) for one in params["branches"]]
                 branches = [list(self.products(inner, times, automatic, passed)) for inner, passed in opened]
@@ -184,6 +225,18 @@ class _Walk(NamedTuple):
             case _:
                 for inner in jaxprs_in_params(params):
                     yield from self.products(inner, times, automatic, {})
+
+    def _turns(
+        self, body: Any, times: float, length: int, automatic: frozenset[str], known: Mapping[Any, Any]
+    ) -> Iterator[_Product | Exchange]:
+        """Yield those of a loop; in that over a pipeline's ticks a conditional runs in some of the turns."""
+        conditionals = [equation for equation in body.eqns if equation.primitive.name == "cond"]
+        shares = [1.0] * len(conditionals)
+        if self.ticks is not None and (length, len(conditionals)) == (self.ticks.turns, len(self.ticks.shares)):
+            shares = list(self.ticks.shares)
+        for equation in body.eqns:
+            share = shares.pop(0) if equation.primitive.name == "cond" else 1.0
+            yield from self.of_equation(equation, times * length * share, automatic, known)
 
     def _dot(
         self,
@@ -223,7 +276,7 @@ class _Walk(NamedTuple):
         grid = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
         name = str(params.get("name") or getattr(params.get("name_and_src_info"), "name", "kernel"))
         share = _visited(name, equation, params["grid_mapping"], known) / self.parts(equation, automatic)
-        body = list(self.products(inner, 1, frozenset(), {}))
+        body = [one for one in self.products(inner, 1, frozenset(), {}) if isinstance(one, _Product)]
         touched = sum(_bytes(var.aval) for var in (*equation.invars, *equation.outvars))
         estimate = params.get("cost_estimate")
         if estimate is not None or body:

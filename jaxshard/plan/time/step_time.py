@@ -18,8 +18,8 @@ from jaxshard.core.layout import Layout
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.engine import Engine
 from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.pipeline import bubble_of
 from jaxshard.plan.time.products import TRAFFIC, ProductCost
-from jaxshard.schedules.stats import Costs, compute_stats
 
 Range = tuple[float, float]
 
@@ -84,7 +84,8 @@ def step_time(
         activations, exchanges of tokens) stand between two of them.
       chip: of the mesh.
       layout: whose optimizer state is updated; without one the update is left out.
-      engine: whose schedule says how long devices idle, if it has one.
+      engine: whose schedule says how long devices idle, if it has one. Products of a pipeline's program are useful work
+        and bubble together.
       bubble: that idle share itself, in the place of the engine's.
     """
     busy = sum(one.compute for one in products)
@@ -97,7 +98,6 @@ def step_time(
         between[1] + reductions[1] + gathers[1],
     )
     share = (0.0 if engine is None or layout is None else bubble_of(engine, layout)) if bubble is None else bubble
-    idle = share / (1 - share)
     update = 0.0 if layout is None else update_bytes(layout) / chip.hbm_bandwidth
     assumptions = [
         f"products run at {chip.reached:.0%} of {chip.name}'s peak, {chip.peak_flops / 1e12:.0f} TFLOP/s in bf16",
@@ -107,26 +107,13 @@ def step_time(
     if share:
         assumptions.append(f"the schedule idles {share:.1%} of the time")
     return StepTime(
-        (busy, busy),
-        (spent[0] - busy + update, spent[1] - busy + 2 * update),
+        (busy * (1 - share), busy * (1 - share)),
+        ((spent[0] - busy) * (1 - share) + update, (spent[1] - busy) * (1 - share) + 2 * update),
         exposed,
-        (idle * (spent[0] + between[0]), idle * (spent[1] + between[1])),
+        (share * spent[0], share * spent[1]),
         HOST,
         tuple(assumptions),
     )
-
-
-def bubble_of(engine: Engine, layout: Layout) -> float:
-    """Return the idle share of an engine's schedule, in lockstep; 0 for engines without one.
-
-    A backward pass that keeps only what goes into its blocks computes their forward pass again: it costs three times
-    the forward.
-    """
-    table = getattr(engine, "table", None)
-    if table is None:
-        return 0.0
-    again = getattr(engine, "stash", None) in ("layer", "stage")
-    return compute_stats(table(layout), Costs(F=1.0, B=3.0 if again else 2.0)).bubble
 
 
 def update_bytes(layout: Layout) -> int:
@@ -181,6 +168,8 @@ def _role(one: CollectiveCost) -> str:
     """What a collective is for: "gather" of weights, "reduce" of gradients (or parameters at the end), "between"."""
     word = one.what.split(" ")[0]
     if word == "weight":
+        return "gather"
+    if one.kind == "collective-permute":  # from stage to stage, or around a ring: the next is there before it is used
         return "gather"
     return "reduce" if word in ("gradient", "parameter", "new") else "between"
 

@@ -39,9 +39,10 @@ def test_what_is_hidden():
 
 
 def test_a_bubble_idles():
-    time = step_time([product(0.8, 1.6)], [], V5E, bubble=0.2)
-    assert time.bubble == pytest.approx((0.2, 0.4))
-    assert time.low == pytest.approx(1.0)
+    # The program's products are useful work and bubble together.
+    time = step_time([product(1.0, 2.0)], [], V5E, bubble=0.2)
+    assert (time.compute, time.bubble) == (pytest.approx((0.8, 0.8)), pytest.approx((0.2, 0.4)))
+    assert (time.low, time.high) == pytest.approx((1.0, 2.0 + HOST[1]))
 
 
 def test_figures_of_a_step():
