@@ -103,7 +103,8 @@ def product_costs(
         counts with its most expensive branch.
 
     Returns:
-      One for all equal products of one line. A `while` loop counts once, because nobody knows how often it runs.
+      One for all equal products of one line. A `while` loop counts once, because nobody knows how often it runs, but
+      for the exchange of tokens in windows, which runs as often as an even routing needs.
     """
     jaxpr, known = _open(closed_jaxpr, {}, ())
     automatic = frozenset(mesh.axis_names)
@@ -211,7 +212,15 @@ class _Walk(NamedTuple):
             case name if name in _EXCHANGES:
                 axes = params["axis_name"]
                 axes = axes if isinstance(axes, tuple) else (axes,)
-                yield Exchange(_EXCHANGES[name], axes, _bytes(equation.invars[0].aval), times)
+                yield Exchange(
+                    _EXCHANGES[name],
+                    axes,
+                    min(_bytes(equation.invars[0].aval), _bytes(equation.outvars[0].aval)),
+                    times,
+                )
+            case "while":
+                inner, _ = open_jaxpr(params["body_jaxpr"])
+                yield from self.products(inner, times * self._windows(equation, inner), automatic, {})
             case "cond":
                 opened = [_open(one, known, equation.invars[1:]) for one in params["branches"]]
                 branches = [list(self.products(inner, times, automatic, passed)) for inner, passed in opened]
@@ -237,6 +246,15 @@ class _Walk(NamedTuple):
         for equation in body.eqns:
             share = shares.pop(0) if equation.primitive.name == "cond" else 1.0
             yield from self.of_equation(equation, times * length * share, automatic, known)
+
+    def _windows(self, equation: Any, body: Any) -> int:
+        """How often a loop runs that exchanges rows in windows, if all devices have as many: its rows over a window's.
+
+        Any other loop counts once.
+        """
+        moved = [one.size for one in self.products(body, 1, frozenset(), {}) if isinstance(one, Exchange)]
+        rows = [_bytes(var.aval) for var in equation.outvars if len(var.aval.shape) == 2]
+        return math.ceil(max(rows) / max(moved)) if rows and moved else 1
 
     def _dot(
         self,
@@ -274,7 +292,7 @@ class _Walk(NamedTuple):
         params = equation.params
         inner, _ = open_jaxpr(params["jaxpr"])
         grid = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-        name = str(params.get("name") or getattr(params.get("name_and_src_info"), "name", "kernel"))
+        name = str(params.get("name") or _where(equation))
         share = _visited(name, equation, params["grid_mapping"], known) / self.parts(equation, automatic)
         body = [one for one in self.products(inner, 1, frozenset(), {}) if isinstance(one, _Product)]
         touched = sum(_bytes(var.aval) for var in (*equation.invars, *equation.outvars))

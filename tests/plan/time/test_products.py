@@ -96,3 +96,21 @@ def test_groups_of_ragged_products():
     # Every row meets one expert, forward and in the gradient of the experts.
     found = costs(jax.grad(loss), experts, rows, sizes, mesh=mesh)
     assert {one.flops for one in found} == {2 * 64 * 32 * 16 / 8}
+
+
+def test_windows_of_tokens_run_as_often_as_an_even_routing_needs():
+    mesh = js.make_mesh(expert=8)
+
+    def turns(x, count):
+        def window(i, y):
+            rows = jax.lax.dynamic_slice_in_dim(y, 0, 16)
+            sent = jax.lax.all_to_all(rows, "expert", 0, 0, tiled=True)
+            return jax.lax.dynamic_update_slice_in_dim(y, sent @ jnp.ones((32, 32)), 0, 0)
+
+        return jax.lax.fori_loop(0, count[0], window, x)
+
+    spread = jax.shard_map(turns, mesh=mesh, in_specs=(P("expert"), P()), out_specs=P("expert"), check_vma=False)
+    x = jax.ShapeDtypeStruct((8 * 40, 32), jnp.float32)
+    # Each device has 40 rows, which go in windows of 16: three of them.
+    (one,) = costs(spread, x, jax.ShapeDtypeStruct((1,), jnp.int32), mesh=mesh)
+    assert (one.count, one.flops) == (3, 3 * 2 * 16 * 32 * 32)
