@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.promise import Promise
 from jaxshard.cost.hardware import chip
-from jaxshard.plan.time.network import EFFICIENCY, Group, collective_cost, collective_seconds, group_of
+from jaxshard.plan.time.network import (
+    EFFICIENCY,
+    Group,
+    collective_cost,
+    collective_costs,
+    collective_seconds,
+    group_of,
+)
 
 V5E, V5P, H100 = (chip(kind) for kind in ("TPU v5e", "TPU v5p", "NVIDIA H100 80GB HBM3"))
 
@@ -114,3 +123,49 @@ def test_bytes_that_come_into_a_device():
     assert (cost.bytes, cost.array_bytes, cost.link, cost.count) == (3 * 2 * 1500, 4800, "ici", 3)
     assert collective_cost("all-gather", ("x",), 1600, mesh, None).seconds == (0.0, 0.0)
     assert isinstance(mesh, StandIn) and not isinstance(mesh, Mesh)
+
+
+def test_of_a_compilers_choices_those_of_the_layout_count():
+    mesh = torus(4, 4, x=4, y=4)
+
+    def may(kind, axes, shape, what, **more):
+        return Expected(kind, axes, shape, np.float32, 0, 2, what, **more)
+
+    promised = Promise(
+        (
+            may("all-gather", ("x", "y"), (16, 16), "weight w"),
+            # A gradient may be scattered at once or axis by axis, around a ring, or summed.
+            may("reduce-scatter", ("x", "y"), (16, 16), "gradient of w"),
+            may("reduce-scatter", ("x",), (16, 16), "gradient of w"),
+            may("collective-permute", ("x",), (4, 16), "shards of the gradient of w, around a ring"),
+            may("reduce-scatter", ("y",), (4, 16), "gradient of w"),
+            may("all-reduce", ("x", "y"), (16, 16), "gradient of w"),
+            may("all-reduce", ("x",), None, "activations"),
+            may("all-reduce", ("x", "y"), (8,), "sums over rows", limit=8),
+        ),
+        (),
+        0,
+    )
+    found = collective_costs(promised, mesh, V5E)
+    assert [(one.kind, one.axes, one.array_bytes) for one in found] == [
+        ("all-gather", ("x", "y"), 2 * 1024),
+        ("reduce-scatter", ("x",), 2 * 1024),
+        ("reduce-scatter", ("y",), 2 * 256),
+    ]
+
+
+def test_between_slices_each_array_counts_once():
+    pods = torus(4, 4, slices=2, data=2, fsdp=16)
+
+    def pooled(what):
+        for kind in ("all-reduce", "reduce-scatter", "all-gather"):
+            for axes in (("data",), ("fsdp",)):
+                yield Expected(kind, axes, (16, 128), np.float32, 0, 1, what, pooled=True)
+
+    def kinds(*whats):
+        promised = Promise(tuple(one for what in whats for one in pooled(what)), (), 0)
+        return [(one.kind, one.axes, one.count) for one in collective_costs(promised, pods, V5E)]
+
+    both = ("data", "fsdp")
+    assert kinds("gradient of w") == [("all-reduce", both, 1)]
+    assert kinds("weight w", "gradient of w") == [("all-gather", both, 1), ("reduce-scatter", both, 1)]
