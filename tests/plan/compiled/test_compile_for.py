@@ -13,6 +13,7 @@ import pytest
 import jaxshard as js
 from jaxshard.plan.compiled import target
 from jaxshard.plan.planned import planned_devices
+from jaxshard.plan.topology import topology_devices
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 without_plugin = pytest.mark.skipif(
@@ -57,6 +58,15 @@ def test_an_unknown_topology_lists_near_ones(small_step):
     for name, near in (("v5e:16x15", "v5e:16x16"), ("h100:9", "h100:8"), ("v7e:4x4", "v5e")):
         with pytest.raises(ValueError, match=f"no topology '{name}'.*{near}"):
             js.plan.compile_for(small_step, BATCH, name)
+
+
+def test_a_missing_compiler_names_the_command_that_installs_it(small_step, monkeypatch):
+    monkeypatch.setattr(target, "topology_devices", topology_devices)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'libtpu is not installed; pip install "jax\[tpu\]=='):
+        js.plan.compile_for(small_step, BATCH, "v5e:2x2")
+    with pytest.raises(ImportError, match="CUDA plugin is not installed; pip install --no-deps"):
+        js.plan.compile_for(small_step, BATCH, "h100:4")
 
 
 @tpu
