@@ -291,9 +291,9 @@ def vocabularies_of(parameters: Sequence[Argument], shape_of: Callable[[Argument
 
     One that others have too is that of the features, where a device has a small part of the vocabulary.
     """
-    named = [one for one in parameters if len(one.shape) > 1 and any(word in one.name.lower() for word in _VOCABULARY)]
+    named = [one for one in parameters if any(word in one.name.lower() for word in _VOCABULARY)]
     others = {size for one in parameters if one not in named for size in shape_of(one)}
-    return {max(shape_of(one)) for one in named} - others
+    return {max(shape_of(one)) for one in named if len(one.shape) > 1} - others
 
 
 def _names(move: Move) -> str:

@@ -19,9 +19,9 @@ from jaxshard.plan.time.products import ProductCost
 
 V5E = chip("TPU v5e")
 PRODUCTS = (
-    ProductCost("model.py:7", "[4096, 1024] x [1024, 4096]", "bfloat16", 24, 8e11, 1e9, (0.1, 0.2)),
-    ProductCost("model.py:9", "[8, 1024] x [1024, 8]", "bfloat16", 2, 2e11, 4e9, (0.1, 0.2)),
-    ProductCost("model.py:3", "[2] x [2]", "float32", 1, 8.0, 16.0, (0.0, 0.0)),
+    ProductCost("model.py:7", "[4096, 1024] x [1024, 4096]", "bfloat16", 24, 8e11, 1e9, 0.1, (0.1, 0.2)),
+    ProductCost("model.py:9", "[8, 1024] x [1024, 8]", "bfloat16", 2, 2e11, 4e9, 0.1, (0.1, 0.2)),
+    ProductCost("model.py:3", "[2] x [2]", "float32", 1, 8.0, 16.0, 0.0, (0.0, 0.0)),
 )
 
 
