@@ -50,10 +50,8 @@ def child(case: Case, out: Path) -> None:
     found: dict[str, Any] = {}
 
     def compile_and_dump(lowered: Any, compiler_options: Any = None, **kwargs: Any) -> Any:
-        found["refused"] = True  # unless it returns
         options = dict(compiler_options or {}) | {"xla_dump_to": str(out)}
         compiled = compile_lowered(lowered, compiler_options=options, **kwargs)
-        found["refused"] = False
         found["analysis"] = {
             "arguments": compiled.memory_analysis().argument_size_in_bytes,
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
@@ -69,6 +67,7 @@ def child(case: Case, out: Path) -> None:
     except Exception as error:  # a refusal is a result
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {error}"[:3000]
+        found["refused"] = "RESOURCE_EXHAUSTED" in found["error"]  # other errors are the compiler's own
     (out / "found.json").write_text(json.dumps(found))
 
 

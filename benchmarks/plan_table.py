@@ -96,7 +96,7 @@ def _line(number: int, row: dict[str, Any], notes: _Notes) -> str:
     if row.get("peak") and row.get("predicted_peak"):
         error = f"{row['predicted_peak'] / row['peak'] - 1:+.1%}"
     fits = {True: "yes", False: "no", None: "?"}
-    compiled_fits = "no" if row.get("refused") else "yes"
+    compiled_fits = "no" if row.get("refused") else "yes" if row.get("peak") else "not compiled"
     compared = row["collectives"] if "substitutes" in row else None
     promised = None if compared is None else sum(entry["promised"] or 0 for entry in compared)
     found = None if compared is None else sum(entry["bytes"] or 0 for entry in compared)

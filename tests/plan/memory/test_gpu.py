@@ -22,7 +22,7 @@ def live_bytes(function, *shapes, tpu):
             total *= extent
         return total
 
-    return Liveness(region, size, narrow_products=tpu).peak().total
+    return Liveness(region, size, set(), narrow_products=tpu).peak().total
 
 
 def test_the_operand_of_a_product_is_stored_on_gpus_and_computed_where_it_is_read_on_tpus():
