@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
+from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr
 from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import LossFn, PyTree
@@ -74,7 +76,9 @@ def predict(
         *activation_costs(peak.region, mesh, frozenset(tensor_axes(layout)), chip),
         *exchange_costs(traced.closed, promised, mesh, chip, ticks),
     )
-    products = product_costs(traced.closed, mesh, chip, ticks=ticks)
+    # With micro-batches an engine traces the loss once more for its weight alone; compilers drop the rest of it.
+    alive = ClosedJaxpr(eliminate_dead_code(traced.closed)[0], open_jaxpr(traced.closed)[1])
+    products = product_costs(alive, mesh, chip, ticks=ticks)
     flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
     prediction = Prediction(
         devices=layout.mesh.size,

@@ -74,3 +74,19 @@ def test_the_peak_is_within_15_percent_of_the_compilers(name, topology, axes, st
     predicted = js.plan.predict(layout, model.loss, batch, engine, tx=TX).peak.total
     compiled = js.make_step(model.loss, TX, layout, engine=engine).compile(batch)
     assert predicted == pytest.approx(compiled.memory_analysis().peak_memory_in_bytes, rel=0.15)
+
+
+def test_micro_batches_compute_what_one_turn_computes():
+    """An engine traces the loss once more for the weight of a batch: that products are not computed."""
+
+    def flops(turns):
+        def loss(params, batch, key):
+            y = jnp.tanh(batch["x"] @ params["w"]) @ params["w"]
+            return js.Mean(jnp.sum(y * batch["mask"][:, None]), jnp.sum(batch["mask"]))
+
+        mesh, tx = js.plan.planned_mesh("v5e:2x2", data=4), optax.sgd(0.1)
+        layout = js.layout(js.fsdp(), mesh, lambda key: {"w": jnp.ones((256, 256))}, tx)
+        batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32), "mask": jax.ShapeDtypeStruct((64,), jnp.float32)}
+        return js.plan.predict(layout, loss, batch, js.explicit(microbatches=turns), tx=tx).flops
+
+    assert flops(1) == flops(2) > 0

@@ -124,8 +124,8 @@ class Estimator:
         return {
             "compute": compute,
             "between": between,
-            # At best all of it runs beside products, at worst only the gathers, as in `step_time`.
-            "weights": (max(0.0, gathers + reductions - compute) + reductions + max(0.0, gathers - compute)) / 2,
+            # At best all of it runs beside products, at worst none, as in `step_time`.
+            "weights": (max(0.0, gathers + reductions - compute) + gathers + reductions) / 2,
             "idle": busy * idle if stages > 1 else 0.0,
             "update": update,
         }

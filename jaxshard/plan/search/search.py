@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -158,13 +158,15 @@ def _search(
     )  # fmt: skip
 
 
-def _varied(ordered: Sequence[tuple[Candidate, Estimate]]) -> Iterator[tuple[Candidate, Estimate]]:
-    """Of candidates that differ in sizes alone the best few, so that what is predicted is not one way many times."""
+def _varied(ordered: Sequence[tuple[Candidate, Estimate]]) -> list[tuple[Candidate, Estimate]]:
+    """Of candidates that differ in sizes alone the best few: the first of every kind, then the second of each."""
+    turns: list[list[tuple[Candidate, Estimate]]] = [[] for _ in range(_ALIKE)]
     seen: Counter[Any] = Counter()
     for one, found in ordered:
+        if seen[_kind(one)] < _ALIKE:
+            turns[seen[_kind(one)]].append((one, found))
         seen[_kind(one)] += 1
-        if seen[_kind(one)] <= _ALIKE:
-            yield one, found
+    return [pair for turn in turns for pair in turn]
 
 
 def _kind(one: Candidate) -> Any:
