@@ -19,6 +19,8 @@ from jaxshard.plan.time.network import Group, collective_seconds
 
 _PRODUCTS = 0.7
 """The share of a chip's peak that products reach."""
+_TRAFFIC = 3.1
+"""How often what products read goes through the memory, as in `plan/time/step_time.py`."""
 _AGAIN = {"everything": 0.0, "dots": 0.03, "nothing": 1 / 3}
 """What remat computes again, as a share of the work of a step."""
 _SUMS = 4
@@ -119,10 +121,13 @@ class Estimator:
         split = 1 if one.data == "ddp" else one.size("data") * one.size("expert") * one.size("context")
         update /= split
         busy = compute + between
+        # Every pass over the blocks reads their weights, forward and twice backward.
+        memory = 3 * passes * (dense + expert) * _TRAFFIC / chip.hbm_bandwidth
         # Every turn but the first adds its gradients to those of the others.
         update += (passes - 1) * 2 * sum(weights.values()) / split / chip.hbm_bandwidth
         return {
             "compute": compute,
+            "memory_bound": memory,
             "between": between,
             # At best all of it runs beside products, at worst none, as in `step_time`.
             "weights": (max(0.0, gathers + reductions - compute) + gathers + reductions) / 2,

@@ -131,7 +131,7 @@ def _search(
     plans: list[Plan] = []
     predicted = 0
     shortest: dict[Any, float] = {}  # how far predictions of a kind are above their bounds, at least
-    for one, found in _varied(sorted(fitting, key=lambda pair: (_weighed(pair[1].seconds, pair[0]), pair[1].bytes))):
+    for one, found in _varied(sorted(fitting, key=_urgency)):
         late = time.perf_counter() - started > seconds
         if late or predicted >= _PREDICTED or sum(plan.fits is True for plan in plans) >= _WANTED:
             break
@@ -198,6 +198,12 @@ def _times(found: Prediction, estimate: Estimate) -> tuple[tuple[float, float], 
 
 def _rank(plan: Plan) -> tuple[bool, float, int]:
     return plan.fits is not True, _weighed(plan.middle, plan.candidate), plan.peak_bytes
+
+
+def _urgency(pair: tuple[Candidate, Estimate]) -> tuple[bool, float, int]:
+    """The order of predictions: plain data parallelism, which others are measured by, then by the estimated time."""
+    one, found = pair
+    return one.pieces > 1, _weighed(found.seconds, one), found.bytes
 
 
 def _weighed(seconds: float, one: Candidate) -> float:
