@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -271,10 +272,14 @@ def is_reduced(body: Region, value: Value) -> bool:
 
 def is_selection(op: Op) -> bool:
     """Return True for a scatter of one element per row, the gradient of `take_along_axis`, which is a selection."""
-    numbers: Any = op.params.get("dimension_numbers")
-    if not getattr(numbers, "operand_batching_dims", ()):
+    if not op.name.startswith("scatter"):
         return False
-    return all(op.ins[-1].shape[dim] == 1 for dim in numbers.update_window_dims)
+    numbers: Any = op.params["dimension_numbers"]
+    made, updates = op.outs[0].shape, op.ins[-1].shape
+    if numbers.operand_batching_dims:
+        return all(updates[dim] == 1 for dim in numbers.update_window_dims)
+    one_per_row = bool(made) and math.prod(updates) * made[-1] == math.prod(made)
+    return one_per_row and not numbers.update_window_dims
 
 
 def _count(value: Value) -> int:
