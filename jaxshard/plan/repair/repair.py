@@ -161,7 +161,7 @@ class _Search:
             self._note(edit, f"refused: {_first_line(error)}")
             return None
         measured[edit] = unexpected_bytes(trial.comparison)
-        if why := _why_worse(now.comparison, trial.comparison, has_to_save):
+        if why := why_worse(now.comparison, trial.comparison, has_to_save):
             self._note(edit, why)
             return None
         return trial
@@ -187,8 +187,8 @@ class _Search:
         self.tried.append(Tried(edit, why))
 
 
-def _why_worse(before: Comparison, after: Comparison, has_to_save: bool) -> str:
-    """Why an edit does not help; "" if it does.
+def why_worse(before: Comparison, after: Comparison, has_to_save: bool) -> str:
+    """Return why an edit does not help; "" if it does.
 
     Where no surprise is left, what moves is what was promised. That may be more than before: devices that all compute
     the same sum no gradients.

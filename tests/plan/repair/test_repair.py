@@ -13,7 +13,9 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.plan.repair.repair import repair
+from jaxshard.checks.collectives.compare import Comparison, Surprise
+from jaxshard.checks.collectives.found import Collective
+from jaxshard.plan.repair.repair import repair, why_worse
 from tests.plan.repair import bad_models
 from tests.toys import quick_compile
 
@@ -147,14 +149,29 @@ def test_two_mistakes_take_two_edits():
     assert {one.edit.place for one in repairs.edits} == {at("# whole_activation"), at("# replicated_moments")}
 
 
-@pytest.mark.slow
-def test_an_edit_after_which_all_is_as_promised_may_move_more():
-    """With the constraint all devices compute all rows, so that there are no gradients to sum."""
-    with quick_compile():
-        repairs = repair(**bad_models.whole_activation().arguments() | {"engine": js.auto(microbatches=2)})
-    (one,) = repairs.edits
-    assert repairs.ok and one.edit.place == at("# whole_activation") and one.edit.what == OUT
-    assert one.moved.after > one.moved.before
+def made_of(*promised, surprise=None):
+    """A comparison of all-gathers over data of so many bytes, one of them a surprise."""
+    sizes = promised if surprise is None else (*promised, surprise)
+    found = [
+        Collective("all-gather", ("data",), 1, "f32", ((n // 4,),), (n,), "", (), f"op{n}", "", ((0, 1),))
+        for n in sizes
+    ]
+    return Comparison((), tuple(found), () if surprise is None else (Surprise(found[-1], "not promised"),), ())
+
+
+@pytest.mark.parametrize(
+    ("after", "has_to_save", "why"),
+    [
+        (made_of(), True, ""),
+        (made_of(400), False, ""),  # all that moves is promised
+        (made_of(400), True, "moves more in all"),
+        (made_of(400, surprise=80), False, "moves something else"),
+        (made_of(surprise=100), False, "unexpected: 100 B before, 100 B after"),
+    ],
+)
+def test_why_an_edit_is_not_kept(after, has_to_save, why):
+    assert why_worse(made_of(surprise=100), after, has_to_save).startswith(why) is True
+    assert bool(why_worse(made_of(surprise=100), after, has_to_save)) is bool(why)
 
 
 @pytest.mark.slow
