@@ -222,6 +222,51 @@ def test_experts_have_factors_of_their_own():
     assert made["moe"]["wi"].a.shape == (8, 4, 2) and made["moe"]["wi"].b.shape == (8, 2, 6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["auto", "tensor"])
+def test_a_base_in_bf16_equals_one_device(cell):
+    strategy, axes, engine, _ = CELLS[cell]
+    mesh, tuned = js.make_mesh(**axes), tune(base="bf16")
+    js.parity(moved(tuned.init), tuned.loss, TX, strategy, mesh, BATCH, engine=engine).check()
+    step = js.make_step(tuned.loss, TX, js.layout(strategy, mesh, tuned.init, TX), engine=engine)
+    assert js.audit(step, BATCH).ok
+
+
+BOTH = js.fsdp(("data", "expert"), min_size=0)
+EXPERT_CELLS = {
+    "expert": (js.compose(BOTH, js.expert()), {"data": 2, "expert": 4}, js.explicit()),
+    "auto": (SPLIT, {"data": 8}, js.auto()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [None, "int8"])
+@pytest.mark.parametrize("cell", EXPERT_CELLS)
+def test_factors_of_experts_are_trained_as_on_one_device(cell, base):
+    strategy, axes, engine = EXPERT_CELLS[cell]
+    sizes = {"vocab": 64, "width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 8}
+    model, mesh = js.models.moe(**sizes, experts=4, k=2), js.make_mesh(**axes)
+    tuned = js.lora(model.init, model.loss, rank=2, match=["experts/*_proj", "q_proj/kernel"], base=base)
+    js.parity(moved(tuned.init), tuned.loss, TX, strategy, mesh, BATCH, engine=engine).check()
+
+    layout = js.layout(strategy, mesh, tuned.init, TX)
+    step = js.make_step(tuned.loss, TX, layout, engine=engine)
+    run = js.init(tuned.init, TX, layout, 0)
+    before = jax.device_get(js.logical(run, layout).params)
+    losses = []
+    for _ in range(10):
+        run, metrics = step(run, BATCH)
+        losses.append(float(metrics["loss"]))
+    after = js.logical(run, layout).params
+    assert losses[-1] < losses[0]
+    one, other = before["blocks"]["experts"]["up_proj"], after["blocks"]["experts"]["up_proj"]
+    jax.tree.map(np.testing.assert_array_equal, (one.base, one.scale), (other.base, other.scale))
+    assert (np.abs(other.b).max((-2, -1)) > 0).all()  # of every expert of both blocks
+    np.testing.assert_allclose(
+        model.evaluate(js.merge_lora(after), BATCH)["loss"].value, tuned.evaluate(after, BATCH)["loss"].value, rtol=1e-5
+    )
+
+
 def test_what_does_not_fit_is_refused_by_name():
     key = jax.random.key(0)
     with pytest.raises(ValueError, match=r"'nothing' matches no parameter; there are blocks/attn_norm/scale"):
