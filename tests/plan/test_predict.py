@@ -90,3 +90,13 @@ def test_micro_batches_compute_what_one_turn_computes():
         return js.plan.predict(layout, loss, batch, js.explicit(microbatches=turns), tx=tx).flops
 
     assert flops(1) == flops(2) > 0
+
+
+@pytest.mark.slow
+def test_experts_on_an_axis_are_predicted():
+    """A device gathers the counts of the others there, which adds a dimension."""
+    model = js.models.make("moe-1m", depth=1)
+    mesh = js.plan.planned_mesh("v5e:2x4", data=4, expert=2)
+    layout = js.layout(js.compose(js.fsdp(("data", "expert")), js.expert()), mesh, model.init, TX)
+    predicted = js.plan.predict(layout, model.loss, TOKENS, js.explicit(precision="bf16"), tx=TX)
+    assert predicted.fits and any("expert" in one.axes for one in predicted.collectives)

@@ -151,7 +151,8 @@ class Liveness(Storage):
         out = op.outs[0] if op.outs else None
         if out is None or not self.narrow_products:
             return []
-        if op.name == "all_gather" and len(out.shard) == 2:
+        # A gather of counts adds a dimension.
+        if op.name == "all_gather" and len(out.shard) == len(op.ins[0].shard) == 2:
             parts = zip(op.ins[0].shard, out.shard, (SUBLANES, LANES), strict=True)
             odd = any(part < whole and part % tile for part, whole, tile in parts)
             return [Live(out, self.size(out), "copy")] if odd else []

@@ -130,8 +130,8 @@ class Ranking:
         """Write the table, then a sentence for each plan."""
         tried = f"{self.listed} ways, {self.too_large} too large by arithmetic, {self.predicted} predicted"
         head = f"{self.topology}: {tried}, in {self.seconds:.0f} s"
+        why = "".join(f"\nleft out, {count} times: {reason}" for reason, count in self.refused.items())
         if not self.plans:
-            why = "".join(f"\n{count} x {reason}" for reason, count in self.refused.items())
             return f"{head}\nnothing fits: take more chips, a smaller batch, or a smaller model{why}"
         rows = [("", "layout", "seconds", "peak", "fits")]
         for number, plan in enumerate(self.plans[:_SHOWN], 1):
@@ -140,7 +140,7 @@ class Ranking:
             seconds = f"{plan.seconds[0]:.3g} - {plan.seconds[1]:.3g}"
             rows.append((str(number), str(plan.candidate), seconds, human_bytes(plan.peak_bytes), verdict))
         sentences = [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
-        return "\n".join([head, "", *align_columns(rows, "><>><"), "", *sentences])
+        return "\n".join([head, "", *align_columns(rows, "><>><"), "", *sentences]) + why
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook."""
