@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
+
+from jaxshard.core.types import PyTree
 
 Options = Mapping[str, bool | int | float | str | None]
 """Names of the compiler's options, `xla_` included, and their values; None is the compiler's default."""
@@ -63,12 +66,25 @@ OVERLAP: dict[str, dict[str, Any]] = {
 """The options of each kind of chip (`jax.Device.device_kind`), or of all of a platform ("gpu")."""
 
 
-def overlap_options(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """Return the options for the chips of a mesh; none for one device, which has no collectives, and for a CPU."""
+# The compiler for v5e ends the process where a gather of 8-bit numbers, such as the int8 base of `js.lora`, runs beside an
+# elementwise operation: "Cannot find a valid window for %fusion = (..., s8[1,256,14336], ...)", libtpu 0.0.42 and 0.0.52.
+_NOT_WITH_BYTES = (f"{_FUSION}_fuse_kloop_fusions",)
+
+
+def overlap_options(mesh: Mesh | AbstractMesh, params: PyTree = ()) -> dict[str, Any]:
+    """Return the options for the chips of a mesh; none for one device, which has no collectives, and for a CPU.
+
+    Args:
+      mesh: of the step.
+      params: parameters, or their shapes: arrays of one byte per element are not moved beside all that others are.
+    """
     if isinstance(mesh, AbstractMesh) or mesh.size == 1:
         return {}
     device = mesh.devices.flat[0]
-    return dict(OVERLAP.get(device.device_kind) or OVERLAP.get(device.platform) or {})
+    options = dict(OVERLAP.get(device.device_kind) or OVERLAP.get(device.platform) or {})
+    if any(x.dtype.itemsize == 1 for x in jax.tree.leaves(params)):
+        options = {name: value for name, value in options.items() if name not in _NOT_WITH_BYTES}
+    return options
 
 
 def check_options(options: Any) -> dict[str, Any]:

@@ -145,12 +145,16 @@ class Engine:
         """Return how often a schedule uses the blocks' weights; None where tracing the loss tells it exactly."""
         return None
 
-    def compiler_options(self, mesh: Mesh) -> dict[str, Any] | None:
+    def compiler_options(self, mesh: Mesh, params: PyTree = ()) -> dict[str, Any] | None:
         """Return the options with which a step is compiled: the chip's, what the engine needs, and the user's.
 
         They are for `jax.jit(compiler_options=...)`, also where a step runs inside a jitted function of the user.
+
+        Args:
+          mesh: of the step.
+          params: its parameters, or their shapes, of which some chips' options depend on the dtypes.
         """
-        return merge_options(overlap_options(mesh), self.needed_options(mesh), self.options) or None
+        return merge_options(overlap_options(mesh, params), self.needed_options(mesh), self.options) or None
 
     def needed_options(self, mesh: Mesh) -> Options:
         """Return the options without which the compiler would undo what the engine does."""

@@ -54,7 +54,7 @@ def value_and_grad(
         outcome, grads = compute(run.params, state, batch, key)
         return outcome.value, unstore(layout.grads, grads)
 
-    jitted = jax.jit(run_once, compiler_options=engine.compiler_options(layout.mesh))
+    jitted = jax.jit(run_once, compiler_options=engine.compiler_options(layout.mesh, layout.shapes.params))
 
     @waits_for_devices
     def gradient(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:

@@ -312,7 +312,8 @@ class Step:
             shardings = run_shardings(self.layout)
             self._batch, self._rows = shapes, self.layout.batch_shardings(shapes)
             compares = self.check_exchange and exchanges_ragged(self.layout)
-            whole, options = self._whole(), self.engine.compiler_options(self.layout.mesh)
+            whole = self._whole()
+            options = self.engine.compiler_options(self.layout.mesh, self.layout.shapes.params)
             inputs = (shardings, self._rows)
             self._jitted = jax.jit(
                 self._step_with_evidence if compares else self._step,

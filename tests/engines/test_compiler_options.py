@@ -44,6 +44,14 @@ def test_a_chip_has_its_own_options_and_a_cpu_and_a_single_device_have_none():
     assert js.explicit().compiler_options(MESH) is None
 
 
+def test_gathers_of_8_bit_numbers_are_not_fused_with_all_else():
+    """The compiler for v5e ends the process otherwise; `tests/adapt/test_lora_pod.py` compiles such a step."""
+    mesh, params = mesh_of("TPU v5 lite", "tpu"), {"base": jnp.ones((4, 4), jnp.int8), "scale": jnp.ones(4)}
+    left_out = OVERLAP["TPU v5 lite"].keys() - js.explicit().compiler_options(mesh, params).keys()
+    assert left_out == {"xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"}
+    assert js.explicit().compiler_options(mesh, {"scale": params["scale"]}) == OVERLAP["TPU v5 lite"]
+
+
 def test_options_of_the_user_come_before_those_of_the_chip():
     name, *others = OVERLAP["TPU v5 lite"]
     mesh, chosen = mesh_of("TPU v5 lite", "tpu"), {name: False, "xla_mine": 3} | dict.fromkeys(others)
