@@ -91,8 +91,8 @@ class Chip(NamedTuple):
         Example:
           >>> chip("TPU v6e").rate("int8") / 1e12
           1836.0
-          >>> chip("TPU v5e").rate("float32", passes=6) / 1e12
-          32.833333333333336
+          >>> round(chip("TPU v5e").rate("float32", passes=6) / 1e12, 1)
+          32.8
         """
         if dtype.startswith("float8"):
             return self.peak_fp8 or self.peak_flops

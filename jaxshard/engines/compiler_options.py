@@ -66,8 +66,9 @@ OVERLAP: dict[str, dict[str, Any]] = {
 """The options of each kind of chip (`jax.Device.device_kind`), or of all of a platform ("gpu")."""
 
 
-# The compiler for v5e ends the process where a gather of 8-bit numbers, such as the int8 base of `js.lora`, runs beside an
-# elementwise operation: "Cannot find a valid window for %fusion = (..., s8[1,256,14336], ...)", libtpu 0.0.42 and 0.0.52.
+# The compiler for v5e ends the process where a gather of 8-bit numbers, such as the int8 base of `js.lora`, runs beside
+# an elementwise operation: "Cannot find a valid window for %fusion = (..., s8[1,256,14336], ...)" (libtpu 0.0.42 and
+# 0.0.52).
 _NOT_WITH_BYTES = (f"{_FUSION}_fuse_kloop_fusions",)
 
 

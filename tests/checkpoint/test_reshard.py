@@ -21,7 +21,6 @@ NAMES = list(LAYOUTS)
 CELLS = list(itertools.product(NAMES, NAMES, SIZES))
 
 FAST = [
-    ("fsdp", 2, "three", 8),
     ("fsdp", 2, "fsdp", 2),
     ("ddp", 1, "tensor", 8),
     ("zero2", 4, "ddp", 1),

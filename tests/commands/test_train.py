@@ -87,10 +87,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "strategy, engine, kind",
-    [pytest.param(*case, marks=() if case == ("fsdp", "auto", "text") else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy, engine, kind", CASES)
 def test_every_strategy_and_engine_gives_the_losses_of_one_device(strategy, engine, kind, data, expected, capsys):
     """Losses within 1e-5 of one device's, relative: the second one has seen Adam, which amplifies rounding."""
     check_case(strategy, engine, kind, data, expected, capsys)

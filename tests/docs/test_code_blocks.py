@@ -21,7 +21,7 @@ RUNNABLE = [page for page in WRITTEN if blocks_of(page)]
 QUICK_START_LINES = 40
 NEEDS = {"finetuning": "tokenizers"}
 """The extras that pages show, by their stem."""
-LONG = ("models", "pipelines", "experts", "loops", "long_context")
+LONG = ("models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
 """Pages whose programs take long to compile."""
 
 

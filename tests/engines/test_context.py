@@ -68,6 +68,7 @@ def check(model, axes, batch, engine, how="gather"):
     return report
 
 
+@pytest.mark.slow
 def test_packed_rows_under_explicit_to_1e_6():
     check(llama(), {"data": 2, "context": 4}, packed_rows(), js.explicit(microbatches=2))
 
