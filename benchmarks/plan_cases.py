@@ -265,10 +265,6 @@ def mesh_of(case: Case) -> Any:
     """The mesh of a case, over chips that are not here."""
     import jaxshard as js
 
-    if case.topology.startswith("h100"):
-        from gpu_target import gpu_mesh
-
-        return gpu_mesh(case.topology, **case.axes)
     return js.plan.topology_mesh(case.topology, **case.axes)
 
 

@@ -117,9 +117,7 @@ def test_parity_and_audit_of_a_residual_network(mesh):
         ),
         (["--model", "vit-1m", "--data", "some.txt"], "some.txt does not exist"),
         (["--model", "vit-1m", "--change", "patch=5"], "patches of 5 pixels do not divide"),
-        pytest.param(
-            ["--model", "vit-1m", "--batch", "12"], "--batch 12: use a multiple of 8", marks=pytest.mark.slow
-        ),
+        pytest.param(["--model", "vit-1m", "--batch", "12"], "--batch 12: use a multiple of 8", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_flags_are_refused(args, message, capsys):
