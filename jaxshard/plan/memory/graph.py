@@ -36,6 +36,7 @@ class Value:
       shard: the shape of one device's part.
       role: of an argument of the step; "" of what the step computes.
       path: the argument's path, or the name stack of the operation that makes it.
+      on_host: it lies in the host's memory, as activations do that a remat policy offloads.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class Value:
     shard: tuple[int, ...]
     role: str = ""
     path: str = ""
+    on_host: bool = False
 
 
 @dataclass(eq=False)
@@ -104,7 +106,8 @@ class Builder:
         dtype = getattr(aval, "dtype", None)
         if hasattr(aval, "inner_aval"):  # a reference: memory that is counted where it is made
             shape, dtype = tuple(aval.inner_aval.shape), aval.inner_aval.dtype
-        return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path)
+        on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
+        return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path, on_host)
 
     def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str = "") -> Region:
         """Make the region of a jaxpr on these inputs (None: a number); names of operations begin with `path`."""

@@ -69,6 +69,8 @@ def step_peak(traced: Traced, sizes: Mapping[str, int], *, tiled: bool, vocab: f
     weights = frozenset(shape for one in parameters for shape in _forms(one))
 
     def size(value: Value) -> int:
+        if value.on_host:
+            return 0
         free = not kernels or _plain(value.shape) in weights or _plain(value.shard) in weights
         return temporary_bytes(value, tiled=tiled, free=free)
 

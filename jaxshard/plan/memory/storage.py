@@ -126,7 +126,8 @@ class Storage:
         """Return True for an operation that can be computed where its result is read."""
         if op.name in FUSES_UPDATE and is_selection(op):
             return True
-        return not (op.name in _STORED or op.regions or is_reduction(op.name))
+        moves = any(one.on_host for one in (*op.ins, *op.outs))  # to the host's memory or back
+        return not (moves or op.name in _STORED or op.regions or is_reduction(op.name))
 
     def _store_products(self, ops: list[Op]) -> set[Value]:
         """Store what products, collectives and the like make; return products that an elementwise chain continues."""

@@ -116,8 +116,8 @@ def _search(
     if not listed:
         refused[f"{facts.rows} rows can't be split over {len(devices)} devices"] += 1
     if too_large := len(estimated) - len(fitting):
-        least = min(found.bytes for _, found in estimated)
-        refused[f"too large: at least {human_bytes(least)} of {human_bytes(limits.usable_bytes)}"] = too_large
+        least = min(found.bytes for _, found in estimated if found.bytes > limits.usable_bytes)
+        refused[f"too large: {human_bytes(least)} or more of {human_bytes(limits.usable_bytes)}"] = too_large
 
     def ask(one: Candidate) -> Prediction | None:
         """Predict a candidate; None where the library refuses it."""
