@@ -13,7 +13,7 @@ dump, and the dump is audited as `jaxshard audit --hlo` does. MaxText compiles f
                FLAX_CHECKOUT is github.com/google/flax
     EASYDEL    pip install easydel==0.3.0 torch pillow
 
-`docs/audits.md` says what was found.
+`docs/records/audits.md` says what was found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory and communication of a training step, predicted before and read from the compiled program: the table in docs.
 
-    pip install "jax[tpu]" -e .                    # libtpu; for "h100:8": docs/planner.md, GPUs
-    python benchmarks/plan.py [--seed N --cases N] [--json FILE] [--write docs/planner_table.md]
+    pip install "jax[tpu]" -e .                    # libtpu; for "h100:8": docs/guides/planner.md, GPUs
+    python benchmarks/plan.py [--seed N --cases N] [--json FILE] [--write docs/records/planner_table.md]
     python benchmarks/plan.py --cases 2 --seed 7 --only drawn       # two cases that nobody has seen
 
 Each step of `plan_cases.py` is compiled for chips that are not here, in a process of its own that is stopped when

@@ -7,7 +7,7 @@ from typing import Any
 
 HEAD = """# Predicted and compiled peaks
 
-Made by `python benchmarks/plan.py --seed {seed} --cases {drawn} --write docs/planner_table.md` with {versions}.
+Made by `python benchmarks/plan.py --seed {seed} --cases {drawn} --write docs/records/planner_table.md` with {versions}.
 {fixed} cases are a list in `benchmarks/plan_cases.py`, {drawn} were drawn by the seed from its whole grid; a slow test
 draws others for each commit.
 

@@ -1,7 +1,7 @@
 """The structure of the package: which folder may import which, and the rules that every file keeps.
 
-FLOORS is the plan of the house. A folder (a "room") imports only from rooms on lower floors. docs/architecture.md shows
-the same plan as a picture, and the docstring of each room's `__init__.py` names the rooms that it imports.
+FLOORS is the plan of the house. A folder (a "room") imports only from rooms on lower floors. The same plan is a picture
+in docs/concepts/architecture.md, and the docstring of each room's `__init__.py` names the rooms that it imports.
 """
 
 import ast
@@ -27,7 +27,7 @@ FLOORS = {
 }
 
 PACKAGE = Path(jaxshard.__file__).parent
-ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+ARCHITECTURE = PACKAGE.parent / "docs" / "concepts" / "architecture.md"
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 FOLDERS = [room for room in FLOOR_OF if not room.startswith("__")]
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -73,7 +73,7 @@ def lora(
     A matched matrix w[in, out] becomes base + alpha / rank * a @ b, with a[in, rank] drawn from N(0, 1 / in) and
     b[rank, out] zero, so that training starts from the model as it is. Only factors have gradients and optimizer state;
     all else is frozen, matched or not. What is frozen is placed, and gathered just in time, as all parameters are, and
-    under every engine; checkpoints hold checksums of it (docs/finetuning.md).
+    under every engine; checkpoints hold checksums of it (docs/guides/finetuning.md).
 
     A product x @ w is computed as x @ base + alpha / rank * (x @ a) @ b, found in the traced program of the loss: under
     `jax.jit`, `jax.checkpoint`, in einsums and transposed, too. Where something else is done with a weight (looking up

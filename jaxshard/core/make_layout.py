@@ -219,7 +219,7 @@ def _shapes_of_model(init_fn: InitFn, key: Any) -> PyTree:
     """Return the shapes and dtypes of what `init_fn` returns; raise TypeError for leaves that are no arrays."""
     headline = (
         "init_fn must return a tree of arrays. Return the arrays alone and let loss_fn put the rest back; of an "
-        "Equinox module, eqx.partition and eqx.combine do that (docs/models.md). These leaves are none:"
+        "Equinox module, eqx.partition and eqx.combine do that (docs/guides/models.md). These leaves are none:"
     )
 
     def checked(key: Any) -> PyTree:

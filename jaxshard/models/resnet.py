@@ -123,7 +123,7 @@ def _imagenet(depths: tuple[int, ...], kind: Kind) -> Size:
 
 
 SIZES = {
-    # On the rendered digits of `js.data.digits`; docs/images.md has its accuracy.
+    # On the rendered digits of `js.data.digits`; docs/guides/images.md has its accuracy.
     "resnet-tiny": Size(
         {"image": 32, "classes": 10, "depths": (1, 1, 1), "kind": "basic", "width": 16, "small": True},
         MomentumRecipe(batch=64, steps=600, learning_rate=0.1, warmup=20, weight_decay=5e-4),

@@ -177,7 +177,7 @@ _IMAGENET = Recipe(
 )  # fmt: skip
 
 SIZES = {
-    # On the rendered digits of `js.data.digits`; docs/images.md has its accuracy.
+    # On the rendered digits of `js.data.digits`; docs/guides/images.md has its accuracy.
     "vit-1m": Size(
         {"image": 32, "patch": 8, "classes": 10, "width": 128, "depth": 5, "heads": 4},
         Recipe(batch=64, steps=1000, learning_rate=1e-3, warmup=50, b2=0.99, weight_decay=0.05, clip=1.0),

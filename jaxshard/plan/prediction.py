@@ -33,7 +33,7 @@ ROLES = (
 
 MARGIN = 0.36
 """A step is said to fit if its predicted peak and this share more do: with the table's largest error below the compiled
-peak, 26 % (docs/planner_table.md), it needs 1 / (1 - 0.26) of what is predicted."""
+peak, 26 % (docs/records/planner_table.md), it needs 1 / (1 - 0.26) of what is predicted."""
 
 
 @dataclass(frozen=True)

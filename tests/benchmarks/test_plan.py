@@ -69,7 +69,7 @@ def test_the_page_names_what_is_off(plan):
     assert "+30.0%" in text and "yes / no" in text and "1 were drawn" in text
 
 
-@pytest.mark.xfail(strict=True, reason="some cases are more than 15 % off: docs/planner_table.md names them")
+@pytest.mark.xfail(strict=True, reason="some cases are more than 15 % off: docs/records/planner_table.md names them")
 @pytest.mark.slow(sampled=False)
 @pytest.mark.filterwarnings("ignore:attention", "ignore:tensor")
 @tpu

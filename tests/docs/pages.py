@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {"api.md", "optimizers.md"}
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name not in GENERATED]
 
 _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
@@ -18,6 +18,11 @@ class Block(NamedTuple):
     code: str
     line: int
     shown: str | None
+
+
+def name_of(page: Path) -> str:
+    """A page by its folder and stem, such as guides_models."""
+    return "_".join(page.relative_to(ROOT).with_suffix("").parts).removeprefix("docs_")
 
 
 def blocks_of(page: Path) -> list[Block]:

@@ -1,4 +1,4 @@
-"""docs/api.md lists what the package exports, with signatures and the first sentence of every docstring.
+"""docs/reference/api.md lists what the package exports, with signatures and the first sentence of every docstring.
 
 `JAXSHARD_WRITE_DOCS=1 pytest tests/docs/test_api_page.py` writes the page anew.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import jaxshard as js
 from tests.docs.pages import ROOT
 
-API = ROOT / "docs" / "api.md"
+API = ROOT / "docs" / "reference" / "api.md"
 NAMESPACES = (js.data, js.distributed, js.metrics, js.models, js.optim, js.plan, js.schedules)
 ROOMS = {
     "core": "Meshes, strategies, layouts and losses",
@@ -33,7 +33,7 @@ def test_the_page_lists_every_public_name():
     written = api_page()
     if os.environ.get("JAXSHARD_WRITE_DOCS"):
         API.write_text(written)
-    assert API.read_text() == written, "docs/api.md is out of date; write it with JAXSHARD_WRITE_DOCS=1"
+    assert API.read_text() == written, "docs/reference/api.md is out of date; write it with JAXSHARD_WRITE_DOCS=1"
 
 
 def api_page() -> str:

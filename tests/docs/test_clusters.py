@@ -1,4 +1,4 @@
-"""The files in docs/clusters: they parse, their flags exist, and their shells do what they say with stand-ins."""
+"""The files in docs/guides/clusters: they parse, their flags exist, their shells do what they say with stand-ins."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import yaml
 
 from jaxshard.commands.main import main
 
-FOLDER = Path(__file__).parents[2] / "docs" / "clusters"
+FOLDER = Path(__file__).parents[2] / "docs" / "guides" / "clusters"
 FILES = ["slurm.sbatch", "jobset.yaml", "tpu.sh", "README.md"]
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.docs.pages import ROOT, WRITTEN, Block, blocks_of
+from tests.docs.pages import ROOT, WRITTEN, Block, blocks_of, name_of
 
 README = ROOT / "README.md"
 RUNNABLE = [page for page in WRITTEN if blocks_of(page)]
@@ -27,7 +27,7 @@ LONG = ("models", "pipelines", "experts", "loops", "long_context", "finetuning",
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem in LONG), id=x.stem) for x in RUNNABLE if x != README],
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem in LONG), id=name_of(x)) for x in RUNNABLE if x != README],
 )
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip(NEEDS.get(page.stem, "jaxshard"))
@@ -61,7 +61,7 @@ def test_the_quick_start_runs_in_a_fresh_process(tmp_path: Path):
 def test_the_blocks_are_written_like_all_code(tmp_path: Path):
     for page in RUNNABLE:
         for number, block in enumerate(blocks_of(page)):
-            (tmp_path / f"{page.stem}_{number}.py").write_text(block.code)
+            (tmp_path / f"{name_of(page)}_{number}.py").write_text(block.code)
     config = ["--config", str(ROOT / "pyproject.toml")]
     # Blocks use names of the blocks before them, and imports stand where a reader needs them.
     lint = ["ruff", "check", "--no-cache", *config, "--ignore", "F821,F811,E402", str(tmp_path)]

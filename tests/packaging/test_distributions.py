@@ -85,7 +85,7 @@ def test_every_extra_that_is_named_exists_and_no_index_is_promised():
 def test_the_sdist_holds_what_a_contributor_needs(sdist: Path):
     with tarfile.open(sdist) as archive:
         names = {name.removeprefix(f"{PREFIX}/") for name in archive.getnames()}
-    needed = ["LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "jaxshard/py.typed", "docs/api.md"]
+    needed = ["LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "jaxshard/py.typed", "docs/reference/api.md"]
     assert {*needed, "tests/conftest.py", "examples/linen.py"} <= names
     top = {name.split("/")[0] for name in names}
     assert not [name for name in top if name in ("dist", "build", ".git", ".venv")]

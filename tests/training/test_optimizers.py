@@ -4,7 +4,7 @@ Tolerance 1e-5, per array: the largest difference over the larger of the array's
 tree's. Nothing is small enough to stay whole (`min_size=0`), and some arrays have no dimension that divides: they are
 padded.
 
-`JAXSHARD_WRITE_DOCS=1 pytest tests/training/test_optimizers.py` writes docs/optimizers.md anew.
+`JAXSHARD_WRITE_DOCS=1 pytest tests/training/test_optimizers.py` writes docs/guides/optimizers.md anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PyTree = Any
 TOLERANCE = 1e-5
 STEPS = 3
 DEVICES = 8
-PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "optimizers.md"
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def test_the_page_is_up_to_date() -> None:
     written = page()
     if os.environ.get("JAXSHARD_WRITE_DOCS"):
         PAGE.write_text(written)
-    assert PAGE.read_text() == written, "docs/optimizers.md is out of date; write it with JAXSHARD_WRITE_DOCS=1"
+    assert PAGE.read_text() == written, "docs/guides/optimizers.md is out of date; write it with JAXSHARD_WRITE_DOCS=1"
 
 
 def page() -> str:

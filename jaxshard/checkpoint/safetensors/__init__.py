@@ -9,5 +9,5 @@ the order of its bytes; the file appears when it is complete, and carries a chec
 names.py lists the tensors of a model, header.py encodes and checks the beginning of a file, pieces.py takes an array
 that is split over the mesh to the host in pieces of 16 MiB; reader.py and writer.py hold the public functions,
 run.py those for a whole run. The format is read and written here and not by the `safetensors` package;
-docs/decisions.md says why.
+docs/records/decisions.md says why.
 """
