@@ -29,9 +29,10 @@ from jaxshard.core.layout import Layout, join_model, put_back, select, split_mod
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.make_layout import layout
 from jaxshard.core.mesh import axis_size, mesh_str
+from jaxshard.core.pictures import page
 from jaxshard.core.settings import no_mesh, own_settings
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.text_table import Table
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract, check_arrays
 from jaxshard.core.types import InitFn, LossFn, PyTree
@@ -95,6 +96,17 @@ class Parity:
     def __str__(self) -> str:
         return "\n".join([self.headline, *self.table(), *self.remarks])
 
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook; rows that differ are marked."""
+        leaves = self._leaves()
+        differing = {row[0]: page.BAD for row in leaves.rows if row[-1].startswith(DIFFERS)}
+        return page.page(
+            page.verdict(self.ok, self.headline),
+            page.paragraph(self._loss_line()),
+            page.table(leaves, marks=differing),
+            page.listing(self.remarks),
+        )
+
     @property
     def headline(self) -> str:
         """One line with what was compared, and the outcome."""
@@ -129,22 +141,25 @@ class Parity:
 
     def table(self) -> list[str]:
         """Return the lines between headline and remarks: the loss, then a line per leaf, each with its verdict."""
+        return [f"  {line}" for line in (self._loss_line(), *self._leaves().lines)]
+
+    def _loss_line(self) -> str:
+        loss, *_ = self.differences
+        ours, theirs = self.losses
+        apart = f"{loss} apart, allowed {loss.allowed:.0e}  {_verdict([loss])}"
+        return f"loss {ours:.6g}, on one device {theirs:.6g}: {apart}"
+
+    def _leaves(self) -> Table:
         kinds = [kind for kind in ("gradient", "update", "state") if any(d.what == kind for d in self.differences)]
         allowed = {one.what: f"{one.allowed:.0e}" for one in self.differences if one.allowed}
-        loss, *arrays = self.differences
         leaves: dict[str, dict[str, Difference]] = {}
-        for one in arrays:
+        for one in self.differences[1:]:
             leaves.setdefault(one.leaf, {})[one.what] = one
-        rows = [("", *kinds, ""), ("allowed", *(allowed.get(kind, "0") for kind in kinds), "")]
+        rows = [("allowed", *(allowed.get(kind, "0") for kind in kinds), "")]
         for leaf, found in leaves.items():
             cells = (str(found[kind]) if kind in found else "" for kind in kinds)
             rows.append((leaf, *cells, _verdict(list(found.values()))))
-        ours, theirs = self.losses
-        apart = f"{loss} apart, allowed {loss.allowed:.0e}  {_verdict([loss])}"
-        return [
-            f"  loss {ours:.6g}, on one device {theirs:.6g}: {apart}",
-            *(f"  {line}" for line in align_columns(rows)),
-        ]
+        return Table(rows, head=("", *kinds, ""))
 
 
 def parity(

@@ -16,10 +16,10 @@ from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.file_errors import naming
+from jaxshard.core.pictures.canvas import write_picture
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.pipeline.engine import Pipelined
 from jaxshard.plan.compiled.compile_for import compile_for
-from jaxshard.plan.pictures.canvas import write_picture
 from jaxshard.plan.pictures.memory import memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure
 from jaxshard.plan.pictures.tiles import sharding_figure

@@ -6,24 +6,39 @@ layers, with its gradient and its optimizer state where they lie alike.
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.mesh import axis_names, mesh_str
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import PALETTE, ROLES, ink_on
+from jaxshard.core.pictures.tiles import arrange, parts_held
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.strategy_parts import Context, Pipeline
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.text_table import Table, align_columns
 
 LINES, COLUMNS = 20, 100
 """The most that a summary takes on a screen."""
 
 _ROWS_IN_NOTEBOOK = 1000
+"""The most arrays that a notebook lists; `explain` lists them all."""
+
+_KINDS_IN_NOTEBOOK = 12
+"""The most kinds of arrays that a notebook draws."""
+
+_TILES = 64
+"""The most devices that are drawn one by one."""
+
+_COLOURS = {
+    "param": ROLES["parameters"], "grad": ROLES["gradients"], "opt": ROLES["optimizer state"],
+    "state": ROLES["model state"],
+}  # fmt: skip
 
 
 class Contents(NamedTuple):
@@ -138,36 +153,73 @@ class _Member(NamedTuple):
     role: str
     path: str
     bytes: int
+    placement: Placement
+
+
+class _Row(NamedTuple):
+    """A row for arrays that lie alike: its cells, and where the first of them lies."""
+
+    cells: tuple[str, ...]
+    placement: Placement
+
+
+_KIND_HEAD, _KIND_SIDES = ("largest arrays", "role", "bytes/device", "size / axes"), "<<><"
 
 
 def summarize(contents: Contents) -> str:
     """Write a layout in at most 20 lines of 100 columns: by role, by kind of array, and what is whole and why."""
     groups = _group(contents)
-    lines = [*_fold(_describe_mesh(contents), 4), *align_columns(_role_rows(contents), "<>>>")]
+    lines = [*_fold(_describe_mesh(contents), 4), *_role_table(contents).lines]
     why = _fold(_describe_whole(groups), 4)
-    rows = _kind_rows(groups)
+    rows = [one.cells for one in _kind_rows(groups)]
     room = LINES - len(lines) - len(why) - 2  # the heading and the last line
     shown = rows if len(rows) <= room else rows[: room - 1]
-    lines += align_columns([("largest arrays", "role", "bytes/device", "size / axes"), *shown], "<<><")
+    lines += Table(shown, _KIND_SIDES, _KIND_HEAD).lines
     if len(shown) < len(rows):
         lines.append(f"... and {len(rows) - len(shown)} other kinds of arrays")
     return "\n".join(map(_clip, [*lines, *why, f"all {_count(groups.values())}: layout.explain()"]))
 
 
 def to_html(contents: Contents) -> str:
-    """Write the summary, and the table of all arrays folded away, for a notebook."""
+    """Write the same for a notebook: bytes by role as a bar, tiles of the largest arrays, all arrays folded away."""
+    groups, mesh = _group(contents), contents.mesh
+    sizes = bytes_by_role(contents.placed, mesh)
+    roles, kinds = _role_table(contents), _kind_rows(groups)
+    shown = kinds[:_KINDS_IN_NOTEBOOK]
+    tiles = [_draw_tiles(mesh, one.placement) for one in shown] if mesh.size <= _TILES else ()
+    left = len(kinds) - len(shown)
+    rest = f"... and {left} other kind{'s' * (left > 1)} of arrays"
     first, *rows = _all_rows(contents)
-    shown = rows[:_ROWS_IN_NOTEBOOK]
-    body = "".join(_html_row(row, "td") for row in shown)
-    more = "" if len(shown) == len(rows) else f"<p>... and {len(rows) - len(shown)} more: layout.explain()</p>"
-    return (
-        f"<pre>{html.escape(summarize(contents))}</pre><details><summary>all {len(rows)} arrays</summary>"
-        f"<table>{_html_row(first, 'th')}{body}</table>{more}</details>"
+    listed = rows[:_ROWS_IN_NOTEBOOK]
+    more = (
+        "" if len(listed) == len(rows) else page.paragraph(f"... and {len(rows) - len(listed)} more: layout.explain()")
+    )
+    return page.page(
+        *map(page.paragraph, _describe_mesh(contents)),
+        page.bar({role: (size, human_bytes(size)) for role, size in sizes.items()}, _COLOURS),
+        page.table(roles, marks=_COLOURS),
+        page.table(Table([one.cells for one in shown], _KIND_SIDES, _KIND_HEAD), last=tiles),
+        page.paragraph(rest) if left else "",
+        *map(page.paragraph, _describe_whole(groups)),
+        page.folded(f"all {len(rows):,} arrays", page.table(Table(listed, "<<<<<><", first)), more),
     )
 
 
-def _html_row(cells: Iterable[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+def _draw_tiles(mesh: Mesh, placement: Placement) -> str:
+    """Draw the mesh: devices of one colour and number hold the same part of an array."""
+    parts = parts_held(mesh, placement)[arrange(mesh)]
+    down, across = parts.shape
+    wide, high = max(9, min(22, 176 // across)), max(9, min(16, 64 // down))
+    drawn = []
+    for (y, x), part in np.ndenumerate(parts):
+        colour = PALETTE[part % len(PALETTE)]
+        drawn.append(f'<rect x="{x * wide}" y="{y * high}" width="{wide - 1}" height="{high - 1}" fill="{colour}"/>')
+        if wide >= 16 and high >= 12:
+            drawn.append(
+                f'<text x="{x * wide + wide / 2 - 0.5}" y="{y * high + high / 2 + 3}" text-anchor="middle" '
+                f'font-size="10" style="fill:{ink_on(colour)}">{part}</text>'
+            )
+    return page.svg(wide * across, high * down, drawn)
 
 
 def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
@@ -179,7 +231,7 @@ def _group(contents: Contents) -> dict[_Kind, list[_Member]]:
         path = _param_of(leaf.path, leaf.shape, params) if role == "opt" else leaf.path
         size = placement.bytes_per_device(contents.mesh, leaf.dtype)
         key = _Kind(kind_of(path), _describe_place(placement), *_find_reason(placement))
-        groups.setdefault(key, []).append(_Member(role, path, size))
+        groups.setdefault(key, []).append(_Member(role, path, size, placement))
     return groups
 
 
@@ -206,28 +258,28 @@ def _find_reason(placement: Placement) -> tuple[str, str]:
     return ("split by js.shard alone", placement.rule) if unsplit else ("", "")
 
 
-def _role_rows(contents: Contents) -> list[tuple[str, ...]]:
+def _role_table(contents: Contents) -> Table:
     counts = [one.role for one in contents.placed]
-    rows: list[tuple[str, ...]] = [("role", "arrays", "bytes/device", "split")]
+    rows: list[tuple[str, ...]] = []
     for role, size in bytes_by_role(contents.placed, contents.mesh).items():
         if role in counts:
             share = f"{split_share(contents.placed, contents.mesh, role):.1%}"
             rows.append((role, f"{counts.count(role):,}", human_bytes(size), share))
-    return rows
+    return Table(rows, "<>>>", ("role", "arrays", "bytes/device", "split"))
 
 
-def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[tuple[str, ...]]:
+def _kind_rows(groups: dict[_Kind, list[_Member]]) -> list[_Row]:
     """Write a row for each kind of array, those with the most bytes first."""
     merged: dict[tuple[str, str], list[_Member]] = {}
     for group, members in groups.items():
         merged.setdefault((group.kind, group.place), []).extend(members)
-    rows: list[tuple[str, ...]] = []
+    rows: list[_Row] = []
     for (kind, place), members in sorted(merged.items(), key=lambda item: -_bytes(item[1])):
         paths = {one.path for one in members}
         times = f" x {len(paths)}" if len(paths) > 1 else ""
         name = _end_of(kind if times else members[0].path, 40 - len(times)) + times
         roles = " ".join(dict.fromkeys(one.role for one in members))
-        rows.append((name, roles, human_bytes(_bytes(members)), place))
+        rows.append(_Row((name, roles, human_bytes(_bytes(members)), place), members[0].placement))
     return rows
 
 

@@ -3,6 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    """Rows of cells, which `lines` writes as text and `core/pictures/page.py` as HTML.
+
+    Attributes:
+      rows: the cells.
+      sides: one character per column, as `align_columns` takes them.
+      head: the cells above; () for none.
+    """
+
+    rows: Sequence[Sequence[str]]
+    sides: str = ""
+    head: Sequence[str] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """The rows as text, with aligned columns."""
+        return align_columns([*([self.head] if self.head else []), *self.rows], self.sides)
+
+
+class Section(NamedTuple):
+    """A part of a report: a title, "" for none, and lines and tables below it."""
+
+    title: str
+    parts: Sequence[str | Table]
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines below the title as text."""
+        return [line for part in self.parts for line in (part.lines if isinstance(part, Table) else [part])]
 
 
 def align_columns(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:

@@ -23,6 +23,7 @@ from jaxshard.checks.collectives.promise import Promise as Promise
 from jaxshard.checks.collectives.promise import promise as promise
 from jaxshard.checks.programs.report import ProgramAudit as ProgramAudit
 from jaxshard.checks.programs.report import audit_program as audit_program
+from jaxshard.core.pictures.canvas import write_picture as write_picture
 from jaxshard.cost.flops import model_flops as model_flops
 from jaxshard.cost.flops import train_flops as train_flops
 from jaxshard.cost.hardware import Chip as Chip
@@ -33,7 +34,6 @@ from jaxshard.plan.compiled.compile_for import compile_for as compile_for
 from jaxshard.plan.compiled.verdict import Verdict as Verdict
 from jaxshard.plan.memory.tiles import tiled_argument_bytes as tiled_argument_bytes
 from jaxshard.plan.memory.tiles import tiled_bytes as tiled_bytes
-from jaxshard.plan.pictures.canvas import write_picture as write_picture
 from jaxshard.plan.pictures.memory import memory_figure as memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure as roofline_figure
 from jaxshard.plan.pictures.tiles import sharding_figure as sharding_figure

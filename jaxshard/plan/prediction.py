@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import ROLES as COLOURS
+from jaxshard.core.text_table import Section, Table
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.time.network import CollectiveCost
 from jaxshard.plan.time.products import ProductCost
@@ -132,55 +133,60 @@ class Prediction:
 
     def __str__(self) -> str:
         """Write tables of memory by role, time by part, and collectives."""
-        return "\n\n".join("\n".join(lines) for _, lines in self._tables())
+        return "\n\n".join("\n".join(one.lines) for one in self._sections())
 
     def _repr_html_(self) -> str:
-        """Show the same tables in a notebook."""
-        parts = (
-            f"<b>{html.escape(title)}</b><pre>{html.escape(chr(10).join(lines))}</pre>"
-            for title, lines in self._tables()
+        """Show the same in a notebook, memory by role as a bar too."""
+        by_role = {role: (size, human_bytes(size)) for role, size in self.peak.by_role.items()}
+        limit = None if self.usable_bytes is None else (self.usable_bytes, f"usable: {human_bytes(self.usable_bytes)}")
+        verdict, *sections = self._sections()
+        return page.page(
+            page.verdict(self.fits, str(verdict.parts[0])) if self.chip else page.paragraph(str(verdict.parts[0])),
+            page.bar(by_role, COLOURS, limit=limit),
+            page.sections([Section("", verdict.parts[1:]), *sections], marks=COLOURS),
         )
-        return "".join(parts)
 
-    def _tables(self) -> list[tuple[str, list[str]]]:
-        tables = [("memory", self._memory_lines())]
+    def _sections(self) -> list[Section]:
+        found = [Section("memory", self._memory())]
         if self.time is not None:
-            tables.append(("time", self._time_lines()))
+            found.append(Section("time", self._time()))
         if self.collectives:
-            rows = [("collective", "axes", "count", "bytes", "seconds", "link")]
-            rows += [
+            rows = [
                 (one.kind, ",".join(one.axes), str(one.count), human_bytes(one.bytes), range_str(one.seconds), one.link)
                 for one in self.collectives
             ]
-            tables.append(("collectives", align_columns(rows, "<<>>><")))
-        return tables
+            head = ("collective", "axes", "count", "bytes", "seconds", "link")
+            found.append(Section("collectives", [Table(rows, "<<>>><", head)]))
+        return found
 
-    def _memory_lines(self) -> list[str]:
+    def _memory(self) -> list[str | Table]:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         where = "" if self.chip is None else f" of {self.chip.name}"
         total = self.peak.total
-        rows = [("per device", "bytes", "share")]
-        rows += [(role, human_bytes(size), f"{size / total:.0%}") for role, size in self.peak.by_role.items() if size]
+        rows = [(role, human_bytes(size), f"{size / total:.0%}") for role, size in self.peak.by_role.items() if size]
         rows.append(("peak", human_bytes(total), "100%"))
         verdict = {True: "fits", False: "does not fit", None: "may fit: compile to know"}[self.fits]
         limit = "" if self.usable_bytes is None else f"; a program may use {human_bytes(self.usable_bytes)}: {verdict}"
         moment = f" (the fullest moment: {self.peak.moment})" if self.peak.moment else ""
-        return [f"{self.devices} devices{where} ({axes}){limit}{moment}", *align_columns(rows, "<>>")]
+        return [
+            f"{self.devices} devices{where} ({axes}){limit}{moment}",
+            Table(rows, "<>>", ("per device", "bytes", "share")),
+        ]
 
-    def _time_lines(self) -> list[str]:
+    def _time(self) -> list[str | Table]:
         assert self.time is not None
         parts = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
-        rows = [("seconds per step", "low", "high")]
+        rows = []
         for name in parts:
             low, high = getattr(self.time, name)
             rows.append((name.replace("_", " "), f"{low:.4g}", f"{high:.4g}"))
         rows.append(("step", f"{self.time.low:.4g}", f"{self.time.high:.4g}"))
-        lines = align_columns(rows, "<>>")
-        for title, found in (("MFU", self.mfu), ("tokens per second", self.tokens_per_second),
-                             ("price per billion tokens", self.price_per_billion_tokens)):  # fmt: skip
-            if found is not None:
-                lines.append(f"{title}: {range_str(found)}")
-        return [*lines, *(f"assumed: {one}" for one in self.time.assumptions)]
+        found: list[str | Table] = [Table(rows, "<>>", ("seconds per step", "low", "high"))]
+        for title, numbers in (("MFU", self.mfu), ("tokens per second", self.tokens_per_second),
+                               ("price per billion tokens", self.price_per_billion_tokens)):  # fmt: skip
+            if numbers is not None:
+                found.append(f"{title}: {range_str(numbers)}")
+        return [*found, *(f"assumed: {one}" for one in self.time.assumptions)]
 
 
 def range_str(found: Range | None) -> str:

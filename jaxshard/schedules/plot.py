@@ -6,19 +6,18 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxshard.core.pictures.canvas import drawing, write_picture
+from jaxshard.core.pictures.style import GREY, OPERATIONS, SIZE, WIDTH, Look, ink_on, tint
+from jaxshard.schedules.page import NAMES
 from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.stats import Costs, Span, asynchronous_spans, lockstep_spans
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_COLOURS = {"F": "#56B4E9", "B": "#E69F00", "W": "#009E73"}
-"""Of Okabe and Ito, which colour-blind people tell apart."""
-_NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
-_LABELLED = 600
-"""The largest number of operations for which micro-batches are written into the bars."""
+_NARROWEST = 0.17
+"""Inches of a bar from which on it has the number of its micro-batch."""
 
 
 def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs = Costs()) -> None:  # noqa: B008
@@ -31,9 +30,9 @@ def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Co
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: matplotlib can't write that kind of file.
+      ValueError: a suffix that is none of these.
     """
-    schedule_figure(schedule, costs=costs).savefig(path)
+    write_picture(schedule_figure(schedule, costs=costs), path)
 
 
 def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  # noqa: B008 - frozen
@@ -41,19 +40,25 @@ def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  #
 
     Raises:
       ImportError: matplotlib is not installed.
+
+    Example:
+      js.schedules.schedule_figure(js.schedules.zero_bubble(4, 8, chunks=1)).savefig("schedule.svg")
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     stats = schedule.stats(costs)
-    figure = Figure(figsize=(14, 1.6 + 0.7 * schedule.stages), layout="constrained")
-    panels: Any = figure.subplots(2, 1, sharex=True)
-    _draw(panels[0], schedule, lockstep_spans(schedule, costs), f"in lockstep: bubble {stats.bubble:.1%}")
-    _draw(panels[1], schedule, asynchronous_spans(schedule, costs), f"asynchronously: bubble {stats.bubble_async:.1%}")
-    panels[1].set_xlabel("time")
-    figure.suptitle(f"{schedule.name}; micro-batches: {schedule.microbatches}, chunks per device: {schedule.chunks}")
-    figure.legend(handles=_legend(schedule), loc="outside right upper")
+    with drawing(WIDTH, 2.3 + 0.6 * schedule.stages) as (figure, look):
+        panels: Any = figure.subplots(2, 1, sharex=True)
+        lockstep, alone = lockstep_spans(schedule, costs), asynchronous_spans(schedule, costs)
+        end = max(span.end for span in (*lockstep, *alone))
+        _draw(panels[0], schedule, lockstep, end, look)
+        _draw(panels[1], schedule, alone, end, look)
+        panels[0].set_title(f"in lockstep: bubble {stats.bubble:.1%}")
+        panels[1].set_title(f"asynchronously: bubble {stats.bubble_async:.1%}")
+        panels[0].tick_params(bottom=False)
+        panels[1].set_xlabel("time")
+        each = "" if schedule.chunks == 1 else f", {schedule.chunks} chunks each"
+        sizes = f"{schedule.stages} devices{each}, {schedule.microbatches} micro-batches"
+        figure.suptitle(f"{schedule.name}: {sizes}", x=0.01, ha="left")
+        figure.legend(handles=_legend(schedule), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -62,33 +67,30 @@ def _legend(schedule: Schedule) -> list[Patch]:
     from matplotlib.patches import Patch
 
     kinds = {op.kind for op in schedule.ops}
-    patches = [Patch(facecolor=colour, label=_NAMES[kind]) for kind, colour in _COLOURS.items() if kind in kinds]
+    patches = [Patch(facecolor=colour, label=NAMES[kind]) for kind, colour in OPERATIONS.items() if kind in kinds]
     chunks = schedule.chunks
-    shades = [Patch(facecolor="black", alpha=_shade(chunk, chunks), label=f"chunk {chunk}") for chunk in range(chunks)]
+    shades = [Patch(facecolor=tint(GREY, chunk, chunks), label=f"chunk {chunk}") for chunk in range(chunks)]
     return patches + (shades if chunks > 1 else [])
 
 
-def _shade(chunk: int, chunks: int) -> float:
-    """How opaque a chunk's bars are; the last ones fully."""
-    return (chunk + 1) / chunks * 0.6 + 0.4
-
-
-def _draw(axes: Axes, schedule: Schedule, spans: Sequence[Span], title: str) -> None:
+def _draw(axes: Any, schedule: Schedule, spans: Sequence[Span], end: float, look: Look) -> None:
     bars: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
-    for op, start, end in spans:
-        bars.setdefault((op.kind, op.chunk, op.device), []).append((start, end - start))
+    for op, start, stop in spans:
+        bars.setdefault((op.kind, op.chunk, op.device), []).append((start, stop - start))
     for (kind, chunk, device), places in bars.items():
-        axes.broken_barh(
-            places,
-            (device - 0.4, 0.8),
-            facecolors=_COLOURS[kind],
-            alpha=_shade(chunk, schedule.chunks),
-            edgecolor="white",
-            linewidth=0.3,
-        )
-    if len(spans) <= _LABELLED:
-        for op, start, end in spans:
-            axes.text((start + end) / 2, op.device, str(op.microbatch), ha="center", va="center", fontsize=9)
-    axes.set_title(title, fontsize="medium", loc="left")
+        colour = tint(OPERATIONS[kind], chunk, schedule.chunks)
+        axes.broken_barh(places, (device - 0.42, 0.84), facecolors=colour, edgecolor=look.paper, linewidth=0.6)
+    inches = 0.88 * WIDTH / end
+    digits = len(str(schedule.microbatches - 1))
+    size = SIZE - 1 if digits == 1 else SIZE - 3
+    for op, start, stop in spans:
+        if (stop - start) * inches > _NARROWEST * (1 + 0.4 * (digits - 1)):
+            ink = ink_on(tint(OPERATIONS[op.kind], op.chunk, schedule.chunks))
+            middle = (start + stop) / 2
+            axes.text(
+                middle, op.device, str(op.microbatch), ha="center", va="center_baseline", fontsize=size, color=ink
+            )
+    axes.set_xlim(0, end)
     axes.set_yticks(range(schedule.stages), [f"device {device}" for device in range(schedule.stages)])
+    axes.tick_params(left=False)
     axes.invert_yaxis()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxshard.schedules import file
 from jaxshard.schedules.chart import WIDTH, draw_chart
+from jaxshard.schedules.page import schedule_page
 from jaxshard.schedules.stats import Costs, Stats, compute_stats
 from jaxshard.schedules.table import Table
 
@@ -66,3 +67,7 @@ class Schedule(Table):
 
     def __str__(self) -> str:
         return self.chart()
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: a bar for each operation, and the figures."""
+        return schedule_page(self)

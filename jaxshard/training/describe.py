@@ -14,7 +14,8 @@ import numpy as np
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.core.mesh import mesh_str
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.pictures import page
+from jaxshard.core.text_table import Table
 from jaxshard.core.types import PyTree, Role
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.records import Record
@@ -52,6 +53,13 @@ class Description:
     evaluation: dict[str, float]
 
     def __str__(self) -> str:
+        return "\n".join(self._table().lines)
+
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook."""
+        return page.page(page.table(self._table()))
+
+    def _table(self) -> Table:
         on_device = ", ".join(f"{role} {human_bytes(count)}" for role, count in self.bytes_per_device.items())
         rows = [
             ("step", f"{self.step:,} on {self.mesh}"),
@@ -67,7 +75,7 @@ class Description:
         rows += [("time", f"{self.seconds:.4g} s of recorded steps")] if self.seconds else []
         rows += [("last step", _numbers(self.metrics))] if self.metrics else []
         rows += [("last evaluation", _numbers(self.evaluation))] if self.evaluation else []
-        return "\n".join(align_columns(rows))
+        return Table(rows)
 
 
 def describe(run: TrainState, layout: Layout, records: Sequence[Record] = ()) -> Description:

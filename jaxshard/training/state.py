@@ -20,6 +20,7 @@ from jaxshard.core.types import InitFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
 from jaxshard.training.placing import place_base, place_model
+from jaxshard.training.state_page import state_page
 from jaxshard.training.views import store, unstore
 
 
@@ -41,6 +42,10 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     state: PyTree
     key: jax.Array
+
+    def _repr_html_(self) -> str:
+        """Show step, shapes and bytes in a notebook; values stay on their devices."""
+        return state_page(self)
 
 
 @with_own_settings

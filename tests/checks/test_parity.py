@@ -14,6 +14,7 @@ from flax import linen as nn
 from jax import lax
 
 import jaxshard as js
+from tests.notebook_page import check_shows_text
 from tests.toys import cross_entropy, gpt_toy, quick_compile
 
 ROWS, FEATURES, CLASSES = 16, 12, 7
@@ -71,6 +72,8 @@ def check_fails(report, why, *, kinds=("gradient", "loss")):
     assert tuple(sorted({one.what for one in report.failures})) == kinds
     with pytest.raises(AssertionError) as error:
         report.check()
+    page = check_shows_text(report)
+    assert page.text[0] == report.headline and "DIFFERS" in " ".join(page.text)
     assert str(report) in str(error.value) and str(error.value).count("why: ") == len(why), report
     assert all(one.name in str(error.value).splitlines()[0] for one in report.failures)
     for pattern in why:
@@ -111,6 +114,8 @@ def test_a_right_step_passes(strategy, axes, engine):
     assert re.match(r"  loss \d\.\d+, on one device \d\.\d+: \S+ apart, allowed 1e-06  ok$", lines[1])
     assert [line.split() for line in lines[2:4]] == [["gradient", "update"], ["allowed", "1e-05", "1e-05"]]
     assert {line.split()[0] for line in lines[4:8]} == LEAVES and all(line.endswith("ok") for line in lines[4:8])
+    (table,) = check_shows_text(report).tables
+    assert [" ".join(row).split() for row in table] == [line.split() for line in lines[2:8]]
 
 
 @pytest.mark.slow

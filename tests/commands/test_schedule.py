@@ -60,7 +60,7 @@ def test_without_matplotlib_the_table_is_printed_all_the_same(tmp_path, monkeypa
     assert main(["schedule", "gpipe", *SIZES, "--plot", str(tmp_path / "a.svg")]) == 2
     output = capsys.readouterr()
     assert output.out.startswith("gpipe: ") and "bubble" in output.out
-    assert output.err == "jaxshard: pictures need matplotlib: pip install matplotlib\n"
+    assert output.err == "jaxshard: pictures need matplotlib: pip install matplotlib (the extra viz)\n"
 
 
 def test_a_picture(tmp_path, capsys):
@@ -69,7 +69,7 @@ def test_a_picture(tmp_path, capsys):
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     capsys.readouterr()
     assert main(["schedule", "gpipe", *SIZES, "--plot", str(tmp_path / "a.xyz")]) == 2
-    assert "jaxshard: Format 'xyz' is not supported" in capsys.readouterr().err
+    assert "a.xyz: pictures are written as .png, .svg, .pdf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

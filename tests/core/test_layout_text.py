@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jaxshard as js
+from tests.notebook_page import check_shows_text, read
 
 
 def make(strategy, mesh, params, tx):
@@ -91,9 +92,20 @@ def test_moments_are_listed_with_their_parameters():
 
 def test_a_notebook_shows_the_summary_and_folds_the_table():
     made = make(js.fsdp(), {"data": 8}, {"<b>": (256, 256)} | {f"w{i}": (8,) for i in range(600)}, optax.sgd(0.1))
-    page = made._repr_html_()
-    assert "&lt;b&gt;" in page and "<b>" not in page
-    assert page.count("<tr>") == 1001 and "202 more: layout.explain()" in page and "<details>" in page
+    page = check_shows_text(made)
+    *_, all_arrays = page.tables
+    assert any("<b>" in row[1] for row in all_arrays) and len(all_arrays) == 1001
+    assert "... and 202 more: layout.explain()" in page.text and "all 1,202 arrays" in page.text
+    roles, largest, _ = page.tables
+    assert roles[1] == ["param", "601", "51.97 kB", "93.2%"]
+    assert largest[1][0] == "<b>" and largest[1][-1] == ""
+
+
+def test_a_notebook_draws_which_part_of_an_array_each_device_holds():
+    made = make(js.fsdp(), {"data": 8}, {"w": (256, 256)}, optax.sgd(0.1))
+    page = read(made)
+    numbers = [text for text in page.text if text in set("01234567")]
+    assert numbers[-8:] == list("01234567") and numbers[:-8] == ["1"] * (len(numbers) - 8)  # after the counts of roles
 
 
 def test_a_pipeline_of_many_stages_folds_its_devices():

@@ -11,6 +11,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.plan.prediction import ROLES
+from tests.notebook_page import check_shows_text
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 TX = optax.adamw(1e-3)
@@ -27,7 +28,8 @@ def small() -> js.plan.Prediction:
 def test_a_prediction_prints_and_becomes_json(small: js.plan.Prediction):
     assert list(small.peak.by_role) == list(ROLES)
     assert small.peak.total == sum(small.peak.by_role.values())
-    assert "parameters" in str(small) and "optimizer state" in small._repr_html_()
+    page = check_shows_text(small)
+    assert {"parameters", "optimizer state"} <= page.cells and "parameters: 565.63 kB" in page.titles
     found = json.loads(json.dumps(small.as_dict()))
     assert found["fits"] is None and found["hbm_bytes"] is None  # a CPU is no chip of the table
     assert found["predicted_peak_bytes"] == small.peak.total

@@ -8,6 +8,7 @@ import pytest
 
 import jaxshard as js
 from tests.checkpoint.runs import assert_same
+from tests.notebook_page import check_shows_text
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 13)).astype(np.float32)}
 
@@ -183,5 +184,6 @@ def test_a_run_is_described():
     for words in ("step  ", "3 on data=8", "45, 42 trained", "learning_rate 0.25", "last evaluation", "accuracy 0.5"):
         assert words in text, text
     assert max(map(len, text.splitlines())) <= 200
+    check_shows_text(found)
     plain = made(optax.sgd(0.1))
     assert "not in the optimizer's state" in str(js.describe(plain[1], plain[0]))

@@ -11,8 +11,10 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.core.layout import human_bytes
 from jaxshard.models.gpt import gpt
 from jaxshard.training.state import check_run, init_program, run_key
+from tests.notebook_page import read
 from tests.toys import TOYS, model_order, quick_compile
 
 MESH = {"data": 8}
@@ -72,6 +74,20 @@ def test_every_device_holds_its_shard_alone():
             assert {shard.data.shape for shard in x.addressable_shards} == {placement.shard_shape(layout.mesh)}
             assert len(x.addressable_shards) == 8
     assert run.params["w"].addressable_shards[0].data.shape == (2, 9)  # 13 rows padded to 16
+
+
+def test_a_notebook_shows_a_run_without_its_values():
+    layout = small()
+    run = js.init(small_init, TX, layout, 0)
+    page = read(run)
+    assert page.text[0] == "TrainState at step 0"
+    held = {row[0]: row[-1] for row in page.tables[0][1:]}
+    sizes = layout.bytes_per_device()
+    assert held["params"] == human_bytes(sizes["param"]) and held["opt_state"] == human_bytes(sizes["opt"])
+    assert ["params", "w", "[16, 9]", "float32", "('data', None)"] in page.tables[1]
+    assert read(jax.eval_shape(lambda: run)).text[0] == "TrainState of shapes"
+    jax.tree.map(lambda x: x.delete(), run)
+    assert read(run).text[0] == "TrainState that was donated to a step"
 
 
 def wide_init(key):

@@ -18,11 +18,17 @@ from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import SKY
 from jaxshard.core.settings import own_settings
-from jaxshard.core.text_table import align_columns, first_words
+from jaxshard.core.text_table import Table, first_words
 from jaxshard.core.tree import check_arrays
 from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
+
+_NOTHING = "no collectives, and none promised"
+_MISSING = "promised, but not found"
+_SUBSTITUTES = "other kinds or dtypes than promised"
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,53 @@ class Comparison:
         return rows
 
     def __str__(self) -> str:
-        small = f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
-        missing = _listed("promised, but not found", self.missing)
-        substitutes = _listed("other kinds or dtypes than promised", self.substitutes)
-        parts = (_table(self), _listed("surprises", self.surprises), missing, substitutes, small, self.program)
+        missing = _listed(_MISSING, self.missing)
+        substitutes = _listed(_SUBSTITUTES, self.substitutes)
+        table = self._table()
+        parts = (
+            "\n".join(table.lines) if table.rows else _NOTHING,
+            _listed("surprises", self.surprises),
+            missing,
+            substitutes,
+            self._left_to_the_compiler(),
+            self.program,
+        )
         return "\n\n".join(text for part in parts if part and (text := str(part)))
+
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook, with the verdict above and a bar for the bytes of each row."""
+        count, table = len(self.surprises), self._table()
+        outcome = "no surprises" if self.ok else f"{count} surprise{'s' * (count > 1)}"
+        largest = max((row["bytes"] or 0 for row in self.rows()), default=0)
+        bars = [
+            page.bar({row["kind"]: (row["bytes"] or 0, human_bytes(row["bytes"] or 0))}, {row["kind"]: SKY},
+                     whole=largest, width=140, height=12)
+            for row in self.rows()
+        ]  # fmt: skip
+        return page.page(
+            page.verdict(self.ok, outcome),
+            page.table(table, last=bars) if table.rows else page.paragraph(_NOTHING),
+            page.listing(str(one) for one in self.surprises),
+            *(
+                page.title(title) + page.listing(entries)
+                for title, entries in ((_MISSING, self.missing), (_SUBSTITUTES, self.substitutes))
+                if entries
+            ),
+            page.preformatted(self._left_to_the_compiler()),
+            page.preformatted(str(self.program or "")),
+        )
+
+    def _left_to_the_compiler(self) -> str:
+        return f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
+
+    def _table(self) -> Table:
+        cells = []
+        for row in self.rows():
+            promised = "as needed" if row["promised"] is None else human_bytes(row["promised"])
+            size = "?" if row["bytes"] is None else human_bytes(row["bytes"])
+            count = "?" if row["count"] is None else f"{row['count']:,}"
+            cells.append((row["kind"], row["axis"], promised, size, count))
+        return Table(cells, "<<>>>", ("collective", "axis", "promised at most", "found", "times"))
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
@@ -228,18 +276,6 @@ def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Ta
         line = f"{found} in place of {instead} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}"
         lines.append(f"{line}\n    {remedy}" if remedy else line)
     return tuple(lines)
-
-
-def _table(comparison: Comparison) -> str:
-    cells = [("collective", "axis", "promised at most", "found", "times")]
-    for row in comparison.rows():
-        promised = "as needed" if row["promised"] is None else human_bytes(row["promised"])
-        size = "?" if row["bytes"] is None else human_bytes(row["bytes"])
-        count = "?" if row["count"] is None else f"{row['count']:,}"
-        cells.append((row["kind"], row["axis"], promised, size, count))
-    if len(cells) == 1:
-        return "no collectives, and none promised"
-    return "\n".join(align_columns(cells, "<<>>>"))
 
 
 def _listed(title: str, entries: Iterable[object]) -> str:

@@ -21,10 +21,13 @@ from jaxshard.checks.programs.terms import TERMS, Verdict, judge
 from jaxshard.checks.programs.text import parse_program
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import mesh_str
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.pictures import page
+from jaxshard.core.text_table import Table
 
 _SHOWN = 12
 """The number of entries of a list that are printed; JSON has them all."""
+
+_NOTHING = "no collectives"
 
 
 @dataclass(frozen=True)
@@ -105,26 +108,56 @@ class ProgramAudit:
 
     def __str__(self) -> str:
         """Tables by axis and by source line, then the surprises and what was assumed."""
+        roles, moved = _roles(self.arguments), _table(self.rows(), self.asynchronous)
+        listed = [_listed(title, entries, most) for title, entries, most in self._lists()]
+        parts = (
+            "\n".join(roles.lines),
+            "\n".join(moved.lines) if moved.rows else _NOTHING,
+            *listed[:-1],
+            self._left_to_the_compiler(),
+            str(self.program),
+            listed[-1],
+        )
+        return "\n\n".join(part for part in parts if part)
+
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook, with the verdict above where a strategy was named."""
+        moved = _table(self.rows(), self.asynchronous)
+        count = len(self.verdict.surprises) + len(self.verdict.misplaced)
+        outcome = f"{self.strategy}: " + ("kept" if self.ok else f"{count} surprise{'s' * (count > 1)}")
+        lists = [
+            page.title(f"{title}: {len(entries)}") + page.listing(_cut(entries, most))
+            for title, entries, most in self._lists()
+            if entries
+        ]
+        return page.page(
+            page.verdict(self.ok, outcome) if self.strategy else "",
+            page.table(_roles(self.arguments)),
+            page.table(moved) if moved.rows else page.paragraph(_NOTHING),
+            *lists,
+            page.preformatted(self._left_to_the_compiler()),
+            page.preformatted(str(self.program)),
+        )
+
+    def _lists(self) -> list[tuple[str, Sequence[str], int | None]]:
+        """Titles, entries, and how many of these are shown."""
         verdict = self.verdict
         surprises = [f"{_in_words(as_dict(one.found))}\n    {one.why}" for one in verdict.surprises]
         substitutes = [
             f"all-reduce in place of a reduce-scatter over {words(axes)}, {human_bytes(size)}"
             for axes, size in verdict.substitutes.items()
         ]
-        small = f"left to the compiler: {human_bytes(verdict.tolerated)}" if verdict.tolerated else ""
-        parts = (
-            _roles(self.arguments),
-            _table(self.rows(), self.asynchronous),
-            _by_line(self.lines()),
-            _listed("surprises", surprises),
-            _listed("not where the strategy puts it", verdict.misplaced),
-            _listed("promised, but not recognised", verdict.missing),
-            _listed("other kinds than promised", substitutes),
-            small,
-            str(self.program),
-            _listed("assumed", self.assumed, most=None),
-        )
-        return "\n\n".join(part for part in parts if part)
+        return [
+            ("by source line", [_in_words(one) for one in self.lines()], _SHOWN),
+            ("surprises", surprises, _SHOWN),
+            ("not where the strategy puts it", verdict.misplaced, _SHOWN),
+            ("promised, but not recognised", verdict.missing, _SHOWN),
+            ("other kinds than promised", substitutes, _SHOWN),
+            ("assumed", self.assumed, None),
+        ]
+
+    def _left_to_the_compiler(self) -> str:
+        return f"left to the compiler: {human_bytes(self.verdict.tolerated)}" if self.verdict.tolerated else ""
 
 
 def audit_program(
@@ -223,27 +256,19 @@ def _sums(moves: Sequence[Move]) -> dict[str, Any]:
     }
 
 
-def _roles(arguments: Sequence[Argument]) -> str:
+def _roles(arguments: Sequence[Argument]) -> Table:
     sizes = {role: [one.bytes for one in arguments if one.role == role] for role in ROLES}
-    cells = [("given", "arrays", "on each device")]
-    cells += [(role, f"{len(of):,}", human_bytes(sum(of))) for role, of in sizes.items() if of]
-    return "\n".join(align_columns(cells, "<>>"))
+    rows = [(role, f"{len(of):,}", human_bytes(sum(of))) for role, of in sizes.items() if of]
+    return Table(rows, "<>>", ("given", "arrays", "on each device"))
 
 
-def _table(rows: Sequence[dict[str, Any]], asynchronous: bool) -> str:
-    if not rows:
-        return "no collectives"
-    cells = [("collective", "axis", "moves", "times", "bytes", "waited for")]
+def _table(rows: Sequence[dict[str, Any]], asynchronous: bool) -> Table:
+    cells = []
     for row in rows:
         waited = _size(row["synchronous_bytes"]) if asynchronous else "all"
         count = "?" if row["count"] is None else f"{row['count']:,}"
         cells.append((row["kind"], row["axis"], row["moves"], count, _size(row["bytes"]), waited))
-    return "\n".join(align_columns(cells, "<<<>>>"))
-
-
-def _by_line(lines: Sequence[dict[str, Any]]) -> str:
-    entries = [_in_words(one) for one in lines]
-    return _listed("by source line", entries)
+    return Table(cells, "<<<>>>", ("collective", "axis", "moves", "times", "bytes", "waited for"))
 
 
 def _in_words(one: dict[str, Any]) -> str:
@@ -257,9 +282,12 @@ def _size(size: int | None) -> str:
     return "?" if size is None else human_bytes(size)
 
 
-def _listed(title: str, entries: Sequence[str], most: int | None = _SHOWN) -> str:
-    if not entries:
-        return ""
+def _listed(title: str, entries: Sequence[str], most: int | None) -> str:
+    lines = (f"- {one}" for one in _cut(entries, most))
+    return "\n".join([f"{title}: {len(entries)}", *lines]) if entries else ""
+
+
+def _cut(entries: Sequence[str], most: int | None) -> list[str]:
+    """The first entries, and how many more there are."""
     rest = len(entries) - len(entries[:most])
-    more = [f"- and {rest} more"] if rest else []
-    return "\n".join([f"{title}: {len(entries)}", *(f"- {one}" for one in entries[:most]), *more])
+    return [*entries[:most], *([f"and {rest} more"] if rest else [])]

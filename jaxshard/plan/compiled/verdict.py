@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,9 @@ from jaxshard.checks.collectives.found import Collective, arrays_only
 from jaxshard.checks.collectives.instructions import Instruction
 from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.layout import human_bytes
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import ROLES as COLOURS
+from jaxshard.core.text_table import Section, Table
 from jaxshard.plan.compiled.live import LiveArray
 from jaxshard.plan.compiled.savings import Saving
 from jaxshard.plan.prediction import ROLES, Prediction
@@ -173,37 +174,47 @@ class Verdict:
 
     def __str__(self) -> str:
         """Write memory by role, the largest arrays, what would save memory, collectives and differences."""
-        return "\n\n".join("\n".join([f"{title}:", *lines] if title else lines) for title, lines in self._tables())
-
-    def _repr_html_(self) -> str:
-        """Show the same tables in a notebook."""
-        return "".join(
-            f"<b>{html.escape(title)}</b><pre>{html.escape(chr(10).join(lines))}</pre>"
-            for title, lines in self._tables()
+        return "\n\n".join(
+            "\n".join([f"{one.title}:", *one.lines] if one.title else one.lines) for one in self._sections()
         )
 
-    def _tables(self) -> Iterator[tuple[str, list[str]]]:
-        yield "", self._headline()
-        yield "memory of a device", self._memory()
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook, memory by role as a bar too."""
+        headline, *sections = self._sections()
+        where, outcome, *more = headline.lines
+        by_role = {role: (size, human_bytes(size)) for role, size in self.by_role.items()}
+        limit = None if self.usable_bytes is None else (self.usable_bytes, f"usable: {human_bytes(self.usable_bytes)}")
+        return page.page(
+            page.paragraph(where),
+            page.verdict(self.fits, outcome),
+            *map(page.paragraph, more),
+            page.bar(by_role, COLOURS, limit=limit),
+            page.sections(sections, marks=COLOURS),
+        )
+
+    def _sections(self) -> Iterator[Section]:
+        yield Section("", self._headline())
+        yield Section("memory of a device", [self._memory()])
         if self.arrays:
             when = f" ({self.moment})" if self.moment else ""
-            yield f"largest at the fullest moment{when}", _table(map(_array_row, self.arrays), "><><")
+            yield Section(f"largest at the fullest moment{when}", _cut(map(_array_row, self.arrays), "><><"))
         if self.savings:
             title = "what would save how much, at most" if self.fits is False else "what would save memory, at most"
-            yield title, _table(((human_bytes(one.bytes), one.change) for one in self.savings), "><")
+            yield Section(title, _cut(((human_bytes(one.bytes), one.change) for one in self.savings), "><"))
         if self.traffic:
             waited = sum(row.bytes or 0 for row in self.traffic if row.synchronous)
             title = f"collectives, of which a device waits for {human_bytes(waited)}"
-            yield title, _table(map(_traffic_row, self.traffic), "<<>><<", ("kind", "axes", "times", "bytes", "", "at"))
+            head = ("kind", "axes", "times", "bytes", "", "at")
+            yield Section(title, _cut(map(_traffic_row, self.traffic), "<<>><<", head))
         if self.comparison and self.comparison.surprises:
-            yield "collectives that nothing promised", [str(one) for one in self.comparison.surprises[:_SHOWN]]
+            yield Section("collectives that nothing promised", [str(one) for one in self.comparison.surprises[:_SHOWN]])
         if self.comparison and self.comparison.substitutes:
-            yield "other kinds or dtypes than promised", list(self.comparison.substitutes)
+            yield Section("other kinds or dtypes than promised", list(self.comparison.substitutes))
         if self.rematerialized:
             lines = [str(one) for one in self.rematerialized[:_SHOWN]]
-            yield f"computed again by the compiler, {len(self.rematerialized)} instructions", lines
+            yield Section(f"computed again by the compiler, {len(self.rematerialized)} instructions", lines)
         if self.differences:
-            yield "prediction and compiler", [str(one) for one in self.differences]
+            yield Section("prediction and compiler", [str(one) for one in self.differences])
 
     def _headline(self) -> list[str]:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -218,18 +229,18 @@ class Verdict:
             lines.append(f"estimated cycles of a step: {self.cycles:,}, without collectives and Pallas kernels")
         return [*lines, f"compiled in {self.compile_seconds:.0f} s"]
 
-    def _memory(self) -> list[str]:
+    def _memory(self) -> Table:
         predicted = None if self.prediction is None else self.prediction.peak
-        rows = [("", "bytes", "share", "predicted")]
+        rows: list[tuple[str, ...]] = []
         for role, size in self.by_role.items():
             guess = 0 if predicted is None else predicted.by_role.get(role, 0)
             if size or guess:
                 share = f"{size / max(self.peak_bytes, 1):.0%}"
                 rows.append((role, human_bytes(size), share, human_bytes(guess)))
         rows.append(("peak", human_bytes(self.peak_bytes), "", human_bytes(predicted.total if predicted else 0)))
-        if predicted is None:
-            return align_columns([row[:3] for row in rows], "<>>")
-        return align_columns(rows, "<>>>")
+        columns = 3 if predicted is None else 4
+        head = ("", "bytes", "share", "predicted")
+        return Table([row[:columns] for row in rows], "<>>>"[:columns], head[:columns])
 
 
 def _array_row(one: LiveArray) -> tuple[str, ...]:
@@ -244,8 +255,9 @@ def _traffic_row(row: Traffic) -> tuple[str, ...]:
     return row.kind, "+".join(row.axes), count, size, "waits" if row.synchronous else "overlaps", row.place
 
 
-def _table(rows: Iterable[tuple[str, ...]], sides: str, head: tuple[str, ...] = ()) -> list[str]:
+def _cut(rows: Iterable[tuple[str, ...]], sides: str, head: tuple[str, ...] = ()) -> list[str | Table]:
+    """A table of the first rows, and a line that counts the others."""
     rows = list(rows)
     left = len(rows) - _SHOWN
-    lines = align_columns([*([head] if head else []), *rows[:_SHOWN]], sides)
-    return [*lines, f"and {left} smaller ones"] if left > 0 else lines
+    shown = Table(rows[:_SHOWN], sides, head)
+    return [shown, f"and {left} smaller ones"] if left > 0 else [shown]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxshard.core.pictures.canvas import drawing
+from jaxshard.core.pictures.style import GREY, PALETTE, WIDTH, Look
 from jaxshard.cost.hardware import Chip
-from jaxshard.plan.pictures.canvas import BLACK, GREY, PALETTE, SIZE, new_figure, style_axes
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.time.products import ProductCost
 
@@ -18,7 +19,7 @@ _NAMED = 6
 _SEEN = 0.002
 """The share of a step's FLOPs from which on a product is drawn."""
 
-_WORDS = 46
+_WORDS = 30
 """Letters of a product's operands that are shown."""
 
 _MARKERS = "osD^vP"
@@ -44,24 +45,24 @@ def roofline_figure(prediction: Prediction, *, title: str = "") -> Figure:
     if chip is None or not products:
         lacks = "products" if chip is not None else "chip: predict with chip=, or on the mesh of a topology"
         raise ValueError(f"roofline_figure: the prediction has no {lacks}")
-    figure = new_figure(12, 7.5)
-    axes = figure.subplots()
-    style_axes(axes, grid="both")
-    _draw_roofs(axes, chip, products)
-    _draw_products(axes, chip, products)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
-    axes.set_xlabel("FLOPs for each byte of memory", fontsize=SIZE)
-    axes.set_ylabel("TFLOP/s at most", fontsize=SIZE)
-    figure.suptitle(title or f"{chip.name}: products of a step, area by FLOPs", fontsize=SIZE + 2)
-    figure.legend(loc="outside lower center", fontsize=SIZE, frameon=False, labelspacing=0.7)
+    with drawing(WIDTH, 7) as (figure, look):
+        axes = figure.subplots()
+        axes.grid(axis="both")
+        _draw_roofs(axes, chip, products, look)
+        _draw_products(axes, chip, products, look)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
+        axes.set_xlabel("FLOPs for each byte of memory")
+        axes.set_ylabel("TFLOP/s at most")
+        figure.suptitle(title or f"{chip.name}: products of a step, area by FLOPs", x=0.01, ha="left")
+        figure.legend(loc="outside lower left", labelspacing=0.7)
     return figure
 
 
-def _draw_roofs(axes: Any, chip: Chip, products: Sequence[ProductCost]) -> None:
+def _draw_roofs(axes: Any, chip: Chip, products: Sequence[ProductCost], look: Look) -> None:
     """The slope of the memory, and a flat roof for each dtype of the products."""
     intensities = [one.flops / one.bytes for one in products]
     ridge = chip.peak_flops / chip.hbm_bandwidth
@@ -70,17 +71,15 @@ def _draw_roofs(axes: Any, chip: Chip, products: Sequence[ProductCost]) -> None:
     top = max(roofs)
     for rate, dtype in roofs.items():
         start = rate / chip.hbm_bandwidth
-        axes.plot([start, high], [rate / 1e12] * 2, color=BLACK, linewidth=2)
-        axes.text(
-            high, rate / 1e12 * 1.1, f"{rate / 1e12:.4g} TFLOP/s {dtype} ", ha="right", va="bottom", fontsize=SIZE
-        )
+        axes.plot([start, high], [rate / 1e12] * 2, color=look.ink, linewidth=2)
+        axes.text(high, rate / 1e12 * 1.1, f"{rate / 1e12:.4g} TFLOP/s {dtype} ", ha="right", va="bottom")
     slope = [low * chip.hbm_bandwidth / 1e12, top / 1e12]
-    axes.plot([low, top / chip.hbm_bandwidth], slope, color=BLACK, linewidth=2)
+    axes.plot([low, top / chip.hbm_bandwidth], slope, color=look.ink, linewidth=2)
     label = f"memory: {chip.hbm_bandwidth / 1e9:.4g} GB/s"
-    axes.text(low * 1.2, slope[0], label, va="bottom", fontsize=SIZE)
+    axes.text(low * 1.2, slope[0], label, va="bottom")
 
 
-def _draw_products(axes: Any, chip: Chip, products: Sequence[ProductCost]) -> None:
+def _draw_products(axes: Any, chip: Chip, products: Sequence[ProductCost], look: Look) -> None:
     total = sum(one.flops for one in products)
     for number, one in enumerate(sorted(products, key=lambda one: -one.flops)):
         intensity = one.flops / one.bytes
@@ -90,6 +89,6 @@ def _draw_products(axes: Any, chip: Chip, products: Sequence[ProductCost]) -> No
         label = f"{one.flops / total:.0%} of the FLOPs: {one.where}, {one.count:,} times {shapes}" if named else None
         axes.scatter(
             intensity, rate, s=60 + 1200 * one.flops / total, color=PALETTE[number] if named else GREY,
-            marker=_MARKERS[number % len(_MARKERS)] if named else ".", edgecolor=BLACK, linewidth=0.8, alpha=0.85,
+            marker=_MARKERS[number % len(_MARKERS)] if named else ".", edgecolor=look.paper, linewidth=0.8, alpha=0.85,
             label=label, zorder=3,
         )  # fmt: skip

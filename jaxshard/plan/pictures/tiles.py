@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.core.layout import Layout, human_bytes
-from jaxshard.core.mesh import axis_names
+from jaxshard.core.pictures.canvas import drawing
+from jaxshard.core.pictures.style import PALETTE, SIZE, WIDTH, Look, ink_on
+from jaxshard.core.pictures.tiles import arrange, parts_held
 from jaxshard.core.placement import Placement
 from jaxshard.core.tree import bytes_of, path_str
-from jaxshard.plan.pictures.canvas import BLACK, PALETTE, SIZE, ink_on, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,17 +50,18 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
     if not rows:
         raise ValueError("sharding_figure: the layout has no parameters")
     shown, rest = rows[:leaves], len(rows[leaves:])
-    devices, down = layout.mesh.size, len(_arranged(layout.mesh))
-    figure = new_figure(14, 1.2 + len(shown) * max(0.75, min(1.25, 0.3 + 0.2 * down)))
-    panels = np.atleast_2d(figure.subplots(len(shown), 3))
-    for row, (label, placements) in zip(panels, shown, strict=True):
-        for axes, placement, name in zip(row, placements, ("parameter", "gradient", "optimizer state"), strict=True):
-            _draw(axes, layout.mesh, placement, devices)
-            if axes in panels[0]:
-                axes.set_title(name, fontsize=SIZE + 1)
-        row[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SIZE)
-    more = f"; {rest} smaller or equal ones are left out" if rest else ""
-    figure.suptitle((title or f"{devices} devices: {_directions(layout.mesh)}") + more, fontsize=SIZE + 2)
+    devices, down = layout.mesh.size, len(arrange(layout.mesh))
+    with drawing(WIDTH, 1.1 + len(shown) * max(0.85, min(1.3, 0.4 + 0.22 * down))) as (figure, look):
+        panels = np.atleast_2d(figure.subplots(len(shown), 3))
+        for row, (label, placements) in zip(panels, shown, strict=True):
+            for axes, placement, name in zip(row, placements, ("parameter", "gradient", "optimizer state")):
+                _draw(axes, layout.mesh, placement, devices, look)
+                if axes in panels[0]:
+                    axes.set_title(name, loc="center")
+            row[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SIZE - 1)
+        more = f"; {rest} smaller or equal ones are left out" if rest else ""
+        words = (title or f"{devices} devices: {_directions(layout.mesh)}") + more
+        figure.suptitle(words, x=0.01, ha="left", wrap=True)
     return figure
 
 
@@ -88,46 +90,30 @@ def _directions(mesh: Mesh) -> str:
     return f"{across}={mesh.shape[across]} to the right" + (f", {', '.join(down)} downwards" if down else "")
 
 
-def _arranged(mesh: Mesh) -> np.ndarray:
-    """Positions of the devices as a picture: the longest axis from left to right, the others from top to bottom."""
-    ids = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    longest = int(np.argmax(ids.shape))
-    return np.moveaxis(ids, longest, -1).reshape(-1, ids.shape[longest])
-
-
-def parts_held(mesh: Mesh, placement: Placement) -> np.ndarray:
-    """Return for every device, by its position in the mesh, the number of the part of an array that it holds."""
-    places = dict(zip(mesh.axis_names, np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))))
-    number = np.zeros(mesh.size, int)
-    for entry in placement.store:
-        for axis in axis_names(entry):
-            number = number * mesh.shape[axis] + places[axis]
-    return number
-
-
-def _draw(axes: Any, mesh: Mesh, placement: Placement | None, devices: int) -> None:
+def _draw(axes: Any, mesh: Mesh, placement: Placement | None, devices: int, look: Look) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     if placement is None:
-        axes.text(0.5, 0.5, "frozen", ha="center", va="center", fontsize=SIZE)
+        axes.text(0.5, 0.5, "frozen", ha="center", va="center")
         return
+    from matplotlib.colors import to_rgb
+
     parts = parts_held(mesh, placement)
     count = int(parts.max()) + 1
-    picture = parts[_arranged(mesh)]
+    picture = parts[arrange(mesh)]
     colours = _colours(count)
-    axes.imshow([[colours[part] for part in row] for row in picture], aspect="auto", interpolation="nearest")
-    _draw_borders(axes, picture)
+    axes.imshow([[to_rgb(colours[part]) for part in row] for row in picture], aspect="auto", interpolation="nearest")
+    _draw_borders(axes, picture, look)
     if devices <= _NUMBERED:
         for (y, x), part in np.ndenumerate(picture):
-            ink = ink_on(PALETTE[part]) if count <= len(PALETTE) else _ink(colours[part])
-            axes.text(x, y, str(part), ha="center", va="center", color=ink, fontsize=SIZE - 1)
+            ink = ink_on(colours[part])
+            axes.text(x, y, str(part), ha="center", va="center_baseline", color=ink, fontsize=SIZE - 2)
     words = "whole on each" if count == 1 else f"1/{count} on each: {list(placement.shard_shape(mesh))}"
     axes.set_xlabel(words, fontsize=SIZE - 1)
-    for spine in axes.spines.values():
-        spine.set_color(BLACK)
+    axes.spines[:].set_visible(False)
 
 
-def _draw_borders(axes: Any, picture: np.ndarray) -> None:
+def _draw_borders(axes: Any, picture: np.ndarray, look: Look) -> None:
     """White lines between neighbours that hold different parts, dotted ones where they hold the same."""
     down, across = picture.shape
     for along, size in (("x", across), ("y", down)):
@@ -136,20 +122,19 @@ def _draw_borders(axes: Any, picture: np.ndarray) -> None:
             same = bool((before == after).all())
             draw = axes.axvline if along == "x" else axes.axhline
             draw(
-                edge - 0.5, color="white", linewidth=0.7 if same or across > 16 else 1.5, linestyle=":" if same else "-"
+                edge - 0.5,
+                color=look.paper,
+                linewidth=0.7 if same or across > 16 else 1.5,
+                linestyle=":" if same else "-",
             )
 
 
-def _colours(count: int) -> Sequence[tuple[float, ...]]:
+def _colours(count: int) -> Sequence[str]:
     """One colour for each part: those of the palette, or so many steps of cividis, which goes from blue to yellow."""
     import matplotlib
-    from matplotlib.colors import to_rgb
+    from matplotlib.colors import to_hex
 
     if count <= len(PALETTE):
-        return [to_rgb(colour) for colour in PALETTE[:count]]
+        return PALETTE[:count]
     shades = matplotlib.colormaps["cividis"]
-    return [tuple(shades(number / (count - 1))[:3]) for number in range(count)]
-
-
-def _ink(colour: Sequence[float]) -> str:
-    return "white" if sum(colour) < 1.4 else BLACK
+    return [to_hex(shades(number / (count - 1))) for number in range(count)]

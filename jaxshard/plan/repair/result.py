@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxshard.checks.collectives import describe
 from jaxshard.checks.collectives.compare import Comparison, Surprise
 from jaxshard.checks.parity import Parity
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import GREY, SKY
+from jaxshard.core.text_table import Table
 from jaxshard.plan.repair.edits import Edit
 from jaxshard.plan.repair.parts import Parts
 from jaxshard.training.step import Step
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A number before an edit and after it."""
 
     before: int
@@ -68,6 +70,10 @@ class Repair:
         sizes = f"\n    unexpected: {self.unexpected}\n    all collectives: {self.moved}{rests}"
         kept = "not compared with one device, but no value can change" if self.parity is None else "parity kept"
         return f"{head}{code}{gone}{sizes}\n    {kept}"
+
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook."""
+        return page.page(page.preformatted(str(self)), _bars(self))
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,21 @@ class Repairs:
         head = [f"{count} edit{'s' * (count > 1)} help{'s' * (count == 1)}:", *lines] if count else []
         return "\n".join([*head, "no edit was found for:", *left, "tried:", *tried])
 
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook: each edit, with its code and the bytes before and after."""
+        if self.before.ok:
+            return page.page(page.verdict(True, str(self)))
+        count = len(self.edits)
+        verb = f"remove{'s' * (count == 1)} all surprises" if self.ok else f"help{'s' * (count == 1)}"
+        tried = page.listing(map(str, self.tried))
+        return page.page(
+            page.verdict(self.ok, f"{count} edit{'s' * (count != 1)} {verb}") if count else "",
+            *(page.preformatted(f"{n}. {one}") + _bars(one) for n, one in enumerate(self.edits, 1)),
+            "" if self.ok else page.verdict(False, "no edit was found for"),
+            page.listing(_short(surprise) for surprise in self.after.surprises),
+            page.folded(f"{len(self.tried)} tried and not kept", tried) if self.tried else "",
+        )
+
 
 def unexpected_bytes(comparison: Comparison) -> int:
     """Return the bytes of all surprises; one whose number of executions is unknown counts once."""
@@ -172,3 +193,19 @@ def _size(surprise: Surprise) -> int:
 
 def _short(surprise: Surprise) -> str:
     return describe.describe(surprise.found).replace("\n    at", " at")
+
+
+def _bars(repair: Repair) -> str:
+    """Draw the bytes before and after."""
+    changes = {"unexpected": repair.unexpected, "all collectives": repair.moved}
+    if repair.resting.before != repair.resting.after:
+        changes["at rest"] = repair.resting
+    rows, bars = [], []
+    largest = max(max(change) for change in changes.values())
+    for name, change in changes.items():
+        for when, size in zip(("before", "after"), change, strict=True):
+            rows.append((f"{name}, {when}", human_bytes(size)))
+            colour = GREY if when == "before" else SKY
+            part = {when: (size, human_bytes(size))}
+            bars.append(page.bar(part, {when: colour}, whole=largest, width=240, height=12))
+    return page.table(Table(rows, "<>"), last=bars)

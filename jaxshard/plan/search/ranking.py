@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import PALETTE
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.text_table import align_columns
+from jaxshard.core.text_table import Table
 from jaxshard.engines.engine import Engine
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate
 
 _SHOWN = 12
+_NOTHING = "nothing fits: take more chips, a smaller batch, or a smaller model"
 
 
 @dataclass(frozen=True)
@@ -128,20 +130,48 @@ class Ranking:
 
     def __str__(self) -> str:
         """Write the table, then a sentence for each plan."""
-        tried = f"{self.listed} ways, {self.too_large} too large by arithmetic, {self.predicted} predicted"
-        head = f"{self.topology}: {tried}, in {self.seconds:.0f} s"
-        why = "".join(f"\nleft out, {count} times: {reason}" for reason, count in self.refused.items())
+        why = "".join(f"\n{one}" for one in self._left_out())
         if not self.plans:
-            return f"{head}\nnothing fits: take more chips, a smaller batch, or a smaller model{why}"
-        rows = [("", "layout", "seconds", "peak", "fits")]
+            return f"{self._headline()}\n{_NOTHING}{why}"
+        sentences = [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
+        return "\n".join([self._headline(), "", *self._table().lines, "", *sentences]) + why
+
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook, with a bar of the parts of each plan's step."""
+        if not self.plans:
+            said = (page.paragraph(self._headline()), page.verdict(False, _NOTHING))
+            return page.page(*said, page.listing(self._left_out()))
+        shown = self.plans[:_SHOWN]
+        names = list(dict.fromkeys(name for plan in shown for name, size in plan.parts.items() if size > 0))
+        colours = dict(zip(names, PALETTE, strict=False))
+        longest = max(sum(plan.parts.values()) for plan in shown)
+        bars = [
+            page.bar(
+                {name: (plan.parts.get(name, 0.0), f"{plan.parts.get(name, 0.0):.3g} s") for name in names}, colours,
+                whole=longest, width=180, height=12,
+            )
+            for plan in shown
+        ]  # fmt: skip
+        return page.page(
+            page.paragraph(self._headline()),
+            page.table(self._table(), last=bars),
+            page.legend({f"{name} (seconds)": colours[name] for name in names}),
+            page.listing([plan.reason for plan in shown], ordered=True),
+            page.listing(self._left_out()),
+        )
+
+    def _headline(self) -> str:
+        tried = f"{self.listed} ways, {self.too_large} too large by arithmetic, {self.predicted} predicted"
+        return f"{self.topology}: {tried}, in {self.seconds:.0f} s"
+
+    def _left_out(self) -> list[str]:
+        return [f"left out, {count} times: {reason}" for reason, count in self.refused.items()]
+
+    def _table(self) -> Table:
+        rows = []
         for number, plan in enumerate(self.plans[:_SHOWN], 1):
             verdict = {True: "yes", False: "no", None: "compile to know"}[plan.fits]
             verdict += "" if plan.compiled is None else " (compiled)"
             seconds = f"{plan.seconds[0]:.3g} - {plan.seconds[1]:.3g}"
             rows.append((str(number), str(plan.candidate), seconds, human_bytes(plan.peak_bytes), verdict))
-        sentences = [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
-        return "\n".join([head, "", *align_columns(rows, "><>><"), "", *sentences]) + why
-
-    def _repr_html_(self) -> str:
-        """Show the same in a notebook."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return Table(rows, "><>><", ("", "layout", "seconds", "peak", "fits"))

@@ -20,6 +20,7 @@ from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import gpt_shapes
 from tests.engines import test_collectives as literals
 from tests.engines.programs import setups, torus_setups, tpu
+from tests.notebook_page import check_shows_text
 from tests.toys import Toy, gpt_toy, linen_toy, nnx_toy, quick_compile
 
 ADAM = optax.adam(1e-3)
@@ -47,6 +48,7 @@ def assert_exact(comparison):
     rows = [row for row in comparison.rows() if row["promised"] is not None]
     assert rows
     assert all(row["promised"] == row["bytes"] for row in rows), str(comparison)
+    assert check_shows_text(comparison).text[0] == "no surprises"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,8 @@ def test_a_weight_that_is_gathered_over_tensor_is_named_with_its_line():
     assert line_of(up, "# whole") in {one.place for one in surprises} <= lines
     assert all("the weight up/kernel" in one.why for one in surprises)
     assert "must never move over tensor" in str(comparison)
+    page = check_shows_text(comparison)
+    assert page.text[0].endswith(" surprises") and any("must never move over tensor" in text for text in page.text)
 
 
 def test_the_automatic_engines_gather_of_activations_over_data_is_named():

@@ -7,6 +7,7 @@ import pytest
 import jaxshard as js
 from jaxshard.checks.programs.report import audit_program
 from tests.checks.programs.texts import AT, FSDP, GROUPS, PAIRS, ROWS, SCATTER, SUM, WHOLE, gather, step_text
+from tests.notebook_page import check_shows_text
 from tests.toys import gpt_toy, quick_compile
 
 DATA = {"data": 8}
@@ -31,6 +32,10 @@ def test_a_step_of_fsdp_is_as_promised_and_each_array_is_known():
         ("optimizer state", 1, 4 * 1024 * 64),
         ("batch", 1, 4 * 20 * 1024),
     ]
+    page = check_shows_text(found)
+    assert (
+        page.text[0] == "fsdp: kept" and ["reduce-scatter", "data", "gradient", "1", "2.10 MB", "all"] in page.tables[1]
+    )
 
 
 def test_the_line_is_the_users_not_the_frameworks():
@@ -56,6 +61,7 @@ def test_what_fsdp_does_not_promise_is_a_surprise(line, why):
     found, audit = whys(*FSDP, line)
     assert len(found) == 1 and why in found[0] and not audit.ok
     assert audit.as_dict()["surprises"][0]["place"] == "/home/user/train.py:12"
+    assert check_shows_text(audit).text[0] == "fsdp: 1 surprise"
 
 
 def test_microbatches_allow_as_many_gathers_and_sums_each():

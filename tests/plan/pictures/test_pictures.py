@@ -1,19 +1,15 @@
 """Pictures of plans: what they show, which files they become, and what they refuse."""
 
-import dataclasses
-
 import jax
-import numpy as np
 import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.core.mesh import axis_size
+from jaxshard.core.pictures.tiles import parts_held
 from jaxshard.cost.hardware import chip
-from jaxshard.plan.pictures.canvas import PALETTE, write_picture
 from jaxshard.plan.pictures.memory import memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure
-from jaxshard.plan.pictures.tiles import parts_held, sharding_figure
+from jaxshard.plan.pictures.tiles import sharding_figure
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
 from jaxshard.plan.time.products import ProductCost
 
@@ -79,37 +75,3 @@ def test_tiles_show_which_part_each_device_holds():
     assert len(figure.axes) == 6  # `same` rests like `w`
     assert figure.axes[0].get_ylabel() == "same and 1 more\n[64, 512], 131.07 kB"
     assert [axes.get_xlabel() for axes in figure.axes[:2]] == ["whole on each", "1/8 on each: [8, 512]"]
-
-
-@pytest.mark.parametrize("spec", [("tensor", "data"), (("data", "tensor"), None), (None, "tensor")])
-def test_parts_are_those_of_the_shards_of_jax(spec):
-    """Two devices have one number if and only if JAX gives them the same part."""
-    layout = make_layout(js.fsdp(("data", "tensor")), data=4, tensor=2)
-    mesh, store = layout.mesh, jax.sharding.PartitionSpec(*spec)
-    placement = dataclasses.replace(layout.params["w"], store=store)
-    found = parts_held(mesh, placement)
-    indices = jax.sharding.NamedSharding(mesh, store).devices_indices_map((64, 512))
-    parts = [str(indices[device]) for device in mesh.devices.flat]
-    assert len(set(found.tolist())) == axis_size(mesh, [axis for one in spec if one for axis in np.atleast_1d(one)])
-    assert all((found[i] == found[j]) is np.bool_(parts[i] == parts[j]) for i in range(8) for j in range(8))
-
-
-def test_pictures_are_files_of_the_kind_that_their_name_says(tmp_path):
-    figure = memory_figure({"fsdp": prediction({"parameters": 1})})
-    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        file = tmp_path / f"memory{suffix}"
-        write_picture(figure, file)
-        assert file.read_bytes().startswith(start)
-    with pytest.raises(ValueError, match=r"memory.txt: pictures are written as .png, .svg, .pdf"):
-        write_picture(figure, tmp_path / "memory.txt")
-
-
-def test_colours_differ_in_lightness_or_hue():
-    """No two colours of the palette look alike to those who see no red or no green (Machado's matrices)."""
-    protan = np.array([[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]])
-    deutan = np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]])
-    rgb = np.array([[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in PALETTE])
-    for seen in (protan, deutan):
-        looks = (rgb**2.2) @ seen.T
-        apart = np.linalg.norm(looks[:, None] - looks[None], axis=-1) + np.eye(len(rgb))
-        assert apart.min() > 0.1

@@ -16,6 +16,7 @@ import jaxshard as js
 from jaxshard.checks.collectives.compare import Comparison, Surprise
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.plan.repair.repair import repair, why_worse
+from tests.notebook_page import check_shows_text
 from tests.plan.repair import bad_models
 from tests.toys import quick_compile
 
@@ -116,6 +117,9 @@ def test_without_values_a_constraint_is_taken_out_and_nothing_is_run():
     assert text.startswith(f"1 edit removes all surprises:\n1. {at('# gathered_logits')}: take the constraint out\n")
     assert "all-gather over tensor, once, 12.29 kB: f32[4, 8, 96]" in text and "24.58 kB before, 0 B after" in text
     (found,) = repairs.as_dict()["repairs"]
+    page = check_shows_text(repairs)
+    assert page.text[0] == "1 edit removes all surprises" and {"24.58 kB", "0 B"} <= page.cells
+    check_shows_text(one)
     assert found["saved_bytes"] == 24_576 and found["parity"] is None and found["removes"][0]["kind"] == "all-gather"
 
 
@@ -129,6 +133,7 @@ def test_what_no_edit_repairs_says_what_was_tried():
     text = str(repairs)
     assert text.startswith("no edit was found for:\n- all-gather over data") and "\ntried:\n- " in text
     assert repairs.as_dict()["unrepaired"] and not repairs.as_dict()["repaired"]
+    assert check_shows_text(repairs).text[0] == "no edit was found for"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from jaxshard.plan.search.candidates import candidates
 from jaxshard.plan.search.estimate import Estimator
 from jaxshard.plan.search.facts import Facts, facts_of
 from jaxshard.plan.time.network import Group
+from tests.notebook_page import check_shows_text
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 WIDTH = 64
@@ -93,6 +94,8 @@ def test_a_toy_is_ranked_with_reasons_and_trains_as_it_was_ranked(few):
     assert len(ranking.plans) == 2 and ranking.predicted >= 2 and ranking.listed > 10
     assert [plan.fits for plan in ranking.plans] == [True, True]
     assert "the fastest that fits" in ranking.best.reason and str(ranking.best.candidate) in str(ranking)
+    page = check_shows_text(ranking)
+    assert [row[1] for row in page.tables[0][1:]] == [str(plan.candidate) for plan in ranking.plans]
     seconds = [plan.middle for plan in ranking.plans]
     assert seconds[0] <= seconds[1] * 1.05
     json.dumps(ranking.as_dict(), allow_nan=False)
@@ -108,6 +111,7 @@ def test_nothing_fits_is_an_answer(few):
     ranking = js.plan.search(init, loss, optax.adam(1e-3), ROWS, "v5e:2x4", chip=chip)
     assert ranking.best is None and ranking.predicted == 0 and ranking.too_large == ranking.listed
     assert "nothing fits: take more chips" in str(ranking) and "or more of" in str(ranking)
+    check_shows_text(ranking)
 
 
 def test_a_batch_that_devices_do_not_divide_is_named():

@@ -1,0 +1,107 @@
+"""Figures of matplotlib in one look: fonts, sizes, colours, light and dark, and their files.
+
+A picture is dark where matplotlib's own text is light, as under `plt.style.use("dark_background")`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxshard.core.pictures.style import DARK, LIGHT, PALETTE, SIZE, Look, luminance
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+
+_DPI = 150
+_POINTS_PER_INCH = 72
+
+
+@contextmanager
+def drawing(width: float, height: float) -> Iterator[tuple[Figure, Look]]:
+    """Make an empty figure of so many inches; what is drawn on it inside the context has the look of all pictures.
+
+    Yields:
+      (figure, look): the figure, which no window holds and which a notebook shows, and the colours around its own.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+
+    Example:
+      with drawing(WIDTH, 4) as (figure, look):
+          figure.subplots().plot(losses)
+    """
+    try:
+        import matplotlib.figure
+        from matplotlib.colors import to_hex
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib (the extra viz)") from error
+    look = DARK if luminance(to_hex(matplotlib.rcParams["text.color"])) > 0.5 else LIGHT
+    with matplotlib.rc_context(_settings(look)):
+        yield _picture_class()(figsize=(width, height), layout="constrained"), look
+
+
+def _settings(look: Look) -> Any:
+    """The look in matplotlib's words."""
+    from cycler import cycler
+
+    inks = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
+    lines = ("axes.edgecolor", "xtick.color", "ytick.color")
+    sizes = ("font.size", "axes.labelsize", "axes.titlesize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize")
+    papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    return {
+        **dict.fromkeys(inks, look.ink),
+        **dict.fromkeys(lines, look.muted),
+        **dict.fromkeys(sizes, SIZE),
+        **dict.fromkeys(papers, look.paper),
+        "figure.titlesize": SIZE + 2,
+        "font.family": "DejaVu Sans",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=PALETTE),
+        "grid.color": look.faint,
+        "grid.linewidth": 0.9,
+        "legend.frameon": False,
+        "lines.linewidth": 2.2,
+    }
+
+
+def write_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file, whose suffix says its kind. The same figure makes the same bytes.
+
+    Raises:
+      ValueError: a suffix that is none of .png, .svg and .pdf.
+    """
+    import matplotlib
+
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise ValueError(f"{path}: pictures are written as {', '.join(FORMATS)}; give a file with such an ending")
+    metadata = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[suffix]
+    with matplotlib.rc_context({"svg.hashsalt": "jaxshard"}):
+        figure.savefig(path, dpi=_DPI, metadata=metadata)
+
+
+@functools.cache
+def _picture_class() -> type[Figure]:
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        """A figure that a notebook shows, whether or not it was told to show those of matplotlib."""
+
+        def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+            file = io.BytesIO()
+            self.savefig(file, format="png", dpi=2 * _POINTS_PER_INCH)
+            width, height = (round(_POINTS_PER_INCH * inches) for inches in self.get_size_inches())
+            return file.getvalue(), {"width": width, "height": height}
+
+    return Picture

@@ -1,0 +1,79 @@
+"""A schedule as a notebook shows it: its figures, and a bar for every operation."""
+
+from __future__ import annotations
+
+import html
+
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import GREY, OPERATIONS, ink_on, tint
+from jaxshard.core.text_table import Table
+from jaxshard.schedules.stats import Costs, Span, compute_stats, lockstep_spans
+from jaxshard.schedules.table import KINDS
+from jaxshard.schedules.table import Table as Schedule
+
+NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
+"""The operations in words."""
+
+_MOST = 1500
+"""The most operations that are drawn."""
+
+_WIDTH, _ROW, _LEFT = 860, 22, 66
+
+
+def schedule_page(schedule: Schedule) -> str:
+    """Write a schedule for a notebook, with a backward that takes twice as long as a forward.
+
+    Chunks have shades, the first one the lightest. Of long schedules the first ticks are drawn.
+    """
+    costs = Costs()
+    stats = compute_stats(schedule, costs)
+    spans = lockstep_spans(schedule, costs)
+    last = spans[min(len(spans), _MOST) - 1].op.tick
+    shown = [span for span in spans if span.op.tick <= last]
+    more = f"... and {schedule.ticks - 1 - last} more ticks" if len(shown) < len(spans) else ""
+    held = ", ".join(map(str, stats.peak_stash))
+    figures = [
+        ("ticks", f"{stats.ticks:,}"),
+        ("bubble in lockstep", f"{stats.bubble:.1%}"),
+        ("bubble asynchronously", f"{stats.bubble_async:.1%}"),
+        ("kept at most, by device", held),
+        ("head runs", f"{stats.head_runs:,}"),
+    ]
+    kinds = [kind for kind in KINDS if any(op.kind == kind for op in schedule.ops)]
+    each = "" if schedule.chunks == 1 else f", {schedule.chunks} chunks each"
+    sizes = f"{schedule.stages} devices{each}, {schedule.microbatches} micro-batches"
+    return page.page(
+        page.title(schedule.name),
+        page.paragraph(sizes),
+        _draw(schedule, shown),
+        page.paragraph(more) if more else "",
+        page.legend({NAMES[kind]: OPERATIONS[kind] for kind in kinds}),
+        page.table(Table(figures, "<>")),
+    )
+
+
+def _draw(schedule: Schedule, spans: list[Span]) -> str:
+    """A row for each device, from left to right the time, and the micro-batch in bars that are wide enough."""
+    end = max(span.end for span in spans)
+    per_unit = (_WIDTH - _LEFT) / end
+    drawn = []
+    for device in range(schedule.stages):
+        y = device * _ROW
+        drawn.append(f'<text x="0" y="{y + 15}" font-size="12">device {device}</text>')
+        drawn.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT}" height="{_ROW - 2}" fill="{GREY}" opacity="0.15"/>'
+        )
+    for op, start, stop in spans:
+        wide = (stop - start) * per_unit
+        x, y, colour = _LEFT + start * per_unit, op.device * _ROW, tint(OPERATIONS[op.kind], op.chunk, schedule.chunks)
+        where = f"{NAMES[op.kind]} of micro-batch {op.microbatch}, chunk {op.chunk}, tick {op.tick}"
+        drawn.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{max(wide - 1, 0.5):.1f}" height="{_ROW - 2}" '
+            f'fill="{colour}"><title>{html.escape(where)}</title></rect>'
+        )
+        if wide > 7 * len(str(op.microbatch)) + 3:
+            drawn.append(
+                f'<text x="{x + wide / 2:.1f}" y="{y + 14.5}" text-anchor="middle" font-size="11" '
+                f'style="fill:{ink_on(colour)}">{op.microbatch}</text>'
+            )
+    return page.svg(_WIDTH, schedule.stages * _ROW, drawn)

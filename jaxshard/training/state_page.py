@@ -1,0 +1,73 @@
+"""A run as a notebook shows it: its step, the bytes of its parts, and the shape of every array. No value is read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxshard.core.layout_text import human_bytes
+from jaxshard.core.pictures import page
+from jaxshard.core.pictures.style import ROLES
+from jaxshard.core.text_table import Table
+from jaxshard.core.tree import bytes_of, path_str
+
+_COLOURS = {
+    "params": ROLES["parameters"], "opt_state": ROLES["optimizer state"], "state": ROLES["model state"],
+}  # fmt: skip
+_SHOWN = 1000
+"""The most arrays that are listed."""
+
+
+def state_page(run: Any) -> str:
+    """Write a `TrainState` for a notebook.
+
+    Args:
+      run: the state. One that was donated to a step is shown too.
+    """
+    parts, listed, bars = [], [], {}
+    for name in _COLOURS:
+        arrays = [
+            (path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(getattr(run, name)) if is_array(x)
+        ]
+        if arrays:
+            whole = sum(bytes_of(x.shape, x.dtype) for _, x in arrays)
+            held = sum(bytes_held(x) for _, x in arrays)
+            numbers = sum(math.prod(x.shape) for _, x in arrays)
+            parts.append((name, f"{len(arrays):,}", f"{numbers:,}", human_bytes(whole), human_bytes(held)))
+            bars[name] = (held, human_bytes(held))
+        listed += [(name, path, str(list(x.shape)), str(x.dtype), spec_of(x)) for path, x in arrays]
+    shown = Table(listed[:_SHOWN], head=("", "array", "stored shape", "dtype", "spec"))
+    more = f"... and {len(listed) - _SHOWN} more"
+    return page.page(
+        page.title(f"TrainState {step_of(run)}"),
+        page.bar(bars, _COLOURS),
+        page.table(Table(parts, "<>>>>", ("", "arrays", "numbers", "bytes", "bytes/device")), marks=_COLOURS),
+        page.folded(f"all {len(listed):,} arrays", page.table(shown), page.paragraph(more if listed[_SHOWN:] else "")),
+    )
+
+
+def is_array(x: Any) -> bool:
+    """Return True for what has a shape and a dtype, also if it was donated."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def step_of(run: Any) -> str:
+    """Say at which step a run is; of one that was donated nobody knows."""
+    if not isinstance(run.step, jax.Array) or isinstance(run.step, jax.core.Tracer):
+        return "of shapes"
+    return "that was donated to a step" if run.step.is_deleted() else f"at step {int(run.step):,}"
+
+
+def bytes_held(x: Any) -> int:
+    """Return the bytes of an array on one device."""
+    sharding = getattr(x, "sharding", None)
+    return bytes_of(x.shape if sharding is None else sharding.shard_shape(x.shape), x.dtype)
+
+
+def spec_of(x: Any) -> str:
+    """Write how an array is split: its spec, without one its devices."""
+    sharding = getattr(x, "sharding", None)
+    return str(tuple(sharding.spec)) if isinstance(sharding, NamedSharding) else ""
