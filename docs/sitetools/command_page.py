@@ -1,0 +1,33 @@
+"""The page of the commands: the written page, and behind it the help that each command prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from unittest import mock
+
+COLUMNS = 100
+
+
+def with_help(text: str) -> str:
+    """Add to a page what every command prints for `--help`."""
+    from jaxshard.commands.main import COMMANDS
+
+    parts = [text]
+    for name, line in COMMANDS.items():
+        parts += [f"## jaxshard {name}", f"{line[0].upper()}{line[1:]}.", f"```text\n{help_of(name)}```"]
+    return "\n".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+
+
+def help_of(name: str) -> str:
+    """Return what a command prints for `--help`, without colours."""
+    from jaxshard.commands.main import main
+
+    with (
+        mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.suppress(SystemExit),
+    ):
+        main([name, "--help"])
+    return "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines()) + "\n"

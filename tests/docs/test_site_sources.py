@@ -1,0 +1,124 @@
+"""The sources of the site: links of a Git host become links of the site, docstrings become pages, all are checked."""
+
+from pathlib import Path
+
+import pytest
+from sitetools.checks import Text, check_conventions, without_code
+from sitetools.command_page import help_of, with_help
+from sitetools.docstring import Piece, markdown, pieces_of, sections_of
+from sitetools.links import REPOSITORY, Site
+from sitetools.name_pages import page_of, page_path
+from sitetools.public_names import public_names
+from sitetools.sources import sources
+
+from jaxshard.commands.main import COMMANDS
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    for file in (
+        "docs/index.md",
+        "docs/guides/index.md",
+        "docs/guides/loops.md",
+        "benchmarks/README.md",
+        "examples/nnx.py",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    pages = {"docs/index.md": "index.md", "docs/guides/index.md": "guides/index.md"}
+    pages |= {"docs/guides/loops.md": "guides/loops.md", "benchmarks/README.md": "records/benchmarks.md"}
+    return Site(tmp_path, pages)
+
+
+@pytest.mark.parametrize(
+    ("link", "becomes"),
+    [
+        ("../index.md", "../index.md"),
+        ("index.md#a-b", "index.md#a-b"),
+        ("#a-b", "#a-b"),
+        ("../../benchmarks/README.md#x", "../records/benchmarks.md#x"),
+        ("../../benchmarks", "../records/benchmarks.md"),
+        ("../../examples/nnx.py", f"{REPOSITORY}/blob/main/examples/nnx.py"),
+        ("../../examples", f"{REPOSITORY}/tree/main/examples"),
+        (f"{REPOSITORY}/blob/main/docs/index.md", "../index.md"),
+        ("https://example.org/a.md", "https://example.org/a.md"),
+    ],
+)
+def test_a_link_leads_to_the_page_or_to_the_repository(site: Site, link: str, becomes: str):
+    assert site.translate(f"[`a`]({link}) `[b]({link})`", "docs/guides/loops.md") == f"[`a`]({becomes}) `[b]({link})`"
+    assert not site.problems
+
+
+def test_a_link_that_leads_nowhere_is_a_problem(site: Site):
+    site.translate("[a](none.md)\n```python\n[b](other.md)\n```\n", "docs/guides/loops.md")
+    assert site.problems == ["docs/guides/loops.md: the link none.md leads to docs/guides/none.md, which is not there"]
+
+
+def test_a_picture_has_a_light_and_a_dark_form(site: Site):
+    (site.root / "docs/pictures").mkdir()
+    for name in ("a.svg", "a-dark.svg"):
+        (site.root / "docs/pictures" / name).write_text("")
+    html = (
+        '<picture><source media="(prefers-color-scheme: dark)" srcset="../pictures/a-dark.svg">'
+        '<img alt="A loss curve" src="../pictures/a.svg"></picture>'
+    )
+    light, dark = site.translate(html, "docs/guides/loops.md").split("```\n```")
+    assert "{image} ../pictures/a.svg\n:class: only-light\n:alt: A loss curve" in light
+    assert "{image} ../pictures/a-dark.svg\n:class: only-dark" in dark
+
+
+def test_every_file_becomes_one_page():
+    pages = [source.page for source in sources()]
+    assert len(set(pages)) == len(pages)
+    assert {"index.md", "guides/clusters/index.md", "records/benchmarks.md", "reference/cli.md"} <= set(pages)
+
+
+DOCSTRING = """Split rows.
+
+A paragraph with `code`.
+
+Args:
+  axis: a mesh axis,
+    or several.
+  a, b: sizes.
+
+Example:
+    >>> 1 + 1
+    2
+"""
+
+
+def test_a_docstring_becomes_markdown():
+    prose, arguments, example = sections_of(DOCSTRING)
+    assert prose.text == "Split rows.\n\nA paragraph with `code`."
+    assert markdown(arguments) == "- **`axis`**: a mesh axis,\n  or several.\n- **`a`**, **`b`**: sizes."
+    assert markdown(example) == "```pycon\n>>> 1 + 1\n2\n```"
+
+
+def test_an_example_may_begin_with_words():
+    assert pieces_of("A head:\n\n    x = 1\n\n    y = 2") == [Piece("A head:", False), Piece("x = 1\n\ny = 2", True)]
+    assert pieces_of("x = 1\ny = 2") == [Piece("x = 1\ny = 2", True)]
+
+
+def test_pages_of_names_differ_where_case_does_not():
+    paths = [page_path(name).lower() for name in public_names()]
+    assert len(set(paths)) == len(paths)
+
+
+def test_a_page_has_signature_arguments_and_example():
+    (fsdp,) = (name for name in public_names() if name.full == "js.fsdp")
+    page = page_of(fsdp)
+    assert "{py:function} js.fsdp(axis: AxisName = 'data', *, min_size: int = 16384) -> Strategy" in page
+    assert "## Arguments" in page and "## Example\n\n```python\nlayout = js.layout(js.fsdp()" in page
+
+
+def test_the_page_of_commands_has_the_help_of_each():
+    assert "usage: jaxshard train" in help_of("train")
+    page = with_help("# Commands\n")
+    assert all(f"## jaxshard {name}\n" in page and f"usage: jaxshard {name}" in page for name in COMMANDS)
+
+
+def test_praise_and_odd_headings_are_found():
+    text = Text("a.md", "# A seamless start.\n\n`simply` is code, simply is not\n\n```\nblazing\n```\n")
+    assert [problem.split(":")[1] for problem in check_conventions(text)] == ["1", "1", "3"]
+    assert without_code("a\n```\nb\n```\nc").splitlines() == ["a", "   ", " ", "   ", "c"]
