@@ -73,7 +73,7 @@ MARKETING = (
 )
 """Praise, and words that tell a reader that something should have been easy."""
 
-NAMES_IN_CODE = ("dout", "ofmodule", "vermillion")
+NAMES_IN_CODE = ("cant", "didnt", "dout", "ofmodule", "vermillion")
 """Names of variables and classes that look like misspellings."""
 
 UNCHECKED = ("CHANGELOG.md", "docs/records/planner_table.md")
