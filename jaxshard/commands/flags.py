@@ -197,6 +197,9 @@ class OutputFlags:
       export: write the trained model into this folder at the end, as transformers reads it, with factors merged.
       log: append the numbers of every step to this file, one JSON object a line.
       tensorboard: write them for TensorBoard into this folder; needs tensorboardX.
+      wandb: write them into a run of this project of Weights & Biases; needs wandb. A run that goes on from
+        --checkpoint goes on there too.
+      mlflow: write them into a run of this experiment of MLflow, at MLFLOW_TRACKING_URI; needs mlflow.
       profile: write a profile of three steps into this folder.
     """
 
@@ -205,6 +208,8 @@ class OutputFlags:
     json: JsonFile = None
     log: File = None
     tensorboard: File = None
+    wandb: Annotated[str | None, tyro.conf.arg(metavar="PROJECT", help_behavior_hint="")] = None
+    mlflow: Annotated[str | None, tyro.conf.arg(metavar="EXPERIMENT", help_behavior_hint="")] = None
     profile: File = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import jax
@@ -22,6 +23,7 @@ from jaxshard.commands.flags import (
     ShardingFlags,
     check_files,
     check_folders,
+    check_not_empty,
     check_positive,
     check_seed,
 )
@@ -46,6 +48,7 @@ from jaxshard.models.recipe import Size
 from jaxshard.training import metrics
 from jaxshard.training.evaluate import evaluate, make_eval_step
 from jaxshard.training.fit import fit
+from jaxshard.training.metrics.writer import finishing
 from jaxshard.training.non_finite import BadSteps, Rollback
 from jaxshard.training.records import Record
 from jaxshard.training.state import TrainState, init
@@ -77,6 +80,7 @@ def run(
 
     with usage_errors():
         check_positive(eval_every=recipe.eval_every, patience=recipe.patience, sample=output.sample or None)
+        check_not_empty(wandb=output.wandb, mlflow=output.mlflow)
         check_seed(recipe.seed)
         check_files(json=output.json, log=output.log)
         check_folders(tensorboard=output.tensorboard, profile=output.profile)
@@ -109,7 +113,7 @@ def run(
         frozen = recipe.lora is not None  # what is frozen is not in checkpoints
         start = base.load(job.layout) if base is not None and (frozen or saves.resumed is None) else None
         run = saves.restore_run(job.layout, start if frozen else None)
-        writers = _writers(output)
+        writers = _open_writers(output, job, saves.folder)
     facts(console, job.shown | saves.shown)
     if size.takes_images:
         output = replace(output, sample=0)
@@ -117,59 +121,60 @@ def run(
         console.print(f"note: there is no sample at the end: {why}")
         output = replace(output, sample=0)
 
-    started = time.perf_counter()
-    step = make_step(job.network.loss, job.tx, job.layout, engine=how.engine)
-    with working(console, "compiling"):
-        with refusals():  # of names of activations, for example
-            compiled = step.compile(job.rows)
-        if run is None:
-            run = init(job.network.init, job.tx, job.layout, job.seed, init_from=start)
-        del start
-        jax.block_until_ready(run)
-    compile_seconds = time.perf_counter() - started
-    eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
-    steps = size.recipe.steps
-    records: list[Record] = []
-    with Preemption() as preemption:
-        with progress(console, steps) as show, saver as checkpointer:
-            policy = _bad_step_policy(recipe.bad_steps, checkpointer, run)
-            with _watchdog() as watchdog:
-                run = fit(
-                    run,
-                    step,
-                    batches(job.source, job.layout, start=run.step),
-                    steps=steps,
-                    evaluate=lambda run: evaluate(eval_step, run, job.held_out),
-                    eval_every=recipe.eval_every or max(1, steps // 4),
-                    patience=recipe.patience,
-                    callbacks=[records.append, *writers, show],
-                    on_run=[one for one in (checkpointer, preemption, watchdog) if one is not None],
-                    tokens=job.tokens,
-                    flops=job.flops,
-                    profile=output.profile,
-                    bad_steps=policy,
-                )
-            if checkpointer is not None:
-                checkpointer.save(run)
-        stopped = preemption.stopped and int(run.step) < steps
-        result = job.about | {"start": saves.resumed or 0, "stopped": stopped} | summarize(records)
-        result |= {"compile_seconds": compile_seconds} | describe_step(compiled, job.layout, job.rows)
-        last = (result["evaluations"] or [{}])[-1]
-        result["experts"] = count_experts(
-            job.network, run, job.layout, how.engine, [] if stopped else job.held_out, last.get("drop_rate")
-        )
-        # Where it was stopped, something else waits for this process to end.
-        length = 0 if stopped else output.sample
-        result["sample"] = None
-        if isinstance(job, Job):
-            result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
-        if output.export is not None and not stopped:
-            save(output.export, run, job.layout)
-        tables(console, result)
-        write_json(output.json, result)
-    if stopped:
-        goes_on = "--resume goes on" if checkpointer else "nothing was saved, for want of --checkpoint"
-        console.print(f"stopped by SIGTERM after step {int(run.step)} of {steps}; {goes_on}")
+    with finishing(writers):
+        started = time.perf_counter()
+        step = make_step(job.network.loss, job.tx, job.layout, engine=how.engine)
+        with working(console, "compiling"):
+            with refusals():  # of names of activations, for example
+                compiled = step.compile(job.rows)
+            if run is None:
+                run = init(job.network.init, job.tx, job.layout, job.seed, init_from=start)
+            del start
+            jax.block_until_ready(run)
+        compile_seconds = time.perf_counter() - started
+        eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
+        steps = size.recipe.steps
+        records: list[Record] = []
+        with Preemption() as preemption:
+            with progress(console, steps) as show, saver as checkpointer:
+                policy = _bad_step_policy(recipe.bad_steps, checkpointer, run)
+                with _watchdog() as watchdog:
+                    run = fit(
+                        run,
+                        step,
+                        batches(job.source, job.layout, start=run.step),
+                        steps=steps,
+                        evaluate=lambda run: evaluate(eval_step, run, job.held_out),
+                        eval_every=recipe.eval_every or max(1, steps // 4),
+                        patience=recipe.patience,
+                        callbacks=[records.append, *writers, show],
+                        on_run=[one for one in (checkpointer, preemption, watchdog) if one is not None],
+                        tokens=job.tokens,
+                        flops=job.flops,
+                        profile=output.profile,
+                        bad_steps=policy,
+                    )
+                if checkpointer is not None:
+                    checkpointer.save(run)
+            stopped = preemption.stopped and int(run.step) < steps
+            result = job.about | {"start": saves.resumed or 0, "stopped": stopped} | summarize(records)
+            result |= {"compile_seconds": compile_seconds} | describe_step(compiled, job.layout, job.rows)
+            last = (result["evaluations"] or [{}])[-1]
+            result["experts"] = count_experts(
+                job.network, run, job.layout, how.engine, [] if stopped else job.held_out, last.get("drop_rate")
+            )
+            # Where it was stopped, something else waits for this process to end.
+            length = 0 if stopped else output.sample
+            result["sample"] = None
+            if isinstance(job, Job):
+                result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
+            if output.export is not None and not stopped:
+                save(output.export, run, job.layout)
+            tables(console, result)
+            write_json(output.json, result)
+        if stopped:
+            goes_on = "--resume goes on" if checkpointer else "nothing was saved, for want of --checkpoint"
+            console.print(f"stopped by SIGTERM after step {int(run.step)} of {steps}; {goes_on}")
 
 
 def _make_job(
@@ -206,6 +211,16 @@ def _watchdog() -> AbstractContextManager[Watchdog | None]:
     return Watchdog() if jax.process_count() > 1 else nullcontext()
 
 
-def _writers(output: OutputFlags) -> list[metrics.Writer]:
-    writers = [] if output.log is None else [metrics.json_lines(output.log)]
-    return writers if output.tensorboard is None else [*writers, metrics.tensorboard(output.tensorboard)]
+def _open_writers(output: OutputFlags, job: Job | ImageJob, checkpoints: Path | None) -> list[metrics.Writer]:
+    """Open what the numbers of steps are written to; a resumed run goes on in the runs whose ids lie beside it."""
+    config = job.about | {"layout": job.layout}
+    writers: list[metrics.Writer] = []
+    if output.log is not None:
+        writers.append(metrics.json_lines(output.log))
+    if output.tensorboard is not None:
+        writers.append(metrics.tensorboard(output.tensorboard, config=config))
+    if output.wandb is not None:
+        writers.append(metrics.wandb(output.wandb, config=config, folder=checkpoints))
+    if output.mlflow is not None:
+        writers.append(metrics.mlflow(output.mlflow, config=config, folder=checkpoints))
+    return writers

@@ -17,6 +17,7 @@ from jaxshard.core.file_errors import errno_of
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.training.early_stopping import EarlyStopping
+from jaxshard.training.metrics.writer import Writer, finishing
 from jaxshard.training.non_finite import BadSteps
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.recovery import Feed, Recovery
@@ -36,7 +37,7 @@ def fit(
     eval_every: int | None = None,
     patience: int | None = None,
     stop: Callable[[Mapping[str, float]], bool] | None = None,
-    callbacks: Iterable[Callable[[Record], Any]] = (),
+    callbacks: Iterable[Writer] = (),
     on_run: Iterable[Callable[[int, TrainState], Any]] = (),
     tokens: int | None = None,
     flops: float | None = None,
@@ -59,7 +60,8 @@ def fit(
       stop: `stop(metrics) -> bool`, called with the result of every evaluation and the step's "update_norm"; without
         `evaluate` with the metrics of every step that was not bad. True ends the training. A `js.EarlyStopping` tells
         afterwards why it ended, and with which metrics; its rules but `min_update` need `evaluate`.
-      callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host.
+      callbacks: each is called with the `Record` of every step, in order, once its numbers are on the host. The method
+        `finish(error)` of one that has it (`js.metrics.wandb`) is called at the end, also when the training fails.
       on_run: each is called with the number of the step and the run after it, right after the step was started, so that
         it can save the run (`js.Checkpointer`) or sample from it; the next step takes the run's arrays away. One that
         returns True ends the training after this step (`js.distributed.Preemption`); in several processes all must
@@ -106,7 +108,7 @@ def fit(
     recovery = Recovery(bad_steps, feed, reader)
     traced = ends = False
 
-    with contextlib.ExitStack() as trace:
+    with finishing(callbacks), contextlib.ExitStack() as trace:
         for done, batch in feed:
             if profile is not None and not traced and done - start == min(_TRACED[0], steps - start):
                 traced = True  # once, also where steps are taken again
@@ -147,8 +149,8 @@ def fit(
         records = reader.read(all=True)  # of a step that was started before the end was known
         recovery.recover(run, records, callbacks, ends=True)
         call_with_records(callbacks, records)
-    if not ends:  # one that was stopped from outside may have had no time for a good step
-        recovery.check_worked(run, done - start)
+        if not ends:  # one that was stopped from outside may have had no time for a good step
+            recovery.check_worked(run, done - start)
     return run
 
 

@@ -134,6 +134,8 @@ FLAGS = {
         "--json": FILES,
         "--log": FILES,
         "--tensorboard": FOLDERS,
+        "--wandb": ["", " "],
+        "--mlflow": ["", " "],
         "--profile": FOLDERS,
         "--resume": ["x"],
         "--fall-back": ["x"],

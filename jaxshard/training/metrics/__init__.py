@@ -1,0 +1,12 @@
+"""Callbacks for `fit` that write the numbers of every step: to files, for TensorBoard, to W&B, to MLflow.
+
+run = js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.json_lines("run/metrics.jsonl")])
+"""
+
+from jaxshard.training.metrics.events import tensorboard as tensorboard
+from jaxshard.training.metrics.experiments import mlflow as mlflow
+from jaxshard.training.metrics.lines import json_lines as json_lines
+from jaxshard.training.metrics.weights_and_biases import wandb as wandb
+from jaxshard.training.metrics.writer import Writer as Writer
+from jaxshard.training.metrics.writer import finite as finite
+from jaxshard.training.metrics.writer import flat as flat

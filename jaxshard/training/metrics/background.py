@@ -1,0 +1,183 @@
+"""`Background`: a writer whose records a thread sends to a tracking service, so that no step waits for the service."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from jaxshard.core.compat import call_before_exit, process_count_and_id
+from jaxshard.training.records import Record
+
+End = Literal["finished", "failed", "killed"]
+
+PATIENCE = 30.0
+"""Seconds that the end of a training waits for records that are still to be sent."""
+
+MOST_KEPT = 100_000
+"""Records that wait in memory for a service that does not answer; later ones are lost."""
+
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
+"""Seconds between a failure and the next try, which grow from the first to the second by doubling."""
+
+
+class Tracker(Protocol):
+    """A tracking service, as the thread sees it. Any of its methods may be called again after it failed."""
+
+    name: str
+    """The name for messages, with the address if there is one."""
+
+    def open(self) -> None:
+        """Begin a run, or go on in it, and record the configuration; ValueError for what only the user can mend."""
+
+    def send(self, records: list[Record]) -> None:
+        """Send records, which may have been sent before."""
+
+    def close(self, end: End) -> None:
+        """End the run; `open` goes on in it."""
+
+
+class Background:
+    """A writer that hands records to a thread, which sends them to a tracking service.
+
+    The run is opened at once, so that a mistake shows before the training. What goes wrong later is a warning: records
+    are kept and sent again. `js.fit` calls `finish`; a loop of your own calls it, or uses the writer as a context.
+
+    Args:
+      tracker: the service.
+      patience: seconds that `finish` waits.
+
+    Raises:
+      ValueError: of `tracker.open`.
+    """
+
+    def __init__(self, tracker: Tracker, *, patience: float = PATIENCE) -> None:
+        self._tracker, self._patience = tracker, patience
+        self._pending: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._hurry, self._give_up = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._end: End | None = None
+        self._problem: Exception | None = None
+        self._is_told = self._is_open = False
+        self._lost = 0
+        self._writes = process_count_and_id()[1] == 0
+        if self._writes:
+            self._open_at_once()
+            call_before_exit(self.finish)
+
+    def __call__(self, record: Record) -> None:
+        """Take in a record; returns at once."""
+        if not self._writes:
+            return
+        with self._changed:
+            if len(self._pending) < MOST_KEPT:
+                self._pending.append(record)
+            else:
+                self._lost += 1
+            self._changed.notify()
+        if self._thread is None:
+            self._start()
+        self._tell()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Send what is left, end the run, and say what could not be sent.
+
+        Args:
+          error: what ended the training, or None.
+        """
+        if self._thread is None:
+            if not self._is_open:
+                return
+            self._start()
+        thread = self._thread
+        assert thread is not None
+        with self._changed:
+            self._end = "finished" if error is None else "failed" if isinstance(error, Exception) else "killed"
+            self._changed.notify()
+        self._hurry.set()
+        thread.join(self._patience)
+        with self._changed:
+            self._give_up.set()
+            unsent = len(self._pending) + self._lost
+            self._pending.clear()
+        is_late, self._thread, self._is_open, self._lost = thread.is_alive(), None, False, 0
+        if unsent or is_late:
+            why = f"it did not answer within {self._patience:g} s" if self._problem is None else _words(self._problem)
+            left = f"{unsent} records were not sent" if unsent else "the run was not ended"
+            warnings.warn(f"{self._tracker.name}: {left}: {why}", RuntimeWarning, stacklevel=2)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish(error)
+
+    def _open_at_once(self) -> None:
+        """Open the run in the caller's thread, where a service may ask for a password."""
+        try:
+            self._tracker.open()
+        except (ValueError, ImportError):
+            raise
+        except Exception as error:  # whatever a service raises: the training goes on without it
+            self._problem = error
+            self._start()
+            self._tell()
+        else:
+            self._is_open = True
+
+    def _start(self) -> None:
+        self._end = None
+        self._hurry, self._give_up = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(self._give_up,), name="metrics", daemon=True)
+        self._thread.start()
+
+    def _work(self, given_up: threading.Event) -> None:
+        """Send records until the end; after a failure try again later, and at the end once more."""
+        delay, is_last_try = _FIRST_DELAY, False
+        while not given_up.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_open or self._pending or self._end is not None)
+                records, end = list(self._pending), self._end
+            try:
+                if not self._is_open:
+                    self._tracker.open()
+                    self._is_open = True
+                if records:
+                    self._tracker.send(records)
+                    with self._changed:
+                        if given_up.is_set():
+                            return
+                        for _ in records:
+                            self._pending.popleft()
+                elif end is not None:
+                    self._tracker.close(end)
+                    return
+                delay, self._problem, self._is_told = _FIRST_DELAY, None, False
+            except Exception as error:  # whatever a service raises
+                self._problem = error
+                if is_last_try:
+                    return
+                is_last_try = end is not None
+                (given_up if is_last_try else self._hurry).wait(_FIRST_DELAY if is_last_try else delay)
+                delay = min(2 * delay, _LONGEST_DELAY)
+
+    def _tell(self) -> None:
+        """Warn of a problem once, in the thread of the training."""
+        problem = self._problem
+        if problem is not None and not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                f"{self._tracker.name}: {_words(problem)}. The training goes on; its records are kept and sent later",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,0 +1,94 @@
+"""`wandb`: a writer for Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxshard.training.metrics.address import check_answers
+from jaxshard.training.metrics.background import Background, End
+from jaxshard.training.metrics.configuration import describe
+from jaxshard.training.metrics.run_id import RunId
+from jaxshard.training.metrics.writer import flat
+from jaxshard.training.records import Record
+
+
+def wandb(
+    project: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    run: str | None = None,
+    name: str | None = None,
+) -> Background:
+    """Make a callback that writes every number of a record into a run of Weights & Biases.
+
+    A thread sends the records, so no step waits. Of several processes the first one writes. If the service fails, a
+    warning says so, the training goes on, and the records are sent when it answers again. `WANDB_MODE=offline` and the
+    other variables of wandb hold. Numbers are drawn over "step", also those of steps that are taken again.
+
+    Args:
+      project: the name of the project.
+      config: facts about the run, recorded once: numbers, text, dicts, lists, dataclasses, and a `js.Layout`, which
+        is recorded as its mesh, its bytes per device and its summary.
+      folder: the folder of checkpoints (of `js.Checkpointer`). The run's id is kept there, and a training that goes on
+        from a step in this folder goes on in the same run.
+      run: the id of the run, in the place of one that is drawn or kept.
+      name: how the run is called in pictures; by default W&B draws one.
+
+    Returns:
+      The callback. `js.fit` ends its run; in a loop of your own use it as a context (`with`).
+
+    Raises:
+      ImportError: wandb is not installed.
+      ValueError: W&B refuses the project, the id or the login.
+
+    Example:
+        log = js.metrics.wandb("gpt", config={"lr": 3e-4, "layout": layout}, folder="run")
+        js.fit(run, step, batches, steps=1000, callbacks=[log])
+    """
+    try:
+        import wandb as library
+    except ImportError as error:
+        raise ImportError('js.metrics.wandb needs wandb: pip install "wandb>=0.19"') from error
+    id = RunId("wandb", run, None if folder is None else Path(folder))
+    return Background(_Runs(library, project, describe(config or {}), id, name))
+
+
+class _Runs:
+    """Runs of W&B, by the public functions of its package."""
+
+    def __init__(self, library: Any, project: str, config: dict[str, Any], id: RunId, name: str | None) -> None:
+        self.name = f"W&B project {project}"
+        self._library, self._project, self._config = library, project, config
+        self._id, self._title = id, name
+        self._run: Any = None
+
+    def open(self) -> None:
+        found = self._library.setup().settings
+        if found.mode not in ("offline", "disabled", "dryrun"):
+            check_answers(found.base_url)
+        own = {} if "WANDB_CONSOLE" in os.environ else {"console": "off"}  # what is printed stays where it is
+        try:
+            self._run = self._library.init(
+                project=self._project,
+                id=self._id.find(),
+                resume="allow",
+                name=self._title,
+                settings=self._library.Settings(**own),
+            )
+        except (self._library.errors.UsageError, self._library.errors.AuthenticationError) as error:
+            raise ValueError(f"{self.name}: {str(error).rstrip('.')}; WANDB_MODE=offline needs no login") from error
+        self._id = self._id._replace(given=self._run.id)
+        self._id.keep(self._run.id)
+        self._run.define_metric("*", step_metric="step")  # steps come again where a run is resumed or rolled back
+        self._run.config.update(self._config, allow_val_change=True)
+
+    def send(self, records: list[Record]) -> None:
+        for record in records:
+            self._run.log(flat(record))
+
+    def close(self, end: End) -> None:
+        self._run.finish(exit_code=0 if end == "finished" else 1)

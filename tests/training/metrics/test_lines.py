@@ -1,0 +1,25 @@
+"""The writer of JSON lines."""
+
+import json
+
+import pytest
+
+from jaxshard.training import metrics
+from tests.training.metrics.records import RECORDS
+
+
+def test_json_lines_are_written_at_once_in_full_precision_and_appended(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write = metrics.json_lines(path)
+    assert path.read_text() == ""
+    write(RECORDS[0])
+    assert json.loads(path.read_text()) == metrics.flat(RECORDS[0])
+    metrics.json_lines(path)(RECORDS[1])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == metrics.flat(RECORDS[0])
+    assert lines[1] == metrics.flat(RECORDS[1]) | {"loss": None, "grad_norm": None}
+
+
+def test_json_lines_refuses_a_path_that_cannot_be_written_before_the_first_step(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"):
+        metrics.json_lines(tmp_path / "absent" / "log.jsonl")

@@ -1,0 +1,151 @@
+"""The writer for Weights & Biases: its calls of the package, and the package itself, offline."""
+
+import math
+import struct
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jaxshard.training import metrics
+from tests.training.metrics.records import RECORDS, record
+
+
+class Run:
+    def __init__(self, id):
+        self.id, self.rows, self.config, self.exits = id, [], {}, []
+
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, row):
+        self.rows.append(row)
+
+    def finish(self, exit_code):
+        self.exits.append(exit_code)
+
+
+class Config(dict):
+    def update(self, config, allow_val_change):
+        assert allow_val_change
+        super().update(config)
+
+
+class Errors:
+    class UsageError(Exception):
+        pass
+
+    class AuthenticationError(Exception):
+        pass
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The part of the package that is used; `calls` has the arguments of `init`, `runs` what it returned."""
+    found = SimpleNamespace(calls=[], runs=[], problem=None, errors=Errors, mode="offline", url="http://127.0.0.1:1")
+    found.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode=found.mode, base_url=found.url))
+    found.Settings = SimpleNamespace
+
+    def init(**arguments):
+        found.calls.append(arguments)
+        if found.problem is not None:
+            raise found.problem
+        found.runs.append(Run(arguments["id"] or f"drawn{len(found.runs)}"))
+        found.runs[-1].config = Config()
+        return found.runs[-1]
+
+    found.init = init
+    monkeypatch.setitem(sys.modules, "wandb", found)
+    return found
+
+
+def test_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match='needs wandb: pip install "wandb'):
+        metrics.wandb("project")
+
+
+def test_every_number_and_the_configuration_are_written(package):
+    write = metrics.wandb("project", config={"lr": 0.5}, name="first")
+    for one in RECORDS:
+        write(one)
+    write.finish(None)
+    (run,) = package.runs
+    assert run.rows[0] == metrics.flat(RECORDS[0]) and math.isnan(run.rows[1]["loss"])
+    assert run.config == {"lr": 0.5} and run.exits == [0]
+    assert package.calls[0]["project"] == "project" and package.calls[0]["name"] == "first"
+
+
+def test_a_training_that_goes_on_goes_on_in_its_run(package, tmp_path):
+    with pytest.raises(RuntimeError), metrics.wandb("project", folder=tmp_path) as write:
+        write(record(1))
+        raise RuntimeError
+    (tmp_path / "1").mkdir()
+    metrics.wandb("project", folder=tmp_path).finish(None)
+    metrics.wandb("project", folder=tmp_path, run="given").finish(None)
+    assert [call["id"] for call in package.calls] == [None, "drawn0", "given"]
+    assert package.runs[0].exits == [1] and all(call["resume"] == "allow" for call in package.calls)
+
+
+def test_a_login_that_is_refused_is_an_error_at_the_start(package):
+    package.problem = Errors.UsageError("No API key configured.")
+    with pytest.raises(ValueError, match="W&B project project: No API key configured; WANDB_MODE=offline needs no"):
+        metrics.wandb("project")
+
+
+def test_a_server_that_is_absent_is_a_warning(package):
+    package.mode = "online"
+    with pytest.warns(RuntimeWarning, match="W&B project project: ConnectionError: nobody answers at 127.0.0.1:1"):
+        write = metrics.wandb("project")
+    package.mode = "offline"
+    write(record(1))
+    write.finish(None)
+    assert [row["step"] for row in package.runs[-1].rows] == [1]
+
+
+@pytest.mark.slow
+def test_the_real_package_writes_offline(monkeypatch, tmp_path):
+    library = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    write = metrics.wandb("project", config={"mesh": {"data": 8}}, folder=folder)
+    for one in RECORDS:
+        write(one)
+    write.finish(None)
+    id = (folder / ".wandb-run").read_text().strip()
+    (file,) = tmp_path.glob(f"wandb/offline-run-*/run-{id}.wandb")
+    deadline = time.monotonic() + 60
+    while len(read_history(file)[0]) < len(RECORDS) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the package's own process may close the file a little later
+    rows, facts = read_history(file)
+    assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["loss"] == "NaN" and rows[1]["eval/loss"] == "2.5"
+    assert facts["mesh"] == '{"data":8}' and library.run is None
+
+
+def read_history(file):
+    """Return the rows of a file of W&B, and the facts of its configuration, each as JSON by name."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows, facts = [], {}
+    for message in map(Record.FromString, read_log(file.read_bytes())):
+        facts |= {one.key: one.value_json for one in [*message.run.config.update, *message.config.update]}
+        if message.HasField("history"):
+            rows.append({"/".join(one.nested_key) or one.key: one.value_json for one in message.history.item})
+    return rows, facts
+
+
+def read_log(content):
+    """Yield the messages of a file of W&B: seven bytes, then records of checksum, length, kind and bytes in blocks."""
+    place, message = 7, b""
+    while place + 7 <= len(content):
+        if 2**15 - place % 2**15 < 7:  # the end of a block is filled up
+            place += 2**15 - place % 2**15
+            continue
+        size, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        message += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield message
+            message = b""
