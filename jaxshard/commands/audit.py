@@ -143,5 +143,8 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
         "surprises": [surprise.as_dict() for surprise in comparison.surprises],
         "missing": list(comparison.missing),
         "substitutes": list(comparison.substitutes),
+        "promised_bytes": comparison.promised_bytes,
+        "found_bytes": comparison.found_bytes,
+        "differences": [difference.as_dict() for difference in comparison.differences],
         "tolerated_bytes": comparison.tolerated,
     } | (comparison.program.as_dict() if comparison.program else {})

@@ -7,6 +7,7 @@ imports it.
 from jaxshard.checks.collectives.compare import Comparison as Comparison
 from jaxshard.checks.collectives.compare import Surprise as Surprise
 from jaxshard.checks.collectives.compare import compare as compare
+from jaxshard.checks.collectives.differences import Difference as Difference
 from jaxshard.checks.collectives.expected import Expected as Expected
 from jaxshard.checks.collectives.forbidden import Never as Never
 from jaxshard.checks.collectives.found import Collective as Collective

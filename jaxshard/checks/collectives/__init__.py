@@ -5,7 +5,10 @@
   compiler may and must not add.
 - `found` (`js.collectives`) reads them out of a compiled program. `hlo` parses its text, `dataflow` follows values and
   counts the turns of loops, `groups` turns replica groups into mesh axes, `source` finds the user's lines.
-- `compare` (`js.audit`) puts both side by side, by way of `matching`.
+- `trail` says of every array which argument it is or what computes it, and what reads it: `origins` follows a value
+  back to the arguments, `cause` writes what is moved and why.
+- `compare` (`js.audit`) puts both side by side, by way of `matching`; `accounts` and `differences` name every byte by
+  which the promise and the program differ.
 
 Imports what `checks/` imports.
 """

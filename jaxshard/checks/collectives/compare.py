@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxshard.checks.collectives import describe
+from jaxshard.checks.collectives.accounts import counts
+from jaxshard.checks.collectives.cause import array_words, cause
 from jaxshard.checks.collectives.compiler_choices import explain_substitutes
+from jaxshard.checks.collectives.differences import UNASKED, Difference, find_differences
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
 from jaxshard.checks.collectives.found import KINDS, Collective, arrays_only, collectives, pick, summary
@@ -29,6 +32,8 @@ from jaxshard.training.step import Step
 _NOTHING = "no collectives, and none promised"
 _MISSING = "promised, but not found"
 _SUBSTITUTES = "other kinds or dtypes than promised"
+_SHOWN = 12
+"""The differences that are printed; JSON has them all."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,17 @@ class Surprise:
         """The line in the user's model, or the one that uses the result; else the operation's name in the program."""
         return describe.place_of(self.found)
 
+    @property
+    def cause(self) -> str:
+        """Why the compiler, or the program itself, moves it; "" of a record without trails."""
+        return cause(self.found) if self.found.trails else ""
+
     def as_dict(self) -> dict[str, Any]:
         """Return the surprise for JSON."""
-        return describe.as_dict(self.found) | {"why": self.why}
+        return describe.as_dict(self.found) | {"what": array_words(self.found), "why": self.why, "cause": self.cause}
 
     def __str__(self) -> str:
-        return f"{describe.describe(self.found)}\n    {self.why}"
+        return "\n    ".join(filter(None, (describe.describe(self.found), self.why, self.cause)))
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,8 @@ class Comparison:
       substitutes: collectives that stand for promised ones of another kind or dtype: an all-reduce moves about twice
         the bytes of a reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16
         where their products round them anyway. They are no surprises. A sum in a narrower dtype than promised is one.
+      differences: why the bytes found are others than those promised: by name, the largest first. Together with
+        `promised_bytes` they add up to `found_bytes`.
       program: what the program's text says beside its collectives; None where only those were given.
     """
 
@@ -78,12 +90,23 @@ class Comparison:
     missing: tuple[str, ...]
     tolerated: int = 0
     substitutes: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
     program: Program | None = None
 
     @property
     def ok(self) -> bool:
         """True if there is no surprise."""
         return not self.surprises
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of the arrays that are promised with a size, at most; each in one form, the one that is likely."""
+        return sum(one.bytes or 0 for one in self.promised if counts(one))
+
+    @property
+    def found_bytes(self) -> int:
+        """Bytes of the arrays that were found, without scalars and what runs an unknown number of times."""
+        return sum(one.bytes or 0 for one in arrays_only(self.found))
 
     def rows(self) -> list[dict[str, Any]]:
         """Add up both sides: one row per kind and axes, scalars left out, in the order of `found.KINDS`.
@@ -120,6 +143,7 @@ class Comparison:
             _listed("surprises", self.surprises),
             missing,
             substitutes,
+            _listed(*self.explained()),
             self._left_to_the_compiler(),
             self.program,
         )
@@ -141,7 +165,7 @@ class Comparison:
             page.listing(str(one) for one in self.surprises),
             *(
                 page.title(title) + page.listing(entries)
-                for title, entries in ((_MISSING, self.missing), (_SUBSTITUTES, self.substitutes))
+                for title, entries in ((_MISSING, self.missing), (_SUBSTITUTES, self.substitutes), self.explained())
                 if entries
             ),
             page.preformatted(self._left_to_the_compiler()),
@@ -159,6 +183,15 @@ class Comparison:
             count = "?" if row["count"] is None else f"{row['count']:,}"
             cells.append((row["kind"], row["axis"], promised, size, count))
         return Table(cells, "<<>>>", ("collective", "axis", "promised at most", "found", "times"))
+
+    def explained(self) -> tuple[str, list[str]]:
+        """Return a title and the largest differences in words; surprises have a list of their own and are left out."""
+        shown = [one for one in self.differences if not one.why.startswith(UNASKED)]
+        title = f"promised {human_bytes(self.promised_bytes)}, found {human_bytes(self.found_bytes)}; the difference"
+        lines = [str(one) for one in shown[:_SHOWN]]
+        if rest := shown[_SHOWN:]:
+            lines.append(f"and {len(rest)} smaller ones, {human_bytes(sum(abs(one.bytes) for one in rest))}")
+        return title, lines
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
@@ -231,17 +264,20 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
             else:
                 taken.append((array, covered))
         left = rest
-    slack = promised.slack
+    slack, small = promised.slack, []
     left = [(at, array) for at, array in left if allowances.take_joined(array) is None]
     for at, array in sorted(left, key=lambda item: (item[1].bytes is None, item[1].bytes or 0)):
         if array.bytes is not None and array.bytes <= slack:
             slack -= array.bytes
+            small.append(array)
         else:
             problems[at] = allowances.explain(array)
     missing = tuple(allowances.missing())
     surprises = _merge_surprises(found, problems)
     substitutes = _explain_substitutes(promised, taken)
-    return Comparison(promised.expected, found, surprises, missing, promised.slack - slack, substitutes)
+    unasked = [arrays[at] for at in problems]
+    differences = find_differences(allowances.accounts(), allowances.as_needed, small, unasked)
+    return Comparison(promised.expected, found, surprises, missing, promised.slack - slack, substitutes, differences)
 
 
 def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int], str]) -> tuple[Surprise, ...]:
@@ -262,18 +298,22 @@ def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int]
 def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Taken]]) -> tuple[str, ...]:
     """One line for every other kind or dtype than promised, and axes: how often, how much, and the remedy."""
     sums: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+    names: dict[tuple[str, str, tuple[str, ...]], dict[str, None]] = {}
     for one, covered in taken:
         other_dtype = covered.dtype not in ("", one.dtype)
         if other_dtype or one.kind != covered.kind:
             pair = (f"{one.kind} in {one.dtype}", f"{covered.kind} in {covered.dtype}")
-            total = sums.setdefault((*(pair if other_dtype else (one.kind, covered.kind)), one.axes), [0, 0])
+            key = (*(pair if other_dtype else (one.kind, covered.kind)), one.axes)
+            names.setdefault(key, {}).update(dict.fromkeys(covered.what))
+            total = sums.setdefault(key, [0, 0])
             total[0] += one.count or 0
             total[1] += one.bytes or 0
     lines = []
     for (found, instead, axes), (count, size) in sums.items():
         other_kind = found.split()[0] != instead.split()[0]
         remedy = explain_substitutes(promised.mesh, axes) if promised.mesh is not None and other_kind else ""
-        line = f"{found} in place of {instead} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}"
+        of = first_words(list(names[found, instead, axes]))
+        line = f"{found} in place of {instead} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}: {of}"
         lines.append(f"{line}\n    {remedy}" if remedy else line)
     return tuple(lines)
 

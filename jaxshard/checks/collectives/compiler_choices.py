@@ -83,7 +83,8 @@ def feature_gathers(layout: Layout, parameters: Sequence[Parameter], compute_dty
     for path, shape, dtype in vectors:
         if rank_of(path, shape) == 1:
             dtype = compute_dtype or dtype
-            yield Expected("all-gather", tensor, shape[-1:], dtype, 0, 2 * math.prod(shape[:-1]), f"features of {path}")
+            most, what = 2 * math.prod(shape[:-1]), f"features of {path}"
+            yield Expected("all-gather", tensor, shape[-1:], dtype, 0, most, what, instead_of=what)
 
 
 def fewest_features(layout: Layout, size: int) -> int:
@@ -101,7 +102,8 @@ def border_permutes(one: Expected, shard: Shape) -> Expected:
     padded = tuple(size + -size % tile for size, tile in zip(shard, tiles, strict=True))
     most = 0 if one.most is None or padded == shard else 2 * one.most
     what = f"borders of the {one.what}"
-    return replace(one, kind="collective-permute", shape=padded, least=0, most=most, what=what, unpadded=1)
+    form = replace(one, kind="collective-permute", shape=padded, least=0, most=most, what=what, unpadded=1)
+    return replace(form, instead_of=one.instead_of or one.what)
 
 
 def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
@@ -112,7 +114,8 @@ def ring_permutes(one: Expected, shard: Shape, parts: int) -> Expected:
     """
     most = None if one.most is None else one.most * (parts + 1)
     what = f"shards of the {one.what}, around a ring"
-    return replace(one, kind="collective-permute", shape=shard, least=0, most=most, what=what, unpadded=None, stack=1)
+    form = replace(one, kind="collective-permute", shape=shard, least=0, most=most, what=what, unpadded=None, stack=1)
+    return replace(form, instead_of=one.instead_of or one.what)
 
 
 def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]:
@@ -139,9 +142,11 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
         else:
             kinds = _PARTS if own and one.kind in _PARTS else (one.kind,)
             shape = tuple(size + -size % tile for size, tile in zip(one.shape, _tiles(one.shape)))
+            form = replace(one, shape=shape, least=0, unpadded=None, pooled=True)
             for kind, axes in itertools.product(kinds, (crossed, own)):
                 if axes:
-                    yield replace(one, kind=kind, axes=axes, shape=shape, least=0, unpadded=None, pooled=True)
+                    yield replace(form, kind=kind, axes=axes)
+                    form = replace(form, instead_of=one.instead_of or one.what)
 
 
 def _tiles(shape: Shape) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ class Expected:
       stack: how many executions the compiler may join into one of a stacked array: the blocks of a loop.
       pooled: True if only the elements of all such collectives together are compared, because the compiler cuts and
         joins their arrays.
+      instead_of: the `what` of the promise that this is another form of, whose bytes are counted there; "" for one of
+        its own.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Expected:
     limit: int | None = None
     stack: int = 1
     pooled: bool = False
+    instead_of: str = ""
 
     @property
     def elements(self) -> tuple[int, int]:

@@ -98,6 +98,9 @@ def is_forbidden(never: Never, found: Collective) -> bool:
     if not set(found.axes) & set(never.axes):
         return False
     (shape,) = found.shapes
+    weights = [name for trail in found.trails for name in trail.arguments if name.startswith("weight ")]
+    if weights and not never.vocab and never.what not in [f"the {name}" for name in weights]:
+        return False  # another weight of the same form
     if never.vocab:
         return shape[-1:] == (never.vocab,) and found.elements > never.vocab and len(normal_shape(shape)) > 1
     if found.kind == "all-gather":

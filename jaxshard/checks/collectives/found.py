@@ -30,6 +30,7 @@ from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.groups import UNKNOWN, Groups, find_groups
 from jaxshard.checks.collectives.overlap import is_synchronous
 from jaxshard.checks.collectives.source import find_source, find_user
+from jaxshard.checks.collectives.trail import Trail, find_trail
 from jaxshard.checks.collectives.transfers import is_transfer, transfer_kind
 from jaxshard.checks.collectives.walk import Executed, add_counts, executed, is_fused, users
 from jaxshard.core.compat import device_order
@@ -73,6 +74,7 @@ class Collective:
       conditional: True in a branch of a conditional; `count` is then of a step that always takes that branch.
       user: `file:line` of the nearest operation of the user's code, else of a library, that uses the result, or "".
       synchronous: True if the device waits for it, False if it computes meanwhile (see `overlap.py`).
+      trails: for every array where it comes from and goes to; () in records written by hand.
     """
 
     kind: str
@@ -89,6 +91,7 @@ class Collective:
     conditional: bool = False
     user: str = ""
     synchronous: bool = True
+    trails: tuple[Trail, ...] = ()
 
     @property
     def bytes(self) -> int | None:
@@ -223,6 +226,7 @@ def _make_record(mesh: Mesh, scope: hlo.Scope, op: hlo.Op) -> Collective | None:
         groups=groups,
         user=find_user(scope, op),
         synchronous=is_synchronous(scope, op),
+        trails=tuple(find_trail(scope, op, part) for part in range(len(arrays))),
     )
 
 
@@ -290,7 +294,8 @@ def pick(one: Collective, parts: Sequence[int]) -> Collective:
     dtypes = one.dtype.split("+")
     if len(dtypes) > 1:  # those that the arrays have by their sizes
         dtypes = [dtype for dtype in dtypes if any(map(partial(_has_dtype, dtype), shapes, sizes))]
-    return replace(one, shapes=shapes, sizes=sizes, dtype="+".join(dtypes))
+    trails = tuple(one.trails[part] for part in parts) if one.trails else ()
+    return replace(one, shapes=shapes, sizes=sizes, dtype="+".join(dtypes), trails=trails)
 
 
 def _has_dtype(dtype: str, shape: tuple[int, ...], size: int) -> bool:

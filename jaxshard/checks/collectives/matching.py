@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.accounts import Account, join_accounts
 from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.core.text_table import first_words
@@ -48,6 +49,7 @@ class _Allowance:
     used: int = 0
     what: list[str] = field(default_factory=list)
     forms: set[tuple[int, Shape]] = field(default_factory=set)
+    account: Account = field(default_factory=Account)
 
 
 class Taken(NamedTuple):
@@ -73,14 +75,21 @@ class Allowances:
         self._open = [one for one in expected if one.shape is None or not one.axes]
         self._counted: dict[tuple[Any, ...], _Allowance] = {}
         self._pools: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        self._pooled: defaultdict[tuple[str, tuple[str, ...], str], Account] = defaultdict(Account)
+        self._joined: list[list[Account]] = []
+        self.as_needed: list[tuple[Expected, Collective]] = []
         for one in expected:
             if one.pooled:
-                self._pools[one.kind, one.axes, one.wire_dtype] += one.elements[1] * (one.most or 0)
+                pool = (one.kind, one.axes, one.wire_dtype)
+                self._pools[pool] += one.elements[1] * (one.most or 0)
+                self._pooled[pool].add(one)
             elif one.shape is not None and one.axes and one.most:
                 key = (one.kind, one.axes, one.elements, one.stack, one.wire_dtype)
                 known = self._counted.setdefault(key, _Allowance(*key))
                 known.least, known.most = known.least + one.least, known.most + one.most
-                known.what.append(one.what)
+                if (name := one.instead_of or one.what) not in known.what:
+                    known.what.append(name)
+                known.account.add(one)
                 known.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
     def take(self, array: Collective, *, as_other: bool = False, narrower: bool = False) -> Taken | None:
@@ -100,14 +109,21 @@ class Allowances:
                 has_room = count is not None and known.used + times * count <= known.most
                 if has_room and _is_narrower(array.dtype, known.dtype) is narrower:
                     known.used += times * (count or 0)
+                    known.account.covered.append(array)
                     return Taken(kind, known.dtype, known.what)
             for (*of, dtype), left in sorted(self._pools.items(), key=lambda item: item[0][2] != array.dtype):
                 has_room = count is not None and count * array.elements <= left
                 if has_room and of == [kind, array.axes] and _is_narrower(array.dtype, dtype) is narrower:
                     self._pools[kind, array.axes, dtype] -= (count or 0) * array.elements
+                    self._pooled[kind, array.axes, dtype].covered.append(array)
                     return Taken(kind, dtype, ["what goes over several slices"])
-        is_open = not as_other and not narrower and any(_covers(one, array) for one in self._open)
-        return Taken(array.kind, "", []) if is_open else None
+        if as_other or narrower:
+            return None
+        for one in self._open:
+            if _covers(one, array):
+                self.as_needed.append((one, array))
+                return Taken(array.kind, "", [])
+        return None
 
     def take_joined(self, array: Collective) -> Taken | None:
         """Use up what was promised of several arrays whose sum the compiler moves end to end, as a GPU's joins them.
@@ -144,7 +160,10 @@ class Allowances:
             return None
         for known, some in zip(parts, sums[best], strict=True):
             known.used += some * array.count
-        names = [name for known, some in zip(parts, sums[best], strict=True) if some for name in known.what]
+        used = [known for known, some in zip(parts, sums[best], strict=True) if some]
+        used[0].account.covered.append(array)
+        self._joined.append([known.account for known in used])
+        names = [name for known in used for name in known.what]
         return Taken(array.kind, array.dtype, names)
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, _Allowance]]:
@@ -174,6 +193,10 @@ class Allowances:
         names = [name for known in fitting for name in known.what]
         times = sum(known.most for known in fitting)
         return f"more often than promised: {times} times for {first_words(names)}"
+
+    def accounts(self) -> list[Account]:
+        """Return what was promised and found of arrays that can't be told apart, all forms of them together."""
+        return join_accounts([*(one.account for one in self._counted.values()), *self._pooled.values()], self._joined)
 
     def missing(self) -> Iterator[str]:
         """Yield what was sure to happen and happened less often; an all-reduce that stood for another kind counts."""

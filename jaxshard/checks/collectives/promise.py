@@ -209,11 +209,16 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
     grad = parameter.grad
     if grad is None:
         return
-    if step.engine.scatter == "end":
-        yield from _reduce_stages(step, parameter, grad, 1)
-        return
-    for shape, count in step.uses.of("gradient", parameter.path):
-        yield from _reduce_stages(step, parameter, _part_of(grad, shape), count)
+    at_end = step.engine.scatter == "end"
+    uses = [(parameter.shape, 1)] if at_end else step.uses.of("gradient", parameter.path)
+    for shape, count in uses:
+        part = grad if at_end else _part_of(grad, shape)
+        stages = list(_reduce_stages(step, parameter, part, count))
+        yield from stages
+        if step.engine.compiler_chooses and part == grad:
+            # Of a tied weight the compiler may sum the gradient of each use over devices, then add both.
+            again = [replace(one, instead_of=one.instead_of or one.what) for one in stages]
+            yield from (replace(one, what=f"{one.what}, of another use") for one in again)
 
 
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:
@@ -226,8 +231,6 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     layout, mesh, compiler_chooses = step.layout, step.layout.mesh, step.engine.compiler_chooses
     owned = axes_of(parameter.param.use)
     is_slice = len(grad.view.logical) < len(parameter.shape)
-    if compiler_chooses and grad == parameter.grad:
-        count *= 2  # a tied weight: the compiler sums each use over devices, then both
     row_axes = layout.sum_axes if is_stacked(parameter.path) else step.engine.row_axes(layout)
     free = tuple(axis for axis in row_axes if axis not in owned)
     parts = splits_per_dim(mesh, only_axes(grad.store, owned))
@@ -248,7 +251,8 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
         axes = tuple(axis for _, axis in group)
         # Over several axes that split one dimension a compiler may also scatter at once.
         if compiler_chooses and len(axes) > 1 and set(axes) <= set(free):
-            yield from _scatters(step, replace(one, axes=axes, shape=tuple(shape)), dim)
+            at_once = replace(one, axes=axes, shape=tuple(shape), instead_of=one.what)
+            yield from _scatters(step, at_once, dim)
         for axis in axes:
             if axis in free:
                 yield from _scatters(step, replace(one, axes=(axis,), shape=tuple(shape)), dim)
@@ -260,9 +264,9 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     yield from _sum_stages(step, summed)
     # A compiler may also sum everything over everything at once, before it splits.
     if compiler_chooses and split and len(free) > 1:
-        yield replace(one, kind="all-reduce", axes=free)
+        yield replace(one, kind="all-reduce", axes=free, instead_of=one.what)
     if compiler_chooses and splits_sequence(layout):
-        yield replace(one, kind="all-reduce", axes=(*free, *tensor_axes(layout)))
+        yield replace(one, kind="all-reduce", axes=(*free, *tensor_axes(layout)), instead_of=one.what)
 
 
 def _scatters(step: _Step, one: Expected, dim: int) -> Iterator[Expected]:

@@ -42,12 +42,12 @@ def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
     chain = list(_fusions(scope, op))
     for _, one in chain:
         if frames := _frames(scope.module, one.notes):
-            return SourceLine(users_line(frames), frames, _op_name(one.notes))
-    name = next((name for _, one in chain if (name := _op_name(one.notes))), "")
+            return SourceLine(users_line(frames), frames, name_in_notes(one.notes))
+    name = next((name for _, one in chain if (name := name_in_notes(one.notes))), "")
     for computation, one in chain:
         for producer in _producers(computation, one):
             if frames := _frames(scope.module, producer.notes):
-                return SourceLine(f"near {users_line(frames)}", frames, name or _op_name(producer.notes))
+                return SourceLine(f"near {users_line(frames)}", frames, name or name_in_notes(producer.notes))
     return SourceLine(name or op.name, (), name)
 
 
@@ -57,14 +57,20 @@ def find_user(scope: hlo.Scope, op: hlo.Op) -> str:
     A compiler names what it inserts after what it works on: a weight that is moved bears the line of the engine that
     brought it, and only those who use it tell who asked for it.
     """
+    return find_reader(scope, op).line
+
+
+def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
+    """Find what `find_user` finds, with its name."""
     computation, outer = list(_fusions(scope, op))[-1]
-    library = ""
+    library = SourceLine("", (), "")
     for name in _walk(computation.users.get(outer.name, ()), lambda name: computation.users.get(name, ())):
-        frames = _frames(scope.module, computation[name].notes)
+        notes = computation[name].notes
+        frames = _frames(scope.module, notes)
         if line := users_frame(frames):
-            return line
-        if frames and not library and not is_jaxshard_file(frames[0]):
-            library = frames[0]
+            return SourceLine(line, frames, name_in_notes(notes))
+        if frames and not library.line and not is_jaxshard_file(frames[0]):
+            library = SourceLine(frames[0], frames, name_in_notes(notes))
     return library
 
 
@@ -101,7 +107,8 @@ def _frames(module: hlo.Module, notes: str) -> tuple[str, ...]:
     return () if inline is None else (f"{inline[1]}:{inline[2] or 0}",)
 
 
-def _op_name(notes: str) -> str:
+def name_in_notes(notes: str) -> str:
+    """Return JAX's path of names in an operation's metadata; "" where there is none."""
     found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
     return "" if found is None else found[1]
 

@@ -1,9 +1,9 @@
 """What every collective of a program moves: a weight, a gradient, a moment of the optimizer, an activation.
 
-A value that is only moved and cast on its way from an argument is that argument (`origins`). Of the others those that
-have the shape of a parameter, or of one block of it, are taken for its gradient where they are summed, and for the
-weight itself, or its new value, where they are gathered; the rest are activations, integers (tokens, indices) and
-scalars.
+A value that is only moved and cast on its way from an argument is that argument (`collectives/origins`). Of the others
+those that have the shape of a parameter, or of one block of it, are taken for its gradient where they are summed, and
+for the weight itself, or its new value, where they are gathered; the rest are activations, integers (tokens, indices)
+and scalars.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jax.sharding import Mesh
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective, locate, pick
+from jaxshard.checks.collectives.origins import NOWHERE, find_origin
 from jaxshard.checks.collectives.transfers import is_transfer
 from jaxshard.checks.collectives.walk import Executed
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for
 from jaxshard.checks.programs.forms import chunks_of, forms_of, stacked_dim
-from jaxshard.checks.programs.origins import NOWHERE, find_origin
 
 WEIGHT, MOMENT, GRADIENT, ACTIVATION = "weight", "optimizer state", "gradient", "activation"
 INTEGERS, SCALAR, INPUT = "integers", "scalar", "batch"

@@ -241,7 +241,7 @@ def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
     """Of each array's promised collectives those that the layout calls for, where a compiler may choose others."""
     by_array: dict[str, list[Expected]] = {}
     for one in expected:
-        own = not one.what.startswith(("borders of", "shards of"))
+        own = one.instead_of in ("", one.what)
         if own and one.axes and one.shape is not None and one.most and one.limit is None:
             by_array.setdefault(one.what, []).append(one)
     # Between slices a promise does not tell a sum from a scattered sum: where weights are gathered, it is scattered.

@@ -116,10 +116,12 @@ def test_a_sum_in_a_narrower_dtype_than_promised_is_a_surprise_and_other_changes
         assert surprise.why == "wire dtype bf16, promised f32: gradient of w"
     comparison = compared([WEIGHT], [narrow])
     assert comparison.ok
-    assert comparison.substitutes == ("all-gather in bf16 in place of all-gather in f32 over data, 2 times, 128 B",)
+    (line,) = comparison.substitutes
+    assert line == "all-gather in bf16 in place of all-gather in f32 over data, 2 times, 128 B: weight w"
     comparison = compared([replace(WEIGHT, dtype=jnp.bfloat16)], [ONE])
     assert comparison.ok
-    assert comparison.substitutes == ("all-gather in f32 in place of all-gather in bf16 over data, 2 times, 256 B",)
+    (line,) = comparison.substitutes
+    assert line == "all-gather in f32 in place of all-gather in bf16 over data, 2 times, 256 B: weight w"
     assert "other kinds or dtypes than promised:\n- all-gather in f32" in str(comparison)
     assert not compared([WEIGHT], [ONE]).substitutes
 

@@ -137,7 +137,7 @@ def test_of_a_compilers_choices_those_of_the_layout_count():
             # A gradient may be scattered at once or axis by axis, around a ring, or summed.
             may("reduce-scatter", ("x", "y"), (16, 16), "gradient of w"),
             may("reduce-scatter", ("x",), (16, 16), "gradient of w"),
-            may("collective-permute", ("x",), (4, 16), "shards of the gradient of w, around a ring"),
+            may("collective-permute", ("x",), (4, 16), "shards, around a ring", instead_of="gradient of w"),
             may("reduce-scatter", ("y",), (4, 16), "gradient of w"),
             may("all-reduce", ("x", "y"), (16, 16), "gradient of w"),
             may("all-reduce", ("x",), None, "activations"),

@@ -1,0 +1,117 @@
+"""What a collective moves and why the compiler put it there, in words, from its own name and its arrays' trails.
+
+all-reduce over tensor, f32[4, 8, 32], dot_general at model.py:80
+  what    f32[4, 8, 32], made by dot_general at model.py:80 in the forward pass
+  why     dot_general contracts a dimension that is split over tensor: every device has a part of the sum
+"""
+
+from __future__ import annotations
+
+from jaxshard.checks.collectives.describe import place_of
+from jaxshard.checks.collectives.found import Collective
+from jaxshard.checks.collectives.trail import Trail, module_of, operation_of, pass_of
+from jaxshard.core.text_table import first_words
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_SUMS = ("all-reduce", "reduce-scatter")
+_CUTS = ("concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "roll", "slice", "split")
+_PARTS = ("dynamic_slice", "dynamic_update_slice", "gather", "slice", "squeeze")
+_FOLDS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "merge", "transpose")
+_LOOKUPS = ("gather", "take", "select_n", "_take")
+_IN_PROGRAM = ("all_gather", "all_to_all", "ppermute", "psum", "psum_scatter", "pmax", "pmin", "reduce_scatter")
+_CONSTRAINT = "sharding_constraint"
+
+
+def array_words(one: Collective) -> str:
+    """Name the first array of a collective: the argument that it is, or the operation and line that compute it."""
+    trail = _trail(one)
+    shape = f"{one.dtype}{list(one.shapes[0])}"
+    if trail.arguments:
+        return f"{first_words(trail.arguments)}, {shape}"
+    floats = one.dtype.startswith(("f", "bf"))
+    when = pass_of(one.op_name)
+    made = _operation(trail.maker, trail.made_at)
+    scope = module_of(one.op_name)
+    words = ("" if floats else "indices ") + shape
+    words += f", made by {made}" if made else ""
+    words += f" of {scope}" if scope and made else ""
+    return f"{words} in the {when}" if when else words
+
+
+def cause(one: Collective) -> str:
+    """Say why a compiler, or the program itself, moves the first array of a collective."""
+    own = operation_of(one.op_name)
+    if own in _IN_PROGRAM:
+        return f"the program itself has it, as {own}"
+    over = "+".join(one.axes)
+    if one.kind in _SUMS:
+        return _cause_of_sum(one, own, over)
+    if one.kind == "all-gather":
+        return _cause_of_gather(one, own, over)
+    if one.kind.endswith("all-to-all"):
+        made, read = _ends(one, own)
+        return f"{made} leaves it split over {over} along another dimension than {read} takes it"
+    if one.kind == "collective-permute":
+        return _cause_of_permute(one, own, over)
+    return f"the compiler's own, for {own or 'an operation whose name it lost'}"
+
+
+def _cause_of_sum(one: Collective, own: str, over: str) -> str:
+    trail = _trail(one)
+    maker = own if own in _PRODUCTS else trail.maker or own
+    if trail.arguments:
+        return f"a gather over {over} that is written as a sum of what is zero on all devices but one"
+    if maker in _PRODUCTS:
+        return f"{maker} contracts a dimension that is split over {over}: every device has a part of the sum"
+    if maker in _LOOKUPS:
+        return f"a lookup in a table whose rows are split over {over}: every device has those of its part, else zeros"
+    if maker.startswith("scatter"):
+        return f"{maker} adds up what each device along {over} looked up: every device has a part of the sum"
+    if maker.startswith(("reduce_", "arg", "cum")):
+        return f"{maker} goes along a dimension that is split over {over}: every device has a part of it"
+    return f"every device along {over} has a part of the result of {maker or 'an operation whose name it lost'}"
+
+
+def _cause_of_gather(one: Collective, own: str, over: str) -> str:
+    trail = _trail(one)
+    dim = "" if trail.dim is None else f"dimension {trail.dim}, split over {over}, "
+    need = f"{dim}whole" if dim else f"it whole over {over}"
+    if own == _CONSTRAINT:
+        return f"a constraint asks for {need}: {_operation(trail.reader, trail.read_at) or 'nothing near'} reads it"
+    if own in _PARTS:
+        along = "a dimension" if trail.dim is None else f"dimension {trail.dim}"
+        return f"{own} takes a part along {along}, which is split over {over}: for that every device has all of it"
+    reader = trail.reader or own
+    place = trail.read_at or place_of(one)
+    return f"{_operation(reader, place) or place} needs {need}"
+
+
+def _cause_of_permute(one: Collective, own: str, over: str) -> str:
+    trail = _trail(one)
+    name = own or trail.reader
+    if trail.maker == "reduce-scatter":
+        return f"a sum is scattered over {over} in shards of whole tiles: neighbours exchange what lies beyond theirs"
+    if name in _PRODUCTS:
+        return f"shards go around a ring over {over}, while {name} multiplies one after the other"
+    if name in _CUTS or name.startswith("conv"):
+        return f"{name} cuts or joins a dimension elsewhere than it is split over {over}: neighbours exchange the rest"
+    if name in _FOLDS:
+        return f"{name} folds a dimension, so that its parts over {over} are others than before"
+    made, read = _ends(one, own)
+    return f"{made} leaves other parts on the devices along {over} than {read} takes"
+
+
+def _ends(one: Collective, own: str) -> tuple[str, str]:
+    """What makes the array and what reads it."""
+    trail = _trail(one)
+    made = first_words(trail.arguments) or _operation(trail.maker, trail.made_at) or own or "what makes it"
+    return made, _operation(trail.reader, trail.read_at) or own or "what reads it"
+
+
+def _operation(name: str, line: str) -> str:
+    name = "the loop" if name == "while" else name
+    return " at ".join(filter(None, (name, line)))
+
+
+def _trail(one: Collective) -> Trail:
+    return one.trails[0] if one.trails else Trail()

@@ -1,0 +1,140 @@
+"""The trail of an array that a collective moves: the argument that it is, or what computes it, and what reads it.
+
+    %h   = f32[4,512] dot(%x, %w), metadata={op_name="jit(step)/jvp(Net)/Dense_0/dot_general" ...}       maker
+    %all = f32[4,512] all-reduce(%h), ...
+    %y   = f32[4,512] tanh(%all), metadata={op_name="jit(step)/jvp(Net)/tanh" stack_frame_id=7}          reader
+
+An array that is only moved and cast on its way from an argument of the step is that argument, such as
+`run.params['up']`, the weight up.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.dataflow import resolve
+from jaxshard.checks.collectives.origins import find_origin
+from jaxshard.checks.collectives.source import find_reader, find_source, name_in_notes
+
+_HANDED_ON = (
+    "async-done", "async-start", "copy-done", "copy-start", "convert", "opt-barrier", "pad", "reduce-precision",
+    "transpose", "slice",
+)  # fmt: skip
+_FAR = 16
+"""The number of steps after which the search for a maker gives up."""
+_ROLES = {"params": "weight", "opt_state": "optimizer state", "state": "state"}
+_KEY = re.compile(r"\['?([^'\]]+)'?\]|\.(\w+)")
+_NO_PART = re.compile(
+    r"while|body|cond|closed_call|checkpoint|remat\w*|rematted_computation|"
+    r"shard_map|branch_\d+_fun|custom_[jv]\w*|core_call|"
+)
+
+
+class Trail(NamedTuple):
+    """Where an array of a collective comes from and goes to.
+
+    Attributes:
+      arguments: what it is, moved and cast alone: "weight blocks/wq", "batch tokens"; () where it is computed.
+      maker: JAX's name of the operation that computes it, such as "dot_general"; "reduce-scatter" for what another
+        collective left; "" where the compiler lost it.
+      made_at: the line of that operation in the model, or "".
+      reader: JAX's name of an operation of the user's, or of a library, that uses the result; "" where none is near.
+      read_at: its line, or "".
+      dim: the dimension that is gathered, scattered or cut into parts; None for others.
+    """
+
+    arguments: tuple[str, ...] = ()
+    maker: str = ""
+    made_at: str = ""
+    reader: str = ""
+    read_at: str = ""
+    dim: int | None = None
+
+
+def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
+    """Find the trail of one of the arrays that a collective moves."""
+    if part >= len(op.operands):
+        return Trail()
+    name = op.operands[part]
+    numbers = find_origin(scope, name).arguments
+    reader = find_reader(scope, op)
+    dim = re.search(r"\bdimensions=\{(\d+)\}", op.attributes)
+    trail = Trail(reader=operation_of(reader.op_name), read_at=reader.line, dim=int(dim[1]) if dim else None)
+    if numbers:
+        return trail._replace(arguments=_arguments(scope.module, numbers))
+    maker, made_at = _maker(scope, name)
+    return trail._replace(maker=maker, made_at=made_at)
+
+
+def _maker(scope: hlo.Scope, name: str) -> tuple[str, str]:
+    """The operation that computes a value, and its line."""
+    for _ in range(_FAR):
+        scope, op, path = resolve(scope, name)
+        if op.opcode not in _HANDED_ON or path or not op.operands:
+            break
+        name = op.operands[0]
+    source = find_source(scope, op)
+    scattered = op.opcode == "dynamic-slice" and scope.computation[op.operands[0]].opcode == "all-reduce"
+    own = "reduce-scatter" if scattered or op.opcode == "reduce-scatter" else operation_of(source.op_name)
+    return own, source.line.removeprefix("near ") if source.frames else ""
+
+
+def _arguments(module: hlo.Module, numbers: frozenset[int]) -> tuple[str, ...]:
+    entry = module.computations[module.entry]
+    found = {}
+    for name, line in entry.lines.items():
+        if " parameter(" in line and int((op := entry[name]).inside) in numbers:
+            label = name_in_notes(op.notes).replace("\\'", "'")
+            found[int(op.inside)] = argument_words(label or f"argument {op.inside}")
+    return tuple(found[number] for number in sorted(found))
+
+
+def argument_words(label: str) -> str:
+    """Write an argument of a step in words.
+
+    >>> argument_words("run.params['blocks']['wq']")
+    'weight blocks/wq'
+    >>> argument_words("batch['tokens']")
+    'batch tokens'
+    """
+    role, rest = label, ""
+    if found := re.match(r"run\.(\w+)(.*)", label):
+        role, rest = _ROLES.get(found[1], found[1]), found[2]
+    elif found := re.match(r"(batch)\b(.*)", label):
+        role, rest = found[1], found[2]
+    keys = [quoted or plain for quoted, plain in _KEY.findall(rest)]
+    return f"{role} {'/'.join(keys)}" if keys else role
+
+
+def operation_of(op_name: str) -> str:
+    """Return the operation's own name of JAX's path of names.
+
+    >>> operation_of("jit(step)/jvp(Net)/Dense_0/dot_general")
+    'dot_general'
+    """
+    return "" if op_name.startswith(("run.", "batch")) else op_name.rpartition("/")[2]
+
+
+def module_of(op_name: str) -> str:
+    """Return the modules and other scopes of JAX's path of names, without the names of JAX's own loops and transforms.
+
+    >>> module_of("jit(step)/transpose(jvp(Net))/while/body/closed_call/Dense_0/dot_general")
+    'Dense_0'
+    """
+    parts = op_name.split("/")[:-1]
+    return "/".join(part for part in parts if "(" not in part and not _NO_PART.fullmatch(part))
+
+
+def pass_of(op_name: str) -> str:
+    """Return when an operation runs: "forward pass", "backward pass", "update", or "" where its name does not tell.
+
+    >>> pass_of("jit(step)/transpose(jvp(Net))/mul")
+    'backward pass'
+    """
+    if "rematted_computation" in op_name:
+        return "forward pass again"
+    if "transpose(" in op_name:
+        return "backward pass"
+    return "forward pass" if "jvp(" in op_name else ""
