@@ -22,7 +22,7 @@ QUICK_START_LINES = 40
 NEEDS = {"finetuning": "tokenizers"}
 """The extras that pages show, by their stem."""
 LONG = ("models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
-LONG += ("engines", "contract", "collectives")
+LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults")
 """Pages whose programs take long to compile."""
 
 
