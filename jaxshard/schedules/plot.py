@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_NARROWEST = 0.17
-"""Inches of a bar from which on it has the number of its micro-batch."""
+_SMALL = SIZE - 2
+"""Points of the numbers in bars."""
 
 
 def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs = Costs()) -> None:  # noqa: B008
@@ -58,7 +58,7 @@ def schedule_figure(schedule: Schedule, *, costs: Costs = Costs()) -> Figure:  #
         each = "" if schedule.chunks == 1 else f", {schedule.chunks} chunks each"
         sizes = f"{schedule.stages} devices{each}, {schedule.microbatches} micro-batches"
         figure.suptitle(f"{schedule.name}: {sizes}", x=0.01, ha="left")
-        figure.legend(handles=_legend(schedule), loc="outside lower center", ncols=4)
+        figure.legend(handles=_legend(schedule), loc="outside lower left", ncols=5)
     return figure
 
 
@@ -80,15 +80,13 @@ def _draw(axes: Any, schedule: Schedule, spans: Sequence[Span], end: float, look
     for (kind, chunk, device), places in bars.items():
         colour = tint(OPERATIONS[kind], chunk, schedule.chunks)
         axes.broken_barh(places, (device - 0.42, 0.84), facecolors=colour, edgecolor=look.paper, linewidth=0.6)
-    inches = 0.88 * WIDTH / end
-    digits = len(str(schedule.microbatches - 1))
-    size = SIZE - 1 if digits == 1 else SIZE - 3
+    points = 0.88 * WIDTH * 72 / end
     for op, start, stop in spans:
-        if (stop - start) * inches > _NARROWEST * (1 + 0.4 * (digits - 1)):
+        if (stop - start) * points > 0.62 * _SMALL * len(str(op.microbatch)) + 2:
             ink = ink_on(tint(OPERATIONS[op.kind], op.chunk, schedule.chunks))
             middle = (start + stop) / 2
             axes.text(
-                middle, op.device, str(op.microbatch), ha="center", va="center_baseline", fontsize=size, color=ink
+                middle, op.device, str(op.microbatch), ha="center", va="center_baseline", fontsize=_SMALL, color=ink
             )
     axes.set_xlim(0, end)
     axes.set_yticks(range(schedule.stages), [f"device {device}" for device in range(schedule.stages)])

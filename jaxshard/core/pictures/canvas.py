@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxshard.core.pictures.style import DARK, LIGHT, PALETTE, SIZE, Look, luminance
+from jaxshard.core.pictures.style import DARK, LIGHT, SIZE, Look, luminance
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def _settings(look: Look) -> Any:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
-        "axes.prop_cycle": cycler(color=PALETTE),
+        "axes.prop_cycle": cycler(color=look.lines),
         "grid.color": look.faint,
         "grid.linewidth": 0.9,
         "legend.frameon": False,

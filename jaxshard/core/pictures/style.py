@@ -51,6 +51,11 @@ class Look(NamedTuple):
     muted: str
     faint: str
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The palette for lines, of which a yellow one is not seen on white: the ink takes its place."""
+        return tuple(self.ink if colour == YELLOW else colour for colour in PALETTE)
+
 
 LIGHT = Look("#FFFFFF", "#1F2328", "#656D76", "#DDE0E4")
 DARK = Look("#131416", "#E6E8EB", "#9AA0A6", "#34383D")

@@ -59,7 +59,7 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
                 if axes in panels[0]:
                     axes.set_title(name, loc="center")
             row[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SIZE - 1)
-        more = f"; {rest} smaller or equal ones are left out" if rest else ""
+        more = f"; {rest} more are not drawn" if rest else ""
         words = (title or f"{devices} devices: {_directions(layout.mesh)}") + more
         figure.suptitle(words, x=0.01, ha="left", wrap=True)
     return figure

@@ -1,8 +1,10 @@
-"""Callbacks for `fit` that write the numbers of every step: to files, for TensorBoard, to W&B, to MLflow.
+"""Callbacks for `fit` that write the numbers of every step: to files, for TensorBoard, to W&B, to MLflow; and figures.
 
 run = js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.json_lines("run/metrics.jsonl")])
 """
 
+from jaxshard.training.metrics.curves import loss_figure as loss_figure
+from jaxshard.training.metrics.curves import throughput_figure as throughput_figure
 from jaxshard.training.metrics.events import tensorboard as tensorboard
 from jaxshard.training.metrics.experiments import mlflow as mlflow
 from jaxshard.training.metrics.lines import json_lines as json_lines

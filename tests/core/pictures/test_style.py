@@ -36,6 +36,7 @@ def test_text_is_read_on_paper_and_on_every_colour():
     for look in (LIGHT, DARK):
         assert contrast(look.ink, look.paper) > 7 and contrast(look.muted, look.paper) > 4.5
         assert all(contrast(colour, look.paper) > 1.25 for colour in PALETTE)
+        assert all(contrast(colour, look.paper) > 2.2 for colour in look.lines) and min(distances(look.lines)) > 0.05
     assert all(contrast(ink_on(colour), colour) > 4.5 for colour in (*PALETTE, *ROLES.values()))
 
 

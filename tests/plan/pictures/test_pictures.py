@@ -42,6 +42,15 @@ def test_memory_is_stacked_by_role_with_totals_and_the_limit():
     assert [text.get_text() for text in legend.get_texts()] == ["parameters", "optimizer state", "temporaries"]
 
 
+def test_of_layouts_what_rests_is_drawn_in_the_unit_that_fits():
+    layout = make_layout(js.zero2("data"), data=8)
+    figure = memory_figure({"zero2": layout})
+    (axes,) = figure.axes
+    widths = [bar.get_width() for bar in axes.patches if bar.get_width()]
+    assert widths == pytest.approx([layout.bytes_per_device()[role] / 1e3 for role in ("param", "grad", "opt")])
+    assert axes.get_xlabel() == "kB on each device between steps" and texts(figure)[-1] == "369 kB"
+
+
 def test_the_roofline_has_a_marker_for_each_product_that_counts():
     figure = roofline_figure(prediction({}, products=PRODUCTS))
     (axes,) = figure.axes
