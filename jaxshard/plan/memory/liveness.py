@@ -99,7 +99,7 @@ class Liveness(Storage):
         expiring: defaultdict[int, list[Value]] = defaultdict(list)
         for value, at in self.last.items():
             expiring[at].append(value)
-        for i, op in enumerate(self.region.ops):
+        for i, op in enumerate(self.ops):
             if not self.is_alias(op) and (op.regions or self.runs[op] == i):
                 taken: set[Value | None] = set()
                 for number, one in enumerate(op.outs):
@@ -140,7 +140,9 @@ class Liveness(Storage):
 
     def _bytes(self, value: Value) -> int:
         """The bytes of a value as it is stored."""
-        return self.size(replace(value, dtype=self.stored_as[value]) if value in self.stored_as else value)
+        again = self._mixed(value, self.sources) if value in self.sources else None
+        copy = 0 if again is None else self.size(replace(value, dtype=again))
+        return copy + self.size(replace(value, dtype=self.stored_as[value]) if value in self.stored_as else value)
 
     def _extra(self, op: Op) -> list[Live]:
         """What an operation needs beside operands and results.

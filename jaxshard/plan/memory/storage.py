@@ -39,6 +39,9 @@ _STORED = _PRODUCTS | _COLLECTIVES | frozenset({
 FUSES_UPDATE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
 """Operations that write into their first operand where nothing else needs it."""
 
+_ON_CHIP = 32 * 2**20
+"""Arrays up to so many bytes are still in the chip's own memory when the next operation reads them."""
+
 _MANY = 4
 """As many readers of a value are told apart."""
 
@@ -70,6 +73,10 @@ class Storage:
         self.results = {self.find(one) for one in region.outputs}
         self.inputs = {self.find(one) for one in region.inputs}
         self.products = {one for op in region.ops if op.name in _PRODUCTS for one in op.outs}
+        self.makers = {one: op for op in region.ops if not self.is_alias(op) for one in op.outs}
+        self.traced = {op: i for i, op in enumerate(region.ops)}
+        self.loops = [i for i, op in enumerate(region.ops) if op.regions]
+        self.reduced = self._find_reduced()
         self.stored: set[Value] = set()
         self._choose_stored()
         self.sources = self._find_sources([op for op in region.ops if not self.is_alias(op)], set())
@@ -107,7 +114,7 @@ class Storage:
         array again costs as much as reading the result.
         """
         ops = [op for op in self.region.ops if not self.is_alias(op)]
-        pending = self._store_products(ops)
+        pending = self.pending = self._store_products(ops)
         sources = self.sources = self._find_sources(ops, pending)
         sinks: defaultdict[Value, set[Op]] = defaultdict(set)
         for op in reversed(ops):
@@ -164,9 +171,66 @@ class Storage:
             return True
         if len(sinks) < 2:
             return False
-        dtype = self.read_as(value) if "transpose" in value.path else None
-        size = self.size(value if dtype is None else replace(value, dtype=dtype))
-        return sum(large for one in sources[value] if (large := self.size(one)) > size / 8) > 1.25 * size
+        if self._mixed(value, sources) is not None:
+            return True
+        if self._is_cast_of_argument(value, sources):
+            return False
+        size = self._narrow_size(value, sources)
+        read = sum(large for one in sources[value] if (large := self.size(one)) > size / 8)
+        if self.needs_pass(value, sources) and read > _ON_CHIP and "transpose" not in value.path:
+            # Read and written once more, then read by each, or computed from what it is made of by each.
+            return len(sinks) * read > read + size + len(sinks) * size
+        return read > 1.25 * size
+
+    def _is_cast_of_argument(self, value: Value, sources: dict[Value, set[Value]]) -> bool:
+        """True for a matrix in another type, read by products alone: they convert it, since the argument stays there.
+
+        With more dimensions it is stored once, in the layout that the products want.
+        """
+        maker = self.makers[value]
+        cast = maker.name == "convert_element_type" and any(self.find(one).role == "parameters" for one in maker.ins)
+        return cast and len(value.shard) == 2 and {one.name for one in self.readers[value]} <= _PRODUCTS
+
+    def _narrow_size(self, value: Value, sources: dict[Value, set[Value]]) -> int:
+        """The bytes of a value in the type that its readers take it in, where that can be known before."""
+        implied = "transpose" in value.path or not self.needs_pass(value, sources)
+        dtype = self.read_as(value, implied=implied or self._read_beside_bf16(value))
+        return self.size(value if dtype is None else replace(value, dtype=dtype))
+
+    def _read_beside_bf16(self, value: Value) -> bool:
+        """True if a product multiplies a value by numbers that are bf16: it is then converted, once for all readers."""
+        products = [one for one in self.readers[value] if one.name == "dot_general"]
+        return any(self._is_bf16(other) for one in products for other in one.ins if self.find(other) is not value)
+
+    def _is_bf16(self, value: Value) -> bool:
+        maker = self.makers.get(self.find(value))
+        source = maker.ins[0] if maker is not None and maker.name == "convert_element_type" and maker.ins else value
+        return dtype_bits(source.dtype) == 16
+
+    def _mixed(self, value: Value, sources: dict[Value, set[Value]]) -> Any:
+        """Return the narrower dtype of a value that products read so and a reduction reads as it is; else None.
+
+        One pass writes both, where no product can: a sum over rows that is read beside a product is a part of it.
+        """
+        if not self.needs_pass(value, sources) or "transpose" not in value.path:
+            return None
+        readers = self.readers[value]
+        found = {dtype for one in readers if (dtype := narrower(one, value, self.narrow_products)) is not None}
+        whole = any(is_reduction(one.name) for one in readers)
+        return found.pop() if whole and len(found) == 1 and len(readers) > 2 else None
+
+    def needs_pass(self, value: Value, sources: dict[Value, set[Value]]) -> bool:
+        """True for what a product can't write beside its own result, because a reduction of that goes into it."""
+        return any(one in self.reduced for one in sources[value])
+
+    def _find_reduced(self) -> set[Value]:
+        """Find what reductions make, such as a mean, and what is computed of that alone."""
+        found: set[Value] = set()
+        for op in self.region.ops:
+            whole = [one for one in op.ins if self.find(one) not in found and math.prod(one.shape) > 1]
+            if is_reduction(op.name) or (op.ins and not whole):
+                found |= {self.find(one) for one in op.outs}
+        return found
 
     def _only_constant_of(self, loop: Op, value: Value) -> bool:
         consts = loop.counts[0] if loop.name == "scan" else sum(loop.counts) if loop.name == "while" else 0
@@ -178,9 +242,14 @@ class Storage:
         if len(readers) != 1 or value in self.results or not self.narrow_products:
             return False
         (reader,) = readers
-        if not self.is_elementwise(reader):
+        if not self.is_elementwise(reader) or self._waits(reader, value):
             return False
         return len(reader.outs) == 1 and _count(reader.outs[0]) == _count(value)
+
+    def _waits(self, reader: Op, value: Value) -> bool:
+        """True for an operation that reads something else too, which is made after a loop that follows the value."""
+        made = [self.traced[maker] for one in reader.ins if (maker := self.makers.get(self.find(one))) is not None]
+        return any(self.traced[self.makers[value]] < loop < max(made) for loop in self.loops)
 
     def _reads_memory(self, reader: Op, value: Value) -> bool:
         if reader.name in _PRODUCTS:  # those of a GPU's libraries
@@ -204,17 +273,23 @@ class Storage:
         for i, op in enumerate(self.ops):
             for value in self._roots_of(op):
                 read[value] = max(read[value], i)
-        moved: list[tuple[float, Op]] = []
-        loops = [i for i, op in enumerate(self.ops) if op.regions]
+        places: dict[Op, float] = {}
         for i, op in enumerate(self.ops):
             at: float = i
             if op.name in _PRODUCTS and (roots := self._roots_of(op)):
                 earliest = max(made.get(one, -1) for one in roots)
                 freed = sum(self.size(one) for one in roots if read[one] == i and one not in self.inputs)
-                if any(earliest < loop < i for loop in loops) and freed > self.size(op.outs[0]):
+                if any(earliest < loop < i for loop in self.loops) and freed > self.size(op.outs[0]):
                     at = earliest + 0.5
-            moved.append((at, op))
-        self.ops = [op for _, op in sorted(moved, key=lambda one: one[0])]
+            elif self._continued(op):
+                at = max(places[maker] for one in op.ins if (maker := self.makers.get(self.find(one))) is not None)
+            places[op] = at
+        self.ops = sorted(self.ops, key=places.__getitem__)
+
+    def _continued(self, op: Op) -> bool:
+        """True for an operation on a product's result that is a part of that product."""
+        found = {self.find(one) for one in op.ins}
+        return bool(found & self.pending) and all(one in self.pending or one in self.inputs for one in found)
 
     def _roots_of(self, op: Op) -> set[Value]:
         """The stored arrays that an operation reads, also through what is computed where it is read."""
@@ -226,9 +301,12 @@ class Storage:
 
     # The type in which a result is stored.
 
-    def read_as(self, value: Value) -> Any:
-        """Return the narrower dtype to which all that reads a value converts it at once; None if there is none."""
-        found = {narrower(reader, value, self.narrow_products) for reader in self.readers[value]}
+    def read_as(self, value: Value, *, implied: bool = True) -> Any:
+        """Return the narrower dtype to which all that reads a value converts it at once; None if there is none.
+
+        Products on TPUs imply bf16; without `implied` only conversions that the program writes count.
+        """
+        found = {narrower(reader, value, self.narrow_products and implied) for reader in self.readers[value]}
         if value in self.results or len(found) != 1:
             return None
         return found.pop()

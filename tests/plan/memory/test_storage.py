@@ -1,0 +1,106 @@
+"""What is stored between the forward and the backward pass, and when the products of gradients run, on TPUs."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.liveness import Liveness
+from jaxshard.plan.memory.roles import temporary_bytes
+
+ROWS, WIDTH, LARGE = 256, 128, 2**16
+MATRIX = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+
+
+def liveness(fn, *args, role="parameters"):
+    closed = jax.make_jaxpr(fn)(*args)
+    region = build(closed, [(((),) * len(x.shape), role, "") for x in args], {})
+    return Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+
+
+def kept(fn, *args, shape):
+    """The bytes of what the forward pass of a gradient stores in a shape, in the order in which it is made."""
+    found = liveness(jax.grad(fn, argnums=tuple(range(len(args)))), *args)
+    return [
+        found._bytes(one)
+        for op in found.ops
+        for one in op.outs
+        if one in found.stored and one.shard == shape and "transpose" not in one.path
+    ]
+
+
+def test_a_product_writes_its_activation_beside_its_result_in_half_the_bytes():
+    # The activation's derivative reads h in f32; two products read the activation, as bf16.
+    def loss(x, w1, w2):
+        h = x @ w1
+        return jnp.sum((jnp.sin(h) @ w2) ** 2)
+
+    shape = (ROWS, 2 * WIDTH)
+    x, w1 = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), jnp.float32)
+    w2 = jax.ShapeDtypeStruct((2 * WIDTH, WIDTH), jnp.float32)
+    assert kept(loss, x, w1, w2, shape=shape) == [4 * ROWS * 2 * WIDTH, 2 * ROWS * 2 * WIDTH]
+
+
+def softmax_loss(q, k, v):
+    return jnp.sum((jax.nn.softmax(q @ k.T) @ v) ** 2)
+
+
+def test_large_attention_weights_are_computed_again_from_the_scores():
+    # No product can write them, since a sum over the scores goes into them; both products compute them.
+    tokens = 4096
+    args = [jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)] * 3
+    assert kept(softmax_loss, *args, shape=(tokens, tokens)) == [4 * tokens * tokens]
+
+
+def test_what_a_product_of_bf16_reads_is_stored_as_bf16_where_it_is_made_on_the_chip():
+    def loss(x, w1, w2):
+        y = (x @ w1.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.float32)
+        h = (y - y.mean(-1, keepdims=True)) * 3
+        return jnp.sum((h @ w2.astype(jnp.bfloat16).astype(jnp.float32)) ** 2) + jnp.sum(y**3)
+
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    assert kept(loss, x, MATRIX, MATRIX, shape=(ROWS, WIDTH))[:2] == [4 * ROWS * WIDTH, 2 * ROWS * WIDTH]
+
+
+def test_a_matrix_that_is_an_argument_is_converted_by_the_products_that_read_it():
+    def loss(w, x):
+        matrix = w.astype(jnp.bfloat16)
+        return jnp.sum(((x @ matrix) @ matrix).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((8, WIDTH), jnp.bfloat16)
+    assert not any(one.shard == (WIDTH, WIDTH) for one in liveness(loss, MATRIX, x).stored)
+    assert any(one.shard == (WIDTH, WIDTH) for one in liveness(loss, MATRIX, x, role="batch").stored)
+
+
+def test_a_product_that_is_converted_at_the_end_runs_where_it_frees_its_operands():
+    # The gradients of a bf16 computation are cast to f32 in the end: two of the large products' results are enough.
+    def step(x, *weights):
+        def loss(weights, x):
+            for w in weights:
+                x = jnp.sin(x @ w)
+            return jnp.sum(x.astype(jnp.float32))
+
+        grads = jax.grad(loss)([w.astype(jnp.bfloat16) for w in weights], x)
+        return [grad.astype(jnp.float32) for grad in grads]
+
+    x = jax.ShapeDtypeStruct((LARGE, WIDTH), jnp.bfloat16)
+    large = 2 * LARGE * WIDTH
+    live = liveness(step, x, *[MATRIX] * 6).peak().live
+    assert sum(one.bytes for one in live if one.bytes >= large) <= 8 * large
+
+
+def test_a_sum_after_a_loop_is_no_part_of_a_product_before_it():
+    # A tied table: the gradient of its use as output matrix is stored before the loop, and its operands are free then.
+    def loss(table, w, tokens):
+        def block(x, _):
+            return jnp.sin(x @ w), None
+
+        x, _ = lax.scan(block, table[tokens], length=3)
+        return jnp.sum(jnp.sin(x @ table.T))
+
+    table, tokens = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    found = liveness(jax.grad(loss, argnums=(0, 1)), table, MATRIX, tokens)
+    backward = [op for op in found.ops if op.name == "scan"][-1]
+    product = next(op for op in found.ops if op.outs and op.outs[0].shard == (512, WIDTH) and op.name == "dot_general")
+    assert found.place[product] < found.place[backward]
+    assert product.outs[0] in found.stored
