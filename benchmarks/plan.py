@@ -6,7 +6,8 @@
 
 Each step of `plan_cases.py` is compiled for chips that are not here, in a process of its own that is stopped when
 buffers are assigned, before code is generated: its peak is known by then. A GPU's program is compiled to the end.
-`--json` keeps what was found, and compiles no case again that is in it.
+`--json` keeps what was found, and compiles no case again that is in it; `--keep` keeps the programs, whose collectives
+are compared anew with the promise of today.
 
 The table has for each case the peak that `js.plan.predict` says, the compiler's, and the difference over the
 compiler's; whether the step fits, as predicted and as compiled; and the bytes of its collectives. Of a step that the
@@ -34,6 +35,8 @@ from typing import Any
 
 from compiler_dump import is_assigned, memory, program_text
 from plan_cases import FIXED, Case, draw, make_parts
+
+from jaxshard.checks.collectives.dump import expand_elements
 
 ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 MEDIAN, WORST = 0.05, 0.15
@@ -97,7 +100,7 @@ def compile_case(case: Case, *, limit: float = 600, keep: Path | None = None) ->
             result["peak"] = result["analysis"]["peak"]
         result |= communication(case, program_text(out))
         if keep is not None:
-            keep_dump(out, keep / re.sub(r"[^\w=,.-]+", "_", case.name))
+            keep_dump(out, folder_of(case, keep))
     shutil.rmtree(out, ignore_errors=True)
     return result
 
@@ -115,7 +118,24 @@ def communication(case: Case, text: str) -> dict[str, Any]:
         "missing": list(compared.missing),
         "substitutes": list(compared.substitutes),
         "tolerated": compared.tolerated,
+        "promised_bytes": compared.promised_bytes,
+        "found_bytes": compared.found_bytes,
+        "differences": [one.as_dict() for one in compared.differences],
     }
+
+
+def folder_of(case: Case, keep: Path) -> Path:
+    """The folder of a case among kept dumps."""
+    return keep / re.sub(r"[^\w=,.-]+", "_", case.name)
+
+
+def kept_communication(case: Case, keep: Path) -> dict[str, Any]:
+    """What `communication` says of a program that is kept; nothing where there is none."""
+    file = folder_of(case, keep) / "after_optimizations.txt.gz"
+    if not file.exists():
+        return {}
+    with gzip.open(file, "rt") as text:
+        return communication(case, expand_elements(text.read()))
 
 
 def keep_dump(out: Path, to: Path) -> None:
@@ -192,7 +212,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="only predict, and compare with those in the file")
     parser.add_argument("--write", help="the page to write")
     parser.add_argument("--list", action="store_true", help="print the cases")
-    parser.add_argument("--keep", help="a folder for the compiler's dumps")
+    parser.add_argument("--keep", help="a folder for the compiler's dumps; collectives are read again from those in it")
     parser.add_argument("--no-predict", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--slot", type=float, default=float("inf"), help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -241,6 +261,8 @@ def run(chosen: Sequence[Case], args: argparse.Namespace) -> list[dict[str, Any]
             if file is not None:
                 with open(file, "a") as lines:
                     lines.write(json.dumps(row) + "\n")
+        elif args.keep:
+            row = row | kept_communication(case, Path(args.keep))
         if not args.no_predict:
             try:
                 row = row | predict_case(case)
