@@ -154,11 +154,11 @@ def check_names(policy: RematPolicy, run: Callable[..., Any], params: PyTree, *o
     """
     if not isinstance(policy, Mapping):
         return
-    found = _names_in(jax.make_jaxpr(run)(params, *others))
+    found = names_in(jax.make_jaxpr(run)(params, *others))
     if set(policy) <= found:
         return
     # Functions with a derivative of their own may name what they keep, and do so only when they are differentiated.
-    found |= _names_in(
+    found |= names_in(
         jax.make_jaxpr(lambda params, *others: jax.vjp(lambda p: run(p, *others), params)[0])(params, *others)
     )
     if unknown := [name for name in policy if name not in found]:
@@ -174,14 +174,17 @@ def _no_such_names(unknown: Collection[str], found: Collection[str]) -> str:
     )
 
 
-def _names_in(program: Any) -> set[str]:
-    """Return the names of activations in a traced program, and in the programs inside it."""
+def names_in(program: Any) -> set[str]:
+    """Return the names of activations in a traced program, and in the programs inside it.
+
+    Those that a function with a derivative of its own gives stand in the program of its gradient alone.
+    """
     names: set[str] = set()
     for eqn in open_jaxpr(program)[0].eqns:
         if eqn.primitive.name == "name":
             names.add(eqn.params["name"])
         for inner in jaxprs_in_params(eqn.params):
-            names |= _names_in(inner)
+            names |= names_in(inner)
     return names
 
 

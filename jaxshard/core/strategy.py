@@ -285,7 +285,8 @@ def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     where the engine dropped it in between, and a reduce-scatter of the gradients.
 
     Args:
-      axis: a mesh axis, or a tuple of axes that split one dimension together (one per dimension of a torus).
+      axis: a mesh axis, or a tuple of axes that split one dimension together (one per dimension of a torus). The last
+        is gathered first, and so moves least: write an axis over slices or hosts last, ("data", "slices").
       min_size: arrays with fewer elements stay whole.
 
     References:

@@ -65,6 +65,8 @@ class Chip(NamedTuple):
       peak_int8: the same for 8-bit integers.
       mxu: the rows and columns of a TPU's matrix unit; 0 for GPUs.
       reached: the share of `peak_flops` that large bf16 products reach by public measurements.
+      host_bandwidth: bytes per second between the chip and the memory of its host, in each direction.
+      host_bytes: of its host's memory the part of one chip; 0 where it is not known.
     """
 
     name: str
@@ -78,6 +80,8 @@ class Chip(NamedTuple):
     peak_int8: float | None = None
     mxu: int = 0
     reached: float = 0.9
+    host_bandwidth: float = 15e9
+    host_bytes: int = 0
 
     def rate(self, dtype: str, passes: int = 1) -> float:
         """Return the FLOPs per second of products of a dtype.
@@ -118,6 +122,8 @@ class Chip(NamedTuple):
             peak_f32=self.peak_f32 * share,
             peak_fp8=self.peak_fp8 and self.peak_fp8 * share,
             peak_int8=self.peak_int8 and self.peak_int8 * share,
+            host_bandwidth=self.host_bandwidth * share,
+            host_bytes=int(self.host_bytes * share),
         )
 
 
@@ -194,9 +200,12 @@ def _tpu(
     int8: float | None = None,
     mxu: int = 128,
     reached: float = 0.9,
+    link: float = 15e9,
+    host: float = 0,
 ) -> Chip:
     """A TPU's figures: f32 products run as one bf16 pass by default."""
-    return Chip(name, peak, gibibytes * _GIB, bandwidth, int(usable * _GIB), network, peak, fp8, int8, mxu, reached)
+    memory, own, beside = gibibytes * _GIB, int(usable * _GIB), int(host * _GIB)
+    return Chip(name, peak, memory, bandwidth, own, network, peak, fp8, int8, mxu, reached, link, beside)
 
 
 # device_kind: (the whole chip, its cores, how many of these JAX shows as one device by default).
@@ -206,13 +215,19 @@ def _tpu(
 # apart that is each core's, here added up. v5p lists FP8 at the rate of bf16, and int8 at twice that.
 # Large products reach 827 of 918 TFLOP/s on v6e and 956 of 1153.5 on a core of TPU7x (AI-Hypercomputer/tpu-recipes,
 # microbenchmarks/README.md and microbenchmarks/ironwood/README.md); the others are given v6e's share.
-_V5E = (_tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12), 1, 1)
-_V5P = (_tpu("TPU v5p", 459e12, 95, 2765e9, 95.74, _torus(100e9, 3, 6.25e9), fp8=459e12, int8=918e12), 2, 2)
-_V6E = (_tpu("TPU v6e", 918e12, 32, 1640e9, 31.25, _torus(100e9, 2, 12.5e9), int8=1836e12, mxu=256), 1, 1)
+# Links to a host: 16 GB/s each way on v4, 32 on v6e, "typically around 1.5e10" (jax-ml.github.io/scaling-book/tpus).
+# Memory of a host: 512 GiB for 8 chips of v5e, 1536 for 8 of v6e, 448 GB for 4 of v5p (Google's pages of each).
+_V5E = (_tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12, host=64), 1, 1)
+_V5P = (_tpu("TPU v5p", 459e12, 95, 2765e9, 95.74, _torus(100e9, 3, 6.25e9), fp8=459e12, int8=918e12, host=104), 2, 2)
+_V6E = (
+    _tpu("TPU v6e", 918e12, 32, 1640e9, 31.25, _torus(100e9, 2, 12.5e9), int8=1836e12, mxu=256, link=32e9, host=192),
+    1,
+    1,
+)
 _TPUS: dict[str, tuple[Chip, int, int]] = {
     "TPU v2": (_tpu("TPU v2", 46e12, 16, 700e9, 14.96, None), 2, 1),
     "TPU v3": (_tpu("TPU v3", 123e12, 32, 900e9, 30.96, None), 2, 1),
-    "TPU v4": (_tpu("TPU v4", 275e12, 32, 1200e9, 30.5, _torus(50e9, 3, 6.25e9), int8=275e12), 2, 2),
+    "TPU v4": (_tpu("TPU v4", 275e12, 32, 1200e9, 30.5, _torus(50e9, 3, 6.25e9), int8=275e12, link=16e9), 2, 2),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
     "TPU v5": _V5P,
@@ -250,31 +265,33 @@ def _gpu(
     fp8: bool = False,
     int8: bool = True,
     reached: float = 0.8,
+    link: float = 32e9,
 ) -> Chip:
     """A GPU's figures: 8-bit products run at twice the rate of bf16 ones, TF32 at half of it."""
     memory = gigabytes * 10**9
     twice = 2 * peak
     narrow = (twice if fp8 else None, twice if int8 else None)
-    return Chip(name, peak, memory, bandwidth, memory, network, peak / 2, *narrow, 0, reached)
+    return Chip(name, peak, memory, bandwidth, memory, network, peak / 2, *narrow, 0, reached, link)
 
 
 # NVIDIA's data sheets by product: A10, A100, H100, H200, L4, L40S, DGX B200, GB200 NVL72. From Hopper on they print the
 # rate with 2:4 sparsity; the dense rate below is half of it. Memory is in decimal gigabytes, as sold. Large products
 # reach 268 of 312 TFLOP/s on A100, 792 of 989 on H100 and 1745 of 2250 on B200 (stas00/ml-engineering, compute/
-# accelerator, "maximum achievable matmul FLOPS"); the others are given H100's share.
+# accelerator, "maximum achievable matmul FLOPS"); the others are given H100's share. Links to a host, each way: 32 GB/s
+# of PCIe 4, 64 of PCIe 5, and for each GPU of a GB200 half of the 450 GB/s of its NVLink-C2C.
 _GPUS: dict[str, Chip] = {
     "NVIDIA A10": _gpu("A10", 125e12, 24, 600e9, None),
     "NVIDIA A100-PCIE-40GB": _gpu("A100 PCIe 40GB", 312e12, 40, 1555e9, None),
     "NVIDIA A100-SXM4-40GB": _gpu("A100 SXM 40GB", 312e12, 40, 1555e9, _A100, reached=0.86),
     "NVIDIA A100 80GB PCIe": _gpu("A100 PCIe 80GB", 312e12, 80, 1935e9, None),
     "NVIDIA A100-SXM4-80GB": _gpu("A100 SXM 80GB", 312e12, 80, 2039e9, _A100, reached=0.86),
-    "NVIDIA H100 PCIe": _gpu("H100 PCIe", 756e12, 80, 2000e9, None, fp8=True),
-    "NVIDIA H100 NVL": _gpu("H100 NVL", 835e12, 94, 3900e9, None, fp8=True),
-    "NVIDIA H100 80GB HBM3": _gpu("H100 SXM", 989e12, 80, 3350e9, _H100, fp8=True),
-    "NVIDIA H200": _gpu("H200 SXM", 989e12, 141, 4800e9, _H100, fp8=True),
-    "NVIDIA H200 NVL": _gpu("H200 NVL", 835e12, 141, 4800e9, None, fp8=True),
-    "NVIDIA B200": _gpu("B200", 2250e12, 180, 8000e9, _B200, fp8=True, reached=0.78),
-    "NVIDIA GB200": _gpu("GB200", 2500e12, 186, 8000e9, _island(1800e9, 50e9, 72), fp8=True, reached=0.78),
+    "NVIDIA H100 PCIe": _gpu("H100 PCIe", 756e12, 80, 2000e9, None, fp8=True, link=64e9),
+    "NVIDIA H100 NVL": _gpu("H100 NVL", 835e12, 94, 3900e9, None, fp8=True, link=64e9),
+    "NVIDIA H100 80GB HBM3": _gpu("H100 SXM", 989e12, 80, 3350e9, _H100, fp8=True, link=64e9),
+    "NVIDIA H200": _gpu("H200 SXM", 989e12, 141, 4800e9, _H100, fp8=True, link=64e9),
+    "NVIDIA H200 NVL": _gpu("H200 NVL", 835e12, 141, 4800e9, None, fp8=True, link=64e9),
+    "NVIDIA B200": _gpu("B200", 2250e12, 180, 8000e9, _B200, fp8=True, reached=0.78, link=64e9),
+    "NVIDIA GB200": _gpu("GB200", 2500e12, 186, 8000e9, _island(1800e9, 50e9, 72), fp8=True, reached=0.78, link=225e9),
     "NVIDIA L4": _gpu("L4", 121e12, 24, 300e9, None, fp8=True),
     "NVIDIA L40S": _gpu("L40S", 362e12, 48, 864e9, None, fp8=True),
 }

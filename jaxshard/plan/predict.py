@@ -27,6 +27,7 @@ from jaxshard.plan.memory.trace import trace_step
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
 from jaxshard.plan.time.activations import activation_costs, exchange_costs
 from jaxshard.plan.time.network import collective_costs
+from jaxshard.plan.time.offload import offload_of
 from jaxshard.plan.time.pipeline import ticks_of
 from jaxshard.plan.time.products import product_costs
 from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
@@ -79,6 +80,7 @@ def predict(
     # With micro-batches an engine traces the loss once more for its weight alone; compilers drop the rest of it.
     alive = ClosedJaxpr(eliminate_dead_code(traced.closed)[0], open_jaxpr(traced.closed)[1])
     products = product_costs(alive, mesh, chip, ticks=ticks)
+    offload = offload_of(peak.region)
     flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
     prediction = Prediction(
         devices=layout.mesh.size,
@@ -91,10 +93,11 @@ def predict(
         products=products,
         flops=sum(one.flops for one in products),
         model_flops=flops,
+        offloaded_bytes=offload.out // engine.microbatches,
     )
     if chip is None:
         return prediction
-    time = step_time(products, collectives, chip, layout=layout, engine=engine)
+    time = step_time(products, collectives, chip, layout=layout, engine=engine, offload=offload)
     a_billion = None if price is None or not tokens else price_per_billion_tokens(tokens, time, layout.mesh.size, price)
     return replace(
         prediction,

@@ -78,6 +78,7 @@ class Prediction:
       mfu: model FLOPs utilization, low and high.
       tokens_per_second: of all devices, low and high; None where the batch has no tokens.
       price_per_billion_tokens: low and high, at the price that was given; None without one.
+      offloaded_bytes: that activations take of the host's memory, for each device.
     """
 
     devices: int
@@ -94,6 +95,7 @@ class Prediction:
     mfu: Range | None = None
     tokens_per_second: Range | None = None
     price_per_billion_tokens: Range | None = None
+    offloaded_bytes: int = 0
 
     @property
     def fits(self) -> bool | None:
@@ -120,6 +122,7 @@ class Prediction:
             "moment": self.peak.moment,
             "largest": [{"bytes": size, "role": role, "array": what} for size, role, what in self.peak.largest],
             "argument_bytes": self.argument_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
             "collectives": [_plain(one) for one in self.collectives],
             "products": [_plain(one) for one in self.products],
             "flops": self.flops,
@@ -165,6 +168,8 @@ class Prediction:
         total = self.peak.total
         rows = [(role, human_bytes(size), f"{size / total:.0%}") for role, size in self.peak.by_role.items() if size]
         rows.append(("peak", human_bytes(total), "100%"))
+        if self.offloaded_bytes:
+            rows.append(("on the host", human_bytes(self.offloaded_bytes), ""))
         verdict = {True: "fits", False: "does not fit", None: "may fit: compile to know"}[self.fits]
         limit = "" if self.usable_bytes is None else f"; a program may use {human_bytes(self.usable_bytes)}: {verdict}"
         moment = f" (the fullest moment: {self.peak.moment})" if self.peak.moment else ""

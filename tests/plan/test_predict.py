@@ -45,14 +45,17 @@ def test_what_is_kept_of_blocks_is_exact(small: js.plan.Prediction):
 def test_what_is_offloaded_takes_no_memory_of_the_device():
     model, rows = js.models.make("llama-1m"), {"tokens": jax.ShapeDtypeStruct((4096, 33), jnp.int32)}
     layout = js.layout(js.fsdp(), js.plan.planned_mesh("v5e:2x4", data=8), model.init, TX)
-    kept, moved = (
-        js.plan.predict(layout, model.loss, rows, js.explicit(remat={"block_in": how}, precision="bf16"), tx=TX).peak
+    both = [
+        js.plan.predict(layout, model.loss, rows, js.explicit(remat={"block_in": how}, precision="bf16"), tx=TX)
         for how in ("save", "offload")
-    )
+    ]
+    kept, moved = (one.peak for one in both)
     stacked = 4 * 512 * 32 * 144 * 2  # bf16[4 blocks, 512 rows, 32 positions, 144]
     assert kept.by_role["kept activations"] - moved.by_role["kept activations"] >= stacked
     # While its backward pass runs, the input of one block is back.
     assert kept.total - moved.total >= 3 / 4 * stacked
+    assert [one.offloaded_bytes for one in both] == [0, stacked]
+    assert "on the host" in str(both[1]) and any("host's memory" in one for one in both[1].time.assumptions)
 
 
 def test_arguments_are_those_of_the_layout(small: js.plan.Prediction):

@@ -14,10 +14,9 @@ from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import explicit
 from jaxshard.engines.pipeline.engine import pipelined
 from jaxshard.plan.search.facts import Facts
+from jaxshard.plan.search.policies import Policy, remat_of
 
 _STRATEGIES: dict[str, Any] = {"fsdp": fsdp, "hsdp": hsdp, "zero2": zero2, "zero1": zero1, "ddp": ddp}
-REMATS = ("everything", "dots", "nothing")
-"""What a forward pass keeps, the most first."""
 _SCHEDULES = (("interleaved", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 2))
 _TURNS = (1, 2, 4, 8)
 
@@ -31,7 +30,7 @@ class Candidate:
       data: the data strategy: "fsdp", "hsdp", "zero2", "zero1" or "ddp"; the other axes add theirs.
       engine_name: "explicit", "auto" or "pipelined".
       microbatches: into how many turns the rows of a device are cut.
-      remat: what the forward pass of a block keeps, one of `REMATS`; None for a model without blocks.
+      policy: what the forward pass of a block keeps; None where no remat policy applies.
       schedule: of a pipeline, with `chunks` stages per device.
       chunks: see `schedule`.
       precision: as for `js.explicit`.
@@ -41,7 +40,7 @@ class Candidate:
     data: str
     engine_name: str = "explicit"
     microbatches: int = 1
-    remat: str | None = None
+    policy: Policy | None = None
     schedule: str | None = None
     chunks: int = 1
     precision: str | None = None
@@ -57,8 +56,14 @@ class Candidate:
 
     @property
     def pieces(self) -> float:
-        """A count of the things to think of: axes, turns, strategies beside fsdp."""
-        return len(self.axes) + math.log2(self.microbatches) / 2 + (self.data not in ("fsdp", "ddp")) / 2
+        """A count of the things to think of: axes, turns, strategies beside fsdp, names of activations."""
+        named = 0.0 if self.policy is None or self.policy.is_plain else 0.5
+        return len(self.axes) + math.log2(self.microbatches) / 2 + (self.data not in ("fsdp", "ddp")) / 2 + named
+
+    @property
+    def remat(self) -> str | None:
+        """The policy as `--remat` takes it."""
+        return None if self.policy is None else self.policy.text
 
     def strategy(self) -> Strategy:
         """Make the strategy."""
@@ -85,7 +90,8 @@ class Candidate:
                 microbatches=self.microbatches, schedule=self.schedule, stash=stash or "layer", precision=precision
             )
         make = auto if self.engine_name == "auto" else explicit
-        return make(microbatches=self.microbatches, remat=self.remat, precision=precision)
+        remat = None if self.remat is None else remat_of(self.remat)
+        return make(microbatches=self.microbatches, remat=remat, precision=precision)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -167,20 +173,21 @@ def _ways(
     if facts.rows % first.row_shards:
         return
     rows = facts.rows // first.row_shards
-    remats = REMATS if facts.has_remat else (None,)
+    policies = facts.policies or (None,)
     if stages == 1:
         for turns in _TURNS:
             if rows % turns == 0:
-                for remat in remats:
-                    yield Candidate(axes, data, facts.engine, turns, remat, precision=precision)
+                for policy in policies:
+                    yield Candidate(axes, data, facts.engine, turns, policy, precision=precision)
         return
     for schedule, chunks in _SCHEDULES:
         if facts.depth is None or facts.depth % (stages * chunks):
             continue
         for turns in (stages, 2 * stages, 4 * stages, 8 * stages):
             if rows % turns == 0:
-                for remat in remats:
-                    yield Candidate(axes, data, "pipelined", turns, remat, schedule, chunks, precision)
+                for policy in policies:
+                    if policy is None or policy.is_plain:  # a pipeline keeps activations in rings on the device
+                        yield Candidate(axes, data, "pipelined", turns, policy, schedule, chunks, precision)
 
 
 def _dividing(devices: int, sizes: tuple[int, ...]) -> Iterator[int]:

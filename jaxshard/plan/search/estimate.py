@@ -16,24 +16,31 @@ from jaxshard.cost.hardware import Chip
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.facts import Facts
 from jaxshard.plan.time.network import Group, collective_seconds
+from jaxshard.plan.time.offload import Offload, offload_seconds
 
 _PRODUCTS = 0.7
 """The share of a chip's peak that products reach."""
 _TRAFFIC = 3.1
 """How often what products read goes through the memory, as in `plan/time/step_time.py`."""
-_AGAIN = {"everything": 0.0, "dots": 0.03, "nothing": 1 / 3}
-"""What remat computes again, as a share of the work of a step."""
 _SUMS = 4
 """All-reduces of a block's output over a tensor axis, forward and backward; half of them again under remat nothing."""
+TOO_LARGE = "too large"
+"""Why a candidate is left out that no device can hold."""
+_HOST = 0.5
+"""The share of a host's memory that activations may take: data and checkpoints are there too."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on a device at least, and about the seconds of a step, with the seconds of its parts by name."""
+    """Bytes on a device at least, about the seconds of a step, and the seconds of its parts by name.
+
+    `offloaded` are bytes in the host's memory for each device.
+    """
 
     bytes: int
     seconds: float
     parts: Mapping[str, float]
+    offloaded: int = 0
 
 
 class Estimator:
@@ -67,7 +74,15 @@ class Estimator:
         in_blocks = sum(size for (blocks, _), size in weights.items() if blocks)
         block = in_blocks * stages / (facts.depth or 1) * facts.itemsize / 4 if of_role["param"] > 1 else 0
         parts = self._times(one, weights)
-        return Estimate(int(resting + block + self._kept(one)), sum(parts.values()), parts)
+        kept, moved = self._kept(one)
+        return Estimate(int(resting + block + kept), sum(parts.values()), parts, int(moved))
+
+    def why_too_large(self, found: Estimate) -> str:
+        """Say which memory a candidate can't have; "" where there is none."""
+        if found.bytes > self.chip.usable_bytes:
+            return TOO_LARGE
+        full = self.chip.host_bytes and found.offloaded > _HOST * self.chip.host_bytes
+        return f"offloads more than {_HOST:.0%} of the host's memory" if full else ""
 
     def _weights(self, one: Candidate) -> dict[tuple[bool, bool], float]:
         """Bytes of stored parameters that a device computes with, by (in blocks, split by experts)."""
@@ -80,24 +95,27 @@ class Estimator:
             for (blocks, experts), size in self.facts.weights.items()
         }
 
-    def _kept(self, one: Candidate) -> float:
-        """Bytes that blocks keep for the backward pass of the rows that are on their way."""
+    def _kept(self, one: Candidate) -> tuple[float, float]:
+        """Bytes that blocks keep for the backward pass of the rows on their way: on the device, and on the host."""
         facts, stages = self.facts, one.size("pipe")
-        if facts.depth is None or not facts.kept:
-            return 0.0
+        if facts.depth is None or one.policy is None:
+            return 0.0, 0.0
         rows = facts.rows / one.row_shards / one.microbatches
         running = min(one.microbatches, stages) if stages > 1 else 1
-        policy = one.remat or "nothing"
-        inputs = facts.kept["block input"]
-        others = max(0, facts.kept[policy] - inputs) / one.size("tensor")
-        return rows * running * (inputs + others) / one.size("context") * facts.depth / stages
+        many = rows * running / one.size("context") * facts.depth / stages
+        # What goes into a block is whole over a tensor axis, what is computed in it split.
+        into = facts.block_input * (not one.policy.moved)
+        kept = into + max(0, one.policy.kept - into) / one.size("tensor")
+        whole = min(one.policy.moved, facts.block_input)
+        moved = whole + (one.policy.moved - whole) / one.size("tensor")
+        return kept * many, moved * many
 
     def _times(self, one: Candidate, weights: Mapping[tuple[bool, bool], float]) -> dict[str, float]:
         facts, chip = self.facts, self.chip
         devices = math.prod(size for _, size in one.axes)
-        remat = one.remat or ("everything" if not facts.has_remat else "nothing")
+        again = one.policy.again if one.policy is not None else 0.0
         rate = (chip.peak_flops if facts.itemsize == 2 else chip.peak_f32 or chip.peak_flops) * _PRODUCTS
-        compute = facts.flops * (1 + _AGAIN[remat]) / devices / rate
+        compute = facts.flops * (1 + again) / devices / rate
         passes = one.microbatches if one.size("pipe") == 1 else 1
         over = tuple(axis for axis in ("data", "expert", "context") if one.size(axis) > 1)
         dense = sum(size for (_, experts), size in weights.items() if not experts) * facts.itemsize / 4
@@ -114,7 +132,7 @@ class Estimator:
                 reductions += scatter * (passes if one.data == "zero2" else 1) + gather
             if one.data == "hsdp":
                 reductions += self._seconds(one, "all-reduce", ("replica",), moved / max(1, one.size("data")))
-        between = self._between(one, remat)
+        between, moved = self._between(one), int(self._kept(one)[1])
         stages = one.size("pipe")
         idle = (stages - 1) / one.chunks / one.microbatches * (0.5 if one.schedule == "zero_bubble" else 1.0)
         update = sum(weights.values()) * (3 + 2 * facts.opt_ratio) / chip.hbm_bandwidth
@@ -133,17 +151,18 @@ class Estimator:
             "weights": (max(0.0, gathers + reductions - compute) + gathers + reductions) / 2,
             "idle": busy * idle if stages > 1 else 0.0,
             "update": update,
+            "offload": offload_seconds(Offload(passes * moved, passes * moved), chip, compute),
         }
 
-    def _between(self, one: Candidate, remat: str) -> float:
+    def _between(self, one: Candidate) -> float:
         """Seconds of what stands between products: sums over tensor, tokens to experts, keys, the pipe's permutes."""
         facts = self.facts
-        if facts.depth is None or not facts.kept:
+        if facts.depth is None or not facts.block_input:
             return 0.0
         stages = one.size("pipe")
-        x = facts.kept["block input"] * facts.rows / one.row_shards / one.size("context")  # of one block's output
+        x = facts.block_input * facts.rows / one.row_shards / one.size("context")  # of one block's output
         turns = facts.depth / stages
-        again = 1.5 if remat == "nothing" else 1.0
+        again = 1.5 if one.remat not in ("dots", "everything") else 1.0
         total = 0.0
         if one.size("tensor") > 1:
             total += _SUMS * again * turns * self._seconds(one, "all-reduce", ("tensor",), x)

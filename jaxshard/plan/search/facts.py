@@ -13,7 +13,6 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jaxshard.adapt.objective import OfBlocks, OfModule, resolve
-from jaxshard.adapt.remat import make_save_policy
 from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.make_layout import layout as make_layout
@@ -22,12 +21,12 @@ from jaxshard.core.tree import BLOCKS, abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.flops import train_flops
 from jaxshard.plan.planned import PlannedDevice
+from jaxshard.plan.search.policies import PLAIN, Policy, policies_of
 
 _MOST = 64
 """Axes for tensors, experts and positions are not tried beyond this size."""
 _POSITIONS = 256
 """A part of a row has so many positions at least."""
-_REMATS = ("everything", "dots", "nothing")
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,11 @@ class Facts:
       weights: bytes of the parameters as they are stored, by (in blocks, split by an axis of experts).
       opt_ratio: bytes of the optimizer's state for each byte of parameters.
       itemsize: bytes of a weight where it is used.
-      kept: bytes that one block keeps for one row, by remat policy; "block input" is what goes into it.
+      policies: what a block may keep for one row; () where no remat policy applies.
+      block_input: bytes that go into a block for one row; 0 without blocks.
       tensor_sizes, expert_sizes, context_sizes, pipe_sizes: sizes above 1 that an axis may have.
       tensor_share: of the stored weights what each device of a tensor axis has, by its size.
       engine: "explicit", or "auto" for a loss that says no weight.
-      has_remat: True where remat policies apply.
     """
 
     rows: int
@@ -56,14 +55,14 @@ class Facts:
     weights: Mapping[tuple[bool, bool], int]
     opt_ratio: float
     itemsize: int
-    kept: Mapping[str, int] = field(default_factory=dict)
+    policies: tuple[Policy, ...] = ()
+    block_input: int = 0
     tensor_sizes: tuple[int, ...] = ()
     expert_sizes: tuple[int, ...] = ()
     context_sizes: tuple[int, ...] = ()
     pipe_sizes: tuple[int, ...] = ()
     tensor_share: Mapping[int, float] = field(default_factory=dict)
     engine: str = "explicit"
-    has_remat: bool = False
 
 
 def facts_of(
@@ -83,7 +82,10 @@ def facts_of(
     objective = resolve(loss_fn)
     depth = objective.model.num_blocks if isinstance(objective, OfBlocks) else None
     dtype = jnp.bfloat16 if precision == "bf16" else None
-    kept, positions = _kept(objective, whole, batch, rows, dtype) if isinstance(objective, OfBlocks) else ({}, 0)
+    policies: tuple[Policy, ...] = PLAIN if isinstance(objective, OfModule) else ()
+    block_input = positions = 0
+    if isinstance(objective, OfBlocks):
+        policies, block_input, positions = _policies(objective, whole, batch, rows, dtype)
     weights: dict[tuple[bool, bool], int] = {}
     for path, size in sizes.items():
         key = depth is not None and path.startswith(f"{BLOCKS}/"), path in split
@@ -98,14 +100,14 @@ def facts_of(
         weights=weights,
         opt_ratio=sum(_bytes(whole, "opt").values()) / total,
         itemsize=2 if precision == "bf16" else 4,
-        kept=kept,
+        policies=policies,
+        block_input=block_input,
         tensor_sizes=tuple(shares),
         expert_sizes=experts,
         context_sizes=_context_sizes(positions, devices, batch),
         pipe_sizes=tuple(n for n in range(2, min(depth or 1, devices, _MOST) + 1) if depth and depth % n == 0),
         tensor_share=shares,
         engine="explicit" if isinstance(answer, Mean | Loss) else "auto",
-        has_remat=isinstance(objective, OfBlocks | OfModule),
     )
 
 
@@ -164,34 +166,23 @@ def _rows(layout: Layout, batch: PyTree) -> int:
     return int(counts[0])
 
 
-def _kept(objective: OfBlocks, layout: Layout, batch: PyTree, rows: int, dtype: Any) -> tuple[dict[str, int], int]:
-    """Bytes that a block keeps for a row, by policy, and the positions of a row (0 where they are not known).
-
-    Counted as the difference between two rows and one, in which the weights go out.
-    """
+def _policies(
+    objective: OfBlocks, layout: Layout, batch: PyTree, rows: int, dtype: Any
+) -> tuple[tuple[Policy, ...], int, int]:
+    """What blocks may keep, bytes that go into one for a row, and a row's positions (0 where they are not known)."""
     model, params = objective.model, layout.shapes.params
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], _narrow(x.dtype, dtype)), params[BLOCKS])
     rest = {name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _narrow(x.dtype, dtype)), part)
             for name, part in params.items() if name != BLOCKS}  # fmt: skip
 
-    def some(count: int) -> PyTree:
-        def cut(x: Any) -> Any:
-            has_rows = x.ndim > 0 and x.shape[0] == rows
-            return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if has_rows else x
+    def cut(x: Any) -> Any:
+        has_rows = x.ndim > 0 and x.shape[0] == rows
+        return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if has_rows else x
 
-        return jax.eval_shape(model.embed, rest, jax.tree.map(cut, batch), layout.shapes.key)
-
-    def residuals(policy: str, x: PyTree) -> int:
-        def block(weights: PyTree, x: PyTree) -> PyTree:
-            return model.named_block(weights, x, None)
-
-        saved = jax.checkpoint(block, policy=make_save_policy(policy), prevent_cse=False)
-        return _size(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], weights, x))
-
-    one, two = some(1), some(2)
-    kept = {policy: residuals(policy, two) - residuals(policy, one) for policy in _REMATS}
-    stream = max(jax.tree.leaves(one), key=lambda x: x.size)
-    return kept | {"block input": _size(two) - _size(one)}, stream.shape[1] if stream.ndim == 3 else 0
+    x = jax.eval_shape(model.embed, rest, jax.tree.map(cut, batch), layout.shapes.key)
+    stream = max(jax.tree.leaves(x), key=lambda x: x.size)
+    found = policies_of(lambda weights, x: model.named_block(weights, x, None), weights, x)
+    return found, _size(x), stream.shape[1] if stream.ndim == 3 else 0
 
 
 def _narrow(dtype: Any, to: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxshard.core.layout import human_bytes
 from jaxshard.plan.search.ranking import Plan
 
@@ -15,17 +17,19 @@ _WORDS = {
     "idle": "its schedule's idle time",
     "update": "the update",
     "host": "the host",
+    "offload": "copies to the host's memory and back",
 }
 
 
-def reason_for(plan: Plan, best: Plan, usable: int | None) -> str:
-    """Write the sentence for a plan.
+def reason_for(plan: Plan, plans: Sequence[Plan], usable: int | None) -> str:
+    """Write the sentence for a plan: what it takes, and against the first what it trades.
 
     Args:
       plan: which one.
-      best: the first of the ranking; the same for its own sentence.
+      plans: the ranking, the first of which is the best.
       usable: bytes of a device that a program may use.
     """
+    best = plans[0]
     where = "compiled" if plan.compiled is not None else "predicted"
     room = "" if usable is None else f" of {human_bytes(usable)}"
     memory = f"{human_bytes(plan.peak_bytes)}{room} {where}"
@@ -34,7 +38,7 @@ def reason_for(plan: Plan, best: Plan, usable: int | None) -> str:
         share = plan.parts[largest] / max(1e-12, sum(plan.parts.values()))
         doubt = "" if plan.fits else ", which only the compiler can confirm"
         what = f"{plan.middle:.3g} s a step, of which {_WORDS.get(largest, largest)} take {share:.0%}"
-        return f"{plan.candidate}: the fastest that fits, {what}; {memory}{doubt}."
+        return f"{plan.candidate}: {_place(best, plans)}, {what}; {memory}{doubt}."
     slower = plan.middle / best.middle - 1
     pace = f"{slower:.0%} slower" if slower >= 0.005 else "as fast" if slower > -0.005 else f"{-slower:.0%} faster"
     change = {name: plan.parts[name] - best.parts.get(name, 0.0) for name in plan.parts}
@@ -43,5 +47,17 @@ def reason_for(plan: Plan, best: Plan, usable: int | None) -> str:
     if plan.fits is None:
         return f"{plan.candidate}: {pace}{cause}, but {memory} leaves too little room to be sure; compile it."
     less = best.peak_bytes - plan.peak_bytes
-    beside = f", {human_bytes(abs(less))} {'less' if less > 0 else 'more'} than the first" if less else ""
-    return f"{plan.candidate}: {pace}{cause}; {memory}{beside}."
+    joint = "but" if (slower > -0.005) != (less < 0) else "and"
+    beside = f", {joint} {human_bytes(abs(less))} {'less' if less > 0 else 'more'} than the first" if less else ""
+    return f"{plan.candidate}: {pace}{cause}{beside}; {memory}."
+
+
+def _place(best: Plan, plans: Sequence[Plan]) -> str:
+    """Say why a plan is the first: the fastest, or nearly and with less memory than the fastest."""
+    fastest = min((plan for plan in plans if plan.fits is best.fits), key=lambda plan: plan.middle)
+    gain = 1 - fastest.middle / best.middle
+    if gain < 0.005:
+        return "the fastest that fits"
+    more = fastest.peak_bytes - best.peak_bytes
+    paid = f"{human_bytes(more)} more" if more > 0 else "more axes, names or micro-batches"
+    return f"among the fastest that fit (another gains {gain:.0%} for {paid})"

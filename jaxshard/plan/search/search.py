@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import warnings
 from collections import Counter
@@ -25,10 +26,12 @@ from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate, candidates
-from jaxshard.plan.search.estimate import Estimate, Estimator
+from jaxshard.plan.search.estimate import TOO_LARGE, Estimator
 from jaxshard.plan.search.facts import facts_of
 from jaxshard.plan.search.ranking import Plan, Ranking
 from jaxshard.plan.search.reasons import reason_for
+from jaxshard.plan.search.refusals import is_refusal
+from jaxshard.plan.search.trials import Pair, Trials, varied
 from jaxshard.plan.time.network import Group, group_of
 from jaxshard.training.step import make_step
 
@@ -37,8 +40,12 @@ _WANTED = 8
 _PREDICTED = 32
 _PER_PIECE = 0.004
 """A plan is preferred to one with an axis more unless it is slower by this share: no prediction is so exact."""
-_ALIKE = 2
-"""Of candidates that differ in sizes alone so many are predicted."""
+_PER_MEMORY = 0.1
+"""A plan that takes all memory of a device is preferred to one that takes none if it is faster by this share, one that
+takes a half more by half of it. Times are predicted with a median error of 8 %: a smaller gain is none that anyone can
+count on, and memory that is left is rows or positions more."""
+_ALIKE = 3
+"""Of candidates that differ in sizes or in what they keep alone so many are predicted."""
 
 
 def search(
@@ -74,7 +81,7 @@ def search(
       precision: as for `js.explicit`.
       chip: the limits of a device; by default those of the topology.
       price: of one device for an hour, for `prediction.price_per_billion_tokens`.
-      seconds: begin no prediction after so many.
+      seconds: begin no prediction after so many of processor time.
       compile: ask the compiler of the topology about so many of the best (`js.plan.compile_for`), until as many fit.
 
     Returns:
@@ -90,18 +97,37 @@ def search(
         layout = js.layout(plan.strategy, js.make_mesh(**plan.axes), model.init, tx)
         step = js.make_step(model.loss, tx, layout, engine=plan.engine)
     """
+    faults: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layouts that are only tried
-        return _search(
-            init_fn, loss_fn, tx, abstract(batch), topology, num_slices, precision, chip, price, seconds, compile
-        )  # fmt: skip
+        ranking = _search(
+            init_fn,
+            loss_fn,
+            tx,
+            abstract(batch),
+            topology,
+            num_slices,
+            precision,
+            chip,
+            price,
+            seconds,
+            compile,
+            faults,
+        )
+    if faults:
+        warnings.warn(
+            f"js.plan.search: {len(faults)} layouts could not be predicted because of a fault in the model or in "
+            f"jaxshard, and are left out; the first is {faults[0]}",
+            stacklevel=2,
+        )
+    return ranking
 
 
 def _search(
     init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation, batch: PyTree, topology: str, num_slices: int,
-    precision: str | None, chip: Chip | None, price: float | None, seconds: float, compile: int,
+    precision: str | None, chip: Chip | None, price: float | None, seconds: float, compile: int, faults: list[str],
 ) -> Ranking:  # fmt: skip
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     devices = planned_devices(topology, num_slices=num_slices)
     limits = chip or chip_of(devices[0].device_kind, num_cores=devices[0].num_cores)
     if limits is None:
@@ -110,69 +136,58 @@ def _search(
     mesh_of = cache(lambda axes: arrange(topology, devices, num_slices, dict(axes)))
     estimator = Estimator(facts, limits, _groups(mesh_of, limits))
     listed = list(candidates(facts, len(devices), num_slices=num_slices, precision=precision))
-    estimated = [(one, estimator.estimate(one)) for one in listed]
-    fitting = [(one, found) for one, found in estimated if found.bytes <= limits.usable_bytes]
-    refused: Counter[str] = Counter()
+    fitting, refused = _fitting(estimator, listed)
     if not listed:
         refused[f"{facts.rows} rows can't be split over {len(devices)} devices"] += 1
-    if too_large := len(estimated) - len(fitting):
-        least = min(found.bytes for _, found in estimated if found.bytes > limits.usable_bytes)
-        refused[f"too large: {human_bytes(least)} or more of {human_bytes(limits.usable_bytes)}"] = too_large
 
     def ask(one: Candidate) -> Prediction | None:
-        """Predict a candidate; None where the library refuses it."""
+        """Predict a candidate; None where the library refuses it, or where it fails, which is noted."""
         try:
             layout = make_layout(one.strategy(), mesh_of(one.axes), init_fn, tx)
             return predict(layout, loss_fn, batch, one.engine(), tx=tx, chip=chip, price=price)
         except (ValueError, TypeError, NotImplementedError) as error:
-            refused[" ".join(str(error).split())[:200]] += 1
+            words = " ".join(str(error).split())[:200]
+            if not is_refusal(error):
+                words = f"failed, {type(error).__name__}: {words}"
+                faults.append(f"{one}: {words}")
+            trials.refused[words] += 1
             return None
 
-    plans: list[Plan] = []
-    predicted = 0
-    shortest: dict[Any, float] = {}  # how far predictions of a kind are above their bounds, at least
-    for one, found in _varied(sorted(fitting, key=_urgency)):
-        late = time.perf_counter() - started > seconds
-        if late or predicted >= _PREDICTED or sum(plan.fits is True for plan in plans) >= _WANTED:
-            break
-        if found.bytes * shortest.get(_kind(one), 1.0) > limits.usable_bytes:
-            refused["does not fit as others of its kind"] += 1
-            continue
-        predicted += 1
-        if (prediction := ask(one)) is None:
-            continue
-        above = prediction.peak.total / found.bytes
-        shortest[_kind(one)] = min(above, shortest.get(_kind(one), above))
-        if prediction.fits is False:
-            refused["does not fit by its prediction"] += 1
-        else:
-            plans.append(Plan(one, *_times(prediction, found), prediction))
-    plans.sort(key=_rank)
+    trials = Trials(ask, limits.usable_bytes, busy + seconds, _PREDICTED, refused=refused)
+    fitting.sort(key=lambda pair: _urgency(pair, limits))
+    trials.run(varied(fitting, _ALIKE), _WANTED)
+    if trials.plans:
+        # What the best layout keeps for its backward pass is cheap to vary, and changes memory most.
+        best = min(trials.plans, key=lambda plan: _rank(plan, limits)).candidate
+        same = [pair for pair in fitting if dataclasses.replace(pair[0], policy=best.policy) == best]
+        trials.run(same, len(same))
+    plans = sorted(trials.plans, key=lambda plan: _rank(plan, limits))
     if compile:
-        plans = _compiled(plans, compile, init_fn, loss_fn, tx, batch, topology, num_slices, mesh_of)
-    named = [dataclasses.replace(plan, reason=reason_for(plan, plans[0], limits.usable_bytes)) for plan in plans]
+        plans = _compiled(plans, compile, init_fn, loss_fn, tx, batch, topology, num_slices, mesh_of, limits)
+    named = [dataclasses.replace(plan, reason=reason_for(plan, plans, limits.usable_bytes)) for plan in plans]
     whole = f"{num_slices} x {topology}" if num_slices > 1 else topology
     return Ranking(
-        whole, tuple(named), len(listed), too_large, predicted, dict(refused), limits.usable_bytes,
-        time.perf_counter() - started,
+        whole, tuple(named), len(listed), len(listed) - len(fitting), trials.predicted, dict(trials.refused),
+        limits.usable_bytes, time.perf_counter() - started,
     )  # fmt: skip
 
 
-def _varied(ordered: Sequence[tuple[Candidate, Estimate]]) -> list[tuple[Candidate, Estimate]]:
-    """Of candidates that differ in sizes alone the best few: the first of every kind, then the second of each."""
-    turns: list[list[tuple[Candidate, Estimate]]] = [[] for _ in range(_ALIKE)]
-    seen: Counter[Any] = Counter()
-    for one, found in ordered:
-        if seen[_kind(one)] < _ALIKE:
-            turns[seen[_kind(one)]].append((one, found))
-        seen[_kind(one)] += 1
-    return [pair for turn in turns for pair in turn]
-
-
-def _kind(one: Candidate) -> Any:
-    """What a candidate has in common with those of other sizes."""
-    axes = frozenset(axis for axis, size in one.axes if size > 1)
-    return one.data, axes - {"replica", "data"}, one.remat, one.schedule is not None
+def _fitting(estimator: Estimator, listed: Sequence[Candidate]) -> tuple[list[Pair], Counter[str]]:
+    """Estimate candidates; return those that may fit, and why the others can't, each with how many of them."""
+    fitting: list[Pair] = []
+    refused: Counter[str] = Counter()
+    least = math.inf
+    for one in listed:
+        found = estimator.estimate(one)
+        if not (why := estimator.why_too_large(found)):
+            fitting.append((one, found))
+            continue
+        refused[why] += 1
+        least = min(least, found.bytes) if why == TOO_LARGE else least
+    if count := refused.pop(TOO_LARGE, 0):
+        usable = estimator.chip.usable_bytes
+        refused[f"{TOO_LARGE}: {human_bytes(int(least))} or more of {human_bytes(usable)}"] = count
+    return fitting, refused
 
 
 def _groups(mesh_of: Callable[[Any], Mesh], chip: Chip) -> Callable[[Any, Any], Group | None]:
@@ -185,39 +200,28 @@ def _groups(mesh_of: Callable[[Any], Mesh], chip: Chip) -> Callable[[Any, Any], 
     return group
 
 
-def _times(found: Prediction, estimate: Estimate) -> tuple[tuple[float, float], dict[str, float]]:
-    """The seconds of a plan and of its parts: predicted, with what a promise leaves open by arithmetic."""
-    if found.time is None:
-        return (estimate.seconds, estimate.seconds), dict(estimate.parts)
-    names = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
-    parts = {name: sum(getattr(found.time, name)) / 2 for name in names}
-    open_axes = {"tensor", "expert", "context"} - {axis for one in found.collectives for axis in one.axes}
-    extra = estimate.parts["between"] if open_axes & set(found.mesh) else 0.0
-    return (found.time.low + extra, found.time.high + extra), parts | {"between": extra}
+def _rank(plan: Plan, chip: Chip) -> tuple[bool, float, int]:
+    return plan.fits is not True, _weighed(plan.middle, plan.peak_bytes, plan.candidate, chip), plan.peak_bytes
 
 
-def _rank(plan: Plan) -> tuple[bool, float, int]:
-    return plan.fits is not True, _weighed(plan.middle, plan.candidate), plan.peak_bytes
-
-
-def _urgency(pair: tuple[Candidate, Estimate]) -> tuple[bool, float, int]:
+def _urgency(pair: Pair, chip: Chip) -> tuple[bool, float, int]:
     """The order of predictions: plain data parallelism, which others are measured by, then by the estimated time."""
     one, found = pair
-    return one.pieces > 1, _weighed(found.seconds, one), found.bytes
+    return len(one.axes) > 1 or one.microbatches > 1, _weighed(found.seconds, found.bytes, one, chip), found.bytes
 
 
-def _weighed(seconds: float, one: Candidate) -> float:
-    """Seconds, a little more for every piece that a plan is made of."""
-    return seconds * (1 + _PER_PIECE * one.pieces)
+def _weighed(seconds: float, size: int, one: Candidate, chip: Chip) -> float:
+    """Seconds, a little more for every piece that a plan is made of, and for the memory that it takes."""
+    return seconds * (1 + _PER_PIECE * one.pieces + _PER_MEMORY * size / chip.usable_bytes)
 
 
 def _compiled(
     plans: Sequence[Plan], wanted: int, init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation,
-    batch: PyTree, topology: str, num_slices: int, mesh_of: Callable[[Any], Mesh],
+    batch: PyTree, topology: str, num_slices: int, mesh_of: Callable[[Any], Mesh], chip: Chip,
 ) -> list[Plan]:  # fmt: skip
     """Compile the best plans, until so many fit; those that the compiler refuses go."""
     done: list[Plan] = []
-    rest = sorted(plans, key=lambda plan: _rank(plan)[1:])
+    rest = sorted(plans, key=lambda plan: _rank(plan, chip)[1:])
     while rest and sum(plan.compiled is not None for plan in done) < wanted:
         plan = rest.pop(0)
         layout = make_layout(plan.strategy, mesh_of(plan.candidate.axes), init_fn, tx)
@@ -225,4 +229,4 @@ def _compiled(
         verdict = compile_for(step, batch, topology, num_slices=num_slices, prediction=plan.prediction)
         if verdict.fits is not False:
             done.append(dataclasses.replace(plan, compiled=verdict))
-    return [*done, *sorted(rest, key=_rank)]
+    return [*done, *sorted(rest, key=lambda plan: _rank(plan, chip))]

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.engine import Engine
 from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.offload import NONE, Offload, offload_seconds
 from jaxshard.plan.time.pipeline import bubble_of
 from jaxshard.plan.time.products import TRAFFIC, ProductCost
 
@@ -34,7 +35,7 @@ class StepTime:
     Attributes:
       compute: matrix products, at the rate that large ones reach.
       memory_bound: what moves through the memory beside them, and for the optimizer's update.
-      exposed_communication: collectives that nothing hides.
+      exposed_communication: collectives, and copies to the host's memory and back, that nothing hides.
       bubble: idle time of a pipeline.
       host: waiting for the host.
       assumptions: what the range rests on, in sentences.
@@ -75,6 +76,7 @@ def step_time(
     layout: Layout | None = None,
     engine: Engine | None = None,
     bubble: float | None = None,
+    offload: Offload = NONE,
 ) -> StepTime:
     """Return the time of a step from its parts.
 
@@ -87,15 +89,17 @@ def step_time(
       engine: whose schedule says how long devices idle, if it has one. Products of a pipeline's program are useful work
         and bubble together.
       bubble: that idle share itself, in the place of the engine's.
+      offload: what goes to the host's memory and back (`plan/time/offload.py`), beside products as far as they last.
     """
     busy = sum(one.compute for one in products)
     spent = _sum(one.seconds for one in products)
     between = _sum(one.seconds for one in collectives if _role(one) == "between")
     gathers = _sum(one.seconds for one in collectives if _role(one) == "gather")
     reductions = _sum(one.seconds for one in collectives if _role(one) == "reduce")
+    copies = [offload_seconds(offload, chip, seconds) for seconds in spent]
     exposed = (
-        between[0] + max(0.0, gathers[0] + reductions[0] - spent[0]),
-        between[1] + reductions[1] + gathers[1],
+        between[0] + max(0.0, gathers[0] + reductions[0] - spent[0]) + copies[0],
+        between[1] + reductions[1] + gathers[1] + copies[1],
     )
     share = (0.0 if engine is None or layout is None else bubble_of(engine, layout)) if bubble is None else bubble
     update = 0.0 if layout is None else update_bytes(layout) / chip.hbm_bandwidth
@@ -104,6 +108,8 @@ def step_time(
         f"what they read and write goes through the memory {TRAFFIC[0]:g} to {TRAFFIC[1]:g} times",
         "at best all communication of weights and gradients runs beside products, at worst none",
     ]
+    if offload.out:
+        assumptions.append(f"{human_bytes(offload.out)} go to the host's memory and back beside products")
     if share:
         assumptions.append(f"the schedule idles {share:.1%} of the time")
     return StepTime(

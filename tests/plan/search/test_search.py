@@ -17,6 +17,7 @@ from jaxshard.plan.search import search as module
 from jaxshard.plan.search.candidates import candidates
 from jaxshard.plan.search.estimate import Estimator
 from jaxshard.plan.search.facts import Facts, facts_of
+from jaxshard.plan.search.policies import Policy
 from jaxshard.plan.time.network import Group
 from tests.notebook_page import check_shows_text
 
@@ -36,8 +37,11 @@ def loss(params, batch, key):
 ROWS = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}
 FACTS = Facts(
     rows=64, tokens=64 * 128, depth=8, flops=1e15, weights={(True, False): 2**33, (False, False): 2**30}, opt_ratio=2,
-    itemsize=2, kept={"everything": 2**28, "dots": 2**26, "nothing": 2**24, "block input": 2**24},
-    tensor_sizes=(2, 4), context_sizes=(2,), pipe_sizes=(2, 4, 8), tensor_share={2: 0.5, 4: 0.25}, has_remat=True,
+    itemsize=2, policies=(
+        Policy("everything", 2**28), Policy("dots", 2**26, again=0.03), Policy("nothing", 2**24, again=1 / 3),
+        Policy("out=save,block_in=offload", 2**22, 2**24, again=0.2),
+    ),
+    block_input=2**24, tensor_sizes=(2, 4), context_sizes=(2,), pipe_sizes=(2, 4, 8), tensor_share={2: 0.5, 4: 0.25},
 )  # fmt: skip
 
 
@@ -69,6 +73,10 @@ def test_memory_is_bounded_by_what_rests_and_what_is_kept():
     assert listed["fsdp on data=16, remat nothing"].bytes == 4 * whole // 16 + rows + block
     assert listed["fsdp on data=16, remat dots"].bytes == 4 * whole // 16 + 4 * rows + block
     assert listed["fsdp on data=16, remat nothing"].seconds > listed["fsdp on data=16, remat dots"].seconds
+    moved = listed["fsdp on data=16, remat out=save,block_in=offload"]
+    assert moved.bytes == 4 * whole // 16 + rows // 4 + block and moved.offloaded == rows
+    small = Estimator(FACTS, chip._replace(host_bytes=rows), lambda axes, over: Group(((4, True),), 1))
+    assert "host's memory" in small.why_too_large(moved) and not estimator.why_too_large(moved)
 
 
 @pytest.mark.slow
@@ -77,8 +85,9 @@ def test_facts_of_a_model_of_blocks():
     tokens = jax.ShapeDtypeStruct((8, 512), jnp.int32)
     facts = facts_of(model.init, model.loss, optax.adam(1e-3), {"tokens": tokens, "targets": tokens}, 8, "bf16")
     assert (facts.rows, facts.tokens, facts.depth, facts.engine) == (8, 8 * 512, 4, "explicit")
-    assert facts.kept["block input"] == facts.kept["nothing"] == 512 * 144 * 2
-    assert facts.kept["nothing"] < facts.kept["dots"] < facts.kept["everything"]
+    kept = {policy.text: policy.kept for policy in facts.policies}
+    assert facts.block_input == kept["nothing"] == 512 * 144 * 2
+    assert kept["nothing"] < kept["dots"] < kept["everything"]
     assert facts.tensor_sizes == (2, 4, 8) and facts.pipe_sizes == (2, 4) and facts.context_sizes == (2,)
     assert facts.opt_ratio == pytest.approx(2, abs=1e-3) and facts.expert_sizes == ()
 

@@ -1,0 +1,157 @@
+"""What blocks may keep for their backward pass: policies of the names that the activations of the model really have.
+
+A name is worth what need not be computed again once it is kept, for each byte. The names are put in that order, and
+the policies keep the first, the first two and so on: on the device; on the device, with what goes into a block in the
+host's memory; all of it there.
+
+    attention_out=save
+    attention_out=save,block_in=offload
+    attention_out=offload,block_in=offload
+    attention_out=save,qkv=save
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.adapt.remat import BLOCK_IN, Kept, RematPolicy, make_save_policy, names_in
+from jaxshard.core.constrain import CONSTRAINED
+from jaxshard.core.types import PyTree
+from jaxshard.cost.flops import model_flops
+
+_ELEMENTWISE = 0.03
+"""Of a step what is computed again at least, unless everything is kept: norms, gates, rotations."""
+_WORTH = 0.01
+"""A name is kept for so much of a block's products at least."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a block keeps for one row.
+
+    Attributes:
+      text: as `--remat` takes it: "nothing", or "attention_out=save,block_in=offload".
+      kept: bytes on the device.
+      moved: bytes in the host's memory.
+      again: what the backward pass computes again, as a share of the block's work without that.
+    """
+
+    text: str
+    kept: int = 0
+    moved: int = 0
+    again: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a policy without names."""
+        return "=" not in self.text
+
+
+PLAIN = (Policy("everything"), Policy("dots", again=_ELEMENTWISE), Policy("nothing", again=1 / 3))
+"""The policies without names, what keeps most first, before anything is known of a block."""
+
+
+def remat_of(text: str) -> RematPolicy:
+    """Return the policy that engines take.
+
+    >>> remat_of("attention_out=save,block_in=offload")
+    {'attention_out': 'save', 'block_in': 'offload'}
+    """
+    if "=" not in text:
+        return text
+    pairs = (part.split("=") for part in text.split(","))
+    return {name: cast(Kept, kept) for name, kept in pairs}
+
+
+def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: PyTree) -> tuple[Policy, ...]:
+    """Make the policies for a block.
+
+    Args:
+      block: a function of a block's weights and of what goes into it, which it names.
+      weights: shapes.
+      x: shapes of what goes into it, of one row.
+    """
+    of = _Block(block, weights, x)
+    into = _bytes(x)
+    plain = [of.plain(one) for one in PLAIN]
+    nothing = plain[-1]
+    found = [*plain, replace(nothing, text=f"{BLOCK_IN}=offload", kept=nothing.kept - into, moved=into)]
+    names = of.names()
+    alone = {name: of.keeping((name,), nothing) for name in names}
+    worth = [name for name in names if alone[name].kept > nothing.kept]
+    gains = {name: nothing.again - alone[name].again for name in worth}
+    if any(gains.values()):  # else the work can't be counted
+        worth = [name for name in worth if gains[name] > _WORTH]
+
+    def order(name: str) -> tuple[float, int]:
+        size = alone[name].kept - nothing.kept
+        return -float(f"{gains[name] / size:.1e}"), size  # of those worth as much the smaller
+
+    worth.sort(key=order)
+    for count in range(1, len(worth) + 1):
+        first = worth[:count]
+        kept = of.keeping(first, nothing)
+        more = kept.kept - into
+        found += [
+            kept,
+            Policy(_text([*first], "save", BLOCK_IN), more, into, kept.again),
+            Policy(_text([*first, BLOCK_IN], "offload"), 0, kept.kept, kept.again),
+        ]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block, and what its gradient computes and keeps under a policy."""
+
+    run: Callable[[PyTree, PyTree], PyTree]
+    weights: PyTree
+    x: PyTree
+
+    def names(self) -> list[str]:
+        """The names of its activations, but for what goes into it."""
+        return sorted(names_in(jax.make_jaxpr(self._gradient(self.run))(*self._inputs())) - {CONSTRAINED, BLOCK_IN})
+
+    def plain(self, one: Policy) -> Policy:
+        """What a policy without names keeps, and computes again."""
+        return self._measured(one.text, one.text, one.again)
+
+    def keeping(self, names: Sequence[str], nothing: Policy) -> Policy:
+        """What a policy keeps that saves names."""
+        return self._measured(_text(names, "save"), dict.fromkeys(names, "save"), nothing.again)
+
+    def _measured(self, text: str, remat: RematPolicy, otherwise: float) -> Policy:
+        saved = jax.checkpoint(self.run, policy=make_save_policy(remat), prevent_cse=False)
+        kept = _bytes(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], self.weights, self.x))
+        # Weights are kept as they are stored.
+        kept -= _bytes(self.weights)
+        again = 0.0 if text == "everything" else max(_ELEMENTWISE, self._again(saved, otherwise))
+        return Policy(text, max(0, kept), again=again)
+
+    def _again(self, saved: Callable[..., Any], otherwise: float) -> float:
+        """The share of the work that is computed again; `otherwise` where a kernel or a loop does not say its work."""
+        try:
+            once, twice = (model_flops(self._gradient(run), *self._inputs()) for run in (self.run, saved))
+        except ValueError:
+            return otherwise
+        return twice / once - 1 if once else otherwise
+
+    def _gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda w, x, given: jax.vjp(run, w, x)[1](given)
+
+    def _inputs(self) -> tuple[PyTree, PyTree, PyTree]:
+        return self.weights, self.x, jax.eval_shape(self.run, self.weights, self.x)
+
+
+def _text(names: Sequence[str], how: Kept, offloaded: str = "") -> str:
+    return ",".join([f"{name}={how}" for name in names] + [f"{offloaded}=offload"] * bool(offloaded))
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(int(x.size) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
