@@ -71,7 +71,7 @@ def run(
         remat=remat,
         precision=precision,
         topology=chips,
-        values=repair,
+        values=repair and chips is None,  # nothing can run on chips that are not here
     )
     step = prepared.step()
     facts(console, prepared.how.shown | {"model": prepared.program.name})

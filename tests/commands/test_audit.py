@@ -8,6 +8,7 @@ import pytest
 
 from jaxshard.commands.main import main
 from tests.checks.programs.texts import FSDP, gather, step_text
+from tests.engines.programs import tpu
 from tests.toys import quick_compile
 
 MODEL = """
@@ -58,6 +59,14 @@ def returns_a_scalar():
 
 def returns_an_array():
     return loss_of(lambda x: js.Mean(x + jax.numpy.zeros(3), 3))
+
+
+def sorts():
+    def loss(params, batch, key):
+        nats = (params["embedding"][batch["tokens"]] @ params["up"]["kernel"]).sum(-1)
+        return js.Mean(jnp.sort(nats, axis=0).sum(), nats.size)
+
+    return init, loss, optax.sgd(1e-1), {"tokens": jax.ShapeDtypeStruct((32, 4), jnp.int32)}
 
 
 def gathers():
@@ -210,6 +219,23 @@ def test_the_edit_that_removes_a_surprise(model, capsys, tmp_path):
     (edit,) = result["repairs"]
     assert (edit["place"], edit["code"], edit["saved_bytes"]) == (f"{model}:{line}", "", 1280)
     assert result["repaired"] and not result["unrepaired"] and not result["ok"]
+
+
+@pytest.mark.slow
+@tpu
+def test_the_edit_for_chips_that_are_not_here(model, capsys, tmp_path):
+    """Edits are tried with the TPU's compiler; nothing can run there, so only those that change no value are kept."""
+    file = tmp_path / "audit.json"
+    chips = ("--topology", "v5e:4x4", "--mesh", "data=16", "--strategy", "ddp", "--engine", "auto")
+    assert main(["audit", f"{model}:sorts", *chips, "--repair", "--json", str(file)]) == 1
+    out, result = capsys.readouterr().out, json.loads(file.read_text())
+    (line,) = [i for i, text in enumerate(MODEL.splitlines(), 1) if "jnp.sort(" in text]
+    (edit,) = result["repairs"]
+    assert edit["place"] == f"{model}:{line}" and edit["edit"].startswith("take the sort out")
+    assert edit["parity"] is None and edit["saved_bytes"] > 0 and result["repaired"] and not result["unrepaired"]
+    assert "not compared with one device, but no value can change" in out
+    promised = result["promised_bytes"] + sum(one["found"] - one["promised"] for one in result["differences"])
+    assert promised == result["found_bytes"]
 
 
 @pytest.mark.slow

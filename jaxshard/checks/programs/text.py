@@ -12,6 +12,8 @@ _HOW = (
     "give what jax.jit(step).lower(...).compile().as_text() returns, or the file *after_optimizations.txt that "
     "XLA_FLAGS=--xla_dump_to=FOLDER writes"
 )
+_OPERATION = re.compile(r"\s+(?:ROOT )?%([\w.\-~]+) = (?:\(|[a-z]\w*\[)")
+_FREE_TEXT = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-~]+)")
 
 
@@ -70,6 +72,9 @@ def _kind_of_text(text: str) -> str:
 
 def _check_whole(text: str, module: hlo.Module) -> None:
     """Raise ValueError where the end of the text is missing: its entry, or a computation that another one calls."""
+    for line in text.splitlines():
+        if " = " in line and line.count("(") != line.count(")"):
+            _check_line(line)
     last = text.rstrip().rpartition("\n")[2]
     closed = last == "}" or last.startswith("}, execution_thread=")
     missing = sorted(set(_CALLED.findall(text)) - module.computations.keys())
@@ -78,3 +83,15 @@ def _check_whole(text: str, module: hlo.Module) -> None:
     why = "it has no ENTRY" if not module.entry else f"it lacks the computation {missing[0]}" if missing else ""
     why = why or f"it ends with {last[:60]!r}"
     raise ValueError(f"the text is cut off: {why}; write the whole program to the file")
+
+
+def _check_line(line: str) -> None:
+    """Raise ValueError for an operation whose parentheses are not closed before its free text, which may have any."""
+    found = _OPERATION.match(line)
+    if found is None:
+        return
+    before = _FREE_TEXT.split(line)[0]
+    if before.count("(") > before.count(")"):
+        raise ValueError(
+            f"the line of %{found[1]} is cut off; write the whole program to the file, lines of any length"
+        )

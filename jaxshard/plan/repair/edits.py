@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from jaxshard.core.constrain import Activations
 from jaxshard.core.rules import RULES, Rule, Rules
@@ -18,40 +18,38 @@ from jaxshard.plan.repair.rewrite import Change, Site, leave_out
 Names = tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
-class Edit:
-    """The base of all edits."""
+class Edit(Protocol):
+    """A change of a training step, a value: equal edits are the same one.
+
+    Attributes:
+      keeps_values: True if it can't change what a step computes, whatever the model: it only says where arrays live.
+    """
+
+    keeps_values: ClassVar[bool]
 
     @property
     def place(self) -> str:
         """The line to change, as `file:line`, or the part of the step: "the strategy", "the engine"."""
-        raise NotImplementedError
 
     @property
     def what(self) -> str:
         """The change in words."""
-        raise NotImplementedError
 
     @property
     def code(self) -> str:
         """The code to write there; "" where something is to be taken out."""
-        raise NotImplementedError
-
-    @property
-    def keeps_values(self) -> bool:
-        """True if the edit can't change what a step computes, whatever the model: it only says where arrays live."""
-        return True
 
     def apply(self, parts: Parts) -> Parts:
         """Return the parts with this edit made; it may raise the errors of `js.layout`, which refuses some."""
-        raise NotImplementedError
 
-    def __str__(self) -> str:
-        return f"{self.place}: {self.what}" + (f": {self.code}" if self.code else "")
+
+def edit_str(edit: Edit) -> str:
+    """Write an edit on one line: where, what, and the code."""
+    return f"{edit.place}: {edit.what}" + (f": {edit.code}" if edit.code else "")
 
 
 @dataclass(frozen=True)
-class ConstrainResult(Edit):
+class ConstrainResult:
     """Wrap the result of an operation of the loss in `js.constrain`.
 
     Attributes:
@@ -65,6 +63,7 @@ class ConstrainResult(Edit):
     number: int
     names: Names
     array: str
+    keeps_values: ClassVar[bool] = True
 
     @property
     def place(self) -> str:
@@ -89,7 +88,7 @@ class ConstrainResult(Edit):
 
 
 @dataclass(frozen=True)
-class ChangeConstraint(Edit):
+class ChangeConstraint:
     """Take a constraint of the user's out of the loss or the optimizer, or put another one in its place.
 
     Attributes:
@@ -101,6 +100,7 @@ class ChangeConstraint(Edit):
     sites: tuple[Site, ...]
     names: Names | None
     where: Literal["loss", "tx"]
+    keeps_values: ClassVar[bool] = True
 
     @property
     def place(self) -> str:
@@ -126,7 +126,7 @@ class ChangeConstraint(Edit):
 
 
 @dataclass(frozen=True)
-class LeaveOutSort(Edit):
+class LeaveOutSort:
     """Take a sort out of the loss whose order nothing depends on.
 
     Attributes:
@@ -134,6 +134,7 @@ class LeaveOutSort(Edit):
     """
 
     sites: tuple[Site, ...]
+    keeps_values: ClassVar[bool] = True
 
     @property
     def place(self) -> str:
@@ -156,7 +157,7 @@ class LeaveOutSort(Edit):
 
 
 @dataclass(frozen=True)
-class SetRows(Edit):
+class SetRows:
     """Other axes for the rows of a batch.
 
     Attributes:
@@ -166,6 +167,7 @@ class SetRows(Edit):
 
     now: tuple[str, ...]
     axes: tuple[str, ...]
+    keeps_values: ClassVar[bool] = True
 
     @property
     def place(self) -> str:
@@ -193,7 +195,7 @@ class SetRows(Edit):
 
 
 @dataclass(frozen=True)
-class SetRules(Edit):
+class SetRules:
     """Other rules for a `js.tensor` of the strategy.
 
     Attributes:
@@ -205,6 +207,7 @@ class SetRules(Edit):
     axis: Any
     rules: tuple[Rule, ...]
     reason: str
+    keeps_values: ClassVar[bool] = True
 
     @property
     def place(self) -> str:
@@ -234,10 +237,13 @@ class SetRules(Edit):
 
 
 @dataclass(frozen=True)
-class SetEngine(Edit):
+class SetEngine:
     """Another engine."""
 
     engine: Engine
+    keeps_values: ClassVar[bool] = (
+        False  # a loss that looks at several rows at once is another one where each device has its own
+    )
 
     @property
     def place(self) -> str:
@@ -254,11 +260,6 @@ class SetEngine(Edit):
         """The argument of `js.make_step`."""
         given = [f"{f.name}={getattr(self.engine, f.name)!r}" for f in fields(self.engine) if not _is_default(self, f)]
         return f"engine=js.{self.engine.name}({', '.join(given)})"
-
-    @property
-    def keeps_values(self) -> bool:
-        """False: a loss that looks at several rows at once is another one where each device has its own."""
-        return False
 
     def apply(self, parts: Parts) -> Parts:
         """Return the parts with this engine, and the loss as it was written."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxshard.adapt.objective import Objective
+from jaxshard.adapt.objective import Objective, OfBlocks
+from jaxshard.adapt.stacked import Stacked
 from jaxshard.checks.collectives.compare import Comparison, audit
 from jaxshard.checks.parity import Parity, parity
 from jaxshard.core.constrain import Activations, activations_in_force
@@ -19,7 +21,7 @@ from jaxshard.core.layout import Layout, select
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.types import InitFn, LossFn, PyTree
-from jaxshard.engines.engine import Engine
+from jaxshard.engines.engine import Engine, ValueAndGrad
 from jaxshard.engines.just_in_time import Call, MakeMove
 from jaxshard.plan.repair.rewrite import Change, Site, is_constraint, leave_out, list_sites, run_changed
 from jaxshard.training.step import Step
@@ -88,7 +90,12 @@ class Parts:
 
 @dataclass
 class Traced:
-    """The last traced loss, as the engine runs it, and the last traced update of the optimizer."""
+    """The last traced loss, as the engine runs it, and the last traced update of the optimizer.
+
+    Attributes:
+      loss: one program, or of a pipeline those of embedding, block and head by name.
+      tx: one program; None of an optimizer that can't be traced.
+    """
 
     loss: Any = None
     tx: Any = None
@@ -96,25 +103,50 @@ class Traced:
 
 def _with_changes(engine: Engine, changes: Mapping[Site, MakeChange], traced: Traced | None = None) -> Engine:
     """Return an engine of the same kind that changes equations of the loss, and notes the program it was traced to."""
-    kind = type(engine)
-    if kind.make_call is Engine.make_call:
-        return engine  # a pipeline runs the parts of a model in turns, not one loss
+    kind, traced = type(engine), traced or Traced()
 
     def make_call(self: Engine, objective: Objective, layout: Layout, make_move: MakeMove) -> Call:
         call = kind.make_call(self, objective, layout, make_move)
         made = {site: make(Activations(layout)) for site, make in changes.items()}
 
         def note(program: Any) -> Mapping[Site, Change]:
-            if traced is not None:
-                traced.loss = program
+            traced.loss = program
             return made
 
         return lambda *args: _run_traced(call, args, note)
 
-    subclass = type(kind.__name__, (kind,), {"make_call": make_call})
+    def value_and_grad(self: Engine, objective: Objective, layout: Layout) -> ValueAndGrad:
+        if isinstance(objective, OfBlocks):
+            made = {site: make(Activations(layout)) for site, make in changes.items()}
+            objective = replace(objective, model=_with_changed_parts(objective.model, made, traced))
+        return kind.value_and_grad(self, objective, layout)
+
+    # A pipeline runs the parts of a model in turns, not one loss.
+    whole = kind.make_call is not Engine.make_call
+    change: dict[str, Any] = {"make_call": make_call} if whole else {"value_and_grad": value_and_grad}
+    subclass = type(kind.__name__, (kind,), change)
     own = {name: getattr(engine, name) for name in engine.__dataclass_fields__}
     changed: Engine = subclass(**own)
     return changed
+
+
+def _with_changed_parts(model: Stacked, changes: Mapping[Site, Change], traced: Traced) -> Stacked:
+    """Return a model with changed equations in its embedding, block and head, which notes what they are traced to."""
+    programs: dict[str, Any] = {}
+    traced.loss = programs
+
+    def changed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def note(program: Any) -> Mapping[Site, Change]:
+            programs[name] = program
+            return changes
+
+        return lambda *args: _run_traced(fn, args, note)
+
+    copied = copy(model)
+    copied.embed, copied.block, copied.head = (
+        changed(name, getattr(model, name)) for name in ("embed", "block", "head")
+    )
+    return copied
 
 
 def _with_changed_update(

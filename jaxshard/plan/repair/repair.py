@@ -151,7 +151,11 @@ class _Search:
         if self.tries == 0 or edit in self._failed:
             return None
         if not edit.keeps_values and not self._compares:
-            self._note(edit, "not tried: only a run on a batch with values could tell whether the result stays")
+            self._note(
+                edit,
+                "not tried: only a run on a batch with values, on devices of this process, could tell whether the "
+                "result stays; repair the step on simulated devices, or compare it with js.parity",
+            )
             return None
         self.tries -= 1
         try:

@@ -13,7 +13,7 @@ from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
 from jaxshard.core.pictures.style import GREY, SKY
 from jaxshard.core.text_table import Table
-from jaxshard.plan.repair.edits import Edit
+from jaxshard.plan.repair.edits import Edit, edit_str
 from jaxshard.plan.repair.parts import Parts
 from jaxshard.training.step import Step
 
@@ -88,7 +88,7 @@ class Tried:
         return {"place": self.edit.place, "edit": self.edit.what, "code": self.edit.code, "why": self.why}
 
     def __str__(self) -> str:
-        return f"{self.edit}\n    {self.why}"
+        return f"{edit_str(self.edit)}\n    {self.why}"
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,13 @@ Change = Callable[[list[Any], Callable[[], list[Any]]], list[Any]]
 def list_sites(program: Any) -> dict[Site, Any]:
     """Return the equations of the user's lines by site, nested ones included; of None there are none.
 
-    An equation inside of a call that bears no line of the user's has that of the call.
+    An equation inside of a call that bears no line of the user's has that of the call. Of several programs, by name,
+    lines that stand in more than one of them are left out: which of a line's equations one is would depend on where.
     """
+    if isinstance(program, dict):
+        each = [list_sites(one) for one in program.values()]
+        shared = Counter(line for sites in each for line in {site.line for site in sites})
+        return {site: eqn for sites in each for site, eqn in sites.items() if shared[site.line] == 1}
     numbers: Counter[str] = Counter()
     found = {}
     for eqn, line in () if program is None else _walk(program):

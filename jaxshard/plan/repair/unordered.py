@@ -23,7 +23,14 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
 
 def needless_sorts(program: Any) -> Iterator[Any]:
-    """Yield the equations of a traced function, nested ones included, that sort one array in an order nobody reads."""
+    """Yield the equations of a traced function, nested ones included, that sort one array in an order nobody reads.
+
+    Of several programs, by name, those of each.
+    """
+    if isinstance(program, dict):
+        for one in program.values():
+            yield from needless_sorts(one)
+        return
     jaxpr = open_jaxpr(program)[0]
     for eqn in jaxpr.eqns:
         dim = _sorted_dim(eqn)

@@ -1,6 +1,7 @@
 """Files that are no compiled program are refused, and the refusal says what they are."""
 
 import gzip
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ TEXT = step_text(*FSDP)
         (TEXT.replace("is_scheduled=true, ", "").encode(), "HLO before the compiler's last passes"),
         (TEXT[: TEXT.index("ENTRY")].encode(), "cut off: it has no ENTRY"),
         (TEXT[: TEXT.index("ROOT %result")].encode(), "cut off: it ends with"),
+        (re.sub(r"(all-gather\(%ke)[^\n]*", r"\1", TEXT, count=1).encode(), "the line of %g is cut off"),
         (TEXT[: TEXT.index("%add")].encode() + TEXT[TEXT.index("ENTRY") :].encode(), "lacks the computation add"),
     ],
 )

@@ -188,9 +188,18 @@ def test_an_optimizer_that_is_no_pair_of_functions_is_repaired_inside():
     assert repairs.ok and one.edit.place == at("# replicated_moments")
 
 
+SCAN = js.compose(js.fsdp(min_size=0), js.tensor()), {"data": 4, "tensor": 2}, js.explicit(remat="nothing")
+STAGES = (
+    js.compose(js.fsdp(min_size=0), js.tensor(), js.pipeline()),
+    {"data": 2, "tensor": 2, "pipe": 2},
+    js.pipelined(microbatches=2),
+)
+
+
 @pytest.mark.slow
-def test_a_model_of_blocks_is_repaired_inside_its_scan():
-    """The line is in the block, which an engine runs in a scan with its weights gathered inside."""
+@pytest.mark.parametrize(("strategy", "axes", "engine"), [SCAN, STAGES], ids=["scan", "stages"])
+def test_a_model_of_blocks_is_repaired_inside_its_blocks(strategy, axes, engine):
+    """The line is in the block, which an engine runs in a scan with its weights gathered inside, or in stages."""
 
     def block(weights, x, key):
         hidden = js.constrain(jax.numpy.tanh(x @ weights["up"]["kernel"]), ("batch", None))  # all features
@@ -204,21 +213,19 @@ def test_a_model_of_blocks_is_repaired_inside_its_scan():
         embed=lambda params, batch, key: batch["x"],
         block=block,
         head=lambda params, x, batch, key: js.Mean((x**2).sum(), x.size),
-        num_blocks=3,
+        num_blocks=4,
         init=init,
     )
     batch = {"x": np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)}
-    strategy, mesh = js.compose(js.fsdp(min_size=0), js.tensor()), js.make_mesh(data=4, tensor=2)
     with quick_compile():
-        repairs = repair(
-            model.init, model.loss, bad_models.ADAM, strategy, mesh, batch, engine=js.explicit(remat="nothing")
-        )
+        repairs = repair(model.init, model.loss, bad_models.ADAM, strategy, js.make_mesh(**axes), batch, engine=engine)
     assert not repairs.before.ok and repairs.ok, str(repairs)
     (one,) = repairs.edits
     assert one.edit.what == OUT and one.edit.place.startswith(f"{__file__}:")
     assert (
         Path(__file__).read_text().splitlines()[int(one.edit.place.rpartition(":")[2]) - 1].endswith("# all features")
     )
+    assert one.parity is not None and one.parity.ok
 
 
 def test_a_number_of_tries_below_one_is_refused():
