@@ -23,6 +23,7 @@ NEEDS = {"finetuning": "tokenizers"}
 """The extras that pages show, by their stem."""
 LONG = ("models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
 LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults")
+LONG += ("fsdp2", "deepspeed", "megatron", "maxtext", "pmap")
 """Pages whose programs take long to compile."""
 
 
