@@ -112,7 +112,9 @@ def test_a_penalty_gathers_only_what_it_looks_at():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("loss_fn", [called, with_penalty_on_the_head, with_penalty_on_all])
+@pytest.mark.parametrize(
+    "loss_fn", [called, with_penalty_on_the_head, pytest.param(with_penalty_on_all, marks=pytest.mark.slow)]
+)
 def test_functions_that_call_a_known_loss_are_right(loss_fn, engine):
     """Loss within 1e-6, gradients within 1e-5 of one device."""
     parity(loss_fn, engine).check()
@@ -132,6 +134,7 @@ def test_nothing_is_lost_where_weights_are_whole():
     js.make_step(with_a_scaled_block, TX, layout, engine=js.explicit()).lower(batch())
 
 
+@pytest.mark.slow
 def test_rows_keep_their_random_numbers_inside_a_function():
     """Loss within 1e-6, gradients within 1e-5 of one device, with a mask drawn by js.row_keys in every block."""
 
@@ -159,6 +162,7 @@ def test_names_of_dimensions_survive_a_function_around_init():
         assert layout_of(lambda key: jitted(key)).params == direct.params
 
 
+@pytest.mark.slow
 def test_a_larger_tree_keeps_the_names_of_its_parts():
     def init_fn(key):
         return {"net": MODEL.init(key), "scale": jnp.ones(3)}

@@ -150,6 +150,7 @@ def test_batch_norm_and_dropout_inside_units_equal_one_device(library):
     assert jax.tree.leaves(trace.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_units_split_over_tensor_equal_one_device(library):
     """Losses within 1e-6, gradients within 1e-5: each device of the tensor axis gathers its own part of a unit."""

@@ -22,7 +22,7 @@ CELLS = list(itertools.product(NAMES, NAMES, SIZES))
 
 FAST = [
     ("fsdp", 2, "fsdp", 2),
-    ("ddp", 1, "tensor", 8),
+    pytest.param("ddp", 1, "tensor", 8, marks=pytest.mark.slow),
     ("zero2", 4, "ddp", 1),
     ("tensor", 8, "zero1", 4),
 ]

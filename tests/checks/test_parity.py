@@ -155,7 +155,7 @@ def weigh_gradient(params, batch, key):
     [
         (branch_on_the_mean, ("gradient", "loss"), "numbers moved apart between devices"),
         (branch_on_labels, ("gradient", "loss"), "rows sorted by"),
-        (weigh_gradient, ("gradient",), "numbers moved apart between devices"),
+        pytest.param(weigh_gradient, ("gradient",), "numbers moved apart between devices", marks=pytest.mark.slow),
     ],
 )
 def test_a_branch_that_all_devices_take_alike_is_found_on_other_batches(loss, kinds, last):
@@ -226,6 +226,7 @@ def test_a_penalty_is_not_blamed_for_batch_statistics():
     check_fails(report, [NUMBERS + "the rows are not independent"], kinds=("gradient", "loss", "state"))
 
 
+@pytest.mark.slow
 def test_a_module_that_stays_as_it_is_and_names_the_axis_of_pmap():
     """Both ways that the error names. Loss to 1e-6, gradients, updates and state to 1e-5."""
     loss = partial(norm, "batch")

@@ -88,6 +88,7 @@ def test_the_same_numbers_under_any_setting(setting, engine, expected, tmp_path)
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

@@ -115,7 +115,9 @@ TURNS_GATHERS = 2_452_480
             {("reduce-scatter", "data"): P, ("all-gather", "data"): TURNS_GATHERS},
             marks=pytest.mark.slow,
         ),
-        ("zero2", "each", {("reduce-scatter", "data"): 2 * P, ("all-gather", "data"): P}),
+        pytest.param(
+            "zero2", "each", {("reduce-scatter", "data"): 2 * P, ("all-gather", "data"): P}, marks=pytest.mark.slow
+        ),
         pytest.param(
             "zero2", "end", {("reduce-scatter", "data"): P, ("all-gather", "data"): P}, marks=pytest.mark.slow
         ),
@@ -137,6 +139,7 @@ def test_an_opaque_loss_gathers_everything_once(turns):
     assert traffic(compiled) == {("all-gather", "data"): P, ("reduce-scatter", "data"): turns * P}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["nothing", pytest.param("dots", marks=pytest.mark.slow)])
 def test_recomputing_a_block_gathers_its_added_biases_again(remat):
     """All but the MLP's last one, 64 of a block: what it is added to is the next block's input, which is saved.

@@ -121,6 +121,7 @@ def test_one_block_at_a_time_is_whole(remat, limit):
     assert memory.argument_size_in_bytes == 9_748_752
 
 
+@pytest.mark.slow
 def test_without_blocks_everything_is_whole():
     """The control: an engine that can't look into the loss gathers all weights, and holds all gradients, at once."""
     with quick_compile():

@@ -29,7 +29,7 @@ def cells():
         if (engine == "explicit" and (model in GLOBAL_VIEW_ONLY or alone)) or (parts == 8 and not alone):
             continue
         fast = data == "fsdp" and parts == 4 and model not in SLOW
-        fast &= engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit")
+        fast &= engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit") and model != "resnet"
         marks = () if fast or (model, parts, alone) == ("gpt", 8, True) else (pytest.mark.slow,)
         yield pytest.param(model, parts, data, engine, marks=marks)
 
@@ -215,6 +215,7 @@ def test_micro_batches_equal_one_device(scatter):
     assert_equal_runs(trace, reference("gpt"))
 
 
+@pytest.mark.slow
 def test_bf16_weights_and_gradients_are_moved_over_data_alone():
     """In a nested shard_map: without one the CPU compiler aborts."""
     bf16 = jax.numpy.bfloat16

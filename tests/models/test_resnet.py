@@ -36,7 +36,12 @@ def noisy_init(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("resnet101", 44_549_160)]
+    ("name", "parameters"),
+    [
+        pytest.param("resnet18", 11_689_512, marks=pytest.mark.slow),
+        ("resnet50", 25_557_032),
+        pytest.param("resnet101", 44_549_160, marks=pytest.mark.slow),
+    ],
 )
 def test_the_published_numbers_of_parameters(name, parameters):
     shapes = jax.eval_shape(js.models.make(name).init, KEY)
@@ -109,7 +114,7 @@ def own_pair(rows=16):
     return js.linen(Normalized(), loss, batch), batch
 
 
-@pytest.mark.parametrize("engine", [js.explicit, js.auto])
+@pytest.mark.parametrize("engine", [js.explicit, pytest.param(js.auto, marks=pytest.mark.slow)])
 def test_row_axes_make_the_statistics_of_the_global_batch_under_either_engine(engine):
     (init_fn, loss_fn), batch = own_pair()
     report = js.parity(init_fn, loss_fn, optax.sgd(0.1), js.ddp("data"), js.make_mesh(data=8), batch, engine=engine())

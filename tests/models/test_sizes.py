@@ -31,6 +31,7 @@ def test_the_published_numbers_of_parameters(name, parameters):
     assert count(name) == parameters
 
 
+@pytest.mark.slow
 def test_every_size_makes_a_model_and_has_a_recipe():
     for name, size in js.models.SIZES.items():
         assert (0.05e6 if size.takes_images else 0.9e6) < count(name) < 406e9

@@ -73,7 +73,10 @@ def test_the_gpt_keeps_the_promise_over_a_tensor_axis(strategy):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", literals.EXPECTED)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=() if name in ("zero1", "fsdp") else pytest.mark.slow) for name in literals.EXPECTED],
+)
 def test_a_linen_mlp_keeps_the_promise_of_every_strategy(strategy):
     axes, made = setups(0)[strategy]
     assert_exact(audited(linen_toy(), made, js.make_mesh(**axes)))
@@ -262,7 +265,7 @@ def test_the_automatic_engines_gather_of_activations_over_data_is_named():
     assert {one.found.kind for one in comparison.surprises} & {"all-gather", "all-to-all", "collective-permute"}
 
 
-@pytest.mark.parametrize("kind", ["all-gather", "all-reduce"])
+@pytest.mark.parametrize("kind", ["all-gather", pytest.param("all-reduce", marks=pytest.mark.slow)])
 def test_the_users_own_collective_under_the_explicit_engine_is_named(kind):
     def inner(hidden):
         rows = lax.stop_gradient(hidden)

@@ -32,6 +32,7 @@ def head_real(params, x, batch, key):
     return squared_error(x @ params["head"]["w"], batch)
 
 
+@pytest.mark.slow
 def test_complex_activations_have_gradients():
     def embed(params, batch, key):
         return jnp.fft.fft(embed_real(params, batch, key))

@@ -64,6 +64,7 @@ def test_nnx(causal):
     assert_same(make, call)
 
 
+@pytest.mark.slow
 def test_decoding_in_linen_equals_the_whole_row():
     layer = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=js.attention)
     params = layer.init(KEYS, X)["params"]

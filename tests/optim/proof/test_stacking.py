@@ -121,7 +121,7 @@ def slow_ones(names: Any, *slow: str) -> Any:
     return [pytest.param(name, marks=SLOW) if name in slow else name for name in names]
 
 
-@pytest.mark.parametrize("name", slow_ones(UNCHANGED, "prodigy", "lamb elsewhere"))
+@pytest.mark.parametrize("name", slow_ones(UNCHANGED, "prodigy", "lamb elsewhere", "the object MultiSteps"))
 def test_what_stacking_leaves_alone(name: str) -> None:
     assert optim.stacking_changes(UNCHANGED[name](), shapes()) == ()
 
