@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.shards import is_reduction
 from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
 
 SUBLANES, LANES = 8, 128
@@ -229,10 +230,10 @@ class Liveness(Storage):
                     wanted[self.find(one)].append((op, self._narrow(op, number)))
         carried = {one for op in self.inner for one in (op.outs[: op.counts[1]] if op.name == "scan" else op.outs)}
         for value, found in wanted.items():
-            dtypes = {dtype for _, dtype in found}
-            if len(dtypes) != 1 or None in dtypes:
+            narrowed = {dtype for _, dtype in found}
+            if len(narrowed) != 1 or None in narrowed:
                 continue
-            (dtype,) = dtypes
+            (dtype,) = narrowed
             if value in self.inputs:
                 copy = Value(value.shape, dtype, value.split, value.shard, path=value.path)
                 self.copies[self.place[found[0][0]]].append(copy)
@@ -243,10 +244,39 @@ class Liveness(Storage):
                 }
                 if others <= {dtype}:
                     self.stored_as[value] = dtype
+        again = self._read_again() if self.narrow_products else {}
         for value in self.stored:
-            if (
-                value not in wanted
-                and value not in carried
-                and (dtype := self.read_as(value) or self.widened(value)) is not None
-            ):
+            if value in wanted or value in carried:
+                continue
+            if (dtype := self.read_as(value)) is not None:
                 self.stored_as[value] = dtype
+            elif (dtypes := self.widened(value)) is not None:
+                self._store_widened(value, *dtypes, again.get(value))
+
+    def _store_widened(self, value: Value, narrow: Any, wide: Any, again: int | None) -> None:
+        """Store a product's result that all its readers convert to a wider type.
+
+        On a TPU the product writes its own type. Where a second reduction follows that reads it together with the
+        first one's result, as in a softmax, it writes the wider one too: that lives till then, the other one longer.
+        """
+        if not self.narrow_products or self.last.get(value) == again:
+            self.stored_as[value] = wide
+            return
+        self.stored_as[value] = narrow
+        if again is not None:
+            copy = replace(value, dtype=wide)
+            self.copies[self.place[self.makers[value]]].append(copy)
+            self.last[copy] = again
+
+    def _read_again(self) -> dict[Value, int]:
+        """Find what is reduced twice, the second time together with the first result, and where that is."""
+        first: defaultdict[Value, set[Value]] = defaultdict(set)
+        again: dict[Value, int] = {}
+        for op in self.ops:
+            if is_reduction(op.name) and not self.is_alias(op):
+                roots = self._roots_of(op)
+                for value in roots:
+                    if first[value] & roots:
+                        again[value] = self.place[op]
+                    first[value] |= {self.find(one) for one in op.outs}
+        return again

@@ -177,7 +177,7 @@ class Storage:
             return False
         size = self._narrow_size(value, sources)
         read = sum(large for one in sources[value] if (large := self.size(one)) > size / 8)
-        if self.needs_pass(value, sources) and read > _ON_CHIP and "transpose" not in value.path:
+        if self.needs_pass(value, sources) and read > _ON_CHIP:
             # Read and written once more, then read by each, or computed from what it is made of by each.
             return len(sinks) * read > read + size + len(sinks) * size
         return read > 1.25 * size
@@ -311,14 +311,20 @@ class Storage:
             return None
         return found.pop()
 
-    def widened(self, value: Value) -> Any:
-        """Return the wider dtype to which all that reads a product's result converts it: it is made in that at once."""
-        readers = self.readers[value]
-        found = {one.outs[0].dtype if one.name == "convert_element_type" else None for one in readers}
-        if value not in self.products or value in self.results or len(found) != 1 or None in found:
+    def widened(self, value: Value) -> tuple[Any, Any] | None:
+        """Return the dtype of a product's result and the wider one in which all read it; None if they are the same."""
+        maker = self.makers.get(value)
+        if value in self.results or maker is None:
             return None
-        dtype = found.pop()
-        return dtype if dtype_bits(dtype) > dtype_bits(value.dtype) else None
+        if maker.name == "convert_element_type" and maker.ins and self.find(maker.ins[0]) in self.pending:
+            narrow, wide = maker.ins[0].dtype, value.dtype
+        else:
+            readers = self.readers[value]
+            found = {one.outs[0].dtype if one.name == "convert_element_type" else None for one in readers}
+            if value not in self.products or len(found) != 1 or None in found:
+                return None
+            narrow, wide = value.dtype, found.pop()
+        return (narrow, wide) if dtype_bits(wide) > dtype_bits(narrow) else None
 
 
 def narrower(reader: Op, value: Value, products: bool) -> Any:

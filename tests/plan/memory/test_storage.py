@@ -104,3 +104,26 @@ def test_a_sum_after_a_loop_is_no_part_of_a_product_before_it():
     product = next(op for op in found.ops if op.outs and op.outs[0].shard == (512, WIDTH) and op.name == "dot_general")
     assert found.place[product] < found.place[backward]
     assert product.outs[0] in found.stored
+
+
+def test_logits_of_a_narrow_product_are_stored_in_f32_too_till_their_exponentials_are_summed():
+    # The gradient of the softmax reads the narrow ones; each of the two products that need it computes it.
+    def loss(x, w):
+        logits = (x @ w).astype(jnp.float32)
+        return (jax.nn.logsumexp(logits, axis=-1) - logits[:, 0]).sum()
+
+    rows, vocab = 2048, 2**14
+    x, w = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((WIDTH, vocab), jnp.bfloat16)
+    peak = liveness(jax.grad(loss, argnums=(0, 1)), x, w).peak()
+    large = [one for one in peak.live if one.value.shard == (rows, vocab)]
+    assert sorted(one.bytes for one in large) == [2 * rows * vocab, 4 * rows * vocab]
+    assert not any("transpose" in one.value.path for one in large)
+
+
+def test_a_narrow_product_that_is_read_in_f32_is_stored_as_it_is():
+    def loss(x, w):
+        y = (x @ w).astype(jnp.float32)
+        return jnp.sum(jnp.sin(y) * jnp.exp(y))
+
+    x, w = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    assert kept(loss, x, w, shape=(ROWS, WIDTH)) == [2 * ROWS * WIDTH]
