@@ -16,12 +16,12 @@ from jaxshard.core.text_table import Section, Table
 GOOD, BAD, UNSURE = GREEN, VERMILLION, ORANGE
 """The colours of verdicts. The word beside them says it too."""
 
-# The selector names the class three times, and the table's background is important: the style sheets of JupyterLab and
-# of Sphinx's notebooks colour every other row, and the latter's text black, also on dark pages.
+# The selector names the class three times to win over the style sheets of JupyterLab and of Sphinx's themes, which
+# colour every other row of a table and align its cells to the right; JupyterLab's rule for rows takes `important`.
 _STYLE = """<style>
 .jaxshard{color:var(--jp-content-font-color1,var(--color-foreground-primary,inherit));line-height:1.45;overflow-x:auto;
 --jaxshard-line:var(--jp-border-color1,var(--color-background-border,rgba(128,128,128,.4)))}
-.jaxshard.jaxshard.jaxshard table{border-collapse:collapse;margin:.3em 0 .8em;color:inherit;font-size:.92em;width:auto;
+.jaxshard.jaxshard.jaxshard table{border-collapse:collapse;margin:.3em 0 .8em;color:inherit;font-size:.88em;width:auto;
 table-layout:auto;border:0}
 .jaxshard.jaxshard.jaxshard tr{background:transparent!important;color:inherit;border:0}
 .jaxshard.jaxshard.jaxshard :is(td,th){padding:.18em .9em .18em 0;text-align:left;vertical-align:top;color:inherit;
@@ -33,6 +33,7 @@ border:0;border-bottom:1px solid var(--jaxshard-line);max-width:48em;white-space
 .jaxshard ul,.jaxshard ol{margin:.2em 0 .8em;padding-left:1.6em}
 .jaxshard pre{white-space:pre-wrap;margin:.1em 0 .4em;padding:0;background:transparent;color:inherit;font-size:.9em}
 .jaxshard svg{display:block;max-width:100%;height:auto;margin:.2em 0}
+.jaxshard.jaxshard.jaxshard td svg{max-width:none}
 .jaxshard svg text{fill:currentColor;font-family:inherit}
 .jaxshard .js-mark{display:inline-block;width:.75em;height:.75em;border-radius:2px;margin-right:.45em}
 .jaxshard details{margin:.3em 0 .6em}
