@@ -69,6 +69,8 @@ class Case:
       fused: True if attention's backward is one kernel of five products, not two of seven.
       differs: what the published run does otherwise than ours, in words.
       off: why a part is off where the error is above 15 %, in words.
+      suspect: the part that `off` speaks of, for which `what_if` says what it would have to be: "products",
+        "communication" or "microbatches".
     """
 
     name: str
@@ -87,6 +89,7 @@ class Case:
     fused: bool = False
     differs: str = ""
     off: str = ""
+    suspect: str = ""
 
 
 FUJI_7B = {"vocab": 32_768, "tied": True}
@@ -148,16 +151,16 @@ PREDICTED = (
     Case("fuji-70b-v2 v6e-256x4", FUJI, 4.9, "llama2-70b", "v6e:16x16", 1, 4096, FUJI_70B, slices=4, remat=QKV,
          off=HIDDEN),
     Case("fuji-70b-v2 v6e-256", FUJI, 19.5, "llama2-70b", "v6e:16x16", 4, 4096, FUJI_70B, remat=ATTENTION,
-         microbatches=4, off=ACCUMULATES),
+         microbatches=4, off=ACCUMULATES, suspect="microbatches"),
     Case("fuji-70b-v2 v5e-256x4", FUJI, 14.3736, "llama2-70b", "v5e:16x16", 1, 4096, FUJI_70B, slices=4, remat="dots"),
     Case("maxtext-16b v5e-256", MAXTEXT + "src/maxtext/configs/tpu/v5e/README.md: 120 TFLOP/s", S16[1], "llama2-7b",
-         "v5e:16x16", 6, 2048, S16[0], off=V5E),
+         "v5e:16x16", 6, 2048, S16[0], off=V5E, suspect="products"),
     Case("maxtext-32b v5e-256", MAXTEXT + "src/maxtext/configs/tpu/v5e/README.md: 132 TFLOP/s", S32[1], "llama2-7b",
-         "v5e:16x16", 4, 2048, S32[0], off=V5E),
+         "v5e:16x16", 4, 2048, S32[0], off=V5E, suspect="products"),
     Case("maxtext-64b v5e-256", MAXTEXT + "src/maxtext/configs/tpu/v5e/README.md: 118 TFLOP/s", S64[1], "llama2-7b",
-         "v5e:16x16", 2, 2048, S64[0], off=V5E),
+         "v5e:16x16", 2, 2048, S64[0], off=V5E, suspect="products"),
     Case("maxtext-16b v5e-256x4", MAXTEXT + "src/maxtext/configs/tpu/v5e/README.md: 117 TFLOP/s", S16_4[1],
-         "llama2-7b", "v5e:16x16", 6, 2048, S16_4[0], slices=4, off=V5E),
+         "llama2-7b", "v5e:16x16", 6, 2048, S16_4[0], slices=4, off=V5E, suspect="products"),
     Case("llama2-70b v5p-1024", MAXTEXT + "docs/reference/models/tiering.md: 692 tokens/s", 4 * 4096 / 692,
          "llama2-70b", "v5p:8x8x8", 4, 4096, remat=QKV_PROJ),
     Case("llama3.1-405b v5p-1024", RECIPES + "v5p/Llama3.1-405B-MaxText", 131.474, "llama3-405b", "v5p:8x8x8", 2, 8192,
@@ -167,17 +170,17 @@ PREDICTED = (
     Case("llama3.1-405b tpu7x-256", RECIPES + "ironwood: 8k-bf16-tpu7x-4x8x8", 98.34, "llama3-405b", "tpu7x:4x8x8", 3,
          8192, fused=True),
     Case("fuji-7b-v2 h100-256", FUJI, 1.78, "llama2-7b", "h100:8x32", 4, 4096, FUJI_7B, {"replica": 32, "data": 8},
-         remat=ATTENTION, off=BETWEEN_HOSTS),
+         remat=ATTENTION, off=BETWEEN_HOSTS, suspect="communication"),
     Case("fuji-70b-v2 h100-512", FUJI, 12.9, "llama2-70b", "h100:8x64", 2, 4096, FUJI_70B, {"replica": 4, "data": 128},
-         remat=ATTENTION, off=BETWEEN_HOSTS),
+         remat=ATTENTION, off=BETWEEN_HOSTS, suspect="communication"),
     Case("llama2-7b h100-8", "NVIDIA/JAX-Toolbox, docs/frameworks/maxtext/README.md", 0.721, "llama2-7b", "h100:8", 2,
          4096, remat=DOTS_OUT),
     Case("llama3.1-70b h200-256", "AI-Hypercomputer/gpu-recipes, training/a3ultra/llama3-1-70b/maxtext-pretraining-gke",
          15.516, "llama3-70b", "h200:8x32", 2, 8192, axes={"replica": 2, "data": 128}, remat=ATTENTION),
     Case("llama3.1-8b h100-8", TITAN + ", table 1", 2 * 8192 / 6667, "llama3-8b", "h100:8", 2, 8192, remat=ATTENTION,
-         bandwidth=2.4e12, differs=TITAN_DIFFERS, off=POWER),
+         bandwidth=2.4e12, differs=TITAN_DIFFERS, off=POWER, suspect="products"),
     Case("llama3.1-8b h100-128", TITAN + ", table 3", 2 * 8192 / 6514, "llama3-8b", "h100:8x16", 2, 8192,
-         remat=ATTENTION, bandwidth=2.4e12, differs=TITAN_DIFFERS, off=POWER),
+         remat=ATTENTION, bandwidth=2.4e12, differs=TITAN_DIFFERS, off=POWER, suspect="products"),
 )  # fmt: skip
 
 LLAMA2_70B = {
@@ -215,14 +218,19 @@ class Result:
         return self.time.middle / self.case.seconds - 1
 
 
+def chip_of(case: Case) -> js.plan.Chip:
+    """Look up the chip of a case."""
+    device = js.plan.planned_mesh(case.topology, data=-1).devices.flat[0]
+    chip = js.plan.chip(device.device_kind, num_cores=device.num_cores)
+    assert chip is not None
+    return chip._replace(hbm_bandwidth=case.bandwidth) if case.bandwidth else chip
+
+
 def predict(case: Case) -> Result:
     """Trace the step of a case on devices that are only planned, and predict its time."""
     axes = dict(case.axes) or ({"replica": case.slices, "data": -1} if case.slices > 1 else {"data": -1})
     mesh = js.plan.planned_mesh(case.topology, num_slices=case.slices, **axes)
-    device = mesh.devices.flat[0]
-    chip = js.plan.chip(device.device_kind, num_cores=device.num_cores)
-    if case.bandwidth:
-        chip = chip._replace(hbm_bandwidth=case.bandwidth)
+    chip = chip_of(case)
     model, tx = make_model(case), optax.adamw(1e-4)
     if "replica" in axes:
         strategy = js.hsdp()
@@ -282,6 +290,30 @@ def explain(result: Result) -> str:
     return f"communication and memory: all parts at their {'best' if end == 0 else 'worst'} leave {left:+.0%}{rest}"
 
 
+def what_if(result: Result) -> str:
+    """Say by a number what the suspected part of a time would have to be for the published one; "" where none is.
+
+    Products: the share of the peak that they would reach, with all other parts at the end of their range that explains
+    more. Communication: its seconds and what that is of the mean bandwidth, with the other parts in the middle.
+    Micro-batches: what the prediction of a single one leaves.
+    """
+    case, time = result.case, result.time
+    if abs(result.error) <= MOST or not case.suspect:
+        return ""
+    if case.suspect == "microbatches":
+        once = predict(replace(case, microbatches=1))
+        return f"with one {once.time.low:.2f} to {once.time.high:.2f} s, which leaves {once.error:+.0%}"
+    if case.suspect == "communication":
+        now = sum(time.exposed_communication) / 2
+        wanted = now + case.seconds - time.middle
+        return f"{wanted:.2f} s of it for {now:.2f} would explain all, {now / wanted:.0%} of the bandwidth"
+    others = (time.low if result.error > 0 else time.high) - time.compute[0]
+    rest, reached = case.seconds - others, chip_of(case).reached
+    share = reached * time.compute[0] / rest
+    end = "best" if result.error > 0 else "worst"
+    return f"with all else at its {end}, products at {share:.0%} of the peak for {reached:.0%} would explain the rest"
+
+
 def calibrate(results: Sequence[Result]) -> float:
     """Return how often operands and results go through the memory, by least squares of the relative errors."""
     low, high = TRAFFIC
@@ -316,7 +348,9 @@ def main() -> None:
         found = predict(case)
         if case in PREDICTED:
             errors.append(abs(found.error))
-        words = "; ".join(filter(None, (case.source, "calibrates" * (case in CALIBRATION), explain(found), case.off)))
+        words = "; ".join(
+            filter(None, (case.source, "calibrates" * (case in CALIBRATION), explain(found), case.off, what_if(found)))
+        )
         low, high, middle = found.time.low, found.time.high, found.time.middle
         print(row.format(case.name, f"{case.seconds:.3f}", f"{low:.2f} to {high:.2f}", f"{middle:.2f}",
                          f"{found.error:+.1%}", words), flush=True)  # fmt: skip
