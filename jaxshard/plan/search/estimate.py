@@ -16,7 +16,7 @@ from jaxshard.cost.hardware import Chip
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.facts import Facts
 from jaxshard.plan.time.network import Group, collective_seconds
-from jaxshard.plan.time.offload import Offload, offload_seconds
+from jaxshard.plan.time.offload import Offload, offload_seconds, offload_traffic
 
 _PRODUCTS = 0.7
 """The share of a chip's peak that products reach."""
@@ -133,6 +133,7 @@ class Estimator:
             if one.data == "hsdp":
                 reductions += self._seconds(one, "all-reduce", ("replica",), moved / max(1, one.size("data")))
         between, moved = self._between(one), int(self._kept(one)[1])
+        away = Offload(passes * moved, passes * moved)
         stages = one.size("pipe")
         idle = (stages - 1) / one.chunks / one.microbatches * (0.5 if one.schedule == "zero_bubble" else 1.0)
         update = sum(weights.values()) * (3 + 2 * facts.opt_ratio) / chip.hbm_bandwidth
@@ -151,7 +152,7 @@ class Estimator:
             "weights": (max(0.0, gathers + reductions - compute) + gathers + reductions) / 2,
             "idle": busy * idle if stages > 1 else 0.0,
             "update": update,
-            "offload": offload_seconds(Offload(passes * moved, passes * moved), chip, compute),
+            "offload": offload_seconds(away, chip, compute) + sum(offload_traffic(away, chip)) / 2,
         }
 
     def _between(self, one: Candidate) -> float:

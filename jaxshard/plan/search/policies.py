@@ -24,6 +24,7 @@ from jaxshard.adapt.remat import BLOCK_IN, Kept, RematPolicy, make_save_policy, 
 from jaxshard.core.constrain import CONSTRAINED
 from jaxshard.core.types import PyTree
 from jaxshard.cost.flops import model_flops
+from jaxshard.layers.attention.blockwise import NAME as ATTENTION_OUT
 
 _ELEMENTWISE = 0.03
 """Of a step what is computed again at least, unless everything is kept: norms, gates, rotations."""
@@ -86,6 +87,10 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
     alone = {name: of.keeping((name,), nothing) for name in names}
     worth = [name for name in names if alone[name].kept > nothing.kept]
     gains = {name: nothing.again - alone[name].again for name in worth}
+    # Of attention the formula is counted, whose gradient needs the logits again. Those of kernels make them anyway, so
+    # that with the result both products of the forward pass are saved.
+    kernel = gains.get(ATTENTION_OUT, 0.0)
+    gains |= {ATTENTION_OUT: 2 * kernel} if kernel else {}
     if any(gains.values()):  # else the work can't be counted
         worth = [name for name in worth if gains[name] > _WORTH]
 
@@ -97,6 +102,8 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
     for count in range(1, len(worth) + 1):
         first = worth[:count]
         kept = of.keeping(first, nothing)
+        if ATTENTION_OUT in first:
+            kept = replace(kept, again=max(_ELEMENTWISE, kept.again - kernel))
         more = kept.kept - into
         found += [
             kept,

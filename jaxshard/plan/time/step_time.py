@@ -18,7 +18,7 @@ from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.engine import Engine
 from jaxshard.plan.time.network import CollectiveCost
-from jaxshard.plan.time.offload import NONE, Offload, offload_seconds
+from jaxshard.plan.time.offload import NONE, Offload, offload_seconds, offload_traffic
 from jaxshard.plan.time.pipeline import bubble_of
 from jaxshard.plan.time.products import TRAFFIC, ProductCost
 
@@ -34,7 +34,7 @@ class StepTime:
 
     Attributes:
       compute: matrix products, at the rate that large ones reach.
-      memory_bound: what moves through the memory beside them, and for the optimizer's update.
+      memory_bound: what moves through the memory beside them, for the optimizer's update, and for what is offloaded.
       exposed_communication: collectives, and copies to the host's memory and back, that nothing hides.
       bubble: idle time of a pipeline.
       host: waiting for the host.
@@ -97,6 +97,7 @@ def step_time(
     gathers = _sum(one.seconds for one in collectives if _role(one) == "gather")
     reductions = _sum(one.seconds for one in collectives if _role(one) == "reduce")
     copies = [offload_seconds(offload, chip, seconds) for seconds in spent]
+    layouts = offload_traffic(offload, chip)
     exposed = (
         between[0] + max(0.0, gathers[0] + reductions[0] - spent[0]) + copies[0],
         between[1] + reductions[1] + gathers[1] + copies[1],
@@ -114,7 +115,10 @@ def step_time(
         assumptions.append(f"the schedule idles {share:.1%} of the time")
     return StepTime(
         (busy * (1 - share), busy * (1 - share)),
-        ((spent[0] - busy) * (1 - share) + update, (spent[1] - busy) * (1 - share) + 2 * update),
+        (
+            (spent[0] - busy) * (1 - share) + update + layouts[0],
+            (spent[1] - busy) * (1 - share) + 2 * update + layouts[1],
+        ),
         exposed,
         (share * spent[0], share * spent[1]),
         HOST,
