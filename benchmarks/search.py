@@ -8,8 +8,8 @@ benchmarks/maxtext_v5p_model_configs.py (llama2_70b_v5p_128, llama3-1-405b), src
 (its layout; v5e has a quarter of the tokens). `out_proj` there is "attention_proj" here, the query, key and value are
 "qkv", `decoder_layer_input` is "block_in", and save_dot_except_mlpwi keeps "qkv" and "attention_proj".
 
-The compiler's cycles count neither collectives nor Pallas kernels, which are the same work on both sides but for what
-remat computes again.
+The compiler's cycles count neither collectives nor Pallas kernels. What kernels compute stands beside them, in TFLOPs of
+a device by the traced program: a recipe that does not keep "attention_out" runs attention's forward kernel twice.
 """
 
 from __future__ import annotations
@@ -93,10 +93,17 @@ def main() -> None:
             "peak_gib": verdict.peak_bytes / 2**30,
             "predicted_gib": verdict.prediction.peak.total / 2**30 if verdict.prediction else None,
             "cycles": verdict.cycles,
+            "kernel_tflops": kernel_flops(verdict.prediction) / 1e12,
             "compile_seconds": verdict.compile_seconds,
         }
         print(json.dumps(found), f"{time.perf_counter() - started:.0f} s", flush=True)
         write(args.json, found)
+
+
+def kernel_flops(prediction: js.plan.Prediction | None) -> float:
+    """Add up what a device's kernels compute in a step; they have a name in the place of a line of the model."""
+    products = () if prediction is None else prediction.products
+    return sum(one.flops for one in products if ".py:" not in one.where and not one.where.endswith("dot_general"))
 
 
 def write(file: Path | None, found: dict[str, Any]) -> None:
