@@ -19,10 +19,10 @@ from tests.docs.pages import ROOT, WRITTEN, Block, blocks_of, name_of
 README = ROOT / "README.md"
 RUNNABLE = [page for page in WRITTEN if blocks_of(page)]
 QUICK_START_LINES = 40
-NEEDS = {"finetuning": "tokenizers"}
+NEEDS = {"finetuning": "tokenizers", "profiling": "libtpu"}
 """The extras that pages show, by their stem."""
 LONG = ("models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
-LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults")
+LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults", "debugging", "profiling")
 LONG += ("fsdp2", "deepspeed", "megatron", "maxtext", "pmap")
 """Pages whose programs take long to compile."""
 
