@@ -31,6 +31,7 @@ border:0;border-bottom:1px solid var(--jaxshard-line);max-width:48em;white-space
 .jaxshard p{margin:.25em 0}
 .jaxshard .js-title{font-weight:600;margin:.7em 0 .1em}
 .jaxshard ul,.jaxshard ol{margin:.2em 0 .8em;padding-left:1.6em}
+.jaxshard li{white-space:pre-wrap;font-size:.92em;margin:.15em 0}
 .jaxshard pre{white-space:pre-wrap;margin:.1em 0 .4em;padding:0;background:transparent;color:inherit;font-size:.9em}
 .jaxshard svg{display:block;max-width:100%;height:auto;margin:.2em 0}
 .jaxshard.jaxshard.jaxshard td svg{max-width:none}
@@ -101,7 +102,7 @@ def _cells(cells: Sequence[str], sides: str, tag: str, before: str = "") -> str:
 
 def listing(entries: Iterable[str], *, ordered: bool = False) -> str:
     """Write entries as a list; the lines of an entry stay lines. Nothing without entries."""
-    items = "".join(f"<li><pre>{html.escape(entry)}</pre></li>" for entry in entries)
+    items = "".join(f"<li>{html.escape(entry)}</li>" for entry in entries)
     tag = "ol" if ordered else "ul"
     return f"<{tag}>{items}</{tag}>" if items else ""
 

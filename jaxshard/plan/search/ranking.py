@@ -155,7 +155,7 @@ class Ranking:
         return page.page(
             page.paragraph(self._headline()),
             page.table(self._table(), last=bars),
-            page.legend({f"{name} (seconds)": colours[name] for name in names}),
+            page.legend({f"{name.replace('_', ' ')} (seconds)": colours[name] for name in names}),
             page.listing([plan.reason for plan in shown], ordered=True),
             page.listing(self._left_out()),
         )
