@@ -1,59 +1,214 @@
-"""`jaxshard doctor`: print devices and versions, and what is missing."""
+"""`jaxshard doctor`: print devices, hosts, versions and the compile cache, what is missing, and what does not work."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
 
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.errors import usage_errors
+from jaxshard.commands.findings import (
+    LOCK,
+    Finding,
+    judge_hosts,
+    judge_libtpu,
+    judge_machine,
+    judge_packages,
+    judge_settings,
+)
+from jaxshard.commands.flags import check_files
+from jaxshard.commands.machine import read_machine
 from jaxshard.commands.terminal import facts, make_console
-from jaxshard.core.compat import NEWEST_TESTED, installed_version, untested_version
+from jaxshard.core.compat import NEWEST_TESTED, installed_version, process_count_and_id, untested_version
+from jaxshard.core.layout import human_bytes
+from jaxshard.distributed.cluster import initialize
+from jaxshard.distributed.hosts import Host, survey
 
 _PACKAGES = ("jaxshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _OPTIONAL = {
     "libtpu": "compiling for TPU topologies (extra tpu)",
     "tensorboardX": "jaxshard train --tensorboard (extra viz)",
+    "wandb": "jaxshard train --wandb (extra logging)",
+    "mlflow": "jaxshard train --mlflow (extra logging)",
     "matplotlib": "pictures (extra viz)",
     "tokenizers": "text for models of Hugging Face (extra hf)",
 }
 
-_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "grain", "hf", "images")
+_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "grain", "hf", "images")
 """Extras whose packages have to fit where they are installed."""
 
+_GPU = Path("/dev/nvidia0")
+_START_SECONDS = 120
 
-def run() -> int:
-    """Print devices and versions, what is missing, and what does not fit together.
+
+def run(json: Path | None = None) -> int:
+    """Print what is here, what is missing, and what does not fit together.
+
+    Where several processes were started, as by `jaxshard launch`, they meet, and the first one prints for all.
+
+    Args:
+      json: the file for all of it as one JSON object, or "-".
 
     Returns:
       1 if something is broken; 0 if nothing is, though extras may be absent.
     """
-    console = make_console(stderr=False)
+    from jaxshard.commands.result import write_json
+
     with usage_errors():
-        devices = choose_devices(None)
-    facts(console, {"devices": describe(devices), "processes": str(jax.process_count()), "cores": str(os.cpu_count())})
+        check_files(json=json)
+    found = [*_judge_before_start()]
+    if problem := start_problem():
+        found.append(problem)
+        report: dict[str, Any] = {"devices": None, "hosts": []}
+    else:
+        with usage_errors():
+            initialize()
+            devices = choose_devices(None)
+        report = _describe(devices)
+        hosts = survey(report.pop("host"))
+        report |= {"processes": len(hosts), "hosts": [host._asdict() for host in hosts]}
+        machine = read_machine()
+        found += [*judge_hosts(hosts), *judge_machine(machine, processes=len(hosts), has_gpu=_GPU.exists())]
+    report |= {
+        "versions": versions(),
+        "compile_cache": describe_cache(),
+        "missing": missing_packages(report["devices"] is not None and jax.default_backend() == "cpu"),
+        "findings": [finding._asdict() for finding in found],
+    }
+    if process_count_and_id()[1] == 0:
+        _print(make_console(stderr=str(json) == "-"), report, found)
+        write_json(json, report)
+    return int(any(finding.level == "broken" for finding in found))
+
+
+def _judge_before_start() -> Iterator[Finding]:
+    """What can be said before JAX touches a device, which a bad setting would end."""
+    machine, chips = read_machine(), [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
+    yield from judge_settings(os.environ, machine.interfaces, _GPU.exists() or bool(chips))
+    yield from judge_packages(installed_version, os.environ)
+    if installed_version("libtpu") or chips:
+        yield from judge_libtpu(os.environ, LOCK, chips)
+    if newer := untested_version():
+        yield Finding("warning", *newer.rsplit(": ", 1))
+    packages = [name for name in ("jaxshard", "jax", "jaxlib", "jax-cuda12-plugin") if installed_version(name)]
+    problems = {name: problem for package in packages for name, problem in broken_requirements(package).items()}
+    for problem in (problems | wrong_python(packages) | broken_imports()).values():
+        what, _, remedy = problem.partition("; ")
+        yield Finding("broken", what, remedy)
+
+
+def _describe(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """What is said of devices, of all processes, and of this process's host."""
+    machine = read_machine()
+    memory = [_memory_of(device) for device in devices if device.process_index == jax.process_index()]
+    host = {"cores": machine.cores, "memory": machine.memory, "available": machine.available, "shm": machine.shared}
+    return {"devices": describe(list(devices)), "device_memory": [one for one in memory if one], "host": host}
+
+
+def _memory_of(device: jax.Device) -> dict[str, int] | None:
+    """The bytes of a device, and those in use; None where it does not say, as a CPU."""
+    try:
+        stats = device.memory_stats()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return {"limit": stats["bytes_limit"], "in_use": stats.get("bytes_in_use", 0)}
+
+
+def _print(console: Console, report: dict[str, Any], found: Sequence[Finding]) -> None:
+    """Print the report for people."""
+    hosts = [Host(**host) for host in report["hosts"]]
+    facts(console, {"devices": report["devices"] or "not started"})
+    if memory := report.get("device_memory"):
+        limit, used = (max(one[name] for one in memory) for name in ("limit", "in_use"))
+        facts(console, {"memory": f"{human_bytes(limit)} per device, {human_bytes(used)} in use"})
+    if hosts:
+        facts(console, {"processes": str(len(hosts)), "cores": str(hosts[0].facts["cores"])})
+    for host in hosts:
+        facts(console, {"host" if len(hosts) == 1 else f"host {host.process}": describe_host(host, len(hosts))})
+    facts(console, {"cache": report["compile_cache"]["text"]})
     console.print()
-    facts(console, {name: version or "not installed" for name, version in versions().items()})
+    facts(console, {name: version or "not installed" for name, version in report["versions"].items()})
     facts(console, {"tested": f"with JAX up to {'.'.join(map(str, NEWEST_TESTED))}"})
     console.print()
+    console.print("missing: " + ("; ".join(report["missing"]) or "nothing"))
+    for finding in sorted(found, key=lambda finding: finding.level, reverse=True):
+        console.print(f"{finding.level}: {finding.what}" + (f"; {finding.remedy}" if finding.remedy else ""))
+
+
+def describe_host(host: Host, count: int) -> str:
+    """Describe a host in a line; among several also its clock and whom it reaches."""
+    sizes = {"memory": "of memory", "available": "of it free", "shm": "in /dev/shm"}
+    known = [f"{human_bytes(host.facts[name])} {what}" for name, what in sizes.items() if host.facts.get(name)]
+    if count > 1:
+        reached = count - 1 - len(host.unreached)
+        known += [f"clock {host.clock:+.1f} s", f"reaches {reached} of {count - 1} others"]
+    return ", ".join([f"{host.name} ({host.address})", *known])
+
+
+def describe_cache() -> dict[str, Any]:
+    """Describe JAX's compilation cache: the folder, how many programs are in it, their bytes, and a line of text."""
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir
+    if not folder or not config.jax_enable_compilation_cache:
+        why = "JAX_ENABLE_COMPILATION_CACHE is false" if folder else "no folder"
+        remedy = "set JAX_COMPILATION_CACHE_DIR=FOLDER, and later starts compile hardly anything"
+        return {"folder": None, "programs": 0, "bytes": 0, "text": f"off ({why}); {remedy}"}
+    if "://" in folder:
+        return {"folder": folder, "programs": None, "bytes": None, "text": f"{folder}; not used on several CPU devices"}
+    sizes = [path.stat().st_size for path in Path(folder).rglob("*-cache") if path.is_file()]
+    text = f"{folder}, {len(sizes)} programs, {human_bytes(sum(sizes))}; not used on several CPU devices"
+    return {"folder": folder, "programs": len(sizes), "bytes": sum(sizes), "text": text}
+
+
+def missing_packages(is_cpu: bool) -> list[str]:
+    """Return a phrase for each package that is absent, with what it is for."""
     missing = [f"{name}, for {use}" for name, use in _OPTIONAL.items() if importlib.util.find_spec(name) is None]
-    if devices[0].platform == "cpu" and Path("/dev/nvidia0").exists():
+    if is_cpu and _GPU.exists():
         missing.append(f'JAX for the NVIDIA GPU of this machine: pip install "jax[cuda12]=={jax.__version__}"')
-    console.print("missing: " + ("; ".join(missing) or "nothing"))
-    if newer := untested_version():
-        console.print(f"warning: {newer}")
-    installed = [name for name in ("jaxshard", "jax", "jax-cuda12-plugin") if installed_version(name)]
-    broken = {name: problem for package in installed for name, problem in broken_requirements(package).items()}
-    broken |= broken_imports()
-    for problem in broken.values():
-        console.print(f"broken: {problem}")
-    return int(bool(broken))
+    return missing
+
+
+def start_problem() -> Finding | None:
+    """Start JAX in another process where XLA_FLAGS is set, since a flag that XLA lacks ends the process."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    if not flags:
+        return None
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_START_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "broken", f"JAX does not start within {_START_SECONDS} s", "unset XLA_FLAGS to see whether it is that"
+        )
+    if found.returncode == 0:
+        return None
+    said = next((line for line in found.stderr.splitlines() if "XLA_FLAGS" in line), found.stderr.strip()[-200:])
+    return Finding("broken", f"JAX does not start: {said.rpartition('] ')[2]}", "take that flag out of XLA_FLAGS")
+
+
+def wrong_python(packages: Sequence[str]) -> dict[str, str]:
+    """Return a sentence for each package that does not take this Python."""
+    mine, broken = platform.python_version(), {}
+    for package in packages:
+        about = metadata.metadata(package)
+        wanted = "".join(about.get_all("Requires-Python", []))
+        if wanted and not SpecifierSet(wanted).contains(mine, prereleases=True):
+            broken[f"python for {package}"] = f"{package} needs Python {wanted}, this is {mine}; use another Python"
+    return broken
 
 
 def broken_requirements(package: str) -> dict[str, str]:

@@ -396,11 +396,13 @@ def checkpoint(
     return run(action, dir, step=step, key_file=key_file, json=json)
 
 
-def doctor() -> int:
-    """Say which devices and versions are here, what is missing, and what does not fit together; status 1 if so.
+def doctor(*, json: JsonFile = None) -> int:
+    """Say what is here, what is missing, and what does not work, each with its remedy; status 1 if something is broken.
 
-    Packages are compared with what jaxshard and JAX say that they need. Extras that are absent are no failure.
+    Devices, hosts with their memory, clocks and connections (under jaxshard launch, Slurm and the like of all
+    processes), versions, the compile cache; bad settings, packages that do not fit together, and what holds the TPU.
+    Extras that are absent are no failure.
     """
     from jaxshard.commands.doctor import run
 
-    return run()
+    return run(json)

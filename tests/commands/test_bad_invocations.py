@@ -210,7 +210,7 @@ FLAGS = {
         "--json": FILES,
     },
     "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
-    "doctor": {},
+    "doctor": {"--json": FILES},
 }  # fmt: skip
 SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile", "--repair"}
 

@@ -1,5 +1,6 @@
 """The command line as a whole: help, commands and flags that do not exist, and `jaxshard doctor`."""
 
+import json
 import re
 import subprocess
 import sys
@@ -140,3 +141,31 @@ def test_doctor_warns_of_a_jax_that_is_newer_than_the_tested_ones(monkeypatch, c
     monkeypatch.setattr(jax, "__version__", "9.1.0")
     assert main(["doctor"]) == 0
     assert re.search(r"^warning: .*9\.1\.0", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_doctor_writes_all_of_it_as_json(monkeypatch, capsys):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    assert main(["doctor", "--json", "-"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["processes"] == 1 and report["hosts"][0]["facts"]["cores"] >= 1
+    assert [finding["level"] for finding in report["findings"]] == ["broken"]
+    assert "nope0" in report["findings"][0]["what"] and report["versions"]["jax"] == jax.__version__
+
+
+def test_doctor_ends_before_a_flag_that_would_end_the_process(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nope=1")
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "devices     not started" in output
+    assert "broken: JAX does not start: Unknown flag in XLA_FLAGS: --xla_nope=1; take that flag out" in output
+
+
+def test_doctor_describes_the_compilation_cache(monkeypatch, tmp_path):
+    assert doctor.describe_cache()["text"].startswith("off (no folder); set JAX_COMPILATION_CACHE_DIR=FOLDER")
+    (tmp_path / "step-cache").write_bytes(b"12345")
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        found = doctor.describe_cache()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+    assert (found["folder"], found["programs"], found["bytes"]) == (str(tmp_path), 1, 5)
