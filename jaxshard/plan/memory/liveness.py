@@ -149,7 +149,8 @@ class Liveness(Storage):
         """What an operation needs beside operands and results.
 
         Collectives make arrays whose slowest dimension is the gathered one; where shards do not fill tiles along it, or
-        it lies along the lanes, the result is copied. A scatter into a large array holds it twice.
+        it lies along the lanes, the result is copied. What a scatter makes is there twice when it is summed over all
+        devices at once, which an all-reduce does; a sum over some of the axes is scattered in place.
         """
         out = op.outs[0] if op.outs else None
         if out is None or not self.narrow_products:
@@ -161,8 +162,16 @@ class Liveness(Storage):
             return [Live(out, self.size(out), "copy")] if odd else []
         fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
         if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
-            return [Live(out, self.size(out), "copy")]
+            return [] if self._scatters_after(out) > 1 else [Live(out, self.size(out), "copy")]
         return []
+
+    def _scatters_after(self, value: Value) -> int:
+        """Count the collectives one after the other that scatter a value: one for each step over axes of the mesh."""
+        count, found = 0, self.readers[self.find(value)]
+        while len(found) == 1 and len(found[0].outs) == 1:
+            count += found[0].name in ("reduce_scatter", "psum_scatter")
+            found = self.readers[self.find(found[0].outs[0])]
+        return count
 
     def _overwritten(self, op: Op, number: int, i: int, taken: set[Value | None]) -> Value | None:
         """Return the operand over which a result is written, because nothing reads it later."""

@@ -267,6 +267,7 @@ class Storage:
         compute it before a loop through which its operands would live.
         """
         if not self.narrow_products:
+            self._delay_products()
             return
         made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
         read: defaultdict[Value, int] = defaultdict(int)
@@ -284,6 +285,27 @@ class Storage:
             elif self._continued(op):
                 at = max(places[maker] for one in op.ins if (maker := self.makers.get(self.find(one))) is not None)
             places[op] = at
+        self.ops = sorted(self.ops, key=places.__getitem__)
+
+    def _delay_products(self) -> None:
+        """Move products behind a loop where their results are first read after it: XLA for GPUs schedules them late.
+
+        They then run beside the collectives behind the backward pass. A result that is added to what the loop makes is
+        no such, and neither is one inside a block.
+        """
+        if all(one.role == "inner" for one in self.region.inputs):
+            return
+        read: dict[Value, Op] = {}
+        for op in reversed(self.ops):
+            if not self.is_alias(op):
+                read.update((self.find(one), op) for one in op.reads)
+        places: dict[Op, float] = {}
+        for i, op in enumerate(self.ops):
+            places[op] = i
+            reader = read.get(self.find(op.outs[0])) if op.name in _PRODUCTS else None
+            if reader is not None and not self._waits(reader, op.outs[0]):
+                at = self.traced[reader]
+                places[op] = at - 0.5 if any(i < loop < at for loop in self.loops) else i
         self.ops = sorted(self.ops, key=places.__getitem__)
 
     def _continued(self, op: Op) -> bool:

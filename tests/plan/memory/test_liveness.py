@@ -47,3 +47,24 @@ def test_splits_follow_products_and_reductions():
     assert propagate("reduce_sum", {"axes": (0,)}, [(columns, (4, 6))], (6,)) == (("tensor",),)
     assert propagate("mul", {}, [(rows, (8, 4)), (columns, (1, 4))], (8, 4)) == (("data",), ("tensor",))
     assert spec_split(jax.sharding.PartitionSpec(("data", "tensor")), 2, frozenset({"data"})) == (("data",), ())
+
+
+def test_a_scattered_gradient_is_there_twice_where_one_collective_sums_it_over_all_devices():
+    mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = jax.sharding.PartitionSpec(("data", "context"))
+
+    def copies(*axes):
+        def add(updates, tokens):
+            made = jnp.zeros((1024, 512)).at[tokens].add(updates)
+            for names in axes:
+                made = lax.psum_scatter(made, names, scatter_dimension=0, tiled=True)
+            return made
+
+        step = jax.shard_map(add, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=False)
+        args = jax.ShapeDtypeStruct((64, 512), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+        region = build(jax.make_jaxpr(step)(*args), [(((),) * len(x.shape), "", "") for x in args], dict(mesh.shape))
+        found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(), narrow_products=True)
+        return [one.bytes for one in found.peak().live if one.note == "copy"]
+
+    assert copies(("data", "context")) == [4 * 1024 * 512]
+    assert copies("data", "context") == []
