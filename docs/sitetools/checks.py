@@ -163,19 +163,9 @@ def _is_known(word: str, known: list[str]) -> bool:
 
 
 def check_misspellings(root: Path) -> list[str]:
-    """Say what codespell finds in pages, notebooks, examples and the package."""
-    folders = (
-        "docs",
-        "notebooks",
-        "examples",
-        "benchmarks",
-        "jaxshard",
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-    )
-    listed = subprocess.run(["git", "ls-files", *folders], cwd=root, capture_output=True, text=True, check=True)
-    files = [file for file in listed.stdout.splitlines() if file.endswith((".md", ".py", ".ipynb", ".sh", ".yaml"))]
+    """Say what codespell finds in pages, notebooks and code."""
+    code = [path for folder in ("jaxshard", "examples", "benchmarks", "docs") for path in (root / folder).rglob("*.py")]
+    files = ["README.md", *(source.file for source in sources(root)), *(str(path.relative_to(root)) for path in code)]
     options = ["--ignore-words-list", ",".join(NAMES_IN_CODE), "--ignore-regex", _STORED_PICTURE]
     command = [sys.executable, "-m", "codespell_lib", *options, *files]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -90,7 +90,8 @@ def attribute_docstring(module: str, name: str) -> str:
         named = any(isinstance(target, ast.Name) and target.id == name for target in targets)
         if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             return inspect.cleandoc(str(following.value.value))
-    return ""
+    imported = import_of(importlib.import_module(module), name)
+    return attribute_docstring(imported, name) if imported else ""
 
 
 @functools.cache

@@ -66,6 +66,11 @@ class Checkpointer:
 
     Attributes:
       best: the metric whose best run is kept, or None. `js.fit` wants `evaluate=` then.
+
+    Example:
+        with js.Checkpointer("run", layout, every=100, keep=3) as checkpointer:
+            run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer])
+            checkpointer.save(run)
     """
 
     def __init__(

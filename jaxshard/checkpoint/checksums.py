@@ -27,7 +27,15 @@ _THREADS = 8
 
 
 class Damaged(ValueError):
-    """Raised for a step whose files are not those that were saved."""
+    """Raised for a step whose files are not those that were saved.
+
+    Example:
+        js.save("run", run, layout)
+        try:
+            run = js.restore("run", layout)
+        except js.Damaged as error:
+            print(error)    # which file is not the one that was saved
+    """
 
 
 def checksum_file(file: Path, extents: Sequence[Extent], digest: Any = None) -> tuple[Segment, ...]:

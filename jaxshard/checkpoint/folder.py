@@ -70,6 +70,12 @@ def latest_step(dir: str | os.PathLike[str], *, intact: bool = False, key: bytes
       ValueError: `dir` is the folder of one step; with `intact`, all steps were saved with another key, or steps were
         saved with a key and none is given.
       NotADirectoryError: `dir` is a file.
+
+    Example:
+        if js.latest_step("run") is None:
+            run = js.init(init_fn, tx, layout, 0)
+        else:
+            run = js.restore("run", layout)
     """
     check_key(key)
     root = absolute_root(dir)

@@ -67,6 +67,11 @@ def restore(
       FileNotFoundError: there is no such folder or step.
       js.distributed.Disagreement: one of several processes has other versions, flags, mesh or layout, or finds another
         checkpoint.
+
+    Example:
+        js.save("run", run, layout)
+        other = js.layout(js.hsdp(), js.make_mesh(replica=2, data=4), init_fn, tx)
+        run = js.restore("run", other)      # a layout other than that which saved it
     """
     check_key(key)
     if key is not None and not verify:

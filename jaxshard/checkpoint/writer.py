@@ -83,6 +83,10 @@ def save(
       OSError: the step could not be written (a full disk, no permission), with the errno of the cause, and so as a
         PermissionError where that was one. Nothing of it is left; other steps stay.
       BlockingIOError: the `js.Checkpointer` of another process, which is named, saves into this folder.
+
+    Example:
+        path = js.save("run", run, layout)      # run/0, if no step was taken
+        run = js.restore("run", layout)
     """
     if isinstance(dir, TrainState):
         raise TypeError("dir is a run; write js.save(dir, run, layout), in this order")

@@ -29,6 +29,11 @@ class Model(NamedTuple):
     Attributes:
       params: a tree of arrays; gradients are taken of these.
       state: a tree of arrays that the loss replaces in every step, such as batch statistics (see `Loss.state`).
+
+    Example:
+        def init_fn(key):
+            variables = module.init(key, x)
+            return js.Model(variables["params"], {"batch_stats": variables["batch_stats"]})
     """
 
     params: PyTree

@@ -153,7 +153,11 @@ RULES: tuple[Rule, ...] = (
     # Whatever else is called a kernel: matrices, and convolutions over one to three dimensions.
     ("kernel", kernel_names),
 )
-"""The built-in rules; your own go in front: `js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES])`."""
+"""The built-in rules; your own go in front: `js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES])`.
+
+Example:
+    strategy = js.tensor([("fuse/kernel", ("embed", "mlp")), *js.RULES])
+"""
 
 
 @dataclass(frozen=True)

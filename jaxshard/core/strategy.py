@@ -259,6 +259,9 @@ def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1.
+
+    Example:
+        layout = js.layout(js.zero1(), js.make_mesh(data=-1), init_fn, tx)
     """
     return compose(batch(axis), shard(axis, ["opt"], min_size=min_size))
 
@@ -274,6 +277,9 @@ def zero2(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.2.
+
+    Example:
+        layout = js.layout(js.zero2(), js.make_mesh(data=-1), init_fn, tx)
     """
     return compose(batch(axis), shard(axis, ["opt", "grad"], min_size=min_size))
 
@@ -312,6 +318,9 @@ def hsdp(replica: AxisName = "replica", axis: AxisName = "data", *, min_size: in
 
     References:
       Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", section 3.2.2.
+
+    Example:
+        layout = js.layout(js.hsdp("replica", "data"), js.make_mesh(replica=2, data=-1), init_fn, tx)
     """
     return compose(batch(replica, axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
 

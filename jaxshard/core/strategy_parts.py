@@ -19,7 +19,15 @@ from jaxshard.core.tree import BLOCKS, Leaf, raise_all
 from jaxshard.core.types import AxisName, Role
 
 Strategy = Callable[[Role, Leaf, Placement, Mesh], Placement]
-"""A pure function from an array in a role, with its placement so far, to its placement."""
+"""A pure function from an array in a role, with its placement so far, to its placement.
+
+Example:
+    def columns(role, leaf, placement, mesh):
+        splits = role in ("param", "grad", "opt") and len(leaf.shape) == 2 and leaf.shape[1] % mesh.shape["data"] == 0
+        return placement.split(1, ("data",)) if splits else placement
+
+    layout = js.layout(js.compose(js.batch("data"), columns), mesh, init_fn, tx)
+"""
 
 MIN_SIZE = 2**14
 """Arrays with fewer elements stay whole: splitting them costs a collective and saves next to nothing."""

@@ -33,6 +33,11 @@ class Leaf(NamedTuple):
       dtype: its dtype.
       names: the logical name of each dimension, or None, such as ("embed", "mlp").
       named_by: the rule that gave a parameter its names, for people; "" without one.
+
+    Example:
+        >>> leaf = Leaf("head/kernel", (512, 10), "float32", ("embed", "vocab"))
+        >>> leaf.size
+        5120
     """
 
     path: str

@@ -63,6 +63,9 @@ def train_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
 
     Raises:
       ValueError: as `model_flops` does.
+
+    Example:
+        js.plan.train_flops(loss_fn, params, batch, key)    # of one step, over all devices together
     """
     return 3 * model_flops(fn, *abstract_args)
 

@@ -22,6 +22,10 @@ class Network(NamedTuple):
       outside_bandwidth: bytes per second of one device in one direction.
       latency: seconds of a hop inside.
       outside_latency: seconds of a hop outside.
+
+    Example:
+        network = js.plan.chip("TPU v5e").network
+        network.closed((16, 16))    # (True, True): both dimensions are rings
     """
 
     inside: str

@@ -65,6 +65,11 @@ def batches(
       TypeError: a source that is none of these. By `next`: what the source raises.
       js.distributed.Disagreement: in several processes, one has other batches: `start`, their shape, or the first row,
         which shows another seed or corpus. (Of an iterable no batch is taken to look at it.)
+
+    Example:
+        source = js.data.windows(tokens, batch=8, seq=16, seed=0)
+        with js.batches(source, layout, start=run.step) as batches:
+            run = js.fit(run, step, batches, steps=1000)
     """
     if hasattr(source, "rows") and hasattr(source, "batch"):
         return _batches_by_number(_rows_reader(source, layout, to_step(start)), start, prefetch)
@@ -106,6 +111,10 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
       TypeError: a position with a state for an iterator that can't take one.
       ValueError: by `next`, a scalar, or arrays with different numbers of rows. Also by `next`: what the iterator
         raises.
+
+    Example:
+        with js.local_batches(rows_of_this_host, layout) as batches:    # an iterator of {"tokens": int32[rows, 129]}
+            run = js.fit(run, step, batches, steps=100)
     """
     return batches_in_turn(iterator, lambda batch: _place_local(batch, layout), start, prefetch)
 

@@ -17,7 +17,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 HELD_OUT = 0.08
-"""The share of the files, or of the end of a single token array, that is held out."""
+"""The share of the files, or of the end of a single token array, that is held out.
+
+Example:
+    count = int(len(tokens) * (1 - js.data.HELD_OUT))
+    train, held_out = tokens[:count], tokens[count:]
+"""
 
 _BYTES = 256
 _SEPARATOR = b"\0"
@@ -64,6 +69,10 @@ def stdlib() -> Corpus[np.ndarray]:
 
     Raises:
       ValueError: this Python comes without the source of its library.
+
+    Example:
+        corpus = js.data.stdlib()
+        source = js.data.windows(corpus.train, batch=32, seq=128, seed=0, vocab=corpus.vocab)
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = {path.as_posix(): (root / path).read_bytes() for path in _list_files(root, "*.py", _NOT_THE_LIBRARY)}
@@ -95,6 +104,10 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
     Raises:
       FileNotFoundError: nothing at the path.
       ValueError: empty data, a missing dtype or vocabulary or one too many, token ids outside the vocabulary.
+
+    Example:
+        corpus = js.data.load("notes.txt")
+        source = js.data.windows(corpus.train, batch=8, seq=16, seed=0, vocab=corpus.vocab)
     """
     path = Path(path)
     if not path.exists():

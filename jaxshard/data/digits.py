@@ -36,6 +36,10 @@ def digits(train: int = 8192, held_out: int = 1024, *, seed: int = 0) -> Images:
 
     Returns:
       The images, with classes "0" to "9".
+
+    Example:
+        images = js.data.digits(train=64, held_out=16)
+        source = js.data.images(images.train, batch=8, seed=0)
     """
     return _digits(train, held_out, seed)
 

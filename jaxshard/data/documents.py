@@ -92,6 +92,10 @@ def documents(
 
     Raises:
       ValueError: an empty document, arrays that are no integers, or answers of another shape or dtype.
+
+    Example:
+        documents = js.data.documents([np.array([5, 1, 2, 0]), np.array([7, 0])], vocab=256)
+        source = js.data.packed(documents, batch=2, seq=8, seed=0)
     """
     lengths = [len(one) for one in tokens]
     if empty := [number for number, length in enumerate(lengths) if not length]:

@@ -77,6 +77,11 @@ def examples(dataset: Indexed, *, batch: int, seed: int | None) -> Examples:
       ValueError: an empty data set, or a batch below 1. Where they are read: examples that are None (what a filtered
         `grain.MapDataset` has in the place of those left out), or that differ in structure, shape or dtype.
       TypeError: where they are read, text and other leaves that are no numbers.
+
+    Example:
+        dataset = [{"x": np.full(4, number, np.float32), "y": number % 2} for number in range(100)]
+        source = js.data.examples(dataset, batch=8, seed=0)
+        source.rows(0, np.arange(8))["x"].shape     # (8, 4)
     """
     if batch < 1:
         raise ValueError(f"examples: batch must be at least 1, got {batch}")

@@ -134,6 +134,9 @@ def images(dataset: Indexed, *, batch: int, seed: int, side: int | None = None, 
 
     Raises:
       ValueError: an empty data set, a batch or side below 1, or no such augmentation.
+
+    Example:
+        source = js.data.images(js.data.digits(train=64, held_out=16).train, batch=8, seed=0, augment="shift")
     """
     if batch < 1 or len(dataset) < 1 or (side is not None and side < 1):
         raise ValueError(f"images: {len(dataset)} images in batches of {batch}, of side {side}; all must be at least 1")
@@ -155,6 +158,10 @@ def eval_images(
 
     Returns:
       A list of {"images", "labels"}, with all global rows, the same on every host.
+
+    Example:
+        held_out = js.data.eval_images(js.data.digits(train=64, held_out=16).held_out, batch=8)
+        held_out[0]["images"].shape      # (8, 32, 32, 3)
     """
     source = images(dataset, batch=batch, seed=0, side=side)
     count = min(len(dataset), limit or len(dataset))
@@ -182,6 +189,10 @@ def load_images(path: str | Path) -> Images:
       FileNotFoundError: nothing at the path.
       ValueError: another file, arrays of other names, shapes or dtypes, a folder without classes, or Grain or Pillow
         missing. Later, where it is read, a file that is no image, by name.
+
+    Example:
+        images = js.data.load_images("photos.npz")
+        source = js.data.images(images.train, batch=8, seed=0)
     """
     path = Path(path)
     if not path.exists():

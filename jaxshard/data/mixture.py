@@ -101,6 +101,11 @@ def mixture(sources: Mapping[str, tuple[Source, float]], *, seed: int) -> Mixtur
     Raises:
       ValueError: no sources, a weight that is not above 0 or not finite, sources whose batches or rows differ.
       TypeError: a weight that is no number, an entry that is no pair of a source and its weight.
+
+    Example:
+        code = js.data.windows(tokens, batch=8, seq=16, seed=0)
+        prose = js.data.windows(tokens[::-1], batch=8, seq=16, seed=0)
+        source = js.data.mixture({"code": (code, 0.7), "prose": (prose, 0.3)}, seed=0)
     """
     if not sources:
         raise ValueError('mixture: no sources; give {"name": (source, weight)}')

@@ -131,6 +131,10 @@ def packed(documents: Documents, *, batch: int, seq: int, seed: int) -> Packed:
     Raises:
       ValueError: `batch` or `seq` below 1, no documents, or an answer that a cut takes its prompt from: one that begins
         behind the first `seq` tokens of its document.
+
+    Example:
+        documents = js.data.documents([np.array([5, 1, 2, 0]), np.array([7, 0])], vocab=256)
+        source = js.data.packed(documents, batch=2, seq=8, seed=0)
     """
     if batch < 1 or seq < 1:
         raise ValueError(f"data: batch and seq must be at least 1, got batch={batch}, seq={seq}")

@@ -22,16 +22,19 @@ class Source(Protocol):
 
     `rows` depends on its arguments alone. So every number of processes sees the same batches, each process reads only
     its own rows, and a run goes on at any step without a saved state. `js.data.windows`, `examples` and `mixture` make
-    sources; one of your own is a class with these two members:
+    sources; one of your own is a class with these two members.
 
+    Attributes:
+      batch: the number of global rows of a step.
+
+    Example:
         class Noise:
             batch = 32
 
             def rows(self, step, rows):
                 return {"x": np.stack([np.random.default_rng((step, row)).normal(size=8) for row in rows])}
 
-    Attributes:
-      batch: the number of global rows of a step.
+        batches = js.batches(Noise(), layout)
     """
 
     @property

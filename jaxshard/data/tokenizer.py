@@ -70,6 +70,11 @@ def tokenizer(path: str | Path) -> Tokenizer:
       FileNotFoundError: nothing at the path, or a folder without a `tokenizer.json`.
       ValueError: a file that is no tokenizer, or an end token that it lacks.
       ImportError: the library `tokenizers` is not installed.
+
+    Example:
+        tokenizer = js.data.tokenizer("tokenizer.json")
+        (ids,) = tokenizer.encode(["a text"])
+        tokenizer.decode(ids)
     """
     file = Path(path)
     file = file / FILE if file.is_dir() else file

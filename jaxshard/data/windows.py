@@ -86,6 +86,11 @@ def windows(
 
     Raises:
       ValueError: `batch` or `seq` below 1, tokens that are no one-dimensional integer array, or too few for a window.
+
+    Example:
+        >>> source = windows(np.arange(100), batch=2, seq=4, seed=0)
+        >>> source.rows(0, np.array([0, 1]))["tokens"].shape
+        (2, 5)
     """
     _check_tokens(tokens, batch, seq)
     return Windows(tokens, batch, seq, seed, vocab)
@@ -116,6 +121,10 @@ def eval_batches(
 
     Raises:
       ValueError: as `windows`, or a limit below 1. While iterating: a token id outside the vocabulary.
+
+    Example:
+        held_out = list(js.data.eval_batches(tokens, batch=8, seq=16, limit=4))
+        js.evaluate(eval_step, run, held_out)
     """
     if limit is not None and limit < 1:
         raise ValueError(f"data: limit must be at least 1 window, got {limit}")

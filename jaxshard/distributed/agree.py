@@ -67,6 +67,13 @@ class Disagreement(ValueError):
 
     Attributes:
       exit_status: 2, with which a process ends that does not catch the error: a new start would not help.
+
+    Example:
+        try:
+            layout = js.layout(js.fsdp(), js.make_mesh(data=-1), init_fn, tx)
+            run = js.init(init_fn, tx, layout, 0)
+        except js.distributed.Disagreement as error:
+            print(error)    # what each process was given
     """
 
     exit_status = WRONG_USAGE

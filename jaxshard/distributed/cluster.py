@@ -69,6 +69,10 @@ def initialize(
         number of this process is not below the number of processes, or the seconds are no positive number.
       RuntimeError: JAX has touched a device already, or other processes were joined before.
       OSError: process 0 may not listen at its address.
+
+    Example:
+        js.distributed.initialize()     # before anything else of JAX; does nothing where there is one process
+        mesh = js.make_mesh(data=-1)
     """
     limit = _read_limit(initialization_timeout)
     place = _read_place(coordinator_address, num_processes, process_id)

@@ -55,6 +55,13 @@ class MissingProcess(RuntimeError):
     Attributes:
       exit_status: with which a process ends that does not catch the error: 75 ("try again") if the other one never
         came, and that of the other one if it failed.
+
+    Example:
+        try:
+            js.distributed.initialize()
+        except js.distributed.MissingProcess as error:
+            print(error)    # which process never came
+            raise SystemExit(75)
     """
 
     def __init__(self, message: str, exit_status: int = TRY_AGAIN):

@@ -39,6 +39,12 @@ def leave(status: int) -> NoReturn:
     Args:
       status: the exit status; anything but 0 is reported to the other processes as a failure, and process 0 ends some
         seconds later than they do, because it holds what JAX needs in all of them.
+
+    Example:
+        try:
+            run = js.fit(run, step, batches, steps=1000)
+        except ConnectionError:
+            js.distributed.leave(75)    # the other processes see that this one is gone
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more

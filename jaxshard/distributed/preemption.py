@@ -56,6 +56,11 @@ class Preemption:
 
     Raises:
       ValueError: when it is entered in another thread than the main one; only that may catch signals.
+
+    Example:
+        with js.Checkpointer("run", layout, every=100) as checkpointer, js.distributed.Preemption() as preemption:
+            run = js.fit(run, step, batches, steps=1000, on_run=[checkpointer, preemption])
+            checkpointer.save(run)
     """
 
     def __init__(self) -> None:

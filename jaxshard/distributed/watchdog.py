@@ -111,6 +111,10 @@ class Watchdog:
 
     Raises:
       ValueError: `least` is not positive, or `factor` below 1.
+
+    Example:
+        with js.distributed.Watchdog(least=120) as watchdog:
+            run = js.fit(run, step, batches, steps=1000, on_run=[watchdog])
     """
 
     def __init__(self, *, least: float = 60.0, factor: float = 10.0):

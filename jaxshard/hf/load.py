@@ -93,6 +93,11 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
       FileNotFoundError: there is no such folder.
       ValueError: a file is missing, cut off or damaged; a tensor has no place in the model, an array of the model no
         tensor, or either another shape or dtype. All are named.
+
+    Example:
+        model = js.hf.model("folder")
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
+        run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
     """
     folder = find_folder(folder)
     config = read_config(folder, ignore)

@@ -61,6 +61,12 @@ def save(
       ValueError: the model is of no known family: its arguments or arrays that have no place are named.
       FileExistsError: the folder has a model.
       OSError: it could not be written.
+
+    Example:
+        model = js.hf.model("folder")
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
+        run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
+        js.hf.save("trained", run, layout)
     """
     folder = Path(folder).absolute()
     known = model or layout.model

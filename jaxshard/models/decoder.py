@@ -188,6 +188,9 @@ def logits(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]) -> F
 
     Returns:
       Logits; those at position t are for token t + 1, from tokens 0 to t.
+
+    Example:
+        logits = js.models.logits(model, params, tokens)    # f32[batch, seq, vocab]
     """
     rest = {name: part for name, part in params.items() if name != BLOCKS}
     # embed takes a training row, whose last token is only a target.

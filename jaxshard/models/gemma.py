@@ -86,6 +86,12 @@ def gemma(
       TypeError: a size that is no whole number.
 
     Sources: Gemma Team 2024, "Gemma 2", section 2; Gemma Team 2025, "Gemma 3 Technical Report", section 2.
+
+    Example:
+        model = js.models.gemma(
+            vocab=256, width=64, depth=2, heads=4, kv_heads=2, head_dim=16, hidden=128, seq=64, window=[32, None]
+        )
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
     """
     sizes = {"vocab": vocab, "width": width, "depth": depth, "heads": heads, "kv_heads": kv_heads, "hidden": hidden}
     check_sizes("gemma", sizes | {"seq": seq, "head_dim": head_dim})

@@ -82,6 +82,11 @@ def gpt(
       ValueError: a size below 1, a width that `heads` does not divide, or a dropout outside [0, 1).
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
+
+    Example:
+        model = js.models.gpt(vocab=256, width=64, depth=2, heads=4, seq=64)
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
+        step = js.make_step(model.loss, tx, layout, engine=js.explicit())
     """
     sizes = {"vocab": vocab, "width": width, "depth": depth, "heads": heads, "seq": seq, "expansion": expansion}
     check_sizes("gpt", sizes)

@@ -109,6 +109,11 @@ def llama(
       TypeError: a size that is no whole number.
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.2; Su et al. 2021, "RoFormer".
+
+    Example:
+        model = js.models.llama(vocab=256, width=64, depth=2, heads=4, kv_heads=2, hidden=128, seq=64)
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
+        step = js.make_step(model.loss, tx, layout, engine=js.explicit())
     """
     sizes = {"vocab": vocab, "width": width, "depth": depth, "heads": heads, "kv_heads": kv_heads, "hidden": hidden}
     check_sizes("llama", sizes | {"seq": seq} | ({} if head_dim is None else {"head_dim": head_dim}))

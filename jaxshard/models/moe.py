@@ -129,6 +129,10 @@ def moe(
     Sources: Jiang et al. 2024, "Mixtral of Experts"; Dai et al. 2024, "DeepSeekMoE", section 3, for shared experts;
     DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for both ways to balance (equations 16 to 20); Zoph
     et al. 2022, "ST-MoE", equation 5, for the z loss.
+
+    Example:
+        model = js.models.moe(vocab=256, width=64, depth=2, heads=4, kv_heads=2, hidden=64, experts=8, k=2, seq=64)
+        layout = js.layout(js.compose(js.fsdp("data"), js.expert()), js.make_mesh(data=2, expert=4), model.init, tx)
     """
     check_sizes("moe", {"hidden": hidden, "experts": experts, "k": k})
     check_sizes("moe", {"shared + 1": shared + 1, "dense + 1": dense + 1, "dense_hidden": dense_hidden or hidden})

@@ -29,6 +29,10 @@ def embed_tokens(model: Decoder, params: PyTree, tokens: Int[Array, "batch seq"]
       model: a `js.models.gpt` or `js.models.llama`.
       params: its whole parameters in model order.
       tokens: rows of at most `model.seq` tokens.
+
+    Example:
+        x = js.models.embed_tokens(model, params, tokens)      # f32[batch, seq, width]
+        logits = js.models.logits_of_embedded(model, params, x)
     """
     rest = {name: part for name, part in params.items() if name != BLOCKS}
     # embed takes a training row, whose last token is only a target.
@@ -44,6 +48,10 @@ def logits_of_embedded(model: Decoder, params: PyTree, x: PyTree) -> Float[Array
       model: a `js.models.gpt` or `js.models.llama`.
       params: its whole parameters in model order.
       x: what `embed_tokens` returns, [batch, seq, width].
+
+    Example:
+        x = js.models.embed_tokens(model, params, tokens)
+        logits = js.models.logits_of_embedded(model, params, x)     # f32[batch, seq, vocab]
     """
     return _run(model, params, x, lambda _, x, key: x).astype(jnp.float32)
 

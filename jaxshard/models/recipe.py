@@ -24,6 +24,10 @@ class Recipe(NamedTuple):
       b2: decay of AdamW's second moment.
       weight_decay: AdamW's decoupled weight decay.
       clip: the largest norm of all gradients together; None leaves them as they are.
+
+    Example:
+        recipe = js.models.SIZES["gpt-1m"].recipe
+        layout = js.layout(js.fsdp(), mesh, model.init, recipe.optimizer(steps=100))
     """
 
     batch: int
@@ -63,6 +67,10 @@ class MomentumRecipe(NamedTuple):
       warmup: steps of linear warm-up.
       momentum: decay of the sum of gradients.
       weight_decay: of matrices and convolutions, not of biases and norms; it is part of the gradient.
+
+    Example:
+        recipe = js.models.SIZES["resnet-tiny"].recipe
+        tx = recipe.optimizer(steps=100)
     """
 
     batch: int
@@ -106,6 +114,11 @@ class Size(NamedTuple):
       remat: what the forward pass of a block keeps for its backward under `js.explicit` and `js.auto`, unless they are
         told: "everything" where memory is no matter, "nothing" for the models that are sharded because they need it.
         (`js.pipelined` keeps each block's input by default, which is "nothing" for every size.)
+
+    Example:
+        size = js.models.SIZES["gpt-1m"]
+        size.shape["width"], size.recipe.batch
+        model = size.model()
     """
 
     shape: dict[str, Any]

@@ -92,6 +92,10 @@ def resnet(
 
     Source: He et al. 2016, "Deep Residual Learning for Image Recognition", section 3.3 and table 1; Goyal et al. 2017,
       "Accurate, Large Minibatch SGD", section 5.1, for the stride and the scale of zero.
+
+    Example:
+        model = js.models.resnet(image=32, classes=10, depths=(1, 1), kind="basic", width=16, small=True)
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
     """
     check_sizes("resnet", {"image": image, "classes": classes, "width": width, "channels": channels})
     check_sizes("resnet", {f"depths[{number}]": depth for number, depth in enumerate(depths)} or {"depths": 0})

@@ -22,6 +22,9 @@ class RopeScaling(NamedTuple):
       original: the number of positions that the model was trained on before.
 
     Source: `apply_scaling` in Meta's reference code of Llama 3.1 (llama_models/llama3/reference_impl/model.py).
+
+    Example:
+        model = js.models.make("llama-1m", rope_scaling=js.models.RopeScaling(factor=32))
     """
 
     factor: float = 8
@@ -47,6 +50,9 @@ class YarnScaling(NamedTuple):
 
     Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", sections 3.2 and 3.4,
     in the form of the authors' code, with which weights are published (the paper has the ramp linear in the turns).
+
+    Example:
+        model = js.models.make("llama-1m", rope_scaling=js.models.YarnScaling(4, original=256))
     """
 
     factor: float
@@ -63,6 +69,9 @@ class LinearScaling(NamedTuple):
       factor: how much slower, so how much longer the rows may be.
 
     Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
+
+    Example:
+        model = js.models.make("llama-1m", rope_scaling=js.models.LinearScaling(4))
     """
 
     factor: float

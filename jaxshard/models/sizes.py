@@ -10,7 +10,11 @@ from jaxshard.models.resnet import SIZES as RESNET_SIZES
 from jaxshard.models.vit import SIZES as VIT_SIZES
 
 SIZES: dict[str, Size] = GPT_SIZES | LLAMA_SIZES | MOE_SIZES | VIT_SIZES | RESNET_SIZES
-"""Every ready-made size; `SIZES["gpt2"].recipe` says how it is trained."""
+"""Every ready-made size; `SIZES["gpt2"].recipe` says how it is trained.
+
+Example:
+    model = js.models.SIZES["gpt2"].model(depth=4)      # as js.models.make("gpt2", depth=4)
+"""
 
 
 def make(name: str, /, **changes: Any) -> Any:

@@ -149,6 +149,10 @@ def vit(
       TypeError: a size that is no whole number.
 
     Source: Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", section 3.1.
+
+    Example:
+        model = js.models.vit(image=32, patch=8, classes=10, width=64, depth=2, heads=4)
+        layout = js.layout(js.fsdp(), mesh, model.init, tx)
     """
     check_sizes(
         "vit",

@@ -18,6 +18,10 @@ class AveragedState(NamedTuple):
     Attributes:
       average: The average, a tree like the parameters, with f32 arrays for bf16 and f16 ones.
       inner: The state of the wrapped transform.
+
+    Example:
+        state = js.optim.averaged(optax.adamw(3e-4), 0.999).init(params)
+        state.average       # the averages, a tree like the parameters
     """
 
     average: PyTree

@@ -19,6 +19,10 @@ class MasterState(NamedTuple):
     Attributes:
       master: The f32 originals of the bf16 and f16 parameters; `optax.MaskedNode` for the others.
       inner: The state of the wrapped transform, for the originals.
+
+    Example:
+        state = js.optim.master(optax.adamw(3e-4)).init(params)
+        state.master        # the parameters in f32
     """
 
     master: PyTree

@@ -30,6 +30,10 @@ class PerBlockState(NamedTuple):
       blocks: The state of the wrapped transform for the stacked parameters; every array has a leading dimension of
         blocks, counts included.
       others: Its state for the other parameters.
+
+    Example:
+        state = js.optim.per_block(optax.lamb(1e-3)).init(params)
+        state.blocks        # the state of each block, stacked
     """
 
     blocks: Any

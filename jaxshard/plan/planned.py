@@ -181,6 +181,10 @@ def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
 
     Raises:
       ValueError: as `parse_topology`; or several slices of GPUs.
+
+    Example:
+        >>> len(planned_devices("v5e:4x4")), planned_devices("v5e:4x4")[0].device_kind
+        (16, 'TPU v5 lite')
     """
     topology = parse_topology(name)
     if num_slices < 1:

@@ -58,6 +58,12 @@ def predict(
 
     Returns:
       The prediction, of one device.
+
+    Example:
+        mesh = js.plan.planned_mesh("v5e:2x4", data=8)
+        prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, js.explicit(), tx=tx)
+        print(prediction)
+        prediction.peak.total, prediction.fits
     """
     engine, batch = engine or auto(), abstract(batch)
     device = layout.mesh.devices.flat[0]

@@ -45,6 +45,10 @@ class MemoryPeak:
       by_role: bytes by role, all of `ROLES` in their order.
       moment: when it is, in words: "backward pass of a block", "update", "head".
       largest: the largest arrays that are alive then, (bytes, role, shape and source in words).
+
+    Example:
+        peak = js.plan.predict(layout, loss_fn, batch, tx=tx).peak
+        peak.total, peak.by_role["parameters"], peak.moment
     """
 
     by_role: Mapping[str, int]

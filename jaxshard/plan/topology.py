@@ -43,6 +43,10 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     Raises:
       ImportError: libtpu, which holds the compiler, or for GPUs JAX's CUDA plugin, is not installed.
       ValueError: no such topology; lists near ones.
+
+    Example:
+        devices = js.plan.topology_devices("v5e:2x4")       # needs libtpu, the extra `tpu`
+        devices[0].device_kind
     """
     if name.partition(":")[0].strip().lower() in GPUS:
         topology = parse_topology(name)
@@ -92,6 +96,11 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
     Raises:
       ImportError: libtpu is not installed.
       ValueError: no such topology, or sizes that do not multiply to its number of devices.
+
+    Example:
+        mesh = js.plan.topology_mesh("v5e:2x4", data=8)     # needs libtpu, the extra `tpu`
+        step = js.make_step(loss_fn, tx, js.layout(js.fsdp(), mesh, init_fn, tx))
+        print(js.plan.compile_for(step, batch, "v5e:2x4"))
     """
     return arrange(name, topology_devices(name, num_slices=num_slices), num_slices, axes)
 

@@ -34,6 +34,11 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Args:
       stages: the devices of the pipeline, p.
       microbatches: m.
+
+    Example:
+        schedule = js.schedules.gpipe(4, 8)
+        print(schedule.chart())
+        schedule.stats().bubble
     """
     check_sizes(stages, microbatches, 1)
     forwards = _forwards(stages, [_Group(0, microbatches)], 1)
@@ -54,6 +59,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
     Raises:
       ValueError: fewer micro-batches than stages.
+
+    Example:
+        schedule = js.schedules.one_f_one_b(4, 8)
+        schedule.stats().peak_stash     # of each device, in activations of a micro-batch
     """
     return Schedule("one_f_one_b", stages, microbatches, 1, _fused(stages, microbatches, 1, split=False))
 
@@ -73,6 +82,10 @@ def interleaved(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
     Raises:
       ValueError: fewer micro-batches than stages.
+
+    Example:
+        schedule = js.schedules.interleaved(4, 8, chunks=2)
+        schedule.stats().bubble < js.schedules.one_f_one_b(4, 8).stats().bubble     # True
     """
     return Schedule("interleaved", stages, microbatches, chunks, _fused(stages, microbatches, chunks, split=False))
 
@@ -92,6 +105,10 @@ def zero_bubble(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
     Raises:
       ValueError: fewer micro-batches than stages.
+
+    Example:
+        schedule = js.schedules.zero_bubble(4, 8, chunks=2)
+        step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=8, schedule="zero_bubble"))
     """
     return Schedule("zero_bubble", stages, microbatches, chunks, _fused(stages, microbatches, chunks, split=True))
 
@@ -167,10 +184,18 @@ _MOST_FORWARDS = 2**16
 """Of the largest table that is made: the program of a step holds the table."""
 
 NAMES = tuple(_NAMED)
-"""The names that `named` knows; it also takes 1f1b for one_f_one_b, and - for _."""
+"""The names that `named` knows; it also takes 1f1b for one_f_one_b, and - for _.
+
+Example:
+    [js.schedules.named(name, 4, 8).stats().bubble for name in js.schedules.NAMES]
+"""
 
 ONE_CHUNK = ("gpipe", "one_f_one_b")
-"""The schedules whose devices hold one chunk each."""
+"""The schedules whose devices hold one chunk each.
+
+Example:
+    chunks = {name: 1 if name in js.schedules.ONE_CHUNK else 2 for name in js.schedules.NAMES}
+"""
 
 
 def full_name(name: str) -> str:
@@ -178,6 +203,10 @@ def full_name(name: str) -> str:
 
     Raises:
       ValueError: none is.
+
+    Example:
+        >>> full_name("1f1b"), full_name("zero-bubble")
+        ('one_f_one_b', 'zero_bubble')
     """
     known = "one_f_one_b" if name == "1f1b" else name.replace("-", "_")
     if known not in _NAMED:
@@ -196,6 +225,10 @@ def named(name: str, stages: int, microbatches: int, *, chunks: int | None = Non
 
     Raises:
       ValueError: there is no such schedule, or it has one chunk per device and `chunks` is another number.
+
+    Example:
+        schedule = js.schedules.named("1f1b", 4, 8)
+        schedule.stats().bubble
     """
     known = full_name(name)
     forwards = stages * microbatches * (chunks or 1)

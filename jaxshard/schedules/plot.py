@@ -31,6 +31,9 @@ def plot_schedule(schedule: Schedule, path: str | os.PathLike[str], *, costs: Co
     Raises:
       ImportError: matplotlib is not installed.
       ValueError: a suffix that is none of these.
+
+    Example:
+        js.schedules.plot_schedule(js.schedules.interleaved(4, 8), "schedule.svg")
     """
     write_picture(schedule_figure(schedule, costs=costs), path)
 

@@ -25,6 +25,9 @@ class Run(NamedTuple):
     Attributes:
       tick: when.
       microbatches: at most one per device, in the order of their operations.
+
+    Example:
+        [(run.tick, run.microbatches) for run in js.schedules.head_runs(js.schedules.gpipe(2, 2))]
     """
 
     tick: int
@@ -36,6 +39,9 @@ def head_runs(schedule: Table) -> list[Run]:
 
     A run collects forwards of the last stage in the order of ticks until it has one per device, or until the next one
     would come after the backward of a member. Its tick is that of its last forward.
+
+    Example:
+        [(run.tick, run.microbatches) for run in js.schedules.head_runs(js.schedules.gpipe(2, 2))]
     """
     last = schedule.stages * schedule.chunks - 1
     backward = {op.microbatch: op.tick for op in _of_stage(schedule, "B", last)}
@@ -58,12 +64,20 @@ def output_runs(schedule: Table) -> list[Run]:
 
 
 def embed_runs(schedule: Table) -> list[Run]:
-    """Return the runs that compute what the first stage takes in, before F: each in the tick of its first forward."""
+    """Return the runs that compute what the first stage takes in, before F: each in the tick of its first forward.
+
+    Example:
+        [(run.tick, run.microbatches) for run in js.schedules.embed_runs(js.schedules.gpipe(2, 2))]
+    """
     return [Run(run[0].tick, _members(run)) for run in _in_runs(schedule, "F")]
 
 
 def embed_grad_runs(schedule: Table) -> list[Run]:
-    """Return the runs that take gradients back through the embedding, after B: each in the tick of its last B."""
+    """Return the runs that take gradients back through the embedding, after B: each in the tick of its last B.
+
+    Example:
+        [(run.tick, run.microbatches) for run in js.schedules.embed_grad_runs(js.schedules.gpipe(2, 2))]
+    """
     return [Run(run[-1].tick, _members(run)) for run in _in_runs(schedule, "B")]
 
 

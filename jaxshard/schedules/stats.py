@@ -25,6 +25,10 @@ class Costs:
       F: the forward.
       B: the whole backward.
       W: of B the weights' gradients, for schedules that split them off; half of B by default.
+
+    Example:
+        >>> Costs(F=1.0, B=2.0).weights
+        1.0
     """
 
     F: float = 1.0
@@ -62,6 +66,10 @@ class Stats:
       peak_stash: per device the largest number of pairs of chunk and micro-batch between their F and the end of their
         backward; within a tick F comes before B before W.
       head_runs: how often the head runs, each time on up to one micro-batch per device.
+
+    Example:
+        stats = js.schedules.one_f_one_b(4, 8).stats()
+        stats.bubble, stats.peak_stash
     """
 
     ticks: int

@@ -21,6 +21,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jaxshard.core.tree import raise_all
 
 Kind = Literal["F", "B", "W"]
+"""The kind of an operation: forward, backward, or of the backward the weights' gradients alone.
+
+Example:
+    [op.kind for op in js.schedules.gpipe(2, 2).ops]    # "F", "B" or "W"
+"""
+
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 """The kinds of operations, in the order of the slots of a tick."""
 
@@ -35,6 +41,10 @@ class Op(NamedTuple):
     """One operation: its kind ("F", "B" or "W"), when, where, and on which chunk of the device and micro-batch.
 
     All numbers count from 0.
+
+    Example:
+        op = js.schedules.gpipe(2, 2).ops[0]
+        op.tick, op.device, op.kind, op.microbatch
     """
 
     tick: int

@@ -75,6 +75,13 @@ class BadStep(FloatingPointError):
       step: the number of the step, or None where it is not known.
       run: from `js.fit`, the run as the steps left it. It is one to go on with, because the bad step changed nothing
         but its number; unless the message says that the run is spoiled.
+
+    Example:
+        run, metrics = step(run, batch)
+        try:
+            js.check_finite(metrics)
+        except js.BadStep as error:
+            print(error)    # names the arrays that hold inf or NaN
     """
 
     def __init__(self, what: str, advice: str = "", step: int | None = None, run: TrainState | None = None):

@@ -28,6 +28,12 @@ class Record(NamedTuple):
       speed: "tokens_per_second" or "rows_per_second", over all devices; where they are known "flops_per_second" over
         all devices, and "mfu", the model FLOPs utilisation: the share of the chips' peak, from 0 to 1.
       evaluation: the numbers that `evaluate` returned after this step; None after most.
+
+    Example:
+        def show(record):
+            print(record.step, record.metrics["loss"], record.seconds)
+
+        run = js.fit(run, step, batches, steps=100, callbacks=[show])
     """
 
     step: int

@@ -69,6 +69,10 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
     Raises:
       ValueError: a tensor is missing, unknown, or has another shape or dtype than the layout (every such tensor is
         named, nothing is cast); a file is missing, damaged, cut off or no safetensors file.
+
+    Example:
+        js.save_safetensors("model.safetensors", run, layout)
+        run = js.init(init_fn, tx, layout, 0, init_from=js.load_safetensors("model.safetensors", layout))
     """
     path = Path(path).absolute()
     found, problems = open_files(path)
@@ -88,6 +92,10 @@ def from_bytes(raw: bytes, layout: Layout) -> PyTree:
 
     Raises:
       ValueError: as `js.load_safetensors`.
+
+    Example:
+        raw = js.to_bytes(run, layout)
+        run = js.replace_params(run, js.from_bytes(raw, layout), tx, layout, opt_state="reset")
     """
     problems: list[str] = []
     found = _open_buffer("the bytes", np.frombuffer(raw, np.uint8), problems)

@@ -88,6 +88,10 @@ def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
     Raises:
       ValueError: the bytes are damaged, cut off or no run; an array is missing, unknown, or has another shape or dtype
         than the layout (every such array is named, nothing is cast).
+
+    Example:
+        raw = js.run_to_bytes(run, layout, data=3)
+        run, position = js.run_from_bytes(raw, layout)
     """
     problems: list[str] = []
     found, metadata = open_buffer("the bytes", np.frombuffer(raw, np.uint8), problems)

@@ -92,6 +92,9 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
       ValueError: two tensors would have one name; safetensors lacks a dtype; the run is not one of this layout.
       FileExistsError: the file or its index is there.
       OSError: it could not be written. Nothing of it is left.
+
+    Example:
+        path = js.save_safetensors("model.safetensors", run, layout)
     """
     path = Path(path).absolute()
     if path.suffix != ".safetensors" or max_bytes < 1:
@@ -142,6 +145,10 @@ def to_bytes(run: Any, layout: Layout) -> bytes:
 
     Raises:
       ValueError: as `js.save_safetensors`.
+
+    Example:
+        raw = js.to_bytes(run, layout)
+        params = js.from_bytes(raw, layout)
     """
     opened = io.BytesIO()
     outputs = sort_widest_first(outputs_of(model_arrays(run, layout), layout.mesh))

@@ -43,6 +43,10 @@ class Surprise:
     Attributes:
       found: the collective, with the unexpected ones of its arrays.
       why: what was promised instead, or what must never travel.
+
+    Example:
+        for surprise in js.audit(step, batch).surprises:
+            print(surprise.why, surprise.place)
     """
 
     found: Collective
@@ -235,6 +239,10 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
 
     Returns:
       Both side by side, with the surprises.
+
+    Example:
+        promised = js.plan.promise(layout, js.auto(), loss_fn, batch)
+        print(js.plan.compare(promised, js.collectives(step.compile(batch), mesh)))
     """
     found = tuple(found)
     allowances = Allowances(promised.expected)

@@ -36,6 +36,10 @@ class Difference:
       place: the line of the user's model, or ""; of promised arrays their names say where they are.
       promised: bytes of whole arrays, at most.
       found: bytes of whole arrays.
+
+    Example:
+        for difference in js.audit(step, batch).differences:
+            print(difference.what, difference.bytes, difference.why)
     """
 
     what: str

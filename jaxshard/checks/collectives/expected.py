@@ -34,6 +34,10 @@ class Expected:
         joins their arrays.
       instead_of: the `what` of the promise that this is another form of, whose bytes are counted there; "" for one of
         its own.
+
+    Example:
+        promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)
+        [(one.kind, one.axes, one.what) for one in promised.expected]
     """
 
     kind: str

@@ -32,6 +32,10 @@ class Never:
       shards: the weight's numbers of elements on one device, whole or one block of it.
       vocab: of logits the size of the last dimension; 0 for a weight.
       of_experts: True for the weights of experts, over whose axes tokens are exchanged.
+
+    Example:
+        promised = js.plan.promise(layout, js.explicit(), loss_fn, batch)
+        [(one.what, one.axes) for one in promised.never]
     """
 
     axes: tuple[str, ...]

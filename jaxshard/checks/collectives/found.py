@@ -114,6 +114,10 @@ class Row:
       count: executions per step; None where a trip count is unknown.
       bytes: of the whole arrays, per step and device; None where a trip count is unknown.
       conditional: True if one of them is in a branch of a conditional.
+
+    Example:
+        for row in js.plan.summary(js.collectives(step.compile(batch), mesh)):
+            print(row.kind, row.axes, row.count, row.bytes)
     """
 
     kind: str
@@ -262,6 +266,9 @@ def arrays_only(found: Iterable[Collective], *, above: int = 1) -> tuple[Collect
 
     Returns:
       The collectives in their order, without those of which nothing is left.
+
+    Example:
+        arrays = js.plan.arrays_only(js.collectives(step.compile(batch), mesh))
     """
     return split_scalars(found, above=above)[0]
 
@@ -277,6 +284,9 @@ def split_scalars(
 
     Returns:
       (the collectives of arrays, the collectives of scalars), each in their order.
+
+    Example:
+        arrays, scalars = js.plan.split_scalars(js.collectives(step.compile(batch), mesh))
     """
     found = tuple(found)
 
@@ -303,7 +313,12 @@ def _has_dtype(dtype: str, shape: tuple[int, ...], size: int) -> bool:
 
 
 def summary(found: Iterable[Collective]) -> tuple[Row, ...]:
-    """Add up counts and bytes: one row per kind and axes, in the order of `KINDS`."""
+    """Add up counts and bytes: one row per kind and axes, in the order of `KINDS`.
+
+    Example:
+        rows = js.plan.summary(js.collectives(step.compile(batch), mesh))
+        print(js.plan.table(rows))
+    """
     rows: dict[tuple[str, tuple[str, ...]], Row] = {}
     for one in found:
         row = rows.get((one.kind, one.axes), Row(one.kind, one.axes, 0, 0))
@@ -324,6 +339,9 @@ def table(rows: Iterable[Row]) -> str:
 
     Returns:
       Several lines; "no collectives" if there are no rows.
+
+    Example:
+        print(js.plan.table(js.plan.summary(js.collectives(step.compile(batch), mesh))))
     """
     rows = tuple(rows)
     if not rows:

@@ -52,6 +52,10 @@ class Instruction:
       size: bytes of its results in one execution, without padding.
       source: `file:line`, as of `Collective`; "near file:line" of what uses it, where the compiler lost its own.
       op_name: the path of JAX names that led to it.
+
+    Example:
+        for instruction in js.plan.rematerialized(step.compile(batch)):
+            print(instruction.op, instruction.bytes, instruction.source)
     """
 
     op: str
@@ -95,6 +99,9 @@ def rematerialized(compiled: Compiled | str) -> tuple[Instruction, ...]:
 
     Returns:
       One record per instruction, in the order of the program; those inside a fusion are part of it.
+
+    Example:
+        sum(instruction.bytes for instruction in js.plan.rematerialized(step.compile(batch)))
     """
     return _merged(_record(one, hlo.arrays(one.op.type)) for one in _find(compiled, _REMATERIALIZED))
 
@@ -107,6 +114,9 @@ def in_host_memory(compiled: Compiled | str) -> tuple[Instruction, ...]:
 
     Returns:
       One record per array, in the order of the program.
+
+    Example:
+        sum(instruction.bytes for instruction in js.plan.in_host_memory(step.compile(batch)))
     """
     found = list(_find(compiled, _ON_HOST))
     records = []

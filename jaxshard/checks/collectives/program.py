@@ -23,6 +23,10 @@ class Program:
       synchronous: the collectives for which a device waits; () on a CPU, which has no others.
       rematerialized: what the compiler computes again on its own, because the step would not fit otherwise.
       host: the arrays in host memory.
+
+    Example:
+        program = js.audit(step, batch).program
+        len(program.synchronous), len(program.rematerialized)
     """
 
     synchronous: tuple[Collective, ...] = ()

@@ -80,6 +80,11 @@ def write_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
 
     Raises:
       ValueError: a suffix that is none of .png, .svg and .pdf.
+
+    Example:
+        mesh = js.plan.planned_mesh("v5e:2x4", data=8)
+        prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx)
+        js.plan.write_picture(js.plan.roofline_figure(prediction), "roofline.png")
     """
     import matplotlib
 

@@ -79,6 +79,9 @@ def tiled_argument_bytes(layout: Layout, batch: PyTree) -> int:
 
     Returns:
       Bytes on each device.
+
+    Example:
+        js.plan.tiled_argument_bytes(layout, batch)     # more than the bytes of the arrays: each is padded to tiles
     """
     mesh = layout.mesh
     arrays = [(one.placement, one.leaf.dtype) for one in layout.placed() if one.role != "grad"]

@@ -63,7 +63,7 @@ def memory_figure(predictions: Mapping[str, Prediction | Layout], *, title: str 
       ValueError: there are no predictions.
 
     Example:
-      memory_figure({"fsdp": js.plan.predict(layout, loss_fn, batch)}).savefig("memory.svg")
+      memory_figure({"fsdp": js.plan.predict(layout, loss_fn, batch, tx=tx)}).savefig("memory.svg")
     """
     if not predictions:
         raise ValueError("memory_figure: give at least one prediction or layout")

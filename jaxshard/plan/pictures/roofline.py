@@ -38,6 +38,11 @@ def roofline_figure(prediction: Prediction, *, title: str = "") -> Figure:
     Raises:
       ImportError: matplotlib is not installed.
       ValueError: the prediction has no chip, or no products.
+
+    Example:
+        mesh = js.plan.planned_mesh("v5e:2x4", data=8)
+        prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx)
+        js.plan.roofline_figure(prediction).savefig("roofline.svg")
     """
     chip = prediction.chip
     total = sum(one.flops for one in prediction.products)

@@ -39,6 +39,10 @@ class Repair:
       moved: bytes of all collectives, promised ones too; an all-reduce counts twice.
       resting: bytes per device of parameters, gradients and optimizer state.
       parity: the edited step against one device; None where it could not run, and the edit can't change values.
+
+    Example:
+        for repair in js.plan.repair(init_fn, loss_fn, tx, js.fsdp(), mesh, batch, engine=js.auto()):
+            print(repair)
     """
 
     edit: Edit

@@ -30,6 +30,10 @@ class Plan:
       prediction: its memory, communication and time.
       compiled: the compiler's verdict, or None where it was not asked.
       reason: one sentence.
+
+    Example:
+        best = js.plan.search(model.init, model.loss, tx, batch, "v5e:2x4").best
+        layout = js.layout(best.strategy, js.make_mesh(**best.axes), model.init, tx)
     """
 
     candidate: Candidate

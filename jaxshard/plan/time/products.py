@@ -58,6 +58,10 @@ class ProductCost:
       bytes: of operands and results of all of them, through the memory once each.
       compute: seconds in which the matrix unit is busy with all of them; 0 on an unknown chip.
       seconds: of all of them, at best and at worst, with what the memory moves for them; (0, 0) on an unknown chip.
+
+    Example:
+        longest = js.plan.predict(layout, loss_fn, batch, tx=tx).products[0]
+        longest.where, longest.shapes, longest.flops
     """
 
     where: str
@@ -105,6 +109,10 @@ def product_costs(
     Returns:
       One for all equal products of one line. A `while` loop counts once, because nobody knows how often it runs, but
       for the exchange of tokens in windows, which runs as often as an even routing needs.
+
+    Example:
+        products = js.plan.product_costs(jax.jit(loss_fn).trace(params, batch, key).jaxpr, mesh)
+        sum(one.count * one.flops for one in products)
     """
     jaxpr, known = _open(closed_jaxpr, {}, ())
     automatic = frozenset(mesh.axis_names)

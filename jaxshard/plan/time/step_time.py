@@ -39,6 +39,11 @@ class StepTime:
       bubble: idle time of a pipeline.
       host: waiting for the host.
       assumptions: what the range rests on, in sentences.
+
+    Example:
+        mesh = js.plan.planned_mesh("v5e:2x4", data=8)
+        time = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx).time
+        time.low, time.high, time.exposed_communication
     """
 
     compute: Range
@@ -90,6 +95,12 @@ def step_time(
         and bubble together.
       bubble: that idle share itself, in the place of the engine's.
       offload: what goes to the host's memory and back (`plan/time/offload.py`), beside products as far as they last.
+
+    Example:
+        mesh, chip = js.plan.planned_mesh("v5e:2x4", data=8), js.plan.chip("TPU v5e")
+        layout = js.layout(js.fsdp(), mesh, init_fn, tx)
+        costs = js.plan.collective_costs(js.plan.promise(layout, js.explicit(), loss_fn, batch), mesh, chip)
+        js.plan.step_time((), costs, chip, layout=layout).middle   # seconds, were nothing computed but the update
     """
     busy = sum(one.compute for one in products)
     spent = _sum(one.seconds for one in products)

@@ -54,11 +54,20 @@ def flat(record: Record) -> dict[str, float]:
 
     Returns:
       "step", "seconds", the metrics and the speed by their names, and the evaluation as "eval/loss" and so on.
+
+    Example:
+        >>> flat(Record(step=3, metrics={"loss": 2.5}, seconds=0.5, speed={}))["loss"]
+        2.5
     """
     evaluation = {f"eval/{name}": value for name, value in (record.evaluation or {}).items()}
     return {"step": record.step, "seconds": record.seconds, **record.metrics, **record.speed, **evaluation}
 
 
 def finite(value: float) -> float | None:
-    """Return the number, or None if it is infinite or not a number."""
+    """Return the number, or None if it is infinite or not a number.
+
+    Example:
+        >>> finite(0.5), finite(float("nan"))
+        (0.5, None)
+    """
     return value if math.isfinite(value) else None
