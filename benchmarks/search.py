@@ -8,8 +8,8 @@ benchmarks/maxtext_v5p_model_configs.py (llama2_70b_v5p_128, llama3-1-405b), src
 (its layout; v5e has a quarter of the tokens). `out_proj` there is "attention_proj" here, the query, key and value are
 "qkv", `decoder_layer_input` is "block_in", and save_dot_except_mlpwi keeps "qkv" and "attention_proj".
 
-The compiler's cycles count neither collectives nor Pallas kernels. What kernels compute stands beside them, in TFLOPs of
-a device by the traced program: a recipe that does not keep "attention_out" runs attention's forward kernel twice.
+The compiler's cycles count neither collectives nor Pallas kernels. What kernels compute stands beside them, in TFLOPs
+of a device by the traced program: a recipe that does not keep "attention_out" runs attention's forward kernel twice.
 """
 
 from __future__ import annotations
