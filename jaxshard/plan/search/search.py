@@ -31,7 +31,7 @@ from jaxshard.plan.search.facts import facts_of
 from jaxshard.plan.search.ranking import Plan, Ranking
 from jaxshard.plan.search.reasons import reason_for
 from jaxshard.plan.search.refusals import is_refusal
-from jaxshard.plan.search.trials import Pair, Trials, varied
+from jaxshard.plan.search.trials import Pair, Trials, may_fit_surely, varied
 from jaxshard.plan.time.network import Group, group_of
 from jaxshard.training.step import make_step
 
@@ -204,10 +204,15 @@ def _rank(plan: Plan, chip: Chip) -> tuple[bool, float, int]:
     return plan.fits is not True, _weighed(plan.middle, plan.peak_bytes, plan.candidate, chip), plan.peak_bytes
 
 
-def _urgency(pair: Pair, chip: Chip) -> tuple[bool, float, int]:
-    """The order of predictions: plain data parallelism, which others are measured by, then by the estimated time."""
+def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
+    """The order of predictions: plain data parallelism, which others are measured by, then by the estimated time.
+
+    What only a compiler could confirm comes last, as in the ranking.
+    """
     one, found = pair
-    return len(one.axes) > 1 or one.microbatches > 1, _weighed(found.seconds, found.bytes, one, chip), found.bytes
+    doubtful = not may_fit_surely(found.bytes, chip.usable_bytes)
+    many = len(one.axes) > 1 or one.microbatches > 1
+    return (doubtful, many), _weighed(found.seconds, found.bytes, one, chip), found.bytes
 
 
 def _weighed(seconds: float, size: int, one: Candidate, chip: Chip) -> float:

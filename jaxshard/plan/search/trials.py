@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxshard.plan.prediction import Prediction
+from jaxshard.plan.prediction import MARGIN, Prediction
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.estimate import Estimate
 from jaxshard.plan.search.ranking import Plan
@@ -40,19 +40,21 @@ class Trials:
     _beside: dict[Any, int] = field(default_factory=dict)
     _done: set[Candidate] = field(default_factory=set)
 
-    def run(self, pairs: Iterable[Pair], wanted: int) -> None:
-        """Predict candidates in this order, until so many more fit."""
+    def run(self, pairs: Sequence[Pair], wanted: int) -> None:
+        """Predict candidates in this order, until so many more fit; last those that only a compiler could confirm."""
         fit = 0
-        for one, found in pairs:
-            if fit >= wanted or self.predicted >= self.most or time.process_time() > self.until:
-                return
-            if one in self._done:
-                continue
-            self._done.add(one)
-            if found.bytes + self._beside.get(_shapes_of(one), 0) > self.usable_bytes:
-                self.refused["does not fit beside what others of its shapes compute with"] += 1
-                continue
-            fit += self._try(one, found)
+        for last in (False, True):
+            for one, found in pairs:
+                if fit >= wanted or self.predicted >= self.most or time.process_time() > self.until:
+                    return
+                least = found.bytes + self._beside.get(_shapes_of(one), 0)
+                if one in self._done or (not last and not may_fit_surely(least, self.usable_bytes)):
+                    continue
+                self._done.add(one)
+                if least > self.usable_bytes:
+                    self.refused["does not fit beside what others of its shapes compute with"] += 1
+                    continue
+                fit += self._try(one, found)
 
     def _try(self, one: Candidate, found: Estimate) -> bool:
         self.predicted += 1
@@ -65,6 +67,11 @@ class Trials:
             return False
         self.plans.append(Plan(one, *_times(prediction, found), prediction))
         return prediction.fits is True
+
+
+def may_fit_surely(least: int, usable: int) -> bool:
+    """Whether a prediction could call so many bytes at least a sure fit, which plans are ranked by first."""
+    return least * (1 + MARGIN) <= usable
 
 
 def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
