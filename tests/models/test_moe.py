@@ -116,6 +116,17 @@ def test_what_makes_no_sense_is_refused(changes, message):
 
 
 @pytest.mark.slow
+def test_over_a_tensor_axis_the_outputs_of_experts_are_summed_at_once():
+    """By one all-reduce, not by halves that go from device to device."""
+    axes, strategy = MESHES["tensor alone"]
+    toy = moe_toy("softmax")
+    layout = js.layout(strategy, js.make_mesh(**axes), toy.init_fn, optax.sgd(0.1))
+    comparison = js.audit(js.make_step(toy.loss_fn, optax.sgd(0.1), layout, engine=js.explicit()), toy.batch)
+    assert comparison.ok, str(comparison)
+    assert {row["kind"] for row in comparison.rows() if row["axis"] == "tensor"} == {"all-reduce"}
+
+
+@pytest.mark.slow
 def test_the_audit_finds_what_is_promised_and_nothing_else():
     """Over `expert` all-to-alls, a gather of counts, and what fsdp moves of arrays that are no expert's."""
     axes, strategy = MESHES["expert=4"]

@@ -264,8 +264,9 @@ class _Split:
             axis_names=self.automatic,
             check_vma=False,
         )(x, choice, params)
-        # One part for each device of the tensor axes. Summed out here, its derivative needs no collective.
-        summed: jax.Array = jax.lax.reduce(out, jnp.zeros((), out.dtype), jax.lax.add, (0,))
+        # One part for each device of the tensor axes. Summed out here, its derivative needs no collective. In the dtype
+        # of the parts, unlike jnp.sum; and not by `lax.reduce`, whose derivative passes halves from device to device.
+        summed: jax.Array = jax.lax.reduce_sum(out, axes=(0,))
         return summed
 
     def _on_device(self, fn: Experts, x_NC: jax.Array, choice: Choice, params: PyTree, lossless: bool) -> jax.Array:
