@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from jaxshard.checks.collectives.describe import place_of
 from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.trail import Trail, module_of, operation_of, pass_of
+from jaxshard.checks.collectives.trail import PRODUCTS, SCATTERED, Trail, module_of, operation_of, pass_of
 from jaxshard.core.text_table import first_words
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _SUMS = ("all-reduce", "reduce-scatter")
 _CUTS = ("concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "roll", "slice", "split")
 _PARTS = ("dynamic_slice", "dynamic_update_slice", "gather", "slice", "squeeze")
@@ -58,10 +57,10 @@ def cause(one: Collective) -> str:
 
 def _cause_of_sum(one: Collective, own: str, over: str) -> str:
     trail = _trail(one)
-    maker = own if own in _PRODUCTS else trail.maker or own
+    maker = own if own in PRODUCTS else trail.maker or own
     if trail.arguments:
         return f"a gather over {over} that is written as a sum of what is zero on all devices but one"
-    if maker in _PRODUCTS:
+    if maker in PRODUCTS:
         return f"{maker} contracts a dimension that is split over {over}: every device has a part of the sum"
     if maker in _LOOKUPS:
         return f"a lookup in a table whose rows are split over {over}: every device has those of its part, else zeros"
@@ -89,9 +88,9 @@ def _cause_of_gather(one: Collective, own: str, over: str) -> str:
 def _cause_of_permute(one: Collective, own: str, over: str) -> str:
     trail = _trail(one)
     name = own or trail.reader
-    if trail.maker == "reduce-scatter":
+    if trail.maker == SCATTERED:
         return f"a sum is scattered over {over} in shards of whole tiles: neighbours exchange what lies beyond theirs"
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         return f"shards go around a ring over {over}, while {name} multiplies one after the other"
     if name in _CUTS or name.startswith("conv"):
         return f"{name} cuts or joins a dimension elsewhere than it is split over {over}: neighbours exchange the rest"

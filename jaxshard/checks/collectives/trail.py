@@ -22,6 +22,10 @@ _HANDED_ON = (
     "async-done", "async-start", "copy-done", "copy-start", "convert", "opt-barrier", "pad", "reduce-precision",
     "transpose", "slice",
 )  # fmt: skip
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+"""JAX's names of the operations that contract dimensions."""
+SCATTERED = "reduce-scatter"
+"""The maker of what a reduce-scatter left."""
 _FAR = 16
 """The number of steps after which the search for a maker gives up."""
 _ROLES = {"params": "weight", "opt_state": "optimizer state", "state": "state"}
@@ -77,7 +81,7 @@ def _maker(scope: hlo.Scope, name: str) -> tuple[str, str]:
         name = op.operands[0]
     source = find_source(scope, op)
     scattered = op.opcode == "dynamic-slice" and scope.computation[op.operands[0]].opcode == "all-reduce"
-    own = "reduce-scatter" if scattered or op.opcode == "reduce-scatter" else operation_of(source.op_name)
+    own = SCATTERED if scattered or op.opcode == SCATTERED else operation_of(source.op_name)
     return own, source.line.removeprefix("near ") if source.frames else ""
 
 

@@ -8,6 +8,7 @@ and scalars.
 
 from __future__ import annotations
 
+import math
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective, locate, pick
 from jaxshard.checks.collectives.origins import NOWHERE, find_origin
+from jaxshard.checks.collectives.trail import PRODUCTS, operation_of, pass_of
 from jaxshard.checks.collectives.transfers import is_transfer
 from jaxshard.checks.collectives.walk import Executed
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
@@ -95,6 +97,10 @@ class _Known:
             }
         form = normal_shape(found.shapes[0])
         forms = self._forms[found.axes]
+        if is_ring(found):
+            parts = [self._mesh.shape[axis] for axis in found.axes if axis in self._mesh.shape]
+            own = {number: forms_of(self.arguments[number], self._mesh, ()) for number in forms}
+            return {number: shares[form] / math.prod(parts) for number, shares in own.items() if form in shares}
         alike = {number: shares[form] for number, shares in forms.items() if form in shares}
         chunks = {number: chunks_of(shares, form, found.count or 0) for number, shares in forms.items()}
         return alike or {number: share for number, share in chunks.items() if share}
@@ -120,9 +126,15 @@ def _move(executed: Executed, record: Collective, part: int, known: _Known) -> M
         return Move(found, GRADIENT, by_shape=True)  # between slices arrays are padded to tiles, and several are joined
     if alike := known.alike(found):
         share = max(alike.values())
+        summed = found.kind in _SUMS or (is_ring(found) and pass_of(found.op_name) == "backward pass")
         of = tuple(known.arguments[number] for number, own in alike.items() if own == share)
-        return Move(found, GRADIENT if found.kind in _SUMS else WEIGHT, of, share, True)
+        return Move(found, GRADIENT if summed else WEIGHT, of, share, True)
     return Move(found, ACTIVATION if found.dtype.startswith(("f", "bf")) else INTEGERS)
+
+
+def is_ring(found: Collective) -> bool:
+    """Return True for shards that go around a ring while a product is computed piece by piece."""
+    return found.kind == "collective-permute" and operation_of(found.op_name) in PRODUCTS
 
 
 def _operand_elements(executed: Executed, part: int) -> int:

@@ -142,7 +142,10 @@ class ProgramAudit:
     def _lists(self) -> list[tuple[str, Sequence[str], int | None]]:
         """Titles, entries, and how many of these are shown."""
         verdict = self.verdict
-        surprises = [f"{_in_words(as_dict(one.found))}\n    {one.why}" for one in verdict.surprises]
+        surprises = [
+            "\n    ".join(filter(None, (_in_words(as_dict(one.found)), one.why, one.cause)))
+            for one in verdict.surprises
+        ]
         substitutes = [
             f"all-reduce in place of a reduce-scatter over {words(axes)}, {human_bytes(size)}"
             for axes, size in verdict.substitutes.items()

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxshard.checks.collectives.compare import Surprise
 from jaxshard.checks.collectives.groups import UNKNOWN
 from jaxshard.checks.collectives.promise import SLACK
+from jaxshard.checks.collectives.trail import SCATTERED
 from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
@@ -173,7 +174,11 @@ class _Judge:
         if found.kind in ("all-reduce", "reduce-scatter"):
             return self._sum_problem(move)
         if found.kind == "collective-permute" and (move.what in (WEIGHT, GRADIENT) or set(axes) <= set(self.free)):
+            if move.what == GRADIENT:
+                self._take(move, "sum", self.microbatches)
             return "", False  # a ring that gathers or scatters piece by piece, stages, or keys and values
+        if found.kind == "collective-permute" and any(trail.maker == SCATTERED for trail in found.trails):
+            return "", False  # the borders of a scattered sum's padded shards
         if found.kind != "collective-permute" and set(axes) <= set(self.exchanged):
             return "", False
         where = f", but over {words(self.exchanged)}" if self.exchanged else ""

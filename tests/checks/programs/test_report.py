@@ -38,6 +38,17 @@ def test_a_step_of_fsdp_is_as_promised_and_each_array_is_known():
     )
 
 
+def test_shards_around_a_ring_are_the_gradient_that_a_product_sums_meanwhile():
+    """Eight permutes of a shard: by its shape a part of the kernel's gradient, by its name of the backward product."""
+    name = r"""metadata={op_name="jit(step)/transpose(jvp())/dot_general" stack_frame_id=2}"""
+    ring = [f"%r{n} = f32[1024,64]{{1,0}} collective-permute(%part), {PAIRS}, {name}" for n in range(8)]
+    part = """%part = f32[1024,64]{1,0} custom-call(%rows), custom_call_target="product\""""
+    why, found = whys(gather(), gather(name="again"), part, *ring)
+    assert why == [] and found.ok and found.verdict.missing == []
+    (row,) = [row for row in found.rows() if row["kind"] == "collective-permute"]
+    assert (row["moves"], row["count"]) == ("gradient", 8)
+
+
 def test_the_line_is_the_users_not_the_frameworks():
     _, found = whys(*FSDP)
     assert {line["place"] for line in found.lines()} == {"/home/user/train.py:12"}
