@@ -23,7 +23,7 @@ NEEDS = {"finetuning": "tokenizers", "profiling": "libtpu"}
 """The extras that pages show, by their stem."""
 LONG = ("models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
 LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults", "debugging", "profiling")
-LONG += ("fsdp2", "deepspeed", "megatron", "maxtext", "pmap")
+LONG += ("placements", "fsdp2", "deepspeed", "megatron", "maxtext", "pmap", "claims", "troubleshooting")
 """Pages whose programs take long to compile."""
 
 
