@@ -22,14 +22,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.core
 import jax
 from flax import linen as nn
-from flax import nnx
 
 from jaxshard.core.types import PyTree
+
+if TYPE_CHECKING:  # imported where it is used: it brings IPython, which models of Linen do not need
+    from flax import nnx
 
 Names = tuple[Any, ...]
 """The metadata of an array: a name, or None, for each of its dimensions."""
@@ -102,6 +104,8 @@ def names_of_variable(variable: Any) -> Names:
 
 def without_eager_placement() -> AbstractContextManager[Any]:
     """Return a context in which NNX places no variable by its metadata as soon as it is made."""
+    from flax import nnx
+
     context: AbstractContextManager[Any] = nnx.use_eager_sharding(False)
     return context
 
@@ -124,6 +128,8 @@ def intercept_calls(module: nnx.Module, classes: tuple[type, ...], around: Aroun
       classes: subclasses of `nnx.Module`.
       around: must be hashable, for it becomes a static attribute in the graph of the module.
     """
+    from flax import nnx
+
     for _, node in list(nnx.iter_graph(module)):
         if isinstance(node, classes):
             cls: Any = type(node)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax import linen as nn
-from flax import nnx
 
 from jaxshard.adapt.compat import Names, Path
 from jaxshard.core.tree import CONTRACTED
@@ -34,6 +33,8 @@ def contracted_in_calls(found: dict[Path, Names]) -> Callable[..., Any]:
 
 def contracted_in_modules(modules: Iterable[tuple[Path, Any]]) -> dict[Path, Names]:
     """Return the kernels of every LinearGeneral and Einsum among NNX modules, by their paths."""
+    from flax import nnx  # it brings IPython, which models of Linen do not need
+
     found: dict[Path, Names] = {}
     for path, layer in modules:
         if isinstance(layer, nnx.LinearGeneral):
