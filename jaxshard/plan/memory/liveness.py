@@ -155,6 +155,8 @@ class Liveness(Storage):
         out = op.outs[0] if op.outs else None
         if out is None or not self.narrow_products:
             return []
+        if op.name == "scan":
+            return self._gathered_stacks(op)
         # A gather of counts adds a dimension.
         if op.name == "all_gather" and len(out.shard) == len(op.ins[0].shard) == 2:
             parts = zip(op.ins[0].shard, out.shard, (SUBLANES, LANES), strict=True)
@@ -164,6 +166,16 @@ class Liveness(Storage):
         if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
             return [] if self._scatters_after(out) > 1 else [Live(out, self.size(out), "copy")]
         return []
+
+    def _gathered_stacks(self, op: Op) -> list[Live]:
+        """What a loop over arrays that are split over its turns gathers: each of them whole, to take one slice of it."""
+        found = []
+        for number in range(sum(op.counts), len(op.ins)):
+            one = op.ins[number]
+            if number not in op.unread and one.split and one.split[0]:
+                whole = replace(one, split=((), *one.split[1:]), shard=(one.shape[0], *one.shard[1:]))
+                found.append(Live(whole, self.size(whole), "copy"))
+        return sorted(found, key=lambda one: one.bytes)[-1:]  # they are free again behind their slices
 
     def _scatters_after(self, value: Value) -> int:
         """Count the collectives one after the other that scatter a value: one for each step over axes of the mesh."""

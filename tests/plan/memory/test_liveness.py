@@ -68,3 +68,18 @@ def test_a_scattered_gradient_is_there_twice_where_one_collective_sums_it_over_a
 
     assert copies(("data", "context")) == [4 * 1024 * 512]
     assert copies("data", "context") == []
+
+
+def test_a_loop_gathers_a_stack_that_is_split_over_its_turns():
+    def loop(stack, x):
+        return lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
+
+    args = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32)
+
+    def copies(split):
+        region = build(jax.make_jaxpr(loop)(*args), [(split, "parameters", ""), (((), ()), "", "")], {"tensor": 8})
+        found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(), narrow_products=True)
+        return [one.bytes for one in found.peak().live if one.note == "copy"]
+
+    assert copies((("tensor",), (), ())) == [8 * 4 * 128 * 128]
+    assert copies(((), ("tensor",), ())) == []
