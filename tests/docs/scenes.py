@@ -109,6 +109,9 @@ SCENES = {
     "js.optim.clip_by_global_norm": "clipped = optax.chain(js.optim.clip_by_global_norm(1.0), optax.adamw(3e-4))\n"
     "layout = js.layout(js.fsdp(), mesh, init_fn, clipped)",
     "js.make_step": "source = iter([batch] * 3)",
+    "js.pipelined": PIPELINE,
+    "js.plan.compile_for": "batch = {'tokens': corpus[: 16 * 17].reshape(16, 17)}",
+    "js.data.local_batches": "rows_of_this_host = iter([batch] * 4)",
     "js.generate": GENERATE,
     "js.logical": "init_fn = lambda key: {'blocks': {'attention': {'kernel': jnp.ones((2, 4, 4))}}}\n"
     "layout = js.layout(js.fsdp(), mesh, init_fn, tx)\nrun = js.init(init_fn, tx, layout, 0)",

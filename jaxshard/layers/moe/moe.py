@@ -96,10 +96,9 @@ def moe(
     without capacity; DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2.
 
     Example:
-        ce = ...
         share = routing.load / (k * T / E)                           # [B, E], 1 where even
         balance = (share * routing.probabilities / T).sum(-1)        # [B], 1 where even
-        loss = js.Mean(ce.sum(), ce.size) + 0.01 * js.Mean(balance.sum(), B)
+        loss = js.Mean(ce.sum(), ce.size) + 0.01 * js.Mean(balance.sum(), B)     # ce: f32[B, T]
     """
     x, logits = jnp.asarray(x), jnp.asarray(router_logits)
     E = _check_shapes(x, logits, k, scores, bias, capacity)
