@@ -30,6 +30,8 @@ def test_the_recorded_curves_are_those_of_the_default_training_and_agree(curves)
         assert run["loss"][0] > 5 > 2.5 > run["loss"][-1], name  # it has learned something
         assert curves.spread(recorded, name) <= recorded["allowed"] == 1e-4, name
     assert curves.to_json(recorded) == curves.RECORDED.read_text()
+    largest = max(curves.spread(recorded, name) for name in runs)
+    assert f"at most {largest:.1e} from one device".replace("e-0", "e-") in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("look", ["light", "dark"])
