@@ -19,7 +19,7 @@ def test_copies_beside_products_cost_what_these_do_not_cover():
 
 def test_layouts_for_the_host_are_made_in_the_devices_memory():
     low, high = offload_traffic(Offload(10**9, 10**9), CHIP)
-    assert (low, high) == (pytest.approx(4e9 / CHIP.hbm_bandwidth), pytest.approx(28e9 / CHIP.hbm_bandwidth))
+    assert (low, high) == (pytest.approx(24e9 / CHIP.hbm_bandwidth), pytest.approx(34e9 / CHIP.hbm_bandwidth))
 
 
 def test_a_loop_moves_what_its_body_does_in_every_turn():
