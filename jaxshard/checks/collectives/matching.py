@@ -171,16 +171,16 @@ class Allowances:
 
         That is one, or as many as there are blocks where the compiler joined those of a loop. Several arrays of a model
         often have as many elements: those of the same dtype come first, of these those of the same shape, then the
-        smallest, so that room is left for arrays that were padded.
+        smallest, so that room is left for arrays that were padded, and an array by itself before joined ones.
         """
-        fits: list[tuple[tuple[bool, bool, int], int, _Allowance]] = []
+        fits: list[tuple[tuple[bool, bool, int, int], int, _Allowance]] = []
         shape = normal_shape(array.shapes[0])
         for known in self._counted.values():
             if (known.kind, known.axes) == (kind, array.axes):
                 least, most = known.elements
                 for times in dict.fromkeys((1, known.stack)):
                     if times * least <= array.elements <= times * most:
-                        order = (known.dtype != array.dtype, (times, shape) not in known.forms, times * most)
+                        order = (known.dtype != array.dtype, (times, shape) not in known.forms, times * most, times)
                         fits.append((order, times, known))
         return [(times, known) for _, times, known in sorted(fits, key=lambda fit: fit[0])]
 

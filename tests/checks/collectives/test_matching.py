@@ -108,6 +108,17 @@ def test_where_no_line_of_a_model_is_known_the_operation_is_named():
     assert compared([], [ours]).surprises[0].place.endswith("training/step.py:7 (jit/x)")
 
 
+def test_an_array_is_taken_for_itself_before_it_is_taken_for_two_joined_blocks():
+    """Both have 64 elements in the same dimensions: q of each block, and k of both blocks."""
+    k = replace(WEIGHT, kind="all-reduce", what="gradient of k", stack=2)
+    q = replace(k, shape=(2, 8, 4), what="gradient of q")
+    of_k = replace(ONE, kind="all-reduce")
+    of_q = replace(of_k, shapes=((2, 8, 4),), sizes=(256,))
+    for order in ([k, q], [q, k]):
+        comparison = compared(order, [of_q, of_k])
+        assert comparison.ok and not comparison.missing and not comparison.differences
+
+
 def test_a_sum_in_a_narrower_dtype_than_promised_is_a_surprise_and_other_changes_of_dtype_are_named():
     narrow = replace(ONE, dtype="bf16", sizes=(64,))
     for kind in ("all-reduce", "reduce-scatter"):
