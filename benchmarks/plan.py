@@ -3,6 +3,7 @@
     pip install "jax[tpu]" -e .                    # libtpu; for "h100:8": docs/guides/planner.md, GPUs
     python benchmarks/plan.py [--seed N --cases N] [--json FILE] [--write docs/records/planner_table.md]
     python benchmarks/plan.py --cases 2 --seed 7 --only drawn       # two cases that nobody has seen
+    python benchmarks/plan.py --update docs/records/planner_table.md    # new predictions beside what was compiled
 
 Each step of `plan_cases.py` is compiled for chips that are not here, in a process of its own that is stopped when
 buffers are assigned, before code is generated: its peak is known by then. A GPU's program is compiled to the end.
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--json", help="a file of results, one a line; those in it are not compiled again")
     parser.add_argument("--no-compile", action="store_true", help="only predict, and compare with those in the file")
     parser.add_argument("--write", help="the page to write")
+    parser.add_argument("--update", help="a page of the recorded cases: predict them again, compile nothing")
     parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--keep", help="a folder for the compiler's dumps; collectives are read again from those in it")
     parser.add_argument("--no-predict", action="store_true", help=argparse.SUPPRESS)
@@ -226,13 +228,18 @@ def main() -> None:
     if args.list:
         print("\n".join(case.name for case in chosen))
         return
-    rows = run(chosen, args)
+    rows = predict_recorded() if args.update else run(chosen, args)
     summary = summarize(rows)
     print(json.dumps(summary, indent=1))
     if args.write:
         from plan_table import page
 
         Path(args.write).write_text(page(rows, summary, versions(), len(FIXED), args.seed), encoding="utf-8")
+    if args.update:
+        from plan_table import updated
+
+        written = Path(args.update)
+        written.write_text(updated(written.read_text(encoding="utf-8"), rows, summary), encoding="utf-8")
 
 
 def choose(args: argparse.Namespace) -> list[Case]:
@@ -271,6 +278,16 @@ def run(chosen: Sequence[Case], args: argparse.Namespace) -> list[dict[str, Any]
                 row = row | {"predict_error": f"{type(error).__name__}: {error}"[:500]}
         rows.append(row)
         print(line(row), flush=True)
+    return rows
+
+
+def predict_recorded() -> list[dict[str, Any]]:
+    """Predict the cases of `plan_peaks.json`, in their order, which is that of the page."""
+    rows = []
+    for entry in json.loads(Path(__file__).with_name("plan_peaks.json").read_text()):
+        case = Case(**entry["case"])
+        rows.append({"name": case.name} | entry | predict_case(case))
+        print(line(rows[-1]), flush=True)
     return rows
 
 
