@@ -19,8 +19,8 @@ PASSES = (12.0, 17.0)
 """How often what is offloaded goes through the device's memory, each way.
 
 The copies themselves run beside products, but for them arrays are laid out anew. What that costs the estimates of the
-TPU's compiler say (JAX 0.12): 13 passes for the inputs of the blocks of Llama 3 70B on v5p:8x8x8 (20.98e9 cycles with
-them on the host, 20.81e9 without), 17 for query, key, value and projection of 8B on v5e:16x16 (10.26e9, 9.94e9 where they
+TPU's compiler say (JAX 0.12): 13 passes for what goes into the blocks of Llama 3 70B on v5p:8x8x8 (20.98e9 cycles with
+it on the host, 20.81e9 without), 17 for query, key, value and projection of 8B on v5e:16x16 (10.26e9; 9.94e9 where they
 are computed again, which is 0.34e9 more work).
 """
 
