@@ -121,8 +121,8 @@ def signature_of(value: Any) -> str:
 
 
 def _parameter_text(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    text = f"{stars}{parameter.name}: {_annotation_text(parameter.annotation)}"
+    stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    text = f"{stars.get(parameter.kind, '')}{parameter.name}: {_annotation_text(parameter.annotation)}"
     default = parameter.default
     if default is parameter.empty:
         return text
@@ -134,7 +134,7 @@ def _annotation_text(annotation: object) -> str:
     """An annotation as written in the source, whatever this Python makes of it."""
     if isinstance(annotation, str):
         return annotation
-    return getattr(annotation, "__forward_arg__", None) or getattr(annotation, "__name__", str(annotation))
+    return str(getattr(annotation, "__forward_arg__", None) or getattr(annotation, "__name__", annotation))
 
 
 def methods_of(value: Any) -> Iterator[tuple[str, Any]]:
