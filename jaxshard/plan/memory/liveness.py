@@ -168,7 +168,7 @@ class Liveness(Storage):
         return []
 
     def _gathered_stacks(self, op: Op) -> list[Live]:
-        """What a loop over arrays that are split over its turns gathers: each of them whole, to take one slice of it."""
+        """What a loop over arrays gathers that are split over its turns: each of them whole, to take one slice."""
         found = []
         for number in range(sum(op.counts), len(op.ins)):
             one = op.ins[number]
