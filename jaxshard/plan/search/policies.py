@@ -34,7 +34,7 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class Policy:
-    """What a block keeps for one row.
+    """A remat policy with the bytes that a block keeps for one row.
 
     Attributes:
       text: as `--remat` takes it: "nothing", or "attention_out=save,block_in=offload".
@@ -126,11 +126,11 @@ class _Block:
         return sorted(names_in(jax.make_jaxpr(self._gradient(self.run))(*self._inputs())) - {CONSTRAINED, BLOCK_IN})
 
     def plain(self, one: Policy) -> Policy:
-        """What a policy without names keeps, and computes again."""
+        """Measure a policy without names: what it keeps, and computes again."""
         return self._measured(one.text, one.text, one.again)
 
     def keeping(self, names: Sequence[str], nothing: Policy) -> Policy:
-        """What a policy keeps that saves names."""
+        """Measure the policy that saves these names."""
         return self._measured(_text(names, "save"), dict.fromkeys(names, "save"), nothing.again)
 
     def _measured(self, text: str, remat: RematPolicy, otherwise: float) -> Policy:

@@ -18,7 +18,7 @@ Pair = tuple[Candidate, Estimate]
 
 @dataclass
 class Trials:
-    """What was predicted so far.
+    """The predictions made so far, and the limits within which more are made.
 
     Attributes:
       predict: makes the prediction of a candidate; None where the library refuses it.
@@ -70,7 +70,7 @@ class Trials:
 
 
 def may_fit_surely(least: int, usable: int) -> bool:
-    """Whether a prediction could call so many bytes at least a sure fit, which plans are ranked by first."""
+    """Tell whether a prediction could call so many bytes at least a sure fit, which plans are ranked by first."""
     return least * (1 + MARGIN) <= usable
 
 
@@ -86,13 +86,13 @@ def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:
 
 
 def kind_of(one: Candidate) -> Any:
-    """What a candidate has in common with those of other sizes, and of other remat policies."""
+    """Return what a candidate has in common with those of other sizes, and of other remat policies."""
     axes = frozenset(axis for axis, size in one.axes if size > 1)
     return one.data, axes - {"replica", "data"}, one.schedule is not None
 
 
 def _shapes_of(one: Candidate) -> Any:
-    """What decides about the shapes of temporaries: of two candidates that have it in common they are about equal."""
+    """Return what decides the shapes of temporaries: two candidates that have it in common need about the same."""
     parts = one.size("tensor"), one.size("context"), one.size("expert"), one.row_shards * one.microbatches
     return kind_of(one), parts, one.chunks
 
