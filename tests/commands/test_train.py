@@ -251,7 +251,7 @@ def test_dtype_and_vocab_need_a_file(capsys):
 def test_tensorboard_that_is_not_installed_is_refused_before_training(data, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     assert main(["train", *TINY, "--data", str(data / "text.py"), "--tensorboard", str(tmp_path)]) == 2
-    assert "pip install tensorboardX" in capsys.readouterr().err
+    assert 'pip install "tensorboardX' in capsys.readouterr().err
 
 
 def test_a_fault_keeps_its_traceback(data, monkeypatch):
