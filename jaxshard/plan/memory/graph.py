@@ -173,7 +173,9 @@ class Builder:
                 self._set_split(value, split)
             elif op is not None and op.name in ("scan", "while", "cond"):
                 self._refine_inside(op, value, split)
-            elif op is not None and (op.name in _KEEP_SPLIT or not any(one.shape for one in op.ins)):
+            elif op is not None and (
+                op.name in _KEEP_SPLIT or not any(one.shape for one in op.ins) or _repeats(op, split)
+            ):
                 self._set_split(value, split)
                 alike = [one for one in op.ins if one.shape == value.shape]
                 self._refine(alike, [split] * len(alike))
@@ -294,6 +296,12 @@ class Builder:
         for place, var in enumerate(eqn.outvars):
             made = [region.outputs[place].split for region in op.regions]
             op.outs.append(self.value(var.aval, merge(made), path=op.path))
+
+
+def _repeats(op: Op, split: Split) -> bool:
+    """True for a broadcast that is split along the dimensions that it adds: each device makes its copies alone."""
+    kept = op.params.get("broadcast_dimensions", ()) if op.name == "broadcast_in_dim" else range(len(split))
+    return all(not split[dim] for dim in kept)
 
 
 def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mapping[str, int]) -> Region:

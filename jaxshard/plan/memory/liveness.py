@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from jaxshard.plan.memory.donated import overwritten_early
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.shards import is_reduction
 from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
@@ -68,6 +69,7 @@ class Liveness(Storage):
         self.stored_as: dict[Value, Any] = {}
         self.copies: defaultdict[int, list[Value]] = defaultdict(list)
         self._find_narrow()
+        self._copy_overwritten()
 
     # Where everything runs, and is read last.
 
@@ -90,6 +92,16 @@ class Liveness(Storage):
                 root = self.find(one)
                 need[root] = max(need.get(root, -1), at)
         self.last = need
+
+    def _copy_overwritten(self) -> None:
+        """Copy arguments that are written over early, which compilers do before they are first read."""
+        if self.narrow_products or any(one.role == "inner" for one in self.region.inputs):
+            return
+        for one in overwritten_early(self.region):
+            copy = replace(one, role="")
+            readers = self.readers[one]
+            self.copies[min(self.place[op] for op in readers)].append(copy)
+            self.last[copy] = max(self.runs[op] for op in readers)
 
     # The fullest moment.
 
@@ -196,13 +208,18 @@ class Liveness(Storage):
         elif op.name == "cond":
             operands = op.ins
         else:
-            operands = list(self.sources[op.outs[number]]) if self.is_elementwise(op) else []
+            found = self.sources[op.outs[number]] if self.is_elementwise(op) else ()
+            operands = sorted(found, key=self._made_at, reverse=True)  # the latest: what was made just before it
         for one in operands:
             root = self.find(one)
             ours = root in self.reusable or (root in self.stored and root not in self.inputs)
             if ours and root not in taken and self.last[root] == i and self._same_bytes(root, op.outs[number]):
                 return root
         return None
+
+    def _made_at(self, value: Value) -> int:
+        maker = self.makers.get(value)
+        return -1 if maker is None else self.place[maker]
 
     def _same_bytes(self, one: Value, other: Value) -> bool:
         return self._bytes(one) == self._bytes(other) and one.dtype == other.dtype

@@ -1,0 +1,41 @@
+"""Arguments that a step writes over before it read them last."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxshard.plan.memory.donated import overwritten_early
+from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.liveness import Liveness
+
+N = 64
+
+
+@pytest.mark.parametrize(("spec", "copied"), [(("data",), True), ((None, "data"), False)])
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_gather_along_the_first_dimension_writes_over_a_parameter_that_its_update_is_measured_against(
+    spec, copied, measured
+):
+    # Gathered along another dimension the parts are put in order later; without the norm nothing reads the old ones.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    parts, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (spec, ()))
+
+    def step(w):
+        part = jax.lax.with_sharding_constraint(w, parts)
+        new = part - 0.1 * jnp.sin(part)
+        norm = jnp.sum((new - part) ** 2) if measured else jnp.zeros(())
+        return jax.lax.with_sharding_constraint(new, whole), norm
+
+    closed = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((N, N), jnp.float32))
+    region = build(closed, [(((), ()), "parameters", "w")], dict(mesh.shape))
+    expected = [region.inputs[0]] if copied and measured else []
+    assert overwritten_early(region) == expected
+
+    def live(*, tpu):
+        return Liveness(region, lambda one: 4 * math.prod(one.shard), set(region.outputs), narrow_products=tpu).peak()
+
+    copies = {tpu: [one.bytes for one in live(tpu=tpu).live if one.note == "converted"] for tpu in (False, True)}
+    assert copies == {False: [4 * N * N] * len(expected), True: []}
