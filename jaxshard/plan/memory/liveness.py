@@ -12,8 +12,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jaxshard.plan.memory.donated import overwritten_early
 from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.shards import is_reduction
 from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
 
@@ -169,6 +172,9 @@ class Liveness(Storage):
             return []
         if op.name == "scan":
             return self._gathered_stacks(op)
+        if out in self.apart and op.name in COMPUTED_IN_F32:  # its operand in both shapes, before it is there itself
+            wide = replace(out, dtype=jnp.dtype(jnp.float32))
+            return [Live(wide, size, "copy") for size in (self.size(wide), self.size(wide) - self.size(out))]
         # A gather of counts adds a dimension.
         if op.name == "all_gather" and len(out.shard) == len(op.ins[0].shard) == 2:
             parts = zip(op.ins[0].shard, out.shard, (SUBLANES, LANES), strict=True)

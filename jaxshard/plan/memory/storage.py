@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
+from jaxshard.plan.memory.moved import written_apart
+from jaxshard.plan.memory.order import sums_stacks_twice
 from jaxshard.plan.memory.shards import is_reduction
 
 _SAME_MEMORY = frozenset({
@@ -115,6 +117,10 @@ class Storage:
         """
         ops = [op for op in self.region.ops if not self.is_alias(op)]
         pending = self.pending = self._store_products(ops)
+        self.apart = (
+            written_apart(self.ops, self.readers, self.find, self.is_elementwise) if self.narrow_products else set()
+        )
+        self.stored |= self.apart
         sources = self.sources = self._find_sources(ops, pending)
         sinks: defaultdict[Value, set[Op]] = defaultdict(set)
         for op in reversed(ops):
@@ -266,7 +272,7 @@ class Storage:
         A gradient of a matrix stands in a traced program where the matrix was used first; compilers that save memory
         compute it before a loop through which its operands would live.
         """
-        if not self.narrow_products:
+        if not self.narrow_products or sums_stacks_twice(self.region):
             self._delay_products()
             return
         made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
@@ -288,10 +294,10 @@ class Storage:
         self.ops = sorted(self.ops, key=places.__getitem__)
 
     def _delay_products(self) -> None:
-        """Move products behind a loop where their results are first read after it: XLA for GPUs schedules them late.
+        """Move products behind a loop where their results are first read after it: XLA schedules them late.
 
-        They then run beside the collectives behind the backward pass. A result that is added to what the loop makes is
-        no such, and neither is one inside a block.
+        They then run beside the collectives behind the backward pass. On GPUs a result that is added to what the loop
+        makes is no such; one inside a block is none anywhere.
         """
         if all(one.role == "inner" for one in self.region.inputs):
             return
@@ -303,7 +309,7 @@ class Storage:
         for i, op in enumerate(self.ops):
             places[op] = i
             reader = read.get(self.find(op.outs[0])) if op.name in _PRODUCTS else None
-            if reader is not None and not self._waits(reader, op.outs[0]):
+            if reader is not None and (self.narrow_products or not self._waits(reader, op.outs[0])):
                 at = self.traced[reader]
                 places[op] = at - 0.5 if any(i < loop < at for loop in self.loops) else i
         self.ops = sorted(self.ops, key=places.__getitem__)
@@ -390,7 +396,4 @@ def is_selection(op: Op) -> bool:
 
 
 def _count(value: Value) -> int:
-    total = 1
-    for size in value.shard:
-        total *= size
-    return total
+    return math.prod(value.shard)
