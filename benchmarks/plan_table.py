@@ -86,19 +86,7 @@ def updated(text: str, rows: Sequence[dict[str, Any]], summary: dict[str, Any]) 
     return head + start + "".join(lines)
 
 
-REASONS = {
-    "vit-l16 depth=24 v5p:4x4x8 data=128 fsdp explicit nothing bf16 64x0": (
-        "196 positions do not fill tiles of 8, so that reshapes between rows and positions copy what an exact GELU "
-        "needs, its erfc in f32 too"
-    ),
-    "linen-scan/125m v5e:16x16 replica=2,data=128 hsdp explicit everything f32 2x1024": (
-        "the gradient of the tied table is computed after the loop, which keeps the logits; gradients of attention are "
-        "copied to padded tiles to be summed"
-    ),
-    "plain/350m h100:8 data=8 zero1 auto everything f32 4x1024": (
-        "two parameters are copied to other layouts, and one array of attention weights lives longer than in the trace"
-    ),
-}
+REASONS: dict[str, str] = {}
 """What the compiler does otherwise in cases that are too far off, as its dumps show."""
 
 

@@ -32,9 +32,10 @@ ROLES = (
 )
 """What memory is used for, in the order in which tables show it."""
 
-MARGIN = 0.32
+MARGIN = 0.25
 """A step is said to fit if its predicted peak and this share more do: with the table's largest error below the compiled
-peak, 22 % (docs/records/planner_table.md), it needs 1 / (1 - 0.22) of what is predicted, which leaves some room."""
+peak, 13 % (docs/records/planner_table.md), it needs 1 / (1 - 0.13) of what is predicted, and programs that the table
+does not have may be predicted worse."""
 
 
 @dataclass(frozen=True)

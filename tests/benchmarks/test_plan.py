@@ -113,7 +113,6 @@ def test_a_page_is_updated_by_new_predictions_and_keeps_what_was_compiled(plan):
         updated(text, [{**new[0], "peak": 2 * 10**9}], plan.summarize(new))
 
 
-@pytest.mark.xfail(strict=True, reason="two TPU cases are more than 15 % off: docs/records/planner_table.md names them")
 @pytest.mark.slow(sampled=False)
 @pytest.mark.filterwarnings("ignore:attention", "ignore:tensor")
 @tpu
