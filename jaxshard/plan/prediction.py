@@ -37,8 +37,8 @@ MARGIN = 0.25
 peak, 13 % (docs/records/planner_table.md), it needs 1 / (1 - 0.13) of what is predicted, and programs that the table
 does not have may be predicted worse."""
 OFFLOAD_MARGIN = 0.5
-"""The same for a step that keeps activations in the host's memory: a TPU's compiler holds more of what is on its way there
-than is predicted, 8.65 GiB for 6.42 in the worst of five programs (benchmarks/README.md, Search)."""
+"""The same for a step that keeps activations in the host's memory: a TPU's compiler holds more of what is on its way
+there than is predicted, 8.65 GiB for 6.42 in the worst of five programs (benchmarks/README.md, Search)."""
 
 
 @dataclass(frozen=True)

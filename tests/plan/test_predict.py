@@ -1,5 +1,6 @@
 """Predictions of a step: parts, tables and JSON, what is refused, and the peak beside that of the TPU compiler."""
 
+import dataclasses
 import importlib.util
 import json
 from typing import Any
