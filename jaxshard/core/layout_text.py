@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.mesh import axis_names, mesh_str
 from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import PALETTE, ROLES, ink_on
+from jaxshard.core.pictures.boxes import GAP, Box, drawing, row
+from jaxshard.core.pictures.style import PALETTE, ROLES
 from jaxshard.core.pictures.tiles import arrange, parts_held
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of
@@ -210,16 +210,15 @@ def _draw_tiles(mesh: Mesh, placement: Placement) -> str:
     parts = parts_held(mesh, placement)[arrange(mesh)]
     down, across = parts.shape
     wide, high = max(9, min(22, 176 // across)), max(9, min(16, 64 // down))
-    drawn = []
-    for (y, x), part in np.ndenumerate(parts):
-        colour = PALETTE[part % len(PALETTE)]
-        drawn.append(f'<rect x="{x * wide}" y="{y * high}" width="{wide - 1}" height="{high - 1}" fill="{colour}"/>')
-        if wide >= 16 and high >= 12:
-            drawn.append(
-                f'<text x="{x * wide + wide / 2 - 0.5}" y="{y * high + high / 2 + 3}" text-anchor="middle" '
-                f'font-size="10" style="fill:{ink_on(colour)}">{part}</text>'
-            )
-    return page.svg(wide * across, high * down, drawn)
+    numbered = wide >= 16 and high >= 12
+    rows = []
+    for numbers in parts.tolist():
+        boxes = [
+            Box(x * wide, (x + 1) * wide - GAP, PALETTE[part % len(PALETTE)], str(part) if numbered else "")
+            for x, part in enumerate(numbers)
+        ]
+        rows.append(row(boxes, width=wide * across, height=high - GAP, font=10))
+    return drawing(*rows)
 
 
 def _group(contents: Contents) -> dict[_Kind, list[_Member]]:

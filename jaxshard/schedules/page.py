@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
-
 from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import GREY, OPERATIONS, ink_on, tint
+from jaxshard.core.pictures.boxes import Box, beside, drawing, row
+from jaxshard.core.pictures.style import OPERATIONS, tint
 from jaxshard.core.text_table import Table
 from jaxshard.schedules.stats import Costs, Span, compute_stats, lockstep_spans
 from jaxshard.schedules.table import KINDS
@@ -17,7 +16,8 @@ NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
 _MOST = 1500
 """The most operations that are drawn."""
 
-_WIDTH, _ROW, _LEFT = 860, 22, 66
+_WIDTH, _ROW, _LEFT = 794, 20, 66
+_IDLE = "rgba(102,102,102,0.15)"
 
 
 def schedule_page(schedule: Schedule) -> str:
@@ -54,26 +54,13 @@ def schedule_page(schedule: Schedule) -> str:
 
 def _draw(schedule: Schedule, spans: list[Span]) -> str:
     """A row for each device, from left to right the time, and the micro-batch in bars that are wide enough."""
-    end = max(span.end for span in spans)
-    per_unit = (_WIDTH - _LEFT) / end
-    drawn = []
-    for device in range(schedule.stages):
-        y = device * _ROW
-        drawn.append(f'<text x="0" y="{y + 15}" font-size="12">device {device}</text>')
-        drawn.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT}" height="{_ROW - 2}" fill="{GREY}" opacity="0.15"/>'
-        )
-    for op, start, stop in spans:
-        wide = (stop - start) * per_unit
-        x, y, colour = _LEFT + start * per_unit, op.device * _ROW, tint(OPERATIONS[op.kind], op.chunk, schedule.chunks)
+    per_unit = _WIDTH / max(span.end for span in spans)
+    rows: list[list[Box]] = [[] for _ in range(schedule.stages)]
+    for op, start, stop in sorted(spans, key=lambda span: span.start):
+        left, wide = start * per_unit, (stop - start) * per_unit
         where = f"{NAMES[op.kind]} of micro-batch {op.microbatch}, chunk {op.chunk}, tick {op.tick}"
-        drawn.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{max(wide - 1, 0.5):.1f}" height="{_ROW - 2}" '
-            f'fill="{colour}"><title>{html.escape(where)}</title></rect>'
-        )
-        if wide > 7 * len(str(op.microbatch)) + 3:
-            drawn.append(
-                f'<text x="{x + wide / 2:.1f}" y="{y + 14.5}" text-anchor="middle" font-size="11" '
-                f'style="fill:{ink_on(colour)}">{op.microbatch}</text>'
-            )
-    return page.svg(_WIDTH, schedule.stages * _ROW, drawn)
+        words = str(op.microbatch) if wide > 7 * len(str(op.microbatch)) + 3 else ""
+        colour = tint(OPERATIONS[op.kind], op.chunk, schedule.chunks)
+        rows[op.device].append(Box(left, left + max(wide - 1, 0.5), colour, words, where))
+    drawn = [row(boxes, width=_WIDTH, height=_ROW, font=11, behind=_IDLE) for boxes in rows]
+    return drawing(*(beside(f"device {device}", one, width=_LEFT, font=12) for device, one in enumerate(drawn)))

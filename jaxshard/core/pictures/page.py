@@ -2,7 +2,8 @@
 
 Text and lines take the colours of the page around them: JupyterLab's and Furo's by their variables, elsewhere those
 that are inherited. So they are right on light and dark pages, also where a page does not follow the system. The colours
-of bars are seen on both.
+of bars are seen on both. What a page cannot do without, its bars, marks and the sides of its cells, stands in the
+elements themselves: viewers take the `<style>` away from notebooks that they do not trust.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxshard.core.pictures.style import GREEN, GREY, ORANGE, VERMILLION, ink_on
+from jaxshard.core.pictures.boxes import Box, drawing, row, under_limit
+from jaxshard.core.pictures.style import GREEN, GREY, ORANGE, VERMILLION
 from jaxshard.core.text_table import Section, Table
 
 GOOD, BAD, UNSURE = GREEN, VERMILLION, ORANGE
@@ -27,16 +29,12 @@ table-layout:auto;border:0}
 .jaxshard.jaxshard.jaxshard :is(td,th){padding:.18em .9em .18em 0;text-align:left;vertical-align:top;color:inherit;
 border:0;border-bottom:1px solid var(--jaxshard-line);max-width:48em;white-space:normal;background:transparent}
 .jaxshard.jaxshard.jaxshard th{font-weight:600;white-space:nowrap}
-.jaxshard.jaxshard.jaxshard .js-n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.jaxshard.jaxshard.jaxshard [align=right]{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .jaxshard p{margin:.25em 0}
-.jaxshard .js-title{font-weight:600;margin:.7em 0 .1em}
+.jaxshard .js-title{margin:.7em 0 .1em}
 .jaxshard ul,.jaxshard ol{margin:.2em 0 .8em;padding-left:1.6em}
-.jaxshard li{white-space:pre-wrap;font-size:.92em;margin:.15em 0}
+.jaxshard li{font-size:.92em;margin:.15em 0}
 .jaxshard pre{white-space:pre-wrap;margin:.1em 0 .4em;padding:0;background:transparent;color:inherit;font-size:.9em}
-.jaxshard svg{display:block;max-width:100%;height:auto;margin:.2em 0}
-.jaxshard.jaxshard.jaxshard td svg{max-width:none}
-.jaxshard svg text{fill:currentColor;font-family:inherit}
-.jaxshard .js-mark{display:inline-block;width:.75em;height:.75em;border-radius:2px;margin-right:.45em}
 .jaxshard details{margin:.3em 0 .6em}
 .jaxshard summary{cursor:pointer}
 </style>"""
@@ -44,7 +42,7 @@ border:0;border-bottom:1px solid var(--jaxshard-line);max-width:48em;white-space
 
 def page(*parts: str) -> str:
     """Put parts, made by the other functions of this file, into one page with its style."""
-    return f'<div class="jaxshard">{_STYLE}{"".join(parts)}</div>'
+    return f'<div class="jaxshard" style="overflow-x:auto">{_STYLE}{"".join(parts)}</div>'
 
 
 def paragraph(text: str) -> str:
@@ -54,18 +52,19 @@ def paragraph(text: str) -> str:
 
 def title(text: str) -> str:
     """Write the title of what comes next."""
-    return f'<p class="js-title">{html.escape(text)}</p>'
+    return f'<p class="js-title" style="font-weight:600">{html.escape(text)}</p>'
 
 
 def verdict(ok: bool | None, text: str) -> str:
     """Write a line with a mark: good, bad, or unsure for None."""
     colour = {True: GOOD, False: BAD, None: UNSURE}[ok]
-    return f'<p class="js-title">{mark(colour)}{html.escape(text)}</p>'
+    return f'<p class="js-title" style="font-weight:600">{mark(colour)}{html.escape(text)}</p>'
 
 
 def mark(colour: str) -> str:
     """Draw a small square of a colour, as legends have them."""
-    return f'<span class="js-mark" style="background:{colour}"></span>'
+    square = "display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:5px"
+    return f'<span style="{square};background:{colour}"></span>'
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -83,10 +82,10 @@ def table(of: Table, *, marks: Mapping[str, str] | None = None, last: Sequence[s
     """
     marks = marks or {}
     rows = []
-    for number, row in enumerate(of.rows):
-        colour = marks.get(row[0].strip()) if row else None
+    for number, cells in enumerate(of.rows):
+        colour = marks.get(cells[0].strip()) if cells else None
         drawn = f"<td>{last[number]}</td>" if last else ""
-        rows.append(f"<tr>{_cells(row, of.sides, 'td', mark(colour) if colour else '')}{drawn}</tr>")
+        rows.append(f"<tr>{_cells(cells, of.sides, 'td', mark(colour) if colour else '')}{drawn}</tr>")
     extra = "<th></th>" if last else ""
     head = f"<thead><tr>{_cells(of.head, of.sides, 'th')}{extra}</tr></thead>" if of.head else ""
     return f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
@@ -95,8 +94,8 @@ def table(of: Table, *, marks: Mapping[str, str] | None = None, last: Sequence[s
 def _cells(cells: Sequence[str], sides: str, tag: str, before: str = "") -> str:
     written = []
     for number, (cell, side) in enumerate(zip(cells, sides or "<" * len(cells), strict=True)):
-        kind = ' class="js-n"' if side == ">" else ""
-        written.append(f"<{tag}{kind}>{'' if number else before}{html.escape(cell)}</{tag}>")
+        kind = 'align="right"' if side == ">" else 'style="text-align:left"'  # JupyterLab's rule is the right side
+        written.append(f"<{tag} {kind}>{'' if number else before}{html.escape(cell)}</{tag}>")
     return "".join(written)
 
 
@@ -104,7 +103,7 @@ def listing(entries: Iterable[str], *, ordered: bool = False) -> str:
     """Write entries as a list; the lines of an entry stay lines. Nothing without entries."""
     items = "".join(f"<li>{html.escape(entry)}</li>" for entry in entries)
     tag = "ol" if ordered else "ul"
-    return f"<{tag}>{items}</{tag}>" if items else ""
+    return f'<{tag} style="white-space:pre-wrap">{items}</{tag}>' if items else ""
 
 
 def preformatted(text: str) -> str:
@@ -147,43 +146,21 @@ def bar(
       colours: by name.
       limit: a size, and what stands beside its line; left out where all parts together are a small share of it.
       whole: the size of the whole width, for bars that are compared; by default the larger of parts and limit.
-      width: units of the drawing, about pixels.
-      height: likewise.
+      width: pixels.
+      height: pixels; low bars have no words.
     """
     total = sum(size for size, _ in parts.values())
     limit = limit if limit and total >= _SMALL * limit[0] else None
     whole = max(whole, total, limit[0] if limit else 0.0) or 1.0
-    top = 16 if limit else 0
-    drawn, left = [], 0.0
+    boxes, left = [], 0.0
     for name, (size, words) in parts.items():
         if size <= 0:
             continue
         wide = size / whole * width
-        colour = colours.get(name, GREY)
-        drawn.append(
-            f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{height}" fill="{colour}">'
-            f"<title>{html.escape(f'{name}: {words}')}</title></rect>"
-        )
-        if height >= _BAR_HEIGHT and wide > 7.5 * len(words) + 6:
-            drawn.append(
-                f'<text x="{left + wide / 2:.1f}" y="{top + height / 2 + 4.5:.1f}" text-anchor="middle" font-size="13" '
-                f'style="fill:{ink_on(colour)}">{html.escape(words)}</text>'
-            )
+        shown = words if height >= _BAR_HEIGHT and wide > 7.5 * len(words) + 6 else ""
+        boxes.append(Box(left, left + wide, colours.get(name, GREY), shown, f"{name}: {words}"))
         left += wide
+    drawn = row(boxes, width=width, height=height, font=13)
     if limit:
-        at = limit[0] / whole * (width - 2) + 1
-        anchor = "end" if at > width / 2 else "start"
-        drawn.append(
-            f'<line x1="{at:.1f}" y1="0" x2="{at:.1f}" y2="{top + height + 3}" stroke="currentColor" stroke-width="2" '
-            f'stroke-dasharray="5 3"/><text x="{at + (-5 if anchor == "end" else 5):.1f}" y="11" '
-            f'text-anchor="{anchor}" font-size="12">{html.escape(limit[1])}</text>'
-        )
-    return svg(width, top + height + (4 if limit else 0), drawn)
-
-
-def svg(width: float, height: float, drawn: Iterable[str]) -> str:
-    """Put drawn elements into a drawing of so many units, about pixels, that shrinks with the page."""
-    return (
-        f'<svg width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" role="img">'
-        f"{''.join(drawn)}</svg>"
-    )
+        drawn = under_limit(drawn, limit[0] / whole * (width - 2), limit[1], width=width)
+    return drawing(drawn)
