@@ -54,13 +54,21 @@ def _environment() -> dict[str, str]:
 
 
 def _tidy(output: nbformat.NotebookNode) -> None:
-    """Leave out addresses, and of values that draw themselves the long text beside it."""
+    """Leave out addresses, folders of this machine, and of values that draw themselves the long text beside it."""
+    if "text" in output:
+        output.text = _without_machine(output.text)
     data = output.get("data", {})
     for kind in data:
         if kind.startswith("text/"):
-            data[kind] = re.sub(r"\b0x[0-9a-f]{6,}\b", "0x0", data[kind])
+            data[kind] = _without_machine(data[kind])
     if len(data) > 1 and len(data.get("text/plain", "")) > _WORDS:
         data["text/plain"] = f"{data['text/plain'].split('(')[0][:_WORDS]}(...)"
+
+
+def _without_machine(text: str) -> str:
+    """Text without addresses and folders; a line of a cell is one of `cell.py`."""
+    text = re.sub(r"[^\s(]*/ipykernel_\d+/\d+\.py", "cell.py", text.replace(f"{ROOT}{os.sep}", ""))
+    return re.sub(r"\b0x[0-9a-f]{6,}\b", "0x0", text)
 
 
 def main() -> None:
