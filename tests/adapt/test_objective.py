@@ -94,7 +94,12 @@ def test_a_model_with_a_loss_of_its_own_is_not_taken_for_its_base():
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    "loss_fn", [called, lambda params, batch, key: called(params, batch, key), jax.jit(MODEL.loss)]
+    "loss_fn",
+    [
+        called,
+        lambda params, batch, key: called(params, batch, key),
+        pytest.param(jax.jit(MODEL.loss), marks=pytest.mark.slow),
+    ],
 )
 def test_a_function_that_calls_a_known_loss_moves_what_the_loss_itself_moves(loss_fn, engine):
     """The same collectives, counts and bytes: blocks are gathered one by one, and nothing at once."""

@@ -206,6 +206,7 @@ def test_the_text_of_anyones_step(tmp_path, capsys):
     assert "this is StableHLO" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_edit_that_removes_a_surprise(model, capsys, tmp_path):
     """The batch of this program has no values, so nothing runs: an edit that can't change any is found by compiling."""
     file = tmp_path / "audit.json"

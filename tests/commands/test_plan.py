@@ -38,6 +38,7 @@ def test_several_slices_multiply_the_devices(capsys):
     assert (result["devices"], result["slices"], result["mesh"]) == (16, 2, {"replica": 2, "data": 8})
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_plain_answer(capsys):
     result, err = plan(capsys, "llama3-405b", "--topology", "v5e:2x4", "--batch", "8", "--change", "depth=12")
     assert result["fits"] is False and "does not fit" in err

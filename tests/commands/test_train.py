@@ -293,6 +293,7 @@ def test_a_fresh_process_simulates_eight_devices_and_keeps_standard_output_pure(
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_fresh_process_refuses_in_one_line(tmp_path):
     done = run_jaxshard("train", "--data", "absent", cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert done.returncode == 2 and done.stdout.splitlines()[1].split() == ["mesh", "data=8"]

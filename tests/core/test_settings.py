@@ -66,7 +66,7 @@ SETTINGS = {
 
 
 ENGINES = {"explicit": js.explicit(), "auto": js.auto()}
-FAST = ("another mesh", "a mesh of explicit axes", "a transfer guard")
+FAST = ("a mesh of explicit axes", "a transfer guard")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ RUNNABLE = [page for page in WRITTEN if blocks_of(page)]
 QUICK_START_LINES = 40
 NEEDS = {"finetuning": "tokenizers", "profiling": "libtpu"}
 """The extras that pages show, by their stem."""
-LONG = ("models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
+LONG = ("planner", "models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
 LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults", "debugging", "profiling")
 LONG += ("placements", "fsdp2", "deepspeed", "megatron", "maxtext", "pmap", "claims", "troubleshooting")
 """Pages whose programs take long to compile."""

@@ -75,7 +75,9 @@ def quick(*args, **options) -> Program:
 
 
 @pytest.mark.parametrize("make", [quick, pytest.param(program, marks=pytest.mark.slow)], ids=["quick", "as users do"])
-@pytest.mark.parametrize("strategy", EXPECTED)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow] * (name == "zero1")) for name in EXPECTED]
+)
 def test_every_strategy_moves_what_it_promises(strategy, make):
     """With Adam, which is elementwise and adds nothing."""
     compiled = make(strategy)

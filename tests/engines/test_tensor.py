@@ -30,7 +30,7 @@ def cells():
             continue
         fast = data == "fsdp" and parts == 4 and model not in SLOW
         fast &= engine == ("auto" if model in GLOBAL_VIEW_ONLY else "explicit") and model != "resnet"
-        marks = () if fast or (model, parts, alone) == ("gpt", 8, True) else (pytest.mark.slow,)
+        marks = () if fast else (pytest.mark.slow,)
         yield pytest.param(model, parts, data, engine, marks=marks)
 
 

@@ -200,7 +200,7 @@ def shape_of(found, size):
 
 @pytest.mark.parametrize(
     ("width", "vocab", "columns"),
-    [(64, 512, 128), pytest.param(32, 208, 56, marks=pytest.mark.slow)],
+    [pytest.param(64, 512, 128, marks=pytest.mark.slow), pytest.param(32, 208, 56, marks=pytest.mark.slow)],
     ids=["its width is split", "its vocabulary is split"],
 )
 @pytest.mark.parametrize("engine", [js.explicit(remat="nothing"), pytest.param(js.auto(), marks=pytest.mark.slow)])

@@ -180,6 +180,7 @@ def test_tied_heads_have_no_matrix_of_their_own():
     assert untied["lm_head"]["kernel"].shape == (32, 65)
 
 
+@pytest.mark.slow
 def test_the_scan_equals_a_loop_over_blocks():
     """Loss to 1e-6, gradients to 1e-5 of each leaf's largest."""
     model, batch = small(), batch_of()

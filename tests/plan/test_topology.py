@@ -197,6 +197,7 @@ def test_loops_without_a_noted_trip_count():
     assert [(one.kind, one.axes, one.bytes) for one in scalars] == [("all-reduce", axes, 4)]
 
 
+@pytest.mark.slow
 @tpu
 def test_a_sharded_optimizer_state_makes_the_compiler_reduce_scatter():
     """Three weights with a sharded momentum, where all-gathers overlap with the backward pass of earlier layers."""

@@ -107,6 +107,7 @@ def test_scalars_of_a_batch_count_for_every_row():
 # Models.
 
 
+@pytest.mark.slow
 def test_a_linen_model_with_sizes_that_do_not_divide():
     """1e-6 against the loss on one device, 11 of 16 rows."""
     toy = linen_toy()

@@ -36,7 +36,7 @@ GPT = {
     "tensor": (js.compose(js.fsdp(min_size=0), js.tensor()), {"data": 2, "tensor": 2}, js.explicit()),
     "pipelined": (js.pipeline(), {"pipe": 2}, js.pipelined(microbatches=4)),
 }
-SLOW = {"hsdp", "tensor", "one device"}
+SLOW = {"hsdp", "tensor", "one device", "pipelined"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in GPT])

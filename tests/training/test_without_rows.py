@@ -191,6 +191,7 @@ def test_batches_place_tables_whole():
         next(iter(js.local_batches([local], plain)))
 
 
+@pytest.mark.slow
 def test_a_name_that_fits_nothing_is_said():
     strategy = js.compose(FSDP, js.without_rows("table", "graph/*"))
     step = js.make_step(table_loss, optax.sgd(0.1), js.layout(strategy, mesh(), init_fn, optax.sgd(0.1)))

@@ -163,7 +163,7 @@ def tree_toy(depth: int = 5) -> Toy:
 @pytest.mark.parametrize(
     ("schedule", "stash"),
     [
-        ("one_f_one_b", "layer"),
+        pytest.param("one_f_one_b", "layer", marks=pytest.mark.slow),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
             for cell in itertools.product(("gpipe", "zero_bubble"), ("layer", "stage", "everything"))

@@ -40,6 +40,7 @@ def assert_same(make, call):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_linen(mask, dropout):
