@@ -32,13 +32,10 @@ ROLES = (
 )
 """What memory is used for, in the order in which tables show it."""
 
-MARGIN = 0.25
-"""A step is said to fit if its predicted peak and this share more do: with the table's largest error below the compiled
-peak, 13 % (docs/records/planner_table.md), it needs 1 / (1 - 0.13) of what is predicted, and programs that the table
-does not have may be predicted worse."""
-OFFLOAD_MARGIN = 0.5
-"""The same for a step that keeps activations in the host's memory: a TPU's compiler holds more of what is on its way
-there than is predicted, 8.65 GiB for 6.42 in the worst of five programs (benchmarks/README.md, Search)."""
+MARGIN = 0.5
+"""A step is said to fit if its predicted peak and this share more do. The table's largest error below the compiled peak
+is 13 % (docs/records/planner_table.md), but of cases that it does not have one was predicted 32 % too low, and a TPU's
+compiler holds up to a third more of activations on their way to the host (benchmarks/README.md, Search)."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +106,11 @@ class Prediction:
     def fits(self) -> bool | None:
         """True if the peak fits with `MARGIN` to spare, False if it does not fit at all, None between (compile it).
 
-        None too where the chip is not known. With activations in the host's memory it is `OFFLOAD_MARGIN`.
+        None too where the chip is not known.
         """
         if self.usable_bytes is None:
             return None
-        if self.peak.total * (1 + (OFFLOAD_MARGIN if self.offloaded_bytes else MARGIN)) <= self.usable_bytes:
+        if self.peak.total * (1 + MARGIN) <= self.usable_bytes:
             return True
         return False if self.peak.total > self.usable_bytes else None
 

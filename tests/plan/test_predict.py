@@ -1,6 +1,5 @@
 """Predictions of a step: parts, tables and JSON, what is refused, and the peak beside that of the TPU compiler."""
 
-import dataclasses
 import importlib.util
 import json
 from typing import Any
@@ -57,9 +56,6 @@ def test_what_is_offloaded_takes_no_memory_of_the_device():
     assert kept.total - moved.total >= 3 / 4 * stacked
     assert [one.offloaded_bytes for one in both] == [0, stacked]
     assert "on the host" in str(both[1]) and any("host's memory" in one for one in both[1].time.assumptions)
-    # A third more than is predicted leaves no doubt only of what keeps everything on the device.
-    tight = [dataclasses.replace(one, usable_bytes=int(1.34 * one.peak.total)) for one in both]
-    assert [one.fits for one in tight] == [True, None]
 
 
 def test_arguments_are_those_of_the_layout(small: js.plan.Prediction):
