@@ -35,9 +35,10 @@ import subprocess
 import sys
 import tempfile
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from interleaved import free_cores
@@ -71,7 +72,7 @@ class Peer(NamedTuple):
     library: str
     reference: str | None = None
     processes: int = 1
-    options: dict[str, str] = {}  # noqa: RUF012
+    options: Mapping[str, str] = MappingProxyType({})
 
     @property
     def devices(self) -> int:
@@ -112,7 +113,7 @@ class Running:
                 "shape": shape._asdict(),
                 "rank": rank,
                 "meeting": meeting,
-                "options": peer.options,
+                "options": dict(peer.options),
                 "cores": cores[rank * share : (rank + 1) * share],
             }
             with log.open("a") as errors:

@@ -49,8 +49,9 @@ def written_apart(
         elif is_elementwise(op) and len(op.outs) == 1:
             large = {find(one) for one in op.ins if one.shard == op.outs[0].shard}
             origins = {origin.get(one) for one in large}
-            if large and len(origins) == 1 and None not in origins:
-                origin.setdefault(find(op.outs[0]), origins.pop())  # type: ignore[arg-type]
+            start = origins.pop() if len(origins) == 1 else None
+            if start is not None:
+                origin.setdefault(find(op.outs[0]), start)
     left: dict[Value, set[Value]] = {}
     for value, start in origin.items():
         if value is not start and any(is_elementwise(op) and find(op.outs[0]) not in origin for op in readers[value]):

@@ -114,8 +114,10 @@ def words_apart(source: str) -> str:
 
 
 def layout():
-    params = lambda key: {"embed": jnp.zeros((512, 64)), "scale": jnp.zeros((64,))}  # noqa: E731
-    return js.layout(js.fsdp(), js.make_mesh(data=8), params, optax.sgd(0.1))
+    def init_fn(key):
+        return {"embed": jnp.zeros((512, 64)), "scale": jnp.zeros((64,))}
+
+    return js.layout(js.fsdp(), js.make_mesh(data=8), init_fn, optax.sgd(0.1))
 
 
 PAGES = {
