@@ -96,6 +96,11 @@ def gating_names(leaf: Leaf) -> Names | None:
     return (*("experts" for _ in front), None, *(("mlp", "embed") if first > last else ("embed", "mlp")))
 
 
+def gate_names(leaf: Leaf) -> Names | None:
+    """Name the gate of an MLP, [embed, mlp]; None for a gate that narrows, which is the router of experts."""
+    return ("embed", "mlp") if leaf.shape[-1] >= leaf.shape[-2] else None
+
+
 _EINSUM_KERNELS: tuple[tuple[str, Names], ...] = (
     ("q_einsum", ("heads", "embed", "head_dim")),
     ("k_einsum", ("kv_heads", "embed", "head_dim")),
@@ -104,6 +109,13 @@ _EINSUM_KERNELS: tuple[tuple[str, Names], ...] = (
     ("attn_vec_einsum", ("heads", "head_dim", "embed")),
 )
 """Gemma's attention: "w" in its own Einsum, "kernel" in NNX's."""
+
+
+_UP, _DOWN = ("wi", "wi_0", "wi_1", "w1", "w3", "up", "gate"), ("wo", "w2", "down")
+"""The names of an MLP's matrices that are parameters themselves, not kernels of a layer."""
+
+_OF_EXPERTS = ("*moe*", "*Moe*", "*MoE*", "*expert*", "*Expert*")
+"""Modules whose parameters have a dimension of experts: "moe", "MoeBlock_0", "experts", "routed_experts/inner"."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -138,9 +150,13 @@ RULES: tuple[Rule, ...] = (
     *((f"mlp/linear{weight}", ("mlp", "embed")) for weight in ("", "/w")),
     *((f"moe/linear{weight}", ("experts", "mlp", "embed")) for weight in ("", "/w")),
     ("router_logits/w", ("embed", None)),
-    # Experts stacked in front: each device holds some of them whole.
-    *((f"*{name}", ("experts", "embed", "mlp")) for name in ("/wi", "/wi_0", "/wi_1", "/w1", "/w3", "/up", "/gate")),
-    *((f"*{name}", ("experts", "mlp", "embed")) for name in ("/wo", "/w2", "/down")),
+    # Experts stacked in front, in a module that says so: each device holds some of them whole.
+    *((f"{module}/{up}", ("experts", "embed", "mlp")) for module in _OF_EXPERTS for up in _UP),
+    *((f"{module}/{down}", ("experts", "mlp", "embed")) for module in _OF_EXPERTS for down in _DOWN),
+    # The same names elsewhere are matrices of an MLP, of which a first dimension may stack layers.
+    *((up, ("embed", "mlp")) for up in _UP if up != "gate"),
+    ("gate", gate_names),
+    *((down, ("mlp", "embed")) for down in _DOWN),
     *((f"{router}/kernel", ("embed", None)) for router in ("router", "gating", "gate_router")),
     # Norms, which stay whole however many layers are stacked.
     *((f"*{norm}", "whole") for norm in ("/scale", "ln_*/bias", "norm/bias", "LayerNorm_*/bias", "BatchNorm_*/bias")),

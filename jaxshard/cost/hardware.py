@@ -132,13 +132,13 @@ class Chip(NamedTuple):
 
 
 def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
-    """Look up the chip behind a device's kind.
+    """Look up a chip by the kind of its devices, or by its short name.
 
     The figures are those of one JAX device. On TPU v2, v3 and TPU7x that is half a chip (one of its two cores); on v4
     and v5p the whole chip, unless the runtime was told to show its cores apart, as the v4 topologies do.
 
     Args:
-      device_kind: what `jax.Device.device_kind` says.
+      device_kind: what `jax.Device.device_kind` says; or the name that topologies begin with, such as "v5e" or "h100".
       num_cores: `device.num_cores` of a TPU, to be exact where cores are shown apart; by default what is usual.
 
     Returns:
@@ -147,12 +147,15 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     Example:
       >>> chip("TPU v5 lite").peak_flops
       197000000000000.0
+      >>> chip("h100").name
+      'H100 SXM'
       >>> chip("cpu") is None
       True
     """
-    if device_kind in _GPUS:
-        return _GPUS[device_kind]
-    found = _TPUS.get(device_kind)
+    kind = KINDS.get(device_kind.lower(), device_kind)
+    if kind in _GPUS:
+        return _GPUS[kind]
+    found = _TPUS.get(kind)
     if found is None:
         return None
     whole, cores, shown = found
@@ -179,6 +182,25 @@ def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: i
     """
     known = chip(device_kind, num_cores=num_cores)
     return None if known is None else flops_per_second / (known.peak_flops * devices)
+
+
+KINDS = {
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "tpu7x": "TPU7x",
+    "a10": "NVIDIA A10",
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "a100-40gb": "NVIDIA A100-SXM4-40GB",
+    "b200": "NVIDIA B200",
+    "gb200": "NVIDIA GB200",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "l4": "NVIDIA L4",
+    "l40s": "NVIDIA L40S",
+}
+"""The kinds of devices by the short names of chips, with which topologies begin."""
 
 
 # Networks of TPUs. Bytes per second of one link and direction are Google's "bidirectional inter-chip interconnect

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxshard.cost.hardware import Chip
+from jaxshard.cost.hardware import KINDS, Chip
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.plan.arrange import arrange
 
@@ -83,25 +83,25 @@ _CUBIC = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 # Google's lists of slices: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. Kinds and cores are libtpu's.
 TPUS = {
-    "v4": Slices("TPU v4", _CUBIC, 4, 4096, 2, 1),
-    "v5e": Slices("TPU v5 lite", _FLAT),
-    "v5p": Slices("TPU v5", _CUBIC, 6, 6144, 1, 2),
-    "v6e": Slices("TPU v6 lite", _FLAT),
-    "tpu7x": Slices("TPU7x", _CUBIC, 9, 9216, 2, 1),
+    "v4": Slices(KINDS["v4"], _CUBIC, 4, 4096, 2, 1),
+    "v5e": Slices(KINDS["v5e"], _FLAT),
+    "v5p": Slices(KINDS["v5p"], _CUBIC, 6, 6144, 1, 2),
+    "v6e": Slices(KINDS["v6e"], _FLAT),
+    "tpu7x": Slices(KINDS["tpu7x"], _CUBIC, 9, 9216, 2, 1),
 }
 """The shapes of each TPU version."""
 
 # NVIDIA's data sheets, as in `cost/hardware.py`; compute capabilities from developer.nvidia.com/cuda-gpus.
 GPUS = {
-    "a10": Hosts("NVIDIA A10", "8.6"),
-    "a100": Hosts("NVIDIA A100-SXM4-80GB", "8.0", 16),
-    "a100-40gb": Hosts("NVIDIA A100-SXM4-40GB", "8.0", 16),
-    "b200": Hosts("NVIDIA B200", "10.0"),
-    "gb200": Hosts("NVIDIA GB200", "10.0", 72),
-    "h100": Hosts("NVIDIA H100 80GB HBM3", "9.0"),
-    "h200": Hosts("NVIDIA H200", "9.0"),
-    "l4": Hosts("NVIDIA L4", "8.9"),
-    "l40s": Hosts("NVIDIA L40S", "8.9"),
+    "a10": Hosts(KINDS["a10"], "8.6"),
+    "a100": Hosts(KINDS["a100"], "8.0", 16),
+    "a100-40gb": Hosts(KINDS["a100-40gb"], "8.0", 16),
+    "b200": Hosts(KINDS["b200"], "10.0"),
+    "gb200": Hosts(KINDS["gb200"], "10.0", 72),
+    "h100": Hosts(KINDS["h100"], "9.0"),
+    "h200": Hosts(KINDS["h200"], "9.0"),
+    "l4": Hosts(KINDS["l4"], "8.9"),
+    "l40s": Hosts(KINDS["l40s"], "8.9"),
 }
 """The GPUs that a host of 8, or one domain of NVLink, may have."""
 
@@ -163,11 +163,10 @@ def chip_named(name: str) -> Chip:
     Raises:
       ValueError: there is none; lists near ones.
     """
-    kinds = {**{one: known.kind for one, known in TPUS.items()}, **{one: known.kind for one, known in GPUS.items()}}
     cores = TPUS[name.lower()].num_cores if name.lower() in TPUS else None
-    found = chip_of(kinds.get(name.lower(), name), num_cores=cores)
+    found = chip_of(name, num_cores=cores)
     if found is None:
-        near = difflib.get_close_matches(name.lower(), kinds, n=3, cutoff=0.4) or kinds
+        near = difflib.get_close_matches(name.lower(), KINDS, n=3, cutoff=0.4) or KINDS
         raise ValueError(f"there is no chip {name!r}; use one of {', '.join(near)}")
     return found
 

@@ -53,6 +53,13 @@ def is_shape(node):
         ("mlp/wo/kernel", (128, 32), ("mlp", "embed")),
         ("moe/wi", (8, 32, 64), ("experts", "embed", "mlp")),
         ("moe/wo", (8, 64, 32), ("experts", "mlp", "embed")),
+        ("MoeBlock_0/wi_0", (8, 32, 64), ("experts", "embed", "mlp")),
+        ("blocks/experts/w2", (4, 8, 64, 32), ("layers", "experts", "mlp", "embed")),
+        ("blocks/w1", (4, 32, 64), ("layers", "embed", "mlp")),
+        ("blocks/mlp/down", (4, 64, 32), ("layers", "mlp", "embed")),
+        ("blocks/gate", (4, 32, 64), ("layers", "embed", "mlp")),
+        ("blocks/gate", (4, 32, 8), (None, None, None)),
+        ("mlp/up", (32, 64), ("embed", "mlp")),
         ("Embed_0/embedding", (64, 32), ("vocab", "embed")),
         ("lm_head/kernel", (32, 64), ("embed", "vocab")),
         ("Dense_0/kernel", (32, 128), ("embed", "features")),
@@ -166,6 +173,15 @@ def test_a_fill_splits_another_dimension():
     made = layout({"fc1": {"kernel": (32, 64)}}, data=js.fsdp(min_size=0))
     placement = made.params["fc1"]["kernel"]
     assert placement.store == jax.P("data", "tensor") and placement.use == jax.P(None, "tensor")
+
+
+def test_a_stack_of_matrices_is_no_stack_of_experts():
+    assert names_of("blocks/w1", 4, 32, 64, names=(BLOCKS, None, None)) == (BLOCKS, "embed", "mlp")
+    blocks = {"w1": (4, 32, 64), "w2": (4, 64, 32)}
+    made = layout({"blocks": blocks, "experts": blocks})
+    assert made.params["blocks"]["w1"].use == jax.P(None, None, "tensor")
+    assert made.params["blocks"]["w2"].use == jax.P(None, "tensor", None)
+    assert made.params["experts"]["w1"].use == jax.P("tensor", None, None)
 
 
 def test_only_the_first_dimension_that_splits_is_split():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxshard.cost.hardware import chip, mfu
+from jaxshard.cost.hardware import KINDS, chip, mfu
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,12 @@ from jaxshard.cost.hardware import chip, mfu
 )  # fmt: skip
 def test_chips(kind, peak):
     assert chip(kind).peak_flops == peak
+
+
+@pytest.mark.parametrize(("name", "kind"), [*KINDS.items(), ("H100", KINDS["h100"])])
+def test_a_short_name_is_that_of_a_kind(name, kind):
+    assert chip(name) is not None and chip(name) == chip(kind)
+    assert mfu(1e12, name, 1) == mfu(1e12, kind, 1)
 
 
 def test_half_a_chip():
