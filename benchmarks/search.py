@@ -10,6 +10,7 @@ benchmarks/maxtext_v5p_model_configs.py (llama2_70b_v5p_128, llama3-1-405b), src
 
 The compiler's cycles count neither collectives nor Pallas kernels. What kernels compute stands beside them, in TFLOPs
 of a device by the traced program: a recipe that does not keep "attention_out" runs attention's forward kernel twice.
+`cycles_with_kernels` adds the least cycles in which the matrix units can do that, which favours whoever computes more.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ SHAPES = {
     "mixtral-8x7b": Shape("v5e:16x16", 1, 512, 4096, "nothing"),
     "llama3-405b": Shape("v5p:8x8x16", 4, 4096, 8192, {"block_in": "offload", "attention_out": "offload"}),
 }
+
+
+# Multiply-adds in a cycle: matrix units of 128 x 128, four to a TensorCore; v5p's device is a chip of two cores
+# (cloud.google.com/tpu/docs/v5e and /v5p, "System architecture").
+FLOPS_PER_CYCLE = {"v5e": 4 * 2 * 128**2, "v5p": 8 * 2 * 128**2}
 
 
 def main() -> None:
@@ -85,6 +91,7 @@ def main() -> None:
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             print(f"{kind}: {words}: {type(error).__name__}: {str(error)[:400]}", flush=True)
             continue
+        kernels = kernel_flops(verdict.prediction)
         found = {
             "model": args.model,
             "kind": kind,
@@ -93,7 +100,8 @@ def main() -> None:
             "peak_gib": verdict.peak_bytes / 2**30,
             "predicted_gib": verdict.prediction.peak.total / 2**30 if verdict.prediction else None,
             "cycles": verdict.cycles,
-            "kernel_tflops": kernel_flops(verdict.prediction) / 1e12,
+            "kernel_tflops": kernels / 1e12,
+            "cycles_with_kernels": verdict.cycles + kernels / FLOPS_PER_CYCLE[shape.topology.split(":")[0]],
             "compile_seconds": verdict.compile_seconds,
         }
         print(json.dumps(found), f"{time.perf_counter() - started:.0f} s", flush=True)
