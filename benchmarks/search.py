@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append one line for each program")
     args = parser.parse_args()
     shape, size = SHAPES[args.model], SIZES[args.model]
+    per_cycle = FLOPS_PER_CYCLE[shape.topology.split(":")[0]]
     model = size.model()
     tx = model.optimizer(size.recipe.optimizer())
     tokens = jax.ShapeDtypeStruct((shape.rows, shape.seq), np.int32)
@@ -101,7 +102,7 @@ def main() -> None:
             "predicted_gib": verdict.prediction.peak.total / 2**30 if verdict.prediction else None,
             "cycles": verdict.cycles,
             "kernel_tflops": kernels / 1e12,
-            "cycles_with_kernels": verdict.cycles + kernels / FLOPS_PER_CYCLE[shape.topology.split(":")[0]],
+            "cycles_with_kernels": verdict.cycles and verdict.cycles + kernels / per_cycle,
             "compile_seconds": verdict.compile_seconds,
         }
         print(json.dumps(found), f"{time.perf_counter() - started:.0f} s", flush=True)
