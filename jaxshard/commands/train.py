@@ -169,7 +169,8 @@ def run(
             if isinstance(job, Job):
                 result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
             if output.export is not None and not stopped:
-                save(output.export, run, job.layout)
+                words = job.data.tokenizer if isinstance(job, Job) else None
+                save(output.export, run, job.layout, tokenizer=None if words is None else words.file)
             tables(console, result)
             write_json(output.json, result)
         if stopped:

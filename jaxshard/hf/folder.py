@@ -7,7 +7,10 @@ from pathlib import Path
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-BESIDE = (
+DRAWING = "generation_config.json"
+"""How tokens of a model are drawn by default."""
+
+TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -16,9 +19,8 @@ BESIDE = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
 )
-"""Files of a model's tokenizer, and how its tokens are drawn by default."""
+"""Files of a tokenizer."""
 
 
 def find_folder(name: str | os.PathLike[str]) -> Path:

@@ -22,9 +22,10 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
+from jaxshard.data.tokenizer import FILE
 from jaxshard.distributed.together import call_in_first_process
 from jaxshard.hf.config import Config, make_config
-from jaxshard.hf.folder import BESIDE, CONFIG, WEIGHTS
+from jaxshard.hf.folder import CONFIG, DRAWING, TOKENIZER, WEIGHTS
 from jaxshard.hf.places import Place, find_places
 from jaxshard.models.decoder import Decoder
 
@@ -38,6 +39,7 @@ def save(
     layout: Layout,
     *,
     model: Decoder | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Path:
     """Write the model of a run as a folder that transformers opens. Every process calls this.
@@ -45,13 +47,15 @@ def save(
     The folder gets config.json and model.safetensors, or several files with an index. A model that `js.hf.model` made
     is written as the family that it was, and its configuration keeps what it had; any other as the first family of
     which it can be one. Tensors keep their dtypes. As in `js.save_safetensors`, no host holds more than a piece of
-    16 MiB, and every tensor has a checksum. The tokenizer's files in the folder of `js.hf.model` are copied, too.
+    16 MiB, and every tensor has a checksum. A tokenizer's files are copied, too.
 
     Args:
       folder: the folder, on a disk that all processes see. It must not have a model yet.
       run: a run, or the stored parameters alone.
       layout: how they are stored.
       model: the model, where the layout was not made from its own `init` (as in one that was unpickled).
+      tokenizer: a tokenizer.json, or a folder that has one, which is copied with the files beside it; by default those
+        in the folder of `js.hf.model`.
       max_bytes: bytes of tensors in one file.
 
     Returns:
@@ -60,6 +64,7 @@ def save(
     Raises:
       ValueError: the model is of no known family: its arguments or arrays that have no place are named.
       FileExistsError: the folder has a model.
+      FileNotFoundError: there is no such tokenizer.
       OSError: it could not be written.
 
     Example:
@@ -77,10 +82,11 @@ def save(
     config = make_config(known, dtypes.pop() if len(dtypes) == 1 else "float32")
     places, problems = find_places(config.family, [entry for entry, _ in arrays], config.arguments)
     raise_all(problems, ValueError, "js.hf.save: the model is not one that transformers knows")
+    beside = _files_beside(config, None if tokenizer is None else Path(tokenizer))
     call_in_first_process(lambda: _check_free(folder), _POINT)
     outputs = list(_outputs(arrays, places, layout.mesh))
     write_model(folder / WEIGHTS, outputs, layout.mesh, max_bytes=max_bytes, metadata={"format": "pt"})
-    call_in_first_process(lambda: _write_config(folder, config), _POINT)
+    call_in_first_process(lambda: _write_config(folder, config, beside), _POINT)
     return folder
 
 
@@ -90,11 +96,32 @@ def _check_free(folder: Path) -> bool:
     return True
 
 
-def _write_config(folder: Path, config: Config) -> bool:
-    beside = [] if config.folder is None else [config.folder / name for name in BESIDE]
-    for source in beside:
-        if source.is_file() and not (folder / source.name).exists():
-            write_atomically(folder / source.name, source.read_bytes())
+def _files_beside(config: Config, tokenizer: Path | None) -> dict[str, Path]:
+    """Find the files that are copied, by their names in the new folder: of one tokenizer, never of two.
+
+    Raises:
+      FileNotFoundError: there is no such tokenizer.
+    """
+    own = config.folder
+    found = {} if own is None else {DRAWING: own / DRAWING}
+    home = own
+    if tokenizer is not None:
+        file = tokenizer / FILE if tokenizer.is_dir() else tokenizer
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{_POINT}: tokenizer={file} does not exist; give a {FILE}, or a folder that has one"
+            )
+        home = file.parent
+        found[FILE] = file
+    if home is not None:
+        found = {name: home / name for name in TOKENIZER} | found
+    return {name: file for name, file in found.items() if file.is_file()}
+
+
+def _write_config(folder: Path, config: Config, beside: dict[str, Path]) -> bool:
+    for name, source in beside.items():
+        if not (folder / name).exists():
+            write_atomically(folder / name, source.read_bytes())
     write_atomically(folder / CONFIG, json.dumps(config.entries, indent=2, sort_keys=True).encode() + b"\n")
     return True
 

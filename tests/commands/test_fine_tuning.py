@@ -153,9 +153,13 @@ def test_factors_need_a_model_to_freeze(folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_ready_made_size_takes_the_vocabulary_of_a_tokenizer(folder, with_tokenizer, capsys):
+def test_a_ready_made_size_takes_the_vocabulary_of_a_tokenizer(folder, with_tokenizer, tmp_path, capsys):
+    """The tokenizer goes with the model that is exported."""
     flags = ["--model", "llama-1m", "--change", "depth=1,width=64", "--tokenizer", with_tokenizer, "--devices", 1]
+    flags += ["--export", tmp_path / "made"]
     result, _ = train(*flags, "--data", folder / "records.jsonl", "--sample", 2, capsys=capsys)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "made" / name).read_bytes() == (with_tokenizer / name).read_bytes()
     assert result["size"]["vocab"] == result["corpus"]["vocab"] == VOCAB and result["corpus"]["unit"] == "token"
     assert result["sample"]["prompt"].startswith("w") and result["packing"]["documents"] == 111
 

@@ -68,6 +68,28 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
         js.hf.save(saved, run, layout)
 
 
+def test_another_tokenizer_takes_the_place_of_the_models_own(tmp_path):
+    """Its files alone are copied; how tokens are drawn stays the model's."""
+    folder = write_folder(tmp_path, "gpt2")
+    for place, names in (
+        (folder, ("tokenizer.json", "merges.txt", "generation_config.json")),
+        (tmp_path / "words", ("any.json", "tokenizer_config.json", "generation_config.json")),
+    ):
+        place.mkdir(exist_ok=True)
+        for name in names:
+            (place / name).write_text(f"{name} of {place.name}")
+    _, layout, params = load(folder, *LAYOUTS["fsdp"])
+    with pytest.raises(FileNotFoundError, match="absent does not exist"):
+        js.hf.save(tmp_path / "saved", params, layout, tokenizer=tmp_path / "absent")
+    saved = js.hf.save(tmp_path / "saved", params, layout, tokenizer=tmp_path / "words" / "any.json")
+    beside = {file.name: file.read_text() for file in saved.iterdir() if " of " in file.read_text(errors="ignore")[:60]}
+    assert beside == {
+        "tokenizer.json": "any.json of words",
+        "tokenizer_config.json": "tokenizer_config.json of words",
+        "generation_config.json": f"generation_config.json of {folder.name}",
+    }
+
+
 @pytest.mark.parametrize(
     ("make", "architecture"),
     [
