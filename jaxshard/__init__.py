@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from jaxshard.checks.collectives.found import collectives as collectives
     from jaxshard.checks.parity import Parity as Parity
     from jaxshard.checks.parity import parity as parity
+    from jaxshard.checks.replicas import ReplicasDiffer as ReplicasDiffer
+    from jaxshard.checks.replicas import ReplicaWatch as ReplicaWatch
+    from jaxshard.checks.replicas import check_replicas as check_replicas
     from jaxshard.core.constrain import constrain as constrain
     from jaxshard.core.context import context as context
     from jaxshard.core.cross_entropy import cross_entropy as cross_entropy
@@ -136,6 +139,7 @@ _NAMES = {
     "checks.collectives.compare": ("audit",),
     "checks.collectives.found": ("collectives",),
     "checks.parity": ("Parity", "parity"),
+    "checks.replicas": ("ReplicaWatch", "ReplicasDiffer", "check_replicas"),
     "core.constrain": ("constrain",),
     "core.context": ("context",),
     "core.cross_entropy": ("cross_entropy",),

@@ -67,7 +67,8 @@ def fit(
         returns True ends the training after this step (`js.distributed.Preemption`); in several processes all must
         return it after the same step. The method `paused()` of one that has it (`js.distributed.Watchdog`), a context,
         is entered for what is no step: evaluation and these callbacks. The method `evaluated(step, run, evaluation)` of
-        one that has it (`js.Checkpointer`) is called with the result of every evaluation.
+        one that has it (`js.Checkpointer`) is called with the result of every evaluation, and `finish(error)` of one
+        that has it (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`jaxshard.cost.flops.train_flops`), for "flops_per_second", "mfu".
       profile: a folder for a `jax.profiler` trace of the third to the fifth step.
@@ -108,7 +109,7 @@ def fit(
     recovery = Recovery(bad_steps, feed, reader)
     traced = ends = False
 
-    with finishing(callbacks), contextlib.ExitStack() as trace:
+    with finishing((*callbacks, *on_run)), contextlib.ExitStack() as trace:
         for done, batch in feed:
             if profile is not None and not traced and done - start == min(_TRACED[0], steps - start):
                 traced = True  # once, also where steps are taken again

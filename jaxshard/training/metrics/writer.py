@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from jaxshard.training.records import Record
@@ -26,12 +26,12 @@ class Writer(Protocol):
 
 
 @contextlib.contextmanager
-def finishing(writers: Iterable[Writer]) -> Iterator[None]:
-    """Tell the writers that have a method `finish` when the block ends, and by which exception if it failed.
+def finishing(callbacks: Iterable[Callable[..., Any]]) -> Iterator[None]:
+    """Tell the callbacks that have a method `finish` when the block ends, and by which exception if it failed.
 
-    Where the block failed, what a writer raises is added to that exception as a note, so as not to hide it.
+    Where the block failed, what a callback raises is added to that exception as a note, so as not to hide it.
     """
-    found: list[Any] = [getattr(writer, "finish", None) for writer in writers]
+    found: list[Any] = [getattr(callback, "finish", None) for callback in callbacks]
     finishes = [finish for finish in found if callable(finish)]
     try:
         yield
@@ -40,7 +40,7 @@ def finishing(writers: Iterable[Writer]) -> Iterator[None]:
             try:
                 finish(error)
             except Exception as another:
-                error.add_note(f"a writer of metrics could not be closed either: {another}")
+                error.add_note(f"a callback could not be closed either: {another}")
         raise
     for finish in finishes:
         finish(None)

@@ -67,6 +67,6 @@ def test_fit_tells_writers_by_which_error_it_ends(error):
 def test_a_writer_that_fails_to_close_hides_no_other_error():
     with pytest.raises(RuntimeError, match="first") as caught:
         js.fit(new_run(), step, BATCHES, steps=2, callbacks=[Breaks(), Remembers(RuntimeError("first"))])
-    assert caught.value.__notes__ == ["a writer of metrics could not be closed either: the disk is full"]
+    assert caught.value.__notes__ == ["a callback could not be closed either: the disk is full"]
     with pytest.raises(OSError, match="the disk is full"):
         js.fit(new_run(), step, BATCHES, steps=2, callbacks=[Breaks()])

@@ -1,0 +1,369 @@
+"""Copies that must be equal: arrays that a layout holds several times, compared bit by bit across devices.
+
+A layout holds an array once for every combination of the axes that do not split it: `js.ddp` everything on every
+device, ZeRO-1 and ZeRO-2 the parameters, `js.hsdp` each shard once per group, `js.fsdp` what is too small to be split,
+the number of the step and the random key. Nothing in a training step compares these copies. A bit that flips in one of
+them, or a device or host that computes something else than the others, stays and spreads.
+
+Here each device adds up the bits of its own copies (`core/bit_sums.py`), one number of 32 bits for each array:
+
+    array                 device 0    device 1    device 2    device 3
+    params/w     whole    83a1..      83a1..      71c0..      83a1..      device 2 differs from the other 3
+    opt/0/mu/w   2 groups 02d4..      91be..      02d4..      91be..      0 with 2, 1 with 3: equal
+
+The program that does so has no collective. In one process the host reads the numbers from all devices. Of several
+processes each has the numbers of its own devices alone, so a second program gathers them: 4 bytes for each array and
+device. An array of which there is one copy is not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxshard.core.bit_sums import bit_sum
+from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import axes_of
+from jaxshard.core.settings import own_settings, with_own_settings
+from jaxshard.core.tree import Leaf, bytes_of, leaf_of
+from jaxshard.distributed.agree import peers_of
+from jaxshard.distributed.watchdog import waits_for_devices
+from jaxshard.training.state import TrainState, check_run, run_shapes
+
+_LISTED = 12
+"""Arrays that an error names; a device that is broken may differ in all of them."""
+
+
+class Difference(NamedTuple):
+    """Copies of one array, or of one shard of it, that are not equal.
+
+    Attributes:
+      leaf: the array: its path in the run ("params/head/kernel"), stored shape and dtype.
+      copies: the devices that hold it, in the order of the mesh.
+      differ: those whose copy differs from that of the majority; all that hold it where no value has one, as with two
+        copies.
+    """
+
+    leaf: Leaf
+    copies: tuple[jax.Device, ...]
+    differ: tuple[jax.Device, ...]
+
+
+class ReplicasDiffer(RuntimeError):
+    """Copies of an array that must be equal are not, so a device or a host computed or kept something wrong.
+
+    The message names each array, and the devices (with process and host) whose copies differ from the majority. Of two
+    copies both are named, for nothing says which one is right. There is no going on from this run: gradients of later
+    steps come from all copies. Start again from a checkpoint of the step `clean` or an earlier one.
+
+    Attributes:
+      differences: what differs, a tuple of (leaf, copies, differ): the array, the devices that hold it, and those
+        whose copy differs.
+      step: the number of the step after which it was found, or None where it is not known.
+      clean: the last step after which all copies were found equal, or None.
+
+    Example:
+        try:
+            js.check_replicas(run, layout)
+        except js.ReplicasDiffer as error:
+            for leaf, copies, differ in error.differences:
+                print(leaf.path, [device.id for device in differ])
+    """
+
+    def __init__(self, differences: Sequence[Difference], text: str, step: int | None, clean: int | None):
+        super().__init__(text)
+        self.differences, self.step, self.clean = tuple(differences), step, clean
+
+
+@with_own_settings
+def check_replicas(run: TrainState, layout: Layout) -> None:
+    """Raise unless all copies of every array that a layout holds several times are equal, bit by bit.
+
+    Every process calls it with the same run. A change inside one element is always seen, any other is missed with a
+    probability of 2**-32 (`core/bit_sums.py`). Values are not looked at: an array that is wrong on all devices alike is
+    not found, nor one of which there is one copy. `js.ReplicaWatch` does the same during `js.fit`.
+
+    Each device reads its copies once. In several processes 4 bytes for each array and device are gathered. The first
+    call for a layout compiles. It waits for the run to be computed.
+
+    Args:
+      run: a run of the layout; it is not donated.
+      layout: the layout that it was made with.
+
+    Raises:
+      ReplicasDiffer: copies differ; the arrays and devices are named.
+      ValueError: the run is not one of this layout, or was donated; every leaf that differs is named.
+      TypeError: `run` is no TrainState.
+
+    Example:
+        run = js.init(init_fn, tx, layout, 0)
+        js.check_replicas(run, layout)
+    """
+    check_run(layout, run)
+    sums = _make_sums(layout.mesh, list_watched(layout))
+    if _one_at_a_time(layout.mesh):
+        jax.block_until_ready(run)
+    differences = sums.find(sums.start(run))
+    is_known = all(one.leaf.path != "step" for one in differences)
+    raise_differences(differences, layout.mesh, int(run.step) if is_known else None, None)
+
+
+class ReplicaWatch:
+    """A callback that compares copies of arrays while `js.fit` trains, and ends the training where they differ.
+
+    After every so many steps it does what `js.check_replicas` does. On accelerators the comparison is started behind
+    the step and read one step later, so that devices never wait for Python; on a CPU it runs between two steps. At the
+    end of `js.fit` it reads what is left.
+
+    Put it before a `js.Checkpointer`, and let `every` divide the steps between saves: then what is saved on a CPU was
+    compared just before. On accelerators the step after tells, so a save of the step that is found wrong may exist:
+    restore the step that the error calls clean, or call `wait()` before the save.
+
+        on_run=[watch, lambda step, run: watch.wait(), checkpointer]
+
+    Args:
+      layout: the layout of the runs.
+      every: compare after each step that this divides.
+
+    Raises:
+      ValueError: `every` is less than 1.
+
+    Attributes:
+      clean: the last step after which all copies were found equal, or None.
+      arrays: how many arrays of the run the layout holds several times.
+      bytes: the bytes that each device reads for a comparison.
+
+    Example:
+        watch = js.ReplicaWatch(layout, every=10)
+        run = js.fit(run, step, batches, steps=1000, on_run=[watch])
+        print(watch.clean)     # 1000
+    """
+
+    def __init__(self, layout: Layout, *, every: int = 10):
+        if every < 1:
+            raise ValueError(f"ReplicaWatch: every must be at least 1, got {every}")
+        self._layout, self._every = layout, every
+        self._watched = list_watched(layout)
+        self._sums: BitSums | None = None
+        self._pending: tuple[int, jax.Array] | None = None
+        self.arrays = len(self._watched)
+        self.bytes = sum(one.bytes for one in self._watched)
+        self.clean: int | None = None
+
+    def __call__(self, step: int, run: TrainState) -> None:
+        """Compare the copies of a run if `every` divides `step`, the number of the step that was just taken.
+
+        Raises:
+          ReplicasDiffer: copies differ, here or where a comparison before was read late.
+          ValueError: the run is not one of the layout.
+        """
+        self.wait()
+        if step % self._every:
+            return
+        with own_settings(self._layout.mesh):
+            if self._sums is None:
+                check_run(self._layout, run)
+                self._sums = _make_sums(self._layout.mesh, self._watched)
+            is_late = not _one_at_a_time(self._layout.mesh)
+            if not is_late:
+                jax.block_until_ready(run)
+            self._pending = step, self._sums.start(run)
+        if not is_late:
+            self.wait()
+
+    def wait(self) -> None:
+        """Read the comparison that is under way, if there is one; waits for the device.
+
+        Raises:
+          ReplicasDiffer: copies differ.
+        """
+        if self._pending is None:
+            return
+        assert self._sums is not None
+        (step, rows), self._pending = self._pending, None
+        raise_differences(self._sums.find(rows), self._layout.mesh, step, self.clean)
+        self.clean = step
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Read what is left; `js.fit` calls this at its end. After another error nothing is read."""
+        if error is None:
+            self.wait()
+        self._pending = None
+
+
+class Watched(NamedTuple):
+    """An array that a layout holds several times.
+
+    Attributes:
+      number: its place among the leaves of a run.
+      leaf: its path in the run, stored shape and dtype.
+      spec: how the mesh splits it.
+      bytes: what a device holds of it.
+    """
+
+    number: int
+    leaf: Leaf
+    spec: PartitionSpec
+    bytes: int
+
+
+def list_watched(layout: Layout) -> tuple[Watched, ...]:
+    """List the arrays of a run of which there are several copies."""
+    found = []
+    for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(run_shapes(layout))):
+        if axis_size(layout.mesh, axes_of(x.sharding.spec)) < layout.mesh.size:
+            size = bytes_of(x.sharding.shard_shape(x.shape), x.dtype)
+            found.append(Watched(number, leaf_of(path, x), x.sharding.spec, size))
+    return tuple(found)
+
+
+class BitSums:
+    """The compiled program in which each device adds up the bits of its own copies.
+
+    All processes of the mesh make it at once, because they meet before it runs for the first time.
+
+    Args:
+      mesh: the mesh.
+      watched: the arrays that the layout holds several times.
+
+    Attributes:
+      program: the compiled program (watched arrays) -> uint32[devices, arrays], a row on each device.
+      gather: the compiled program that makes these rows whole on every device; None in one process.
+    """
+
+    def __init__(self, mesh: Mesh, watched: tuple[Watched, ...]):
+        self._mesh, self._watched = mesh, watched
+        self.program = sums_program(mesh, watched).compile()
+        self.gather = None
+        if (peers := peers_of(mesh)) is not None:
+            # A program of its own: to its compiler the rows are different, as they are not where it sees their origin.
+            rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+            shape = jax.ShapeDtypeStruct((mesh.size, len(watched)), jnp.uint32, sharding=rows)
+            whole = NamedSharding(mesh, PartitionSpec())
+            self.gather = jax.jit(lambda rows: rows, out_shardings=whole).lower(shape).compile()
+            peers.meet("js.check_replicas, compiled")
+
+    def start(self, run: TrainState) -> jax.Array:
+        """Start the program for a run; return the checksums uint32[devices, arrays] that it will have computed."""
+        leaves = jax.tree.leaves(run)
+        rows: jax.Array = self.program([leaves[one.number] for one in self._watched])
+        if self.gather is not None:
+            if _one_at_a_time(self._mesh):
+                jax.block_until_ready(rows)
+            rows = self.gather(rows)
+        rows.copy_to_host_async()
+        return rows
+
+    @waits_for_devices
+    def find(self, rows: jax.Array) -> list[Difference]:
+        """Compare the checksums of copies; waits for the device."""
+        return find_differences(self._mesh, self._watched, jax.device_get(rows))
+
+
+def sums_program(mesh: Mesh, watched: tuple[Watched, ...]) -> jax.stages.Lowered:
+    """Lower the program (watched arrays) -> uint32[devices, arrays], in which no device hears of another."""
+    rows = PartitionSpec(mesh.axis_names)
+    arrays = [
+        jax.ShapeDtypeStruct(one.leaf.shape, one.leaf.dtype, sharding=NamedSharding(mesh, one.spec)) for one in watched
+    ]
+
+    def on_each_device(arrays: list[jax.Array]) -> jax.Array:
+        return jnp.stack([bit_sum(x) for x in arrays])[None] if arrays else jnp.zeros((1, 0), jnp.uint32)
+
+    # Each device on its own copy: outside of shard_map the compiler may take copies for equal, and use one of them.
+    specs = [one.spec for one in watched]
+    mapped = jax.shard_map(on_each_device, mesh=mesh, in_specs=(specs,), out_specs=rows, check_vma=False)
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, rows)).lower(arrays)
+
+
+@functools.lru_cache(maxsize=16)
+def _make_sums(mesh: Mesh, watched: tuple[Watched, ...]) -> BitSums:
+    """Compile once for all runs of equal layouts."""
+    return BitSums(mesh, watched)
+
+
+def _one_at_a_time(mesh: Mesh) -> bool:
+    """Return whether a program must end before the next one is started: simulated devices would starve each other."""
+    return bool(mesh.devices.flat[0].platform == "cpu")
+
+
+def find_differences(mesh: Mesh, watched: Sequence[Watched], rows: np.ndarray) -> list[Difference]:
+    """Compare the checksums of copies.
+
+    Args:
+      mesh: the mesh.
+      watched: the arrays.
+      rows: uint32[devices, arrays], devices in the order of the mesh.
+
+    Returns:
+      What differs, in the order of the arrays.
+    """
+    devices = mesh.devices.reshape(-1)
+    groups = {spec: copy_groups(mesh, spec) for spec in {one.spec for one in watched}}
+    found = []
+    for number, (_, leaf, spec, _) in enumerate(watched):
+        sums = rows[:, number][groups[spec]]
+        for row in np.flatnonzero((sums != sums[:, :1]).any(axis=1)):
+            holders = devices[groups[spec][row]]
+            value, count = Counter(sums[row].tolist()).most_common(1)[0]
+            is_odd = sums[row] != value if 2 * count > len(holders) else np.ones(len(holders), bool)
+            found.append(Difference(leaf, tuple(holders), tuple(holders[is_odd])))
+    return found
+
+
+def copy_groups(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
+    """Return int[shards, copies]: for each shard of an array the positions in the mesh of the devices that hold it."""
+    splits = [mesh.axis_names.index(axis) for axis in axes_of(spec)]
+    positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+    shards = math.prod(mesh.devices.shape[axis] for axis in splits)
+    return np.moveaxis(positions, splits, range(len(splits))).reshape(shards, -1)
+
+
+def raise_differences(differences: Sequence[Difference], mesh: Mesh, step: int | None, clean: int | None) -> None:
+    """Raise `ReplicasDiffer` if there are any."""
+    if not differences:
+        return
+    after = "" if step is None else f"after step {step} "
+    shown = [_describe(one, mesh) for one in differences[:_LISTED]]
+    if len(differences) > _LISTED:
+        shown.append(f"and {len(differences) - _LISTED} more")
+    back = "an earlier checkpoint"
+    if clean is not None:
+        back = f"a checkpoint of step {clean}, the last found equal, or an earlier one"
+    headline = f"{after}copies of arrays that must be equal differ ({_suspects(differences, mesh)})"
+    text = headline + "".join(f"\n  - {line}" for line in shown)
+    text += f"\nNo later step can be trusted: start again from {back}."
+    raise ReplicasDiffer(differences, text, step, clean)
+
+
+def _describe(difference: Difference, mesh: Mesh) -> str:
+    leaf, copies, differ = difference
+    what = f"{leaf.path} {leaf.dtype}{list(leaf.shape)}, {len(copies)} copies"
+    if len(differ) == len(copies):
+        return f"{what} without a majority: {_names(differ, mesh)} differ from each other"
+    return f"{what}: {_names(differ, mesh)} {'differs' if len(differ) == 1 else 'differ'} from the others"
+
+
+def _suspects(differences: Sequence[Difference], mesh: Mesh) -> str:
+    """Say which device is named most often."""
+    counts = Counter(device for one in differences for device in one.differ)
+    most = max(counts.values())
+    named = sorted((device for device, count in counts.items() if count == most), key=lambda device: device.id)
+    return f"{_names(named, mesh)}: {most} {'array' if most == 1 else 'arrays'}{' each' if len(named) > 1 else ''}"
+
+
+def _names(devices: Sequence[jax.Device], mesh: Mesh) -> str:
+    peers = peers_of(mesh)
+    names = []
+    for device in devices[:4]:
+        names.append(f"device {device.id}" + (f" of {peers.name_of(device.process_index)}" if peers else ""))
+    return ", ".join(names) + (f" and {len(devices) - 4} more devices" if len(devices) > 4 else "")

@@ -1,0 +1,206 @@
+"""Copies that must be equal: which arrays have some, who is named where one differs, and what a comparison costs."""
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxshard as js
+from jaxshard.checks import replicas as module
+from jaxshard.checks.collectives.found import collectives
+from jaxshard.checks.replicas import BitSums, Watched, copy_groups, find_differences, list_watched
+from jaxshard.core.tree import Leaf
+from tests.checks.flips import flipped, flipped_copies
+
+
+def init_fn(key):
+    kernel = jax.random.normal(key, (16, 24))
+    return js.Model({"dense": {"kernel": kernel, "bias": jnp.zeros(24)}}, {"mean": jnp.zeros(24)})
+
+
+def loss_fn(model, batch, key):
+    y = batch["x"] @ model.params["dense"]["kernel"] + model.params["dense"]["bias"]
+    state = {"mean": 0.9 * model.state["mean"] + 0.1 * y.mean(axis=0)}
+    return js.Loss(js.Mean((y**2).sum(), y.size), state=state)
+
+
+TX = optax.adam(1e-2)
+BATCH = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+STRATEGIES = {
+    "ddp": (js.ddp("data"), {"data": 8}),
+    "zero2": (js.zero2("data", min_size=0), {"data": 8}),
+    "fsdp": (js.fsdp("data", min_size=0), {"data": 8}),
+    "hsdp": (js.hsdp("replica", "data", min_size=0), {"replica": 2, "data": 4}),
+}
+
+
+@cache
+def made(name):
+    """A layout, its step, and a run after a step."""
+    strategy, axes = STRATEGIES[name]
+    layout = js.layout(strategy, js.make_mesh(**axes), init_fn, TX)
+    step = js.make_step(loss_fn, TX, layout, engine=js.explicit(), donate=False)
+    return layout, step, js.init(init_fn, TX, layout, 0)
+
+
+SCALARS = {"step", "key", "opt_state/0/count", "state/mean"}
+PARAMS = {"params/dense/kernel", "params/dense/bias"}
+MOMENTS = {f"opt_state/0/{moment}/dense/{name}" for moment in ("mu", "nu") for name in ("kernel", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("name", "watched"),
+    [
+        ("ddp", SCALARS | PARAMS | MOMENTS),
+        ("zero2", SCALARS | PARAMS),
+        ("fsdp", SCALARS),
+        ("hsdp", SCALARS | PARAMS | MOMENTS),
+    ],
+)
+def test_every_array_with_copies_is_watched(name, watched):
+    strategy, axes = STRATEGIES[name]
+    layout = js.layout(strategy, js.make_mesh(**axes), init_fn, TX)
+    assert {one.leaf.path for one in list_watched(layout)} == watched
+
+
+def test_bytes_are_those_of_a_devices_own_copies():
+    layout = made("hsdp")[0]
+    words = 16 * 24 + 24
+    assert js.ReplicaWatch(layout).bytes == 4 * 3 * words // 4 + 4 * 24 + 4 + 4 + 8
+    assert js.ReplicaWatch(layout).arrays == 10
+
+
+def test_groups_of_copies():
+    mesh = js.make_mesh(replica=2, data=2, tensor=2)
+    assert copy_groups(mesh, P()).tolist() == [list(range(8))]
+    assert copy_groups(mesh, P("tensor", None)).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert copy_groups(mesh, P(None, ("tensor", "replica"))).tolist() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+
+@pytest.mark.parametrize(
+    ("sums", "odd"),
+    [([7, 7, 7, 7], []), ([7, 7, 1, 7], [2]), ([7, 1, 2, 7], [0, 1, 2, 3]), ([7, 7, 1, 1], [0, 1, 2, 3]),
+     ([5, 7, 7, 7], [0])],
+)  # fmt: skip
+def test_the_majority_decides(sums, odd):
+    mesh = js.make_mesh(jax.devices()[:4], data=4)
+    watched = [Watched(0, Leaf("w", (3,), "float32", ()), P(None), 12)]
+    found = find_differences(mesh, watched, np.uint32(sums)[:, None])
+    assert [[device.id for device in one.differ] for one in found] == ([odd] if odd else [])
+
+
+@pytest.mark.parametrize("name", ["ddp", "hsdp"])
+def test_a_flipped_bit_is_found_with_leaf_and_device(name):
+    layout, step, run = made(name)
+    run, _ = step(run, BATCH)
+    js.check_replicas(run, layout)
+    for number, path in enumerate(one.leaf.path for one in list_watched(layout)):
+        wrong = flipped(run, path, device=number % 8, element=0, bit=number % 32)
+        with pytest.raises(js.ReplicasDiffer) as caught:
+            js.check_replicas(wrong, layout)
+        (found,) = caught.value.differences
+        assert found.leaf.path == path
+        assert number % 8 in [device.id for device in found.differ]
+        assert len(found.differ) == (1 if len(found.copies) == 8 else 2)
+        assert flipped_copies(wrong) == {path}
+        assert caught.value.step == (None if path == "step" else 1)
+
+
+def test_the_message_names_arrays_devices_and_the_way_back():
+    layout, _, run = made("ddp")
+    wrong = flipped(run, "params/dense/bias", device=5, element=3, bit=31)
+    watch = js.ReplicaWatch(layout, every=2)
+    watch(2, run)
+    with pytest.raises(js.ReplicasDiffer) as caught:
+        watch(4, flipped(wrong, "key", device=5, element=0, bit=0))
+    assert str(caught.value) == (
+        "after step 4 copies of arrays that must be equal differ (device 5: 2 arrays)\n"
+        "  - params/dense/bias float32[24], 8 copies: device 5 differs from the others\n"
+        "  - key key<fry>[], 8 copies: device 5 differs from the others\n"
+        "No later step can be trusted: start again from a checkpoint of step 2, the last found equal, or an "
+        "earlier one."
+    )
+    layout, _, run = made("hsdp")
+    with pytest.raises(js.ReplicasDiffer) as caught:
+        js.check_replicas(flipped(run, "params/dense/kernel", device=1, element=0, bit=0), layout)
+    assert "2 copies without a majority: device 1, device 5 differ from each other" in str(caught.value)
+    assert str(caught.value).endswith("start again from an earlier checkpoint.")
+
+
+def test_many_differences_are_counted():
+    mesh = js.make_mesh(data=8)
+    watched = [Watched(i, Leaf(f"w{i}", (3,), "float32", ()), P(None), 12) for i in range(20)]
+    rows = np.zeros((8, 20), np.uint32)
+    rows[6], rows[2, 0] = 1, 3
+    with pytest.raises(js.ReplicasDiffer, match=re.escape("(device 6: 20 arrays)")) as caught:
+        module.raise_differences(find_differences(mesh, watched, rows), mesh, 3, None)
+    assert "and 8 more" in str(caught.value) and len(caught.value.differences) == 20
+
+
+def test_fit_ends_where_copies_differ():
+    layout, step, run = made("ddp")
+    seen = []
+
+    def flips_at_three(run, batch):
+        run, metrics = step(run, batch)
+        return (flipped(run, "params/dense/kernel", device=3, element=9, bit=12) if run.step == 3 else run), metrics
+
+    watch = js.ReplicaWatch(layout, every=2)
+    on_run = [watch, lambda number, run: seen.append(number)]
+    with pytest.raises(js.ReplicasDiffer, match=r"after step 4 .*device 3") as caught:
+        js.fit(run, flips_at_three, [BATCH] * 8, steps=8, on_run=on_run)
+    assert seen == [1, 2, 3] and caught.value.clean == 2 and watch.clean == 2
+    watch = js.ReplicaWatch(layout, every=3)
+    assert js.fit(run, step, [BATCH] * 6, steps=6, on_run=[watch]).step == 6 and watch.clean == 6
+
+
+def test_on_accelerators_it_is_read_one_step_late_and_at_the_end(monkeypatch):
+    layout, _, run = made("ddp")
+    monkeypatch.setattr(module, "_one_at_a_time", lambda mesh: False)
+    wrong = flipped(run, "step", device=0, element=0, bit=3)
+    watch = js.ReplicaWatch(layout, every=2)
+    watch(2, wrong)
+    with pytest.raises(js.ReplicasDiffer, match="after step 2 "):
+        watch(3, run)
+    watch(4, run)
+    assert watch.clean is None
+    watch.wait()
+    assert watch.clean == 4
+    watch(6, wrong)
+    with pytest.raises(js.ReplicasDiffer, match="step 4, the last found equal"):
+        watch.finish(None)
+    watch(8, wrong)
+    watch.finish(ValueError())
+    watch.finish()
+    with pytest.raises(js.ReplicasDiffer, match="after step 5 "):
+        js.fit(run, lambda run, batch: (wrong._replace(step=wrong.step), {"loss": jnp.float32(0)}), [BATCH] * 5,
+               steps=5, on_run=[js.ReplicaWatch(layout, every=5)])  # fmt: skip
+
+
+def test_the_program_has_no_collective_and_is_compiled_once():
+    layout = made("hsdp")[0]
+    sums = BitSums(layout.mesh, list_watched(layout))
+    assert collectives(sums.program, layout.mesh) == () and sums.gather is None
+    again = js.layout(*map(STRATEGIES["hsdp"].__getitem__, [0]), layout.mesh, init_fn, TX)
+    made_once = module._make_sums(layout.mesh, list_watched(layout))
+    assert module._make_sums(again.mesh, list_watched(again)) is made_once
+
+
+def test_one_device_and_runs_of_other_layouts():
+    layout = js.layout(js.ddp("data"), js.make_mesh(jax.devices()[:1], data=1), init_fn, TX)
+    js.check_replicas(js.init(init_fn, TX, layout, 0), layout)
+    assert js.ReplicaWatch(layout).arrays == 0
+    ddp, hsdp = made("ddp"), made("hsdp")
+    with pytest.raises(ValueError, match="do not lie where the layout stores them"):
+        js.check_replicas(hsdp[2], ddp[0])
+    with pytest.raises(ValueError, match="do not lie where the layout stores them"):
+        js.ReplicaWatch(ddp[0])(10, hsdp[2])
+    with pytest.raises(TypeError, match=r"must be a js\.TrainState"):
+        js.check_replicas(hsdp[2].params, hsdp[0])
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        js.ReplicaWatch(ddp[0], every=0)
