@@ -203,6 +203,7 @@ def test_a_batch_with_state_is_carried_on():
     assert jax.tree.structure(new) == jax.tree.structure(model.state)
 
 
+@pytest.mark.slow
 def test_a_model_starts_as_its_base_and_keeps_its_matrices_shapes():
     model, tuned = base_model(), tune()
     key = jax.random.key(3)

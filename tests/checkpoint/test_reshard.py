@@ -23,7 +23,7 @@ CELLS = list(itertools.product(NAMES, NAMES, SIZES))
 FAST = [
     ("fsdp", 2, "fsdp", 2),
     pytest.param("ddp", 1, "tensor", 8, marks=pytest.mark.slow),
-    ("zero2", 4, "ddp", 1),
+    pytest.param("zero2", 4, "ddp", 1, marks=pytest.mark.slow),
     pytest.param("tensor", 8, "zero1", 4, marks=pytest.mark.slow),
 ]
 """Every layout on one number of devices: each costs a compilation."""

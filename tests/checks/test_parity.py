@@ -153,7 +153,12 @@ def weigh_gradient(params, batch, key):
 @pytest.mark.parametrize(
     ("loss", "kinds", "last"),
     [
-        (branch_on_the_mean, ("gradient", "loss"), "numbers moved apart between devices"),
+        pytest.param(
+            branch_on_the_mean,
+            ("gradient", "loss"),
+            "numbers moved apart between devices",
+            marks=pytest.mark.slow,
+        ),
         (branch_on_labels, ("gradient", "loss"), "rows sorted by"),
         pytest.param(weigh_gradient, ("gradient",), "numbers moved apart between devices", marks=pytest.mark.slow),
     ],

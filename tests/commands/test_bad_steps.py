@@ -20,6 +20,7 @@ def data(tmp_path_factory):
     return ["--data", str(file), "--vocab", "32"]
 
 
+@pytest.mark.slow
 def test_a_bad_step_ends_the_training_with_one_line(data, capsys):
     with quick_compile():
         assert main([*TINY, *WILD, *data]) == 1

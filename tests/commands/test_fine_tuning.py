@@ -69,6 +69,7 @@ def first_loss(model, source, rows):
     return float(made.loss(params, source.rows(0, np.arange(rows)), jax.random.key(0)).value)
 
 
+@pytest.mark.slow
 def test_token_ids_are_learned_from_the_weights_of_the_folder(folder, capsys):
     """The first loss is that of the folder's weights, to 1e-5 relative."""
     result, _ = train("--model", f"hf:{folder / 'llama'}", "--data", folder / "ids.npy", capsys=capsys)

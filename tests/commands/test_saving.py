@@ -46,6 +46,7 @@ def test_every_so_many_steps_and_the_last_one_are_saved(whole):
     assert main(["checkpoint", "verify", str(whole[0])]) == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_step_is_refused_and_with_fall_back_the_losses_are_those_of_the_whole_run(
     whole, folder, train, capsys
 ):

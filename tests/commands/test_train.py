@@ -173,6 +173,7 @@ def check_case(strategy, engine, kind, data, expected, capsys):
         assert result["loss_eval"] == pytest.approx(expected["loss_eval"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_device_has_no_collectives(expected):
     check_contract(expected, devices=1)
     assert expected["collectives"] == [] and len(expected["losses"]) == 2 == expected["evaluations"][-1]["step"]

@@ -55,7 +55,7 @@ def test_a_summary_in_full():
     assert len(made.explain().splitlines()) == 297 + 3
 
 
-@pytest.mark.parametrize("depth", [1, 3, 48])
+@pytest.mark.parametrize("depth", [1, 3, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [

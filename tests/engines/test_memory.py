@@ -113,7 +113,7 @@ def six_blocks(engine: Any, *, rows: int = 8, opaque: bool = False) -> Any:
     return program.compiled.memory_analysis()
 
 
-@pytest.mark.parametrize(("remat", "limit"), [("dots", 45e6), ("nothing", 35e6)])
+@pytest.mark.parametrize(("remat", "limit"), [pytest.param("dots", 45e6, marks=pytest.mark.slow), ("nothing", 35e6)])
 def test_one_block_at_a_time_is_whole(remat, limit):
     memory = six_blocks(js.explicit(remat=remat))
     assert memory.temp_size_in_bytes <= limit

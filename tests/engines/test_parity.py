@@ -130,7 +130,9 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("engine", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", UNUSUAL)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(n, marks=pytest.mark.slow) if n == "every role over other axes" else n for n in UNUSUAL]
+)
 def test_strategies_without_a_name(strategy, engine):
     trace, _ = sharded(nnx_toy(), UNUSUAL[strategy], js.make_mesh(x=4, y=2), ENGINES[engine]())
     assert_equal_runs(trace, one_device_toy("nnx"))
@@ -432,6 +434,7 @@ def test_stock_dropout_does_not_repeat_across_shards_and_micro_batches_under_exp
     shapes=st.lists(st.lists(st.integers(1, 19), max_size=3), min_size=1, max_size=4),
     engine=st.sampled_from(sorted(ENGINES)),
 )
+@pytest.mark.slow
 def test_one_step_of_trees_of_any_shapes(shapes, engine):
     """Gradients, known in closed form, within 1e-5; the padding stays zero."""
     rng = np.random.default_rng(3)

@@ -196,7 +196,8 @@ def test_sequence_parallelism_on_a_tpu_scatters_and_gathers_instead(engine):
     assert all(one.elements <= 256 * 1024 for one in found if one.elements < ON_TPU)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["auto", "explicit"])
 def test_sequence_parallelism_equals_one_device(engine):
     """f32, loss 1e-6 relative, gradients 1e-5."""
     toy = ZOO["gpt"]()

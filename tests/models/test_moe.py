@@ -45,17 +45,12 @@ MESHES = {
     "tensor alone": ({"data": 4, "tensor": 2}, js.compose(js.ddp(), js.tensor())),
 }
 ENGINES = {"explicit": js.explicit(microbatches=2), "auto": js.auto()}
-FAST = {("expert=4", "explicit", "softmax")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "engine", "kind"),
-    [
-        pytest.param(m, e, k, marks=() if (m, e, k) in FAST else pytest.mark.slow)
-        for m in MESHES
-        for e in ENGINES
-        for k in KINDS
-    ],
+    [(m, e, k) for m in MESHES for e in ENGINES for k in KINDS],
 )
 def test_a_mesh_equals_one_device(mesh, engine, kind):
     axes, strategy = MESHES[mesh]

@@ -134,7 +134,7 @@ def assert_same(one: tuple[list[float], Any], many: tuple[list[float], Any]) -> 
 
 def wrapped_cells() -> list[Any]:
     """Stages, axes and whether `shard_map` checks; the slow ones differ from a fast one in the stage alone."""
-    fast = {("zero1", "data"), ("zero2", ("x", "y")), ("fsdp", "data")}
+    fast = {("zero2", ("x", "y")), ("fsdp", "data")}
     axes = [("data", True), ("data", False), (("x", "y"), True)]
     return [
         pytest.param(stage, axis, check_vma, marks=[] if check_vma and (stage, axis) in fast else [pytest.mark.slow])

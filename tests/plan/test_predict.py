@@ -42,6 +42,7 @@ def test_what_is_kept_of_blocks_is_exact(small: js.plan.Prediction):
     assert any(array.startswith("float32[4, 2, 32, 144] stacked") for array in stacks), stacks
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_takes_no_memory_of_the_device():
     model, rows = js.models.make("llama-1m"), {"tokens": jax.ShapeDtypeStruct((4096, 33), jnp.int32)}
     layout = js.layout(js.fsdp(), js.plan.planned_mesh("v5e:2x4", data=8), model.init, TX)

@@ -145,6 +145,7 @@ def test_a_stacked_model_is_evaluated_block_by_block(stacked):
         assert set(result) == {"loss", "accuracy"}
 
 
+@pytest.mark.slow
 def test_predictions_from_a_sharded_run(stacked):
     model, layout, run, params = stacked
     apply = js.make_apply(lambda params, tokens: logits(model, params, tokens), layout)

@@ -246,7 +246,9 @@ def test_rollback_heals_a_run_that_was_spoiled(tmp_path):
     assert js.latest_step(tmp_path) == 6
 
 
-@pytest.mark.parametrize("engine", [js.auto(), js.explicit()], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(js.auto(), marks=pytest.mark.slow), js.explicit()], ids=["auto", "explicit"]
+)
 def test_an_update_that_is_not_finite_is_blamed_on_its_own_step(engine):
     """From finite gradients: the step, its cause and the parameter are named, under every policy."""
     tx = optax.chain(optax.masked(optax.scale(np.inf), {"a": False, "b": False, "c": False, "d": True}), optax.sgd(1.0))
@@ -299,6 +301,7 @@ def test_rollback_gives_up_when_it_does_not_help(tmp_path):
             fit(batches, steps=20, bad_steps=js.Rollback(checkpointer.restore, limit=3))
 
 
+@pytest.mark.slow
 def test_rollback_without_a_saved_run_or_batches_that_go_back(tmp_path):
     layout, _ = made()
     with js.Checkpointer(tmp_path, layout, every=100) as checkpointer:

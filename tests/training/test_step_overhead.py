@@ -48,7 +48,7 @@ def copies(compiled):
     return sum(entry[name].opcode == "copy" and hlo.arrays(entry[name].type) == (MATRIX,) for name in entry.lines)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_the_guard_copies_nothing_and_everything_donated_is_updated_in_place(engine):
     """One copy per parameter is left, on a CPU: the norm of the update reads the old one when the new one is written.
 

@@ -51,9 +51,10 @@ def assert_exact(comparison):
     assert check_shows_text(comparison).text[0] == "no surprises"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=() if name == "hsdp" else pytest.mark.slow) for name in literals.EXPECTED],
+    literals.EXPECTED,
 )
 def test_the_gpt_keeps_the_promise_of_every_strategy(strategy):
     axes, made = setups(0)[strategy]

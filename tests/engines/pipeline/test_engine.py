@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 # 9 blocks are padded, to stages without any block even; micro-batches once, twice, four times the devices, and 3, 6 and
 # 12. Few models: references are compiled, too.
 FAST = [
-    Cell("gpipe", 4, 1, 3, "layer", 8, True),  # fewer than devices
+    pytest.param(Cell("gpipe", 4, 1, 3, "layer", 8, True), marks=pytest.mark.slow),  # fewer than devices
     pytest.param(Cell("gpipe", 8, 1, 32, "stage", 9, False), marks=pytest.mark.slow),
     Cell("one_f_one_b", 4, 1, 16, "function", 9, False),
     Cell("one_f_one_b", 8, 1, 8, "everything", 8, True),

@@ -53,7 +53,7 @@ def test_linen(mask, dropout):
     assert_same(make, lambda layer, params: layer.apply({"params": params}, X, mask=mask, rngs=KEYS))
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_nnx(causal):
     def make(**given):
         layer = nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0), decode=False, **given)

@@ -150,8 +150,9 @@ def ragged_with_nan(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("room", [0.2, pytest.param(1.25, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [pytest.param("even", marks=pytest.mark.slow), "one"])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [0.2, 1.25])
+@pytest.mark.parametrize("kind", ["even", "one"])
 def test_the_ragged_program_equals_one_device_and_reads_nothing_unwritten(kind, room, ragged_with_nan, monkeypatch):
     monkeypatch.setattr(on_device, "ROOM", room)
     axes, strategy, engine = LAYOUTS["explicit-expert"]
@@ -190,6 +191,7 @@ def lossless(form, routings, devices=8, tokens=6, k=2, room=1.25):
     return float(jax.jit(run)(jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_no_token_is_lost_in_1000_random_routings():
     assert lossless("equal", 1000) < 1e-5
 
@@ -263,7 +265,8 @@ def test_gradients_of_many_windows_are_summed_in_f32():
 # Capacity
 
 
-@pytest.mark.parametrize("capacity", [0.25, *(pytest.param(c, marks=pytest.mark.slow) for c in (1.0, 8.0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [0.25, 1.0, 8.0])
 def test_capacity_loses_what_it_counts(capacity):
     """By a loop in Python: first choices first, then in order of positions, row by row."""
     k, (x, logits) = 3, (normal(0, 2, 20, C), normal(1, 2, 20, E) * 3)
