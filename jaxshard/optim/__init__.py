@@ -21,6 +21,8 @@ from jaxshard.optim.per_block import PerBlockState as PerBlockState
 from jaxshard.optim.per_block import per_block as per_block
 from jaxshard.optim.proof.elementwise import check_elementwise as check_elementwise
 from jaxshard.optim.proof.elementwise import require_elementwise as require_elementwise
+from jaxshard.optim.proof.own_array import Dependence as Dependence
+from jaxshard.optim.proof.own_array import check_own_array as check_own_array
 from jaxshard.optim.proof.report import Reason as Reason
 from jaxshard.optim.proof.report import Report as Report
 from jaxshard.optim.proof.stacking import require_same_stacked as require_same_stacked

@@ -1,0 +1,175 @@
+"""The proof that a transform updates every parameter from its own arrays alone: "own array".
+
+Muon, Shampoo, LAMB and Adafactor mix the elements of one parameter, but never those of two. Such a parameter can be
+updated on one device that holds all of it, whatever happens elsewhere. The proof reads the programs of `tx.init` and
+`tx.update` (`reach` walks through them), never names or classes. Numbers that are summed over whole arrays may enter
+from anywhere: a global norm that clips the gradients before Muon is one number on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jaxshard.core.text_table import first_words
+from jaxshard.core.transform import as_transform
+from jaxshard.core.tree import abstract, path_str, same_structure
+from jaxshard.core.types import PyTree
+from jaxshard.optim.proof.elementwise import check_elementwise
+from jaxshard.optim.proof.facts import Context, Origin
+from jaxshard.optim.proof.reach import Flow, Reach, bit, leaves_of, walk
+from jaxshard.optim.proof.report import Reason, describe
+from jaxshard.optim.proof.trace import param_at_end
+
+Kind = Literal["elementwise", "own array", "global"]
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """The result of `check_own_array`: true if every parameter is updated from its own arrays, and numbers.
+
+    Attributes:
+      kind: "elementwise" if element i depends on elements i alone, "own array" if it depends on its own parameter's
+        arrays, "global" if arrays of several parameters meet.
+      reasons: for a global transform the outputs that arrays of other parameters reach, with the equations to blame.
+      totals: the parameters that numbers summed over other parameters reach, such as a global norm.
+      products: the parameters that are multiplied as matrices, or factorized: what `js.layout` gives to one device.
+
+    Example:
+        >>> import optax
+        >>> params = {"w": jax.ShapeDtypeStruct((64, 32), "float32"), "v": jax.ShapeDtypeStruct((64, 64), "float32")}
+        >>> print(check_own_array(optax.contrib.muon(1e-3), params))
+        own array; matrix products on v, w
+    """
+
+    kind: Kind
+    reasons: tuple[Reason, ...] = ()
+    totals: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.kind != "global"
+
+    def __str__(self) -> str:
+        if self.kind == "global":
+            return f"global: {describe(self.reasons)}"
+        numbers = f"; sums over several parameters reach {first_words(self.totals)}" if self.totals else ""
+        return self.kind + (f"; matrix products on {first_words(self.products)}" if self.products else "") + numbers
+
+
+class Outputs(NamedTuple):
+    """The results of a transform's programs, and the parameter that each belongs to.
+
+    Attributes:
+      names: such as "update w" and "state 0/mu/w": first the updates, then the state.
+      owners: the number of the parameter; None for what belongs to none, such as counts.
+    """
+
+    names: tuple[str, ...]
+    owners: tuple[int | None, ...]
+
+
+def check_own_array(tx: Any, params: PyTree, *, extra_args: Mapping[str, Any] | None = None) -> Dependence:
+    """Prove that update and state of every parameter depend on that parameter's arrays alone, and on numbers.
+
+    The arrays of a parameter are its gradient, itself, and the arrays of the state that have its path. Numbers may be
+    counts, schedules, hyperparameters, and sums over whole arrays of any parameters (global norms). The report is
+    sound: where the program is not understood, the transform counts as global. No device is touched; no collectives.
+
+    Args:
+      tx: An optax transform.
+      params: The parameters, which may be abstract.
+      extra_args: The extra arguments that `tx.update` requires: functions, and scalars (abstract ones will do).
+
+    Returns:
+      A `Dependence`: which of the three kinds the transform is, and why.
+
+    Example:
+      >>> import optax
+      >>> params = {"w": jax.ShapeDtypeStruct((4, 6), "float32"), "v": jax.ShapeDtypeStruct((4, 6), "float32")}
+      >>> transforms = optax.adam(1e-3), optax.lamb(1e-3), optax.flatten(optax.sgd(1e-3))
+      >>> [check_own_array(tx, params).kind for tx in transforms]
+      ['elementwise', 'own array', 'global']
+    """
+    tx, params, extra = as_transform(tx), abstract(params), extra_args or {}
+    names = tuple(path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    arrays = {name: abstract(x) for name, x in extra.items() if not callable(x)}
+    functions = {name: x for name, x in extra.items() if callable(x)}
+
+    def update(grads: PyTree, state: PyTree, params: PyTree, arrays: Mapping[str, Any]) -> Any:
+        return tx.update(grads, state, params, **arrays, **functions)
+
+    try:
+        init, before = jax.make_jaxpr(tx.init, return_shape=True)(params)
+        program, (updates, state) = jax.make_jaxpr(update, return_shape=True)(params, before, params, arrays)
+    except (NameError, TypeError, ValueError) as error:  # arguments that are missing, or an axis that it names
+        return _untraced(f"could not be traced on these arguments: {error}")
+    if not (same_structure(updates, params) and same_structure(before, state)):
+        return _untraced("returns updates or a state of another structure than it was given")
+    context = Context(names, (), (), __file__)
+    outputs = outputs_of(params, before)
+    given = input_reaches(len(names), outputs, len(jax.tree.leaves(arrays)))
+    flow = _walk_steps(program, given, outputs, len(names), context)
+    first = walk(init, [Reach(bit(leaf)) for leaf in range(len(names))], context)
+    return _judge(tx, params, extra, flow, first, outputs, names)
+
+
+def _walk_steps(program: Any, given: list[Reach], outputs: Outputs, count: int, context: Context) -> Flow:
+    """What reaches the results after any number of steps: numbers of one step are in the state of the next."""
+    while True:
+        flow = walk(program, given, context)
+        after = list(given)
+        for place, (owner, reach) in enumerate(zip(outputs.owners[count:], flow.reaches[count:], strict=True), count):
+            numbers = after[place].numbers | (reach.numbers if owner is None else 0)
+            after[place] = after[place]._replace(numbers=numbers)
+        if after == given:
+            return flow
+        given = after
+
+
+def outputs_of(params: PyTree, state: PyTree) -> Outputs:
+    """Name the updates and the arrays of a state, and find the parameter that each belongs to, by its path."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    held = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+    def owner(path: tuple[Any, ...]) -> int | None:
+        found = (param_at_end(path[:stop], paths) for stop in range(len(path), 0, -1))
+        # The root of a tree of one array is the end of every path, and says nothing.
+        return next((one for one in found if one is not None and paths[one]), 0 if paths == [()] and path else None)
+
+    names = [f"update {path_str(path)}" for path in paths] + [f"state {path_str(path)}" for path in held]
+    return Outputs(tuple(names), (*range(len(paths)), *map(owner, held)))
+
+
+def input_reaches(count: int, outputs: Outputs, extra: int = 0) -> list[Reach]:
+    """Return what reaches the inputs of an update: gradients, state, parameters, and `extra` more of none."""
+    leaves = [Reach(bit(leaf)) for leaf in range(count)]
+    state = [Reach(bit(owner)) for owner in outputs.owners[count:]]
+    return [*leaves, *state, *leaves, *[Reach()] * extra]
+
+
+def _judge(
+    tx: Any, params: PyTree, extra: Mapping[str, Any], flow: Flow, first: Flow, outputs: Outputs, names: tuple[str, ...]
+) -> Dependence:
+    count = len(names)
+    after = list(zip(outputs.names, outputs.owners, flow.reaches, strict=True))
+    before = list(zip(outputs.names[count:], outputs.owners[count:], first.reaches, strict=True))
+    reasons = tuple(
+        Reason(name, reach.why or Origin(name, "depends on arrays of another parameter"))
+        for name, owner, reach in (*after, *before)
+        if not reach.within(owner)
+    )
+    products = tuple(names[leaf] for leaf in leaves_of(flow.products))
+    if reasons:
+        return Dependence("global", reasons, products=products)
+    kind: Kind = "elementwise" if check_elementwise(tx, params, extra_args=extra) else "own array"
+    updates = enumerate(flow.reaches[:count])
+    totals = tuple(names[leaf] for leaf, reach in updates if reach.numbers & ~bit(leaf))
+    return Dependence(kind, totals=totals, products=products)
+
+
+def _untraced(text: str) -> Dependence:
+    return Dependence("global", (Reason("every update", Origin("tx.update", text)),))
