@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxshard.checkpoint.checkpointer import Checkpointer as Checkpointer
     from jaxshard.checkpoint.checksums import Damaged as Damaged
     from jaxshard.checkpoint.folder import latest_step as latest_step
+    from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer as MemoryCheckpointer
     from jaxshard.checkpoint.reader import restore as restore
     from jaxshard.checkpoint.safetensors.reader import from_bytes as from_bytes
     from jaxshard.checkpoint.safetensors.reader import load_safetensors as load_safetensors
@@ -131,6 +132,7 @@ _NAMES = {
     "checkpoint.checkpointer": ("Checkpointer",),
     "checkpoint.checksums": ("Damaged",),
     "checkpoint.folder": ("latest_step",),
+    "checkpoint.memory.checkpointer": ("MemoryCheckpointer",),
     "checkpoint.reader": ("restore",),
     "checkpoint.safetensors.reader": ("from_bytes", "load_safetensors"),
     "checkpoint.safetensors.run": ("run_from_bytes", "run_to_bytes"),

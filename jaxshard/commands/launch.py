@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 
+from jaxshard.checkpoint.memory.folder import memory_folder
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import check_positive
 from jaxshard.commands.supervisor import WRONG_USAGE, run_together, say
@@ -29,12 +30,13 @@ def run(command: tuple[str, ...], *, processes: int, max_restarts: int, grace: f
         if not hasattr(os, "killpg"):
             raise ValueError(f"launch needs process groups, which {sys.platform} does not have; use Linux or macOS")
         command = (_find_program(command), *command[1:])
-    for restarts in range(max_restarts + 1):
-        if restarts:
-            say(f"starting all again, {restarts} of {max_restarts}")
-        outcome = run_together(command, count=processes, restarts=restarts, grace=grace)
-        if outcome.status in (0, WRONG_USAGE) or outcome.interrupted:
-            break
+    with memory_folder(make=max_restarts > 0) as memory:
+        for restarts in range(max_restarts + 1):
+            if restarts:
+                say(f"starting all again, {restarts} of {max_restarts}")
+            outcome = run_together(command, count=processes, restarts=restarts, grace=grace, more=memory)
+            if outcome.status in (0, WRONG_USAGE) or outcome.interrupted:
+                break
     return outcome.status
 
 

@@ -1,9 +1,13 @@
-"""Where `jaxshard train` saves a run and from which step it goes on, resolved from the flags: `Saving`."""
+"""Where `jaxshard train` saves a run and from which step it goes on, resolved from the flags: `Saving`.
+
+A run goes on from memory (--memory-every) where there is one, and else from a checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,6 +15,7 @@ from typing import Any, NamedTuple
 from jaxshard.checkpoint.checkpointer import Checkpointer
 from jaxshard.checkpoint.checksums import Damaged
 from jaxshard.checkpoint.folder import absolute_root, complete_steps, latest_step, step_folders
+from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer, memory_of_launch
 from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.signature import read_key
 from jaxshard.commands.flags import SavingFlags, check_folders, check_positive, refuse
@@ -41,6 +46,7 @@ class Saving(NamedTuple):
       resumed: the step to go on from, or None for a new run.
       key: the secret that steps are saved with, or None.
       ignored: newer steps that the run does not go on from, with the reason; they will be replaced.
+      memory_every: steps between copies into memory, or None for none.
     """
 
     folder: Path | None = None
@@ -49,6 +55,7 @@ class Saving(NamedTuple):
     resumed: int | None = None
     key: bytes | None = None
     ignored: Mapping[int, str] = MappingProxyType({})
+    memory_every: int | None = None
 
     @property
     def shown(self) -> dict[str, str]:
@@ -85,6 +92,31 @@ class Saving(NamedTuple):
             return nullcontext()
         return Checkpointer(self.folder, layout, every=self.every, keep=self.keep, data=lambda: facts, key=self.key)
 
+    def memory(self, layout: Layout, facts: dict[str, Any]) -> MemoryCheckpointer | None:
+        """Make what keeps the run in memory; `facts` are kept beside it, for `recall`."""
+        if self.memory_every is None:
+            return None
+        return MemoryCheckpointer(layout, every=self.memory_every, data=lambda: facts)
+
+    def recall(self, memory: MemoryCheckpointer | None, facts: dict[str, Any]) -> tuple[TrainState | None, list[str]]:
+        """Return (the run that is in memory, or None where there is none, notes about it).
+
+        Raises:
+          ValueError: it is of another training than `facts` says; or shards of it are lost, and there is no checkpoint
+            to go on from.
+        """
+        if memory is None:
+            return None, []
+        try:
+            found = memory.restore()
+        except Damaged as error:
+            if self.resumed is None:
+                raise Damaged(f"--memory-every: {error}; there is none that --checkpoint and --resume name") from error
+            return None, [f"--memory-every: {error}"]
+        if found is None:
+            return None, []
+        return found[0], _compare_facts(found[1], facts, f"--memory-every: the run in {memory.folder}")
+
     def check_facts(self, facts: dict[str, Any]) -> list[str]:
         """Compare the facts of this run with those of the saved one, and note what changes.
 
@@ -104,17 +136,31 @@ class Saving(NamedTuple):
             raise ValueError(
                 f"--resume: step {self.resumed} in {self.folder} was not saved by jaxshard train; js.restore reads it"
             )
-        for name, flag in _FIX_THE_BATCHES.items():
-            if saved[name] != facts[name]:
-                raise ValueError(
-                    f"--resume: the run in {self.folder} has {flag} {saved[name]}, now it is {facts[name]}: it would "
-                    f"see other batches. Give the same {flag}, or another folder for a new run"
-                )
-        return [
-            f"the run so far had {flag} {saved[name]}, now it is {facts[name]}: the learning rate changes"
-            for name, flag in _FIX_THE_RATE.items()
-            if saved[name] != facts[name]
-        ]
+        return _compare_facts(saved, facts, f"--resume: the run in {self.folder}")
+
+
+def _compare_facts(saved: dict[str, Any], facts: dict[str, Any], which: str) -> list[str]:
+    """Compare facts as `Saving.check_facts`; `which` names the saved run and the flag that asked for it."""
+    for name, flag in _FIX_THE_BATCHES.items():
+        if saved[name] != facts[name]:
+            raise ValueError(
+                f"{which} has {flag} {saved[name]}, now it is {facts[name]}: it would see other batches. Give the same "
+                f"{flag}, or another folder for a new run"
+            )
+    return [
+        f"the run so far had {flag} {saved[name]}, now it is {facts[name]}: the learning rate changes"
+        for name, flag in _FIX_THE_RATE.items()
+        if saved[name] != facts[name]
+    ]
+
+
+def describe_memory(memory: MemoryCheckpointer | None, step: int | None) -> dict[str, str]:
+    """Return the fact about memory that the command prints; `step` is the one that it goes on from."""
+    if memory is None:
+        return {}
+    begins = "no run is there yet" if step is None else f"goes on from step {step}"
+    often = "after every step" if memory.every == 1 else f"every {memory.every} steps"
+    return {"memory": f"{memory.folder}, {often}; {begins}"}
 
 
 def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Saving:
@@ -130,9 +176,12 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
       OSError: a folder that can't be written.
     """
     folder = flags.checkpoint
+    check_positive(memory_every=flags.memory_every)
+    if flags.memory_every is not None:
+        _check_memory(flags.memory_every)
     if folder is None:
-        refuse("needs a folder: add --checkpoint DIR", **vars(flags))
-        return Saving()
+        refuse("needs a folder: add --checkpoint DIR", **vars(replace(flags, memory_every=None)))
+        return Saving(memory_every=flags.memory_every)
     if not flags.resume:
         refuse("chooses the step to go on from: add --resume", fall_back=flags.fall_back)
     check_positive(checkpoint_every=flags.checkpoint_every, keep=flags.keep)
@@ -152,7 +201,15 @@ def make_saving(flags: SavingFlags, *, others: Sequence[Path | None] = ()) -> Sa
     root, after = absolute_root(folder), -1 if begin is None else begin
     saved = complete_steps(root)
     ignored = {step: "damaged" if step in saved else "incomplete" for step in step_folders(root) if step > after}
-    return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, key, ignored)
+    return Saving(folder, flags.checkpoint_every or EVERY, flags.keep, begin, key, ignored, flags.memory_every)
+
+
+def _check_memory(every: int) -> None:
+    """Raise unless there is a folder in memory."""
+    try:
+        memory_of_launch()
+    except ValueError as error:
+        raise ValueError(f"--memory-every {every}: {error}") from error
 
 
 def check_export(folder: Path | None, network: Any) -> None:

@@ -157,8 +157,9 @@ def launch(
 
     Every process finds the others by its environment, which js.distributed.initialize() reads; its lines are shown with
     its number in front. When one dies the others are ended, and all are started again, with the same command: it has to
-    go on from a checkpoint by itself. The exit status is that of the process that failed first (128 + n where signal n
-    ended it), or 0 when all ended with 0. After status 2, for wrong flags, nothing is started again.
+    go on from a checkpoint by itself, or from memory (jaxshard train --memory-every 1). The exit status is that of the
+    process that failed first (128 + n where signal n ended it), or 0 when all ended with 0. After status 2, for wrong
+    flags, nothing is started again.
 
     Args:
       command: what every process runs, found on PATH.

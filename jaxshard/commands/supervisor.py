@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES, RESTARTS
@@ -80,7 +80,9 @@ class _Signal(NamedTuple):
 _Events = SimpleQueue[_Ended | _Signal]
 
 
-def run_together(command: Sequence[str], *, count: int, restarts: int, grace: float) -> Outcome:
+def run_together(
+    command: Sequence[str], *, count: int, restarts: int, grace: float, more: Mapping[str, str] = MappingProxyType({})
+) -> Outcome:
     """Run a command several times at once, until all processes ended with status 0 or one did not.
 
     Each process finds the others by its environment, which `js.distributed.initialize` reads. Its lines of output are
@@ -98,10 +100,12 @@ def run_together(command: Sequence[str], *, count: int, restarts: int, grace: fl
       count: the number of processes.
       restarts: how often all were started before, for their environment.
       grace: seconds from a signal that was passed on to SIGKILL.
+      more: environment variables of all processes besides.
     """
     events: _Events = SimpleQueue()
     with _signals_to(events), _reserved_port() as port:
-        shared = _environment() | {COORDINATOR: f"localhost:{port}", PROCESSES: str(count), RESTARTS: str(restarts)}
+        shared = _environment() | dict(more)
+        shared |= {COORDINATOR: f"localhost:{port}", PROCESSES: str(count), RESTARTS: str(restarts)}
         processes: list[_Process] = []
         try:
             for index in range(count):

@@ -34,7 +34,7 @@ from jaxshard.commands.parallel import Parallel, make_parallel
 from jaxshard.commands.pretrained import find_pretrained
 from jaxshard.commands.program import depth_of, name_with_changes, parse_changes, size_of
 from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
-from jaxshard.commands.saving import check_export, make_saving
+from jaxshard.commands.saving import check_export, describe_memory, make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
 from jaxshard.commands.training_data import load_data
 from jaxshard.core.compat import process_count_and_id
@@ -110,11 +110,19 @@ def run(
             console.print(f"note: {change}")
         saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
         base = job.base if isinstance(job, Job) else None
-        frozen = recipe.lora is not None  # what is frozen is not in checkpoints
-        start = base.load(job.layout) if base is not None and (frozen or saves.resumed is None) else None
-        run = saves.restore_run(job.layout, start if frozen else None)
+        memory = saves.memory(job.layout, job.sequence)
+        run, notes = saves.recall(memory, job.sequence)
+        for change in notes:
+            console.print(f"note: {change}")
+        recalled = run is not None
+        start = None
+        if run is None:
+            frozen = recipe.lora is not None  # what is frozen is not in checkpoints
+            start = base.load(job.layout) if base is not None and (frozen or saves.resumed is None) else None
+            run = saves.restore_run(job.layout, start if frozen else None)
+        begin = 0 if run is None else int(run.step)
         writers = _open_writers(output, job, saves.folder)
-    facts(console, job.shown | saves.shown)
+    facts(console, job.shown | saves.shown | describe_memory(memory, begin if recalled else None))
     if size.takes_images:
         output = replace(output, sample=0)
     elif output.sample and (why := why_no_sample(job.network, job.layout)):
@@ -148,7 +156,7 @@ def run(
                         eval_every=recipe.eval_every or max(1, steps // 4),
                         patience=recipe.patience,
                         callbacks=[records.append, *writers, show],
-                        on_run=[one for one in (checkpointer, preemption, watchdog) if one is not None],
+                        on_run=[one for one in (memory, checkpointer, preemption, watchdog) if one is not None],
                         tokens=job.tokens,
                         flops=job.flops,
                         profile=output.profile,
@@ -157,7 +165,7 @@ def run(
                 if checkpointer is not None:
                     checkpointer.save(run)
             stopped = preemption.stopped and int(run.step) < steps
-            result = job.about | {"start": saves.resumed or 0, "stopped": stopped} | summarize(records)
+            result = job.about | {"start": begin, "stopped": stopped} | summarize(records)
             result |= {"compile_seconds": compile_seconds} | describe_step(compiled, job.layout, job.rows)
             last = (result["evaluations"] or [{}])[-1]
             result["experts"] = count_experts(

@@ -18,3 +18,6 @@ RESTARTS = "JAXSHARD_RESTARTS"
 
 LIMIT = "JAXSHARD_INITIALIZATION_TIMEOUT"
 """How many seconds a process waits for all the others to start."""
+
+MEMORY = "JAXSHARD_MEMORY"
+"""The folder, in memory, in which `js.MemoryCheckpointer` keeps runs from one start of the processes to the next."""

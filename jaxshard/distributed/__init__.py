@@ -10,6 +10,7 @@ numbers <p> and counters <n>:
 
     jaxshard/host/<p>             the host name of a process                     agree.py
     jaxshard/agree/<peers>/<n>/   what is compared at one point of the program   agree.py
+    jaxshard/gather/<n>/<p>       what one process tells all others              together.py
     jaxshard/failed/<p>           a process that ends by an error, and why       failures.py
     jaxshard/parting/<p>          a process that ends because another one did    failures.py
     jaxshard/stop/<n>/            after which step a run stops                   preemption.py

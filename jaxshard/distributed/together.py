@@ -6,19 +6,24 @@ meet, tell each other who failed, and raise together.
 
 Every function here is collective: each process calls it at the same point of the program, under the same `point`, the
 name by which a message on standard error tells for whom a process waits. They first meet through the coordinator, which
-waits however late a process is, then all-gather four bytes per process. With one process they do nothing of the kind.
+waits however late a process is, then all-gather four bytes per process (`gather_texts` reads texts from the coordinator
+in place of that). With one process they do nothing of the kind.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxshard.core.compat import delete_keys, list_keys, put_key
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.agree import all_peers
+
+_rooms = itertools.count()  # every process gathers the same texts in the same order
 
 
 def gather_ints(value: int, point: str) -> list[int]:
@@ -37,6 +42,28 @@ def gather_ints(value: int, point: str) -> list[int]:
     peers.meet(point)  # collectives give up on a process that a slow disk holds up
     values: list[int] = np.asarray(multihost_utils.process_allgather(np.int32(value))).ravel().tolist()
     return values
+
+
+def gather_texts(text: str, point: str) -> list[str]:
+    """Collect a text from every process, through the coordinator alone: devices take no part.
+
+    Args:
+      text: this process's text, which is not empty.
+      point: the name of this point of the program, for messages.
+
+    Returns:
+      The texts of all processes, by process index.
+    """
+    peers = all_peers()
+    if peers is None:
+        return [text]
+    room = next(_rooms)
+    put_key(peers.store, f"jaxshard/gather/{room}/{peers.process}", text)
+    peers.meet(point)
+    if room and peers.process == peers.processes[0]:  # who came here has read the texts before
+        delete_keys(peers.store, f"jaxshard/gather/{room - 1}")
+    found = list_keys(peers.store, f"jaxshard/gather/{room}/")
+    return [found[str(process)] for process in peers.processes]
 
 
 def failed_processes(failed: bool, point: str) -> list[int]:

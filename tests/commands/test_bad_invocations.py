@@ -128,6 +128,7 @@ FLAGS = {
         "--export": FOLDERS,
         "--checkpoint": [*FOLDERS, "full", "gs://bucket/run"],
         "--checkpoint-every": NUMBERS,
+        "--memory-every": [*NUMBERS, "1"],
         "--keep": NUMBERS,
         "--key-file": ["/nonexistent", "", "."],
         "--sample": ["-1", "x", "", "nan", HUGE],

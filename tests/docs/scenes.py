@@ -139,6 +139,7 @@ class MLP(nnx.Module):
     "pretrained = model.init(key)",
     "js.merge_lora": "tuned = js.lora(model.init, model.loss, rank=4, match=['attn_out/kernel'])\n"
     "layout = js.layout(js.fsdp(), mesh, tuned.init, tx)\nrun = js.init(tuned.init, tx, layout, 0)",
+    "js.MemoryCheckpointer": "import os\nos.environ['JAXSHARD_MEMORY'] = 'memory'",
     "js.make_apply": MLP
     + "module = MLP(8)\nlayout = js.layout(js.fsdp(), mesh, lambda key: module.init(key, batch['x']), tx)\n"
     "run = js.init(lambda key: module.init(key, batch['x']), tx, layout, 0)",

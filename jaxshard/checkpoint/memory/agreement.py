@@ -1,0 +1,128 @@
+"""The newest step of which every block is in the memory of some process that needs it.
+
+Example, 4 processes under hsdp, of which process 1 was killed after step 7, before it had written it, and the memory of
+process 2 is gone. Processes 0 and 2 need the same blocks, and so do 1 and 3:
+
+    process   in memory    step 7                            step 6
+    0         steps 6, 7   has its blocks                    has its blocks
+    1         steps 5, 6   lacks its blocks                  has its blocks
+    2         nothing      lacks its blocks, process 0 has   lacks its blocks, process 0 has
+    3         steps 6, 7   has its blocks                    has its blocks
+
+Step 7 is whole, since process 3 has the blocks of process 1. Had process 3 not written it either, it would be step 6. A
+process looks into the segments of all processes that share its folder, its own first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxshard.checkpoint.checksums import Damaged
+from jaxshard.checkpoint.memory.segment import SLOTS, Bytes, Record, Segment
+from jaxshard.core.text_table import first_words
+from jaxshard.distributed.together import gather_texts
+
+POINT = "js.MemoryCheckpointer.restore"
+
+
+class Recalled(NamedTuple):
+    """A step that is whole.
+
+    Attributes:
+      run: the name of the run.
+      step: the number of the step.
+      saves: how often the run was saved in memory until then.
+      data: the position of the data.
+      found: the bytes of the blocks that this process has, by name.
+      missing: the names of the blocks that each process lacks, by its number.
+      holders: a process that has each of them.
+      damaged: the segments in which blocks of the step are not as they were written.
+      notes: a line for each segment in which that is so, also of newer steps.
+    """
+
+    run: str
+    step: int
+    saves: int
+    data: Any
+    found: dict[str, Bytes]
+    missing: list[frozenset[str]]
+    holders: dict[str, int]
+    damaged: frozenset[Path]
+    notes: list[str]
+
+
+def recall(segments: Sequence[Segment], needed: Callable[[int], Set[str]], process: int) -> Recalled | None:
+    """Find the newest step that is whole, and read what this process needs of it. Every process calls this.
+
+    Args:
+      segments: those that this process sees, its own first.
+      needed: returns the names of the blocks that a process needs, by its number.
+      process: the number of this one.
+
+    Returns:
+      The step; None if no run was ever saved, or not more than once, and that not completely.
+
+    Raises:
+      ValueError: there are segments of several runs.
+      Damaged: a run was saved, and of none of its steps every block is there; one is named.
+    """
+    slots = [(one, slot, record) for one in segments for slot in range(SLOTS) if (record := one.record(slot))]
+    mine = [(one.file.name, record.run, record.step, record.saves) for one, _, record in slots]
+    seen = [tuple(row) for text in gather_texts(json.dumps(mine), POINT) for row in json.loads(text)]
+    runs = sorted({run for _, run, _, _ in seen})
+    if len(runs) > 1:
+        steps = {run: sorted({f"step {step} in {file}" for file, of, step, _ in seen if of == run}) for run in runs}
+        lines = "".join(f"\n  - run {run}: {first_words(words)}" for run, words in steps.items())
+        raise ValueError(f"the memory holds steps of {len(runs)} runs; delete what all but one have left there{lines}")
+    problems: list[str] = []
+    notes: list[str] = []
+    own = needed(process)
+    for step in sorted({step for _, _, step, _ in seen}, reverse=True):
+        found, damaged = _read(slots, step, own)
+        notes += damaged.values()
+        record = next((record for _, _, record in slots if record.step == step), None)
+        about = None if record is None else [record.data, record.saves]
+        texts = gather_texts(json.dumps([sorted(own - found.keys()), about]), POINT)
+        answers = [json.loads(text) for text in texts]
+        missing = [frozenset(names) for names, _ in answers]
+        holders = find_holders(needed, missing)
+        if not (lost := sorted({name for names in missing for name in names} - holders.keys())):
+            data, saves = next(about for _, about in answers if about is not None)
+            return Recalled(runs[0], step, saves, data, found, missing, holders, frozenset(damaged), notes)
+        problems.append(f"\n  - step {step}: {first_words(lost)}")
+    if all(saves <= 1 for _, _, _, saves in seen):
+        return None
+    raise Damaged(
+        "no step is whole in memory: that of some processes is gone or damaged, and no other one has the same blocks, "
+        f"as under js.hsdp; go on from a checkpoint on disk{''.join(problems)}"
+    )
+
+
+def _read(
+    slots: Sequence[tuple[Segment, int, Record]], step: int, needed: Set[str]
+) -> tuple[dict[str, Bytes], dict[Path, str]]:
+    """Read blocks of a step: (those that are intact by name, a line about each segment with damaged ones)."""
+    found: dict[str, Bytes] = {}
+    problems: dict[Path, str] = {}
+    for segment, slot, record in slots:
+        if record.step != step or needed <= found.keys():
+            continue
+        blocks, damaged = segment.read(slot, record, [name for name in needed if name not in found])
+        found |= blocks
+        if damaged:
+            names = first_words(sorted(damaged))
+            problems[segment.file] = f"{segment.file}: step {step}: other bytes than were written, of {names}"
+    return found, problems
+
+
+def find_holders(needed: Callable[[int], Set[str]], missing: Sequence[frozenset[str]]) -> dict[str, int]:
+    """Return the first process that has each block which another one lacks, where there is one."""
+    wanted = frozenset().union(*missing)
+    holders: dict[str, int] = {}
+    for process in range(len(missing) if wanted else 0):
+        for name in wanted & (needed(process) - missing[process]):
+            holders.setdefault(name, process)
+    return holders

@@ -1,0 +1,263 @@
+"""`js.MemoryCheckpointer`: keeps the newest steps of a run in memory that outlives the processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxshard.checkpoint.checksums import Damaged
+from jaxshard.checkpoint.leaves import entries, list_differences
+from jaxshard.checkpoint.memory.agreement import POINT, Recalled, recall
+from jaxshard.checkpoint.memory.blocks import Blocks, copy_out, describe, put_back
+from jaxshard.checkpoint.memory.exchange import fetch
+from jaxshard.checkpoint.memory.segment import SLOTS, Header, Record, Segment, create_segment, open_segment
+from jaxshard.checkpoint.writer import check_data
+from jaxshard.core.keys import keys_of
+from jaxshard.core.launch_environment import MEMORY
+from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import mesh_str
+from jaxshard.core.settings import own_settings
+from jaxshard.core.tree import raise_all
+from jaxshard.distributed.together import gather_texts
+from jaxshard.training.state import TrainState, check_is_run, check_run
+
+_FILE = re.compile(r"process-(\d+)")
+
+
+class MemoryCheckpointer:
+    """Keeps a run in shared memory, from which all processes go on after one of them has died.
+
+    It is a callback of `js.fit`. Under `jaxshard launch --max-restarts`, which starts all processes again when one
+    dies:
+
+        memory = js.MemoryCheckpointer(layout)
+        found = memory.restore()
+        run = js.init(init_fn, tx, layout, 0) if found is None else found[0]
+        run = js.fit(run, step, js.batches(source, layout, start=run.step), steps=1000, on_run=[memory])
+
+    After each step every process copies the shards of its devices, each once, into a file in the shared memory of its
+    machine, which a process that is killed leaves behind. The file has room for two steps, so that one of them is whole
+    at every moment; a checksum tells whether it is as it was written. `restore` goes on from the newest step that is
+    there completely, which is at most one step before the last one that was taken (`every`, if that is more). Where the
+    memory of a machine is gone or damaged, its shards come from other processes that hold the same: under `js.hsdp` or
+    `js.ddp` there are some, under `js.fsdp` there are none, and then a checkpoint on disk is needed.
+
+    A copy blocks the training until the arrays are in memory: on accelerators as long as the shards of a host need from
+    its devices, so choose `every` by that. It needs twice the bytes of these shards. The frozen parameters of `js.lora`
+    are among them.
+
+    Args:
+      layout: how the runs are stored. A run goes on with the same layout, mesh and number of processes.
+      every: copy after each step that this divides.
+      dir: the folder, in memory, which outlives the processes; each run needs its own. By default that of the
+        environment variable JAXSHARD_MEMORY, as `jaxshard launch --max-restarts` sets it; it removes that at its end.
+        Processes of one machine may share it; machines don't.
+      data: called at each copy for the position of the data, as `js.save` takes it; at most 64 KiB as JSON.
+
+    Raises:
+      ValueError: `every` is below 1; there is no folder, or what is in it is of another model or mesh.
+      OSError: there is not enough memory, or it can't be written.
+
+    Attributes:
+      folder: the folder.
+      every: steps between copies.
+
+    Example:
+        memory = js.MemoryCheckpointer(layout)
+        found = memory.restore()
+        run = js.init(init_fn, tx, layout, 0) if found is None else found[0]
+        run = js.fit(run, step, batches, steps=1000, on_run=[memory])
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        every: int = 1,
+        dir: str | os.PathLike[str] | None = None,
+        data: Callable[[], Any] | None = None,
+    ):
+        if every < 1:
+            raise ValueError(f"MemoryCheckpointer: every must be at least 1, got {every}")
+        self.folder = Path(dir) if dir is not None else memory_of_launch()
+        self.every, self._layout, self._data = every, layout, data
+        wanted, self._structure = entries(layout, base=True)
+        self._blocks = Blocks(layout, wanted)
+        self._header = Header(
+            {"process": f"{jax.process_index()} of {jax.process_count()}", "mesh": mesh_str(layout.mesh)},
+            {entry.path: describe(entry) for entry in wanted},
+            {name: block.size for name, block in self._blocks.own.items()},
+        )
+        self._run: str | None = None
+        self._slot, self._saves, self._saved = 0, 0, -1
+        self._segment = _together(self._open_or_create, "js.MemoryCheckpointer")
+
+    def __call__(self, step: int, run: TrainState) -> None:
+        """Copy the run if `every` divides `step`, the number of the step that was just taken."""
+        if step % self.every == 0:
+            self.save(run)
+
+    def save(self, run: TrainState) -> None:
+        """Copy the run into memory, unless its step is the one that was copied last. Every process calls this.
+
+        Raises:
+          ValueError: the run is not one of the layout; the position of the data is too long, or nothing for JSON.
+        """
+        check_is_run(run)
+        step = int(run.step)
+        if step == self._saved:
+            return
+        data = self._data() if self._data else None
+        check_data(data)
+        with own_settings(self._layout.mesh):
+            if self._run is None:
+                check_run(self._layout, run)
+                self._begin()
+            assert self._run is not None
+            slot, saves = 1 - self._slot, self._saves + 1
+            arrays = jax.tree.leaves(run)
+            self._segment.write(slot, Record(self._run, step, saves, data, []), copy_out(self._blocks, arrays))
+        self._slot, self._saves, self._saved = slot, saves, step
+
+    def restore(self) -> tuple[TrainState, Any] | None:
+        """Return the newest run of which all is in memory; None where none was kept. Every process calls this.
+
+        What was wrong with the memory of a process is printed on standard error.
+
+        Returns:
+          (the run, the data's position that was kept with it), or None where the training has to begin, or go on from a
+          checkpoint on disk. It was killed then before a copy was complete in all processes.
+
+        Raises:
+          js.Damaged: there was a run, but of each of its steps shards are lost that no process has.
+          ValueError: the memory is that of another model, mesh or number of processes, or of several runs.
+        """
+        count, process = jax.process_count(), jax.process_index()
+        with own_settings(self._layout.mesh):
+            segments = _together(self._find_segments, POINT)
+            recalled = recall(segments, lambda process: self._blocks.of_process(process).keys(), process)
+            if recalled is None:
+                return None
+            for note in recalled.notes:
+                print(f"jaxshard: {note}; goes on without them from step {recalled.step}", file=sys.stderr, flush=True)
+            fetch(self._layout, self._blocks, recalled)
+            self._keep(recalled)
+            run = self._make_run(recalled)
+            gather_texts(f"{process} of {count}", POINT)  # nobody overwrites what another one may still need
+        return run, recalled.data
+
+    def _open_or_create(self) -> Segment:
+        """Map this process's segment, or make one where there is none, or one that can't be read."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = self.folder / f"process-{jax.process_index()}"
+        try:
+            segment = open_segment(file)
+        except FileNotFoundError:
+            return create_segment(file, self._header)
+        except Damaged as error:
+            print(f"jaxshard: {error}; it is made anew", file=sys.stderr, flush=True)
+            return create_segment(file, self._header)
+        self._check_same(segment, self._header.facts)
+        return segment
+
+    def _find_segments(self) -> list[Segment]:
+        """Map the segments of all processes that are in the folder, this one's first."""
+        count, found = jax.process_count(), [self._segment]
+        for file in sorted(self.folder.iterdir()):
+            match = _FILE.fullmatch(file.name)
+            if match is None or file == self._segment.file:
+                continue
+            try:
+                segment = open_segment(file)
+            except (Damaged, FileNotFoundError):  # its own process says so, and may be about to replace it
+                continue
+            self._check_same(segment, self._header.facts | {"process": f"{match[1]} of {count}"})
+            found.append(segment)
+        return found
+
+    def _check_same(self, segment: Segment, facts: dict[str, str]) -> None:
+        """Raise ValueError if a segment is of another layout."""
+        there, here = segment.header, self._header
+        lines = [
+            f"{name}: {there.facts.get(name)} there, {fact} here"
+            for name, fact in facts.items()
+            if there.facts.get(name) != fact
+        ]
+        raise_all(
+            lines + list_differences(there.arrays, here.arrays, " there"),
+            ValueError,
+            f"{segment.file}: this is the memory of another run; delete the folder, or give each run its own",
+        )
+
+    def _begin(self) -> None:
+        """Give a new run its name, and forget what the memory held."""
+        self._run = gather_texts(secrets.token_hex(8), "js.MemoryCheckpointer.save")[0]
+        for slot in range(SLOTS):
+            self._segment.clear(slot)
+        gather_texts(self._run, "js.MemoryCheckpointer.save")  # no step of this run beside one of another
+
+    def _keep(self, recalled: Recalled) -> None:
+        """See to it that this process's segment holds the step that all go on from, and no later one."""
+        kept = None
+        for slot in range(SLOTS):
+            record = self._segment.record(slot)
+            if record is None or record.step > recalled.step:
+                self._segment.clear(slot)
+            elif record.step == recalled.step and self._segment.file not in recalled.damaged:
+                kept = slot
+        if kept is None:
+            kept = 0
+            record = Record(recalled.run, recalled.step, recalled.saves, recalled.data, [])
+            self._segment.write(kept, record, [recalled.found[name] for name in self._header.blocks])
+        self._run, self._slot, self._saves, self._saved = recalled.run, kept, recalled.saves, recalled.step
+
+    def _make_run(self, recalled: Recalled) -> TrainState:
+        arrays = put_back(self._layout, self._blocks, recalled.found)
+        leaves = [keys_of(x, entry.dtype) for x, entry in zip(arrays, self._blocks.entries, strict=True)]
+        run: TrainState = jax.tree.unflatten(self._structure, leaves)
+        assert int(run.step) == recalled.step, "the step is one of the arrays"
+        return run
+
+
+def memory_of_launch() -> Path:
+    """Return the folder that the launcher made.
+
+    Raises:
+      ValueError: there is none.
+    """
+    folder = os.environ.get(MEMORY)
+    if not folder:
+        raise ValueError(
+            "nothing starts these processes again, so nothing goes on from memory: start them with jaxshard launch "
+            f"--max-restarts N on Linux, or set {MEMORY} to a folder in memory, such as /dev/shm/mine"
+        )
+    return Path(folder)
+
+
+def _together(fn: Callable[[], Any], point: str) -> Any:
+    """Call a function in every process; raise in all of them if it fails in one.
+
+    Raises:
+      OSError, ValueError: as the function raised it, or an OSError that names the processes where it did.
+    """
+    failure, result = None, None
+    try:
+        result = fn()
+    except (OSError, ValueError) as error:
+        failure = error
+    failed = [
+        process for process, text in enumerate(gather_texts(json.dumps(failure is not None), point)) if text == "true"
+    ]
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OSError(f"{point}: it failed in process {', '.join(map(str, failed))}, which says why")
+    return result

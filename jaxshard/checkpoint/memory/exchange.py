@@ -1,0 +1,121 @@
+"""Blocks of which a process has no copy, from the memory of its replicas.
+
+All devices along an axis over which an array is not split hold the same blocks of it. One device of those whose process
+has a block adds its bytes, all others zeros, so that the sum over the axis is the block, bit for bit:
+
+    replica 0   has the block        2a 07 ff ..
+    replica 1   its memory is gone   00 00 00 ..        sum: 2a 07 ff .. on both
+
+Collectives: an all-reduce for every 64 MiB that a device holds of those arrays of which some block is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxshard.checkpoint.memory.agreement import POINT, Recalled
+from jaxshard.checkpoint.memory.blocks import Block, Blocks, replica_axes
+from jaxshard.checkpoint.memory.segment import Bytes
+from jaxshard.core.layout import Layout
+from jaxshard.distributed.agree import peers_of
+
+_CHUNK = 1 << 26
+"""Bytes per device that move at once."""
+_WORD = 4
+
+
+def fetch(layout: Layout, blocks: Blocks, recalled: Recalled) -> None:
+    """Fetch the blocks that processes lack into `recalled.found`. Every process calls this, whatever it lacks."""
+    by_process = [blocks.of_process(process) if names else {} for process, names in enumerate(recalled.missing)]
+    numbers = {held[name].array for held, names in zip(by_process, recalled.missing, strict=True) for name in names}
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number in sorted(numbers):
+        groups.setdefault(replica_axes(blocks.entries[number], layout), []).append(number)
+    if blocks.devices_of(jax.process_index()):
+        for axes in sorted(groups):
+            _fetch_group(layout, blocks, recalled, axes, groups[axes])
+
+
+def _fetch_group(
+    layout: Layout, blocks: Blocks, recalled: Recalled, axes: tuple[str, ...], numbers: Sequence[int]
+) -> None:
+    """Fetch what is missing of arrays that have replicas along the same axes, a chunk at a time."""
+    found, lacking = recalled.found, recalled.missing[jax.process_index()]
+    mine = blocks.devices_of(jax.process_index())
+    placed = {device: _place(blocks.of_device(device), numbers) for device in mine}
+    total = sum(_round_up(block.size) for block, _ in placed[mine[0]])
+    chunk = min(total, _CHUNK)
+    add = _Sum(layout, axes, chunk // _WORD)
+    senders: dict[str, jax.Device] = {}
+    for device, held in placed.items():
+        for block, _ in held:
+            if block.name in lacking:
+                found[block.name] = np.empty(block.size, np.uint8)
+            elif recalled.holders.get(block.name) == jax.process_index():
+                senders.setdefault(block.name, device)
+    for start in range(0, total, chunk):
+        parts = [np.zeros(chunk, np.uint8) for _ in mine]
+        for device, part in zip(mine, parts, strict=True):
+            for block, at in placed[device]:
+                if senders.get(block.name) is device:
+                    here, there = _overlap(start, chunk, at, block.size)
+                    part[here] = found[block.name][there]
+        for device, part in zip(mine, add(mine, parts), strict=True):
+            for block, at in placed[device]:
+                if block.name in lacking:
+                    here, there = _overlap(start, chunk, at, block.size)
+                    found[block.name][there] = part[here]
+
+
+class _Sum:
+    """The program that adds words over some axes of a mesh, compiled once."""
+
+    def __init__(self, layout: Layout, axes: tuple[str, ...], words: int):
+        mesh = layout.mesh
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._shape = (mesh.size * words,)
+        add = jax.shard_map(
+            partial(jax.lax.psum, axis_name=axes),
+            mesh=mesh,
+            in_specs=self._sharding.spec,
+            out_specs=self._sharding.spec,
+            check_vma=False,
+        )
+        of = jax.ShapeDtypeStruct(self._shape, np.uint32, sharding=self._sharding)
+        self._program = jax.jit(add).lower(of).compile()
+        self._peers = peers_of(mesh)
+
+    def __call__(self, devices: Sequence[jax.Device], parts: Sequence[Bytes]) -> list[Bytes]:
+        """Add the bytes of every device, and return the sums."""
+        words = [jax.device_put(part.view(np.uint32), device) for device, part in zip(devices, parts, strict=True)]
+        if self._peers is not None:
+            self._peers.meet(POINT)  # collectives don't wait long
+        x = self._program(jax.make_array_from_single_device_arrays(self._shape, self._sharding, words, dtype=np.uint32))
+        sums = {shard.device: shard.data for shard in x.addressable_shards}
+        return [np.asarray(sums[device]).view(np.uint8) for device in devices]
+
+
+def _place(held: Sequence[Block], numbers: Sequence[int]) -> list[tuple[Block, int]]:
+    """Place the blocks of some arrays one after another: (block, its start); the same starts on every device."""
+    placed, at = [], 0
+    of_array = {block.array: block for block in held}
+    for number in numbers:
+        placed.append((of_array[number], at))
+        at += _round_up(of_array[number].size)
+    return placed
+
+
+def _overlap(start: int, size: int, at: int, length: int) -> tuple[slice, slice]:
+    """Return where a block that begins at `at` lies in a chunk that begins at `start`, and which part of it that is."""
+    low = max(start, at)
+    high = max(low, min(start + size, at + length))
+    return slice(low - start, high - start), slice(low - at, high - at)
+
+
+def _round_up(size: int) -> int:
+    return size + -size % _WORD

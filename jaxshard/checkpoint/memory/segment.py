@@ -1,0 +1,248 @@
+"""The memory of one process that outlives it: a file with two slots, of which one is whole at every moment.
+
+    process-3   header     two lines: a JSON object, and its CRC-32
+                slot 0     record, block, block, ...
+                slot 1     record, block, block, ...
+
+The header says which blocks there are, of which arrays; it is written once. A slot is written in this order: its record
+is cleared, then all blocks are copied, then the record is written: two lines as in the header, with the step, the run
+that it is of, and the CRC-32 of every block. So a process that is killed in between leaves one slot without a record
+and the other one as it was. Nothing is flushed to a disk: what is written survives the process, and not the machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxshard.checkpoint.checksums import Damaged
+from jaxshard.checkpoint.strict_json import decode_object
+
+FORMAT = 1
+SLOTS = 2
+MOST_DATA = 1 << 16
+"""Bytes of the position of the data that a record has room for."""
+_PAGE, _LINE = 4096, 64
+_LARGEST_HEADER = 1 << 28
+_FEW = 1 << 22
+"""Bytes below which one thread copies everything: starting others takes as long."""
+_THREADS = 8
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Header(NamedTuple):
+    """The blocks of a segment, and what they are of.
+
+    Attributes:
+      facts: what has to be the same when the run goes on, by name: the number of the process, the mesh.
+      arrays: every array of the run, by its path, as text.
+      blocks: the bytes of every block, by its name, in their order.
+    """
+
+    facts: dict[str, str]
+    arrays: dict[str, str]
+    blocks: dict[str, int]
+
+
+class Record(NamedTuple):
+    """The step in a slot.
+
+    Attributes:
+      run: the name that a run was given at random when it began.
+      step: the number of the step.
+      saves: how often the run was saved in memory until then, with this time.
+      data: the position of the data.
+      sums: the CRC-32 of every block.
+    """
+
+    run: str
+    step: int
+    saves: int
+    data: Any
+    sums: list[int]
+
+
+class Segment:
+    """A segment that is mapped into this process; made by `create_segment` and `open_segment`."""
+
+    def __init__(self, file: Path, header: Header, start: int):
+        self.file, self.header = file, header
+        self._names = {name: number for number, name in enumerate(header.blocks)}
+        self._places, self._size = _place_blocks(header)
+        self._start = start
+        self._memory: Bytes = np.asarray(np.memmap(file, np.uint8, "r+"))
+        if len(self._memory) != start + SLOTS * self._size:
+            raise Damaged(f"{file}: {len(self._memory)} bytes, {start + SLOTS * self._size} are expected")
+
+    def record(self, slot: int) -> Record | None:
+        """Return the record of a slot; None if it holds no step, or one that is only partly there."""
+        return _parse_record(self._slot(slot)[: self._places[0]].tobytes(), len(self._names))
+
+    def clear(self, slot: int) -> None:
+        """Forget what a slot holds."""
+        self._slot(slot)[:_LINE] = 0
+
+    def write(self, slot: int, record: Record, blocks: Sequence[Bytes]) -> None:
+        """Write a step into a slot.
+
+        Args:
+          slot: its number. The other slot keeps what it holds.
+          record: the record, whose sums are computed here.
+          blocks: the bytes of every block, in the order of the header.
+
+        Raises:
+          ValueError: the position of the data is too long.
+        """
+        if (length := len(json.dumps(record.data))) > MOST_DATA:
+            raise ValueError(
+                f"the position of the data takes {length:,} bytes as JSON, and in memory there is room for "
+                f"{MOST_DATA:,}; save a shorter one"
+            )
+        self.clear(slot)
+        memory = self._slot(slot)
+
+        def copy(start: int, block: Bytes) -> int:
+            there = memory[start : start + len(block)]
+            there[:] = block
+            return zlib.crc32(there.data)
+
+        sums = _map(copy, self._size, self._places[:-1], blocks)
+        line = json.dumps(record._replace(sums=sums)._asdict()).encode() + b"\n"
+        text = line + _checksum_line(line)
+        # The first byte comes last: without it this is no record.
+        memory[1 : len(text)] = np.frombuffer(text, np.uint8)[1:]
+        memory[0] = text[0]
+
+    def read(self, slot: int, record: Record, names: Iterable[str]) -> tuple[dict[str, Bytes], list[str]]:
+        """Copy blocks out of a slot.
+
+        Args:
+          slot: its number.
+          record: its record.
+          names: of the blocks; those that the segment lacks are passed over.
+
+        Returns:
+          (the bytes of those that are as they were written, the names of the others).
+        """
+        wanted, memory = [name for name in names if name in self._names], self._slot(slot)
+
+        def copy(name: str, number: int) -> Bytes | None:
+            start = self._places[number]
+            found = memory[start : start + self.header.blocks[name]].copy()
+            return found if zlib.crc32(found.data) == record.sums[number] else None
+
+        numbers = [self._names[name] for name in wanted]
+        found = dict(zip(wanted, _map(copy, self._size, wanted, numbers), strict=True))
+        intact = {name: x for name, x in found.items() if x is not None}
+        return intact, [name for name in wanted if name not in intact]
+
+    def _slot(self, slot: int) -> Bytes:
+        start = self._start + slot * self._size
+        return self._memory[start : start + self._size]
+
+
+def create_segment(file: Path, header: Header) -> Segment:
+    """Make a segment with empty slots, with all the memory that it will ever need; it replaces one of that name.
+
+    Raises:
+      OSError: there is not as much memory; the message has both numbers.
+    """
+    line = json.dumps({"format": FORMAT} | header._asdict()).encode() + b"\n"
+    text = line + _checksum_line(line)
+    start = _round_up(len(text), _PAGE)
+    size = start + SLOTS * _place_blocks(header)[1]
+    file.unlink(missing_ok=True)  # there may be no room for both
+    draft = file.with_name(f".{file.name}.draft")
+    opened = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        _reserve(opened, size)
+        os.pwrite(opened, text, 0)
+        os.replace(draft, file)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise
+        room = os.statvfs(file.parent)
+        free = room.f_bavail * room.f_frsize
+        problem = (
+            f"{file}: two copies of what this process holds of the run take {size:,} bytes of memory, and {free:,} are "
+            f"free there; make {file.parent} larger (mount -o remount,size=), or split the run over more processes"
+        )
+        raise OSError(error.errno, problem) from None
+    finally:
+        os.close(opened)
+    return Segment(file, header, start)
+
+
+def open_segment(file: Path) -> Segment:
+    """Map the segment that a process, perhaps an earlier one, has made.
+
+    Raises:
+      Damaged: its header is not as it was written, or it has another size.
+      FileNotFoundError: there is none.
+    """
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as opened:
+        line, checksum = opened.readline(_LARGEST_HEADER), opened.readline(_PAGE)
+    if checksum != _checksum_line(line):
+        raise Damaged(f"{file}: the checksum of its header does not fit its bytes")
+    try:
+        fields = decode_object(line)
+        if fields.pop("format") != FORMAT:
+            raise Damaged(f"{file}: another version of jaxshard wrote it; delete it")
+        header = Header(**fields)
+        return Segment(file, header, _round_up(len(line) + len(checksum), _PAGE))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"{file}: its header is none of a segment: {error}") from error
+
+
+def _place_blocks(header: Header) -> tuple[list[int], int]:
+    """Return (the start of every block in a slot, and the end of the last one; the bytes of a slot)."""
+    starts = [_round_up(MOST_DATA + _PAGE + 12 * len(header.blocks), _PAGE)]
+    for size in header.blocks.values():
+        starts.append(_round_up(starts[-1] + size, _LINE))
+    return starts, _round_up(starts[-1], _PAGE)
+
+
+def _map(fn: Callable[..., Any], size: int, *columns: Sequence[Any]) -> list[Any]:
+    """Call a function for each row of some columns, in threads if there are many bytes in all.
+
+    Copies and checksums let go of Python's lock.
+    """
+    if size < _FEW:
+        return [fn(*row) for row in zip(*columns, strict=True)]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(fn, *columns))
+
+
+def _reserve(opened: int, size: int) -> None:
+    """Give a file its size. Memory that is only promised would end the process where it runs out (SIGBUS)."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(opened, 0, size)
+    else:
+        os.truncate(opened, size)
+
+
+def _parse_record(text: bytes, blocks: int) -> Record | None:
+    line, _, rest = text.partition(b"\n")
+    line += b"\n"
+    if not rest.startswith(_checksum_line(line)):
+        return None
+    record = Record(**json.loads(line))
+    return record if len(record.sums) == blocks else None
+
+
+def _checksum_line(line: bytes) -> bytes:
+    return b"crc32 %08x\n" % zlib.crc32(line)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return size + -size % multiple

@@ -1,0 +1,120 @@
+"""`js.MemoryCheckpointer` in one process: a run comes back bit for bit, and what is not its own is refused by name."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+
+import jaxshard as js
+from jaxshard.checkpoint.leaves import entries
+from jaxshard.checkpoint.memory.blocks import Blocks
+from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer
+from tests.checkpoint import small
+from tests.checkpoint.runs import assert_same, made
+
+
+@pytest.mark.parametrize("name", ["hsdp", pytest.param("three", marks=pytest.mark.slow)])
+def test_a_run_comes_back_as_it_was(name, tmp_path):
+    mine = made(name)
+    assert MemoryCheckpointer(mine.layout, dir=tmp_path).restore() is None
+    memory = MemoryCheckpointer(mine.layout, dir=tmp_path, data=lambda: {"epoch": 1})
+    memory(3, mine.run())
+    run, data = MemoryCheckpointer(mine.layout, dir=tmp_path).restore()
+    assert_same(run, mine.run())
+    assert data == {"epoch": 1}
+
+
+def test_a_training_goes_on_from_the_newest_step(tmp_path):
+    layout, batches = small.layout(), [small.BATCH] * 9
+    step = js.make_step(small.loss_fn, small.TX, layout)
+    whole = js.fit(small.new_run(), step, batches, steps=6)
+
+    def train(steps):
+        memory = MemoryCheckpointer(layout, dir=tmp_path, every=2)
+        found = memory.restore()
+        run = small.new_run() if found is None else found[0]
+        begin = int(run.step)
+        return begin, js.fit(run, step, batches[begin:], steps=steps, on_run=[memory])
+
+    assert train(3)[0] == 0
+    begin, run = train(5)
+    assert begin == 2 and int(run.step) == 5
+    begin, run = train(6)
+    assert begin == 4
+    assert_same(run, whole)
+
+
+def flip_last(segment, slot):
+    """Flip a bit in the last block of a slot that holds any."""
+    content = segment._slot(slot)
+    content[np.flatnonzero(content)[-1]] ^= 1
+
+
+def test_a_damaged_step_is_passed_over(tmp_path, capfd):
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
+    for step in (1, 2, 3):
+        memory.save(small.at(step))
+    flip_last(memory._segment, 1)
+    assert memory.restore()[0].step == 2
+    line = "process-0: step 3: other bytes than were written, of "
+    assert line in (err := capfd.readouterr().err) and "goes on without them from step 2" in err
+    memory.save(small.at(3))
+    for slot in (0, 1):
+        flip_last(memory._segment, slot)
+    with pytest.raises(js.Damaged, match="no step is whole in memory") as caught:
+        MemoryCheckpointer(small.layout(), dir=tmp_path).restore()
+    assert "\n  - step 3: " in str(caught.value) and "\n  - step 2: " in str(caught.value)
+
+
+def test_the_memory_of_another_run_is_refused_by_name(tmp_path):
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
+    memory.save(small.at(1))
+    with pytest.raises(ValueError, match="process-0: this is the memory of another run") as caught:
+        MemoryCheckpointer(made("hsdp").layout, dir=tmp_path)
+    assert "mesh: data=2 there, replica=2, data=4 here" in str(caught.value)
+    assert "params/w: float32[48, 24] over ('data', None) there, not in the layout" in str(caught.value)
+    (tmp_path / "process-3").write_bytes((tmp_path / "process-0").read_bytes())
+    with pytest.raises(ValueError, match=r"process-3: .*\n.*process: 0 of 1 there, 3 of 1 here"):
+        MemoryCheckpointer(small.layout(), dir=tmp_path).restore()
+
+
+def test_a_header_that_is_damaged_makes_the_segment_new(tmp_path, capfd):
+    MemoryCheckpointer(small.layout(), dir=tmp_path).save(small.at(1))
+    with (tmp_path / "process-0").open("r+b") as opened:
+        opened.seek(50)
+        opened.write(b"?")
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
+    assert "the checksum of its header does not fit its bytes; it is made anew" in capfd.readouterr().err
+    assert memory.restore() is None
+
+
+def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path):
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
+    memory.save(small.at(5))
+    memory.save(small.at(6))
+    MemoryCheckpointer(small.layout(), dir=tmp_path).save(small.at(1))
+    assert MemoryCheckpointer(small.layout(), dir=tmp_path).restore()[0].step == 1
+
+
+def test_there_has_to_be_a_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXSHARD_MEMORY", raising=False)
+    with pytest.raises(ValueError, match="start them with jaxshard launch --max-restarts N"):
+        MemoryCheckpointer(small.layout())
+    monkeypatch.setenv("JAXSHARD_MEMORY", str(tmp_path / "new"))
+    assert MemoryCheckpointer(small.layout()).folder == tmp_path / "new"
+    assert os.stat(tmp_path / "new").st_mode & 0o777 == 0o700
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        MemoryCheckpointer(small.layout(), every=0)
+
+
+def test_each_part_is_kept_once():
+    """Under hsdp two of eight devices hold the same; in one process it is one block."""
+    mine = made("hsdp")
+    blocks = Blocks(mine.layout, entries(mine.layout)[0])
+    names = [block.name for device in mine.layout.mesh.devices.flat for block in blocks.of_device(device)]
+    held = [name for name in names if " params/" in name and "0:0" not in name]
+    assert len(blocks.own) == len(set(names)) and all(names.count(name) in (2, 8) for name in held)
+    bytes_of_run = sum(x.nbytes for x in jax.tree.leaves(mine.run().params))
+    sizes = (block.size for block in blocks.own.values() if " params/" in block.name)
+    assert sum(sizes) == bytes_of_run

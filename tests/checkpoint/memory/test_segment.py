@@ -1,0 +1,162 @@
+"""The file in which a process keeps two steps: what is written comes back, and one step is whole at every moment."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxshard.checkpoint.checksums import Damaged
+from jaxshard.checkpoint.memory import segment as module
+from jaxshard.checkpoint.memory.segment import MOST_DATA, Header, Record, create_segment, open_segment
+
+SIZES = {"a": 10, "b": 0, "c": 5000}
+HEADER = Header({"process": "0 of 2", "mesh": "data=2"}, {"w": "float32[4, 2]"}, SIZES)
+
+
+def blocks(seed, sizes=SIZES):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, size, np.uint8) for size in sizes.values()]
+
+
+def record(step, run="r", saves=1, data=None):
+    return Record(run, step, saves, data, [])
+
+
+@pytest.fixture
+def segment(tmp_path):
+    return create_segment(tmp_path / "process-0", HEADER)
+
+
+def contents(segment, slot):
+    """The step of a slot and the bytes of its intact blocks; None if it holds no step."""
+    there = segment.record(slot)
+    if there is None:
+        return None
+    found, damaged = segment.read(slot, there, segment.header.blocks)
+    return there.step, {name: found[name].tobytes() for name in found}, damaged
+
+
+def expected(step, seed):
+    return step, {name: x.tobytes() for name, x in zip(SIZES, blocks(seed), strict=True)}, []
+
+
+def test_what_is_written_is_read_by_another_process(segment):
+    assert contents(segment, 0) is None and contents(segment, 1) is None
+    segment.write(0, record(7, data={"epoch": 2}), blocks(1))
+    segment.write(1, record(8), blocks(2))
+    other = open_segment(segment.file)
+    assert other.header == HEADER and other.record(0).data == {"epoch": 2}
+    assert contents(other, 0) == expected(7, 1) and contents(other, 1) == expected(8, 2)
+    segment.clear(0)
+    assert contents(other, 0) is None and contents(other, 1) == expected(8, 2)
+    assert segment.file.stat().st_mode & 0o777 == 0o600 and [path.name for path in segment.file.parent.iterdir()] == [
+        "process-0"
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 300), max_size=6), st.text(max_size=8), st.integers(0, 2**40))
+def test_blocks_of_any_sizes(tmp_path_factory, sizes, text, step):
+    named = {f"{text}{number}": size for number, size in enumerate(sizes)}
+    segment = create_segment(tmp_path_factory.mktemp("m") / "process-0", HEADER._replace(blocks=named))
+    segment.write(1, record(step, text, data=[text]), blocks(0, named))
+    there = open_segment(segment.file).record(1)
+    assert there[:4] == (text, step, 1, [text])
+    found, damaged = segment.read(1, there, named)
+    assert [found[name].tobytes() for name in named] == [x.tobytes() for x in blocks(0, named)] and not damaged
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_a_write_that_is_cut_off_leaves_the_other_step(segment, moment, monkeypatch):
+    """Cut off behind the first, second or third block, and before the record."""
+    segment.write(0, record(1), blocks(1))
+    segment.write(1, record(2), blocks(2))
+    crc32, calls = module.zlib.crc32, []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) > moment:
+            raise Killed
+        return crc32(*args)
+
+    monkeypatch.setattr(module.zlib, "crc32", killed)
+    with pytest.raises(Killed):
+        segment.write(0, record(3), blocks(3))
+    monkeypatch.undo()
+    again = open_segment(segment.file)
+    assert contents(again, 1) == expected(2, 2) and contents(again, 0) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_record_of_which_only_a_part_was_written_is_none(tmp_path_factory, data):
+    """A prefix of the new record over what is left of an old one, and blocks of the new step."""
+    segment = create_segment(tmp_path_factory.mktemp("m") / "process-0", HEADER)
+    segment.write(0, record(1), blocks(1))
+    old = segment._slot(0)[:400].copy()
+    segment.write(0, record(2), blocks(2))
+    new = segment._slot(0)[:400].copy()
+    length = data.draw(st.integers(0, 399))
+    segment._slot(0)[:400] = np.concatenate([new[:length], old[length:]])
+    found = contents(segment, 0)
+    assert found is None or found == expected(2, 2) or (found[0] == 1 and set(found[2]) >= {"a", "c"})
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(segment):
+    segment.write(0, record(5), blocks(5))
+    size, rng = segment.file.stat().st_size, np.random.default_rng(0)
+    used = [*range(330), *(segment._start + segment._places[2] + i for i in range(0, 5000, 500))]
+    for place in [*rng.choice(used, 40), segment._start, segment._start + 20]:
+        with segment.file.open("r+b") as opened:
+            byte = os.pread(opened.fileno(), 1, place)[0]
+            if not byte:
+                continue
+            os.pwrite(opened.fileno(), bytes([byte ^ 4]), place)
+            if place < segment._start:
+                with pytest.raises(Damaged, match="header"):
+                    open_segment(segment.file)
+            else:
+                found = contents(segment, 0)
+                assert found is None or found[2] == ["c"]
+            os.pwrite(opened.fileno(), bytes([byte]), place)
+    assert contents(segment, 0) == expected(5, 5) and segment.file.stat().st_size == size
+
+
+def test_a_file_that_was_cut_is_damaged(segment):
+    os.truncate(segment.file, segment.file.stat().st_size - 4096)
+    with pytest.raises(Damaged, match=r"bytes, .* are expected"):
+        open_segment(segment.file)
+
+
+def test_memory_that_is_full_is_named_with_both_numbers(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse, raising=False)
+    room = os.statvfs(tmp_path)
+    with pytest.raises(OSError, match=r"two copies .* take 1,000,1..,... bytes") as caught:
+        create_segment(tmp_path / "process-0", HEADER._replace(blocks={"a": 500_000_000}))
+    assert caught.value.errno == errno.ENOSPC and f"{room.f_bavail * room.f_frsize:,}"[:3] in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_position_of_the_data_that_is_too_long_is_refused(segment):
+    segment.write(0, record(1, data="x" * (MOST_DATA - 2)), blocks(1))
+    with pytest.raises(ValueError, match=r"65,537 bytes as JSON.* room for 65,536"):
+        segment.write(1, record(2, data="x" * (MOST_DATA - 1)), blocks(2))
+    assert contents(segment, 0) == expected(1, 1)
+
+
+def test_large_blocks_are_copied_in_threads(tmp_path):
+    sizes = {str(number): 1 << 21 for number in range(4)}
+    segment = create_segment(tmp_path / "process-0", HEADER._replace(blocks=sizes))
+    segment.write(0, record(1), blocks(3, sizes))
+    found, damaged = segment.read(0, segment.record(0), sizes)
+    assert not damaged and all((found[name] == x).all() for name, x in zip(sizes, blocks(3, sizes), strict=True))
