@@ -122,7 +122,7 @@ def layout(
         params=placed["param"],
         grads=select(mask, placed["grad"]),
         opt_params=opt_params,
-        opt_state=_place_opt_state(opt_state, select(mask, params), opt_params, place_plain("opt")),
+        opt_state=_place_opt_state(opt_state, select(mask, params), opt_params, place_plain("opt"), mesh),
         state=map_with_path(place_plain("state"), state),
         shapes=Shapes(params, opt_state, state, key),
         trainable=mask,
@@ -252,7 +252,9 @@ def _shapes_of(fn: Callable[[Any], Any], argument: Any, headline: str) -> PyTree
         raise
 
 
-def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement]) -> PyTree:
+def _place_opt_state(
+    opt_state: PyTree, params: PyTree, placements: PyTree, fill: Callable[..., Placement], mesh: Mesh
+) -> PyTree:
     """Place every array of the optimizer state, without ever asking for the class of the state.
 
     An array whose path ends with a parameter's path and that has its shape lives where that parameter's optimizer
@@ -262,7 +264,9 @@ def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill
         0/mu/layer/w    [64, 64]    ends with "layer/w" and has its shape: as the parameter
         0/nu/layer/w    [64, 64]    the same
 
-    The shape matters too: Adafactor's "v_row/layer/w" is [64], so it is placed as an array of its own.
+    The shape matters too: Adafactor's "v_row/layer/w" is [64], so it is placed as an array of its own. One that has a
+    number for each block of the parameter's elements, such as "mu_scales/layer/w" [64, 4] of 8-bit Adam, lies with the
+    blocks (`Placement.of_blocks`) if the devices' parts are of whole blocks.
     (`optax.tree_map_params`, the obvious tool, raises for muon, masked and partition.)
     """
     known = {
@@ -277,6 +281,9 @@ def _place_opt_state(opt_state: PyTree, params: PyTree, placements: PyTree, fill
         if placement is not None:
             return placement
         leaf = leaf_of(path, x)
+        owner: Placement | None = next((known[path[i:]][1] for i in range(len(path)) if path[i:] in known), None)
+        if owner is not None and leaf.is_floating and (of_blocks := owner.of_blocks(leaf.shape, mesh)) is not None:
+            return of_blocks
         if leaf.is_floating and leaf.shape:
             return fill(path, x)
         return replace(whole(leaf), why="not a floating-point array" if leaf.shape else "one element")

@@ -164,6 +164,45 @@ class Placement:
         use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.extra_dims :])
         return Placement(self.view.drop_first(), use, store, self.why, self.rule)
 
+    def of_blocks(self, counts: tuple[int, ...], mesh: Mesh) -> Placement | None:
+        """Return the placement of an array with one number for each block of this array's elements.
+
+        Args:
+          counts: its shape, the number of blocks along each dimension.
+          mesh: the mesh of the layout.
+
+        Returns:
+          Split as this array is, so that a block and its number are on one device. Axes that split blocks themselves
+          split another dimension, if one divides. None where `counts` can't be numbers of blocks, or this array is
+          stored in another shape along a dimension with blocks.
+        """
+        view, sizes = self.view, self.view.logical
+        if len(counts) != len(sizes) or counts == sizes or math.prod(counts) < 2:
+            return None
+        blocked = [dim for dim, count in enumerate(counts) if count != sizes[dim]]
+        if any(counts[dim] > sizes[dim] or view.padded[dim] != sizes[dim] for dim in blocked):
+            return None
+        if view.extra_dims and 0 in blocked:
+            return None
+
+        def numbers(shape: tuple[int, ...], extra_dims: int) -> tuple[int, ...]:
+            return tuple(
+                counts[dim - extra_dims] if dim - extra_dims in blocked else size for dim, size in enumerate(shape)
+            )
+
+        stored, specs, moved = numbers(view.stored, view.extra_dims), list(self.store), list[str]()
+        for dim in map(view.stored_dim, blocked):
+            if not _splits_evenly(view.stored[dim], stored[dim], axis_size(mesh, specs[dim])):
+                moved += axis_names(specs[dim])
+                specs[dim] = None
+        store = PartitionSpec(*specs)
+        parts = axis_size(mesh, tuple(moved))
+        other = (d for d, size in enumerate(stored) if moved and size % (axis_size(mesh, store[d]) * parts) == 0)
+        for dim in list(other)[:1]:
+            store = _add_axes(store, dim, tuple(moved))
+        of_numbers = View(counts, numbers(view.padded, 0), stored, view.extra_dims)
+        return Placement(of_numbers, PartitionSpec(*(None,) * len(counts)), store, self.why, self.rule)
+
     def sharding(self, mesh: Mesh) -> NamedSharding:
         """Return the sharding of the stored array."""
         return NamedSharding(mesh, self.store)
@@ -175,6 +214,11 @@ class Placement:
     def bytes_per_device(self, mesh: Mesh, dtype: object) -> int:
         """Return the bytes of the stored array on one device, without the tiles to which a compiler pads it."""
         return bytes_of(self.shard_shape(mesh), dtype)
+
+
+def _splits_evenly(size: int, count: int, parts: int) -> bool:
+    """Whether each of `parts` devices has whole blocks of a dimension of `size` elements in `count` blocks."""
+    return parts == 1 or (size % count == 0 and count % parts == 0)
 
 
 def whole(leaf: Leaf) -> Placement:

@@ -141,3 +141,24 @@ def test_padding_is_stored_where_the_placement_says(size):
     x = jax.jit(placement.view.apply, out_shardings=placement.sharding(mesh))(numbers((size,)))
     assert {shard.data.shape for shard in x.addressable_shards} == {(-(-size // 8),)}
     np.testing.assert_array_equal(placement.view.invert(np.asarray(x)), numbers((size,)))
+
+
+def test_numbers_of_blocks_lie_with_the_blocks() -> None:
+    mesh = js.make_mesh(data=4, tensor=2)
+
+    def numbers(shape: tuple[int, ...], store: P, counts: tuple[int, ...]) -> tuple[P, tuple[int, ...]] | None:
+        array = js.Placement(js.View(shape, shape, shape), P(*(None,) * len(shape)), store)
+        made = array.of_blocks(counts, mesh)
+        return made and (made.store, made.view.stored)
+
+    assert numbers((8, 512), P("data", "tensor"), (8, 4)) == (P("data", "tensor"), (8, 4))
+    # Blocks of 128 that four devices cut in two: another dimension is split in its place, if one divides.
+    assert numbers((8, 256), P("tensor", "data"), (8, 2)) == (P(("tensor", "data"), None), (8, 2))
+    assert numbers((7, 256), P(None, "data"), (7, 2)) == (P(None, None), (7, 2))
+    # No numbers of blocks: another rank, the same shape, more than there are elements, one number.
+    for counts in ((8,), (8, 256), (16, 2), (1, 1)):
+        assert numbers((8, 256), P("data", None), counts) is None
+    piped = js.Placement(js.View((7, 512), (8, 512), (2, 2, 2, 512), 2), P(None, None), P(None, "tensor", None, None))
+    made = piped.of_blocks((7, 4), mesh)
+    assert made is not None and made.view == js.View((7, 4), (8, 4), (2, 2, 2, 4), 2) and made.store == piped.store
+    assert piped.of_blocks((1, 4), mesh) is None

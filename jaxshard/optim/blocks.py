@@ -1,0 +1,87 @@
+"""Arrays cut into blocks of neighbouring elements, each with one number of its own: a scale.
+
+A block is a box: as many elements of the last dimension as suit, and where that is short, several of the dimension
+before it. Leading dimensions are not mixed, so that blocks lie within a device's part where these are split:
+
+    [1024, 4096]      boxes [1, 128]         scales [1024, 32]
+    [50257, 768]      boxes [1, 192]         scales [50257, 4]
+    [768, 12, 64]     boxes [1, 3, 64]       scales [768, 4, 1]
+    [3, 3, 64, 64]    boxes [1, 1, 2, 64]    scales [3, 3, 32, 1]
+
+Boxes depend on the shape of the logical array alone, never on how it is split.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+SMALLEST = 128
+"""Blocks have this many elements or more, the lanes of a TPU: so there is never more than one scale in 128."""
+
+LARGEST = 256
+"""Blocks have this many elements or fewer: one outlier coarsens no others than these."""
+
+
+def box_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a block of an array of more than `LARGEST` elements, one number per dimension.
+
+    Example:
+        >>> box_of((1024, 4096)), box_of((768, 12, 64)), box_of((1600, 1600))
+        ((1, 128), (1, 3, 64), (1, 200))
+    """
+    box = [1] * len(shape)
+    for dim in range(len(shape) - 1, -1, -1):
+        inner = math.prod(box)
+        box[dim] = _length(shape[dim], -(-SMALLEST // inner), LARGEST // inner)
+        if math.prod(box) >= SMALLEST or box[dim] < shape[dim]:
+            break
+    return tuple(box)
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of an array: the number of blocks along each dimension."""
+    return tuple(-(-size // length) for size, length in zip(shape, box_of(shape), strict=True))
+
+
+def largest_per_block(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
+    """Return the largest magnitude in each block of an array, an array of `scales_shape`."""
+    largest = jnp.abs(x)
+    for dim, (size, length) in enumerate(zip(x.shape, box_of(x.shape), strict=True)):
+        if length > 1:
+            count = -(-size // length)
+            widths = [(0, count * length - size if i == dim else 0) for i in range(x.ndim)]
+            padded = jnp.pad(largest, widths) if count * length != size else largest
+            cut = padded.reshape(*padded.shape[:dim], count, length, *padded.shape[dim + 1 :])
+            largest = cut.max(axis=dim + 1)
+    return largest
+
+
+def spread(scales: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
+    """Return an array of this shape in which every element is the scale of its block."""
+    for dim, (size, length) in enumerate(zip(shape, box_of(shape), strict=True)):
+        if length > 1:
+            before, count, after = scales.shape[:dim], scales.shape[dim], scales.shape[dim + 1 :]
+            wide = jnp.broadcast_to(jnp.expand_dims(scales, dim + 1), (*before, count, length, *after))
+            wide = wide.reshape(*before, count * length, *after)
+            scales = wide[(slice(None),) * dim + (slice(size),)] if count * length != size else wide
+    return scales
+
+
+def _length(size: int, low: int, high: int) -> int:
+    """The length of blocks along a dimension, from `low` to `high` where that can be.
+
+    Best is one that divides the dimension into a power of two of blocks, because then it splits over any power of two
+    of devices in one of two ways: into whole blocks, or blocks into equal parts, of which only scales are exchanged.
+    """
+    if size <= low:
+        return size
+    odd = size // (size & -size)
+    halves = (odd << i for i in range(size.bit_length()))
+    best = next((length for length in halves if length >= low), size)
+    if best <= high and size % best == 0:
+        return best
+    dividing = (length for length in range(low, high + 1) if size % length == 0)
+    return next(dividing, -(-size // -(-size // high)))
