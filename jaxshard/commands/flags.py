@@ -153,6 +153,8 @@ class RecipeFlags:
         match=q_proj/kernel; rank alone is enough, and then all matrices of blocks have them.
       bad_steps: where loss or gradients are not finite, which changes nothing but the number of the step: raise ends
         the training, skip leaves the batch out, rollback goes back to the newest step in --checkpoint first.
+      check_replicas: after every so many steps compare, bit by bit, the copies of all arrays that several devices hold,
+        and end the training where they differ; by default never.
     """
 
     steps: Count = None
@@ -164,6 +166,7 @@ class RecipeFlags:
     patience: Count = None
     lora: Annotated[str | None, tyro.conf.arg(metavar="rank=N,...", help_behavior_hint="")] = None
     bad_steps: Literal["raise", "skip", "rollback"] = "raise"
+    check_replicas: Count = None
 
 
 @dataclass(frozen=True)

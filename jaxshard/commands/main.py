@@ -135,12 +135,15 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"
     except (ValueError, RuntimeError, FloatingPointError) as error:
+        from jaxshard.checks.replicas import ReplicasDiffer
         from jaxshard.distributed.agree import Disagreement
         from jaxshard.distributed.failures import MissingProcess
         from jaxshard.training.non_finite import BadStep
 
         if isinstance(error, BadStep):
             return 1, f"{error.what}; see --bad-steps"
+        if isinstance(error, ReplicasDiffer):
+            return 1, str(error)
         if isinstance(error, Disagreement | MissingProcess):
             return error.exit_status, str(error)
         raise

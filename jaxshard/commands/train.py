@@ -33,6 +33,7 @@ from jaxshard.commands.low_rank import parse_factors
 from jaxshard.commands.parallel import Parallel, make_parallel
 from jaxshard.commands.pretrained import find_pretrained
 from jaxshard.commands.program import depth_of, name_with_changes, parse_changes, size_of
+from jaxshard.commands.replicas import make_copies
 from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
 from jaxshard.commands.saving import check_export, describe_memory, make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
@@ -106,6 +107,7 @@ def run(
             raise ValueError(f"--change {change}: that is what the data says; leave {', '.join(sorted(of_data))} out")
         job = _make_job(console, model, change, how, size, data, recipe)
         check_export(output.export, job.network)
+        copies = make_copies(recipe.check_replicas, job.layout, saves)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
         saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
@@ -122,7 +124,7 @@ def run(
             run = saves.restore_run(job.layout, start if frozen else None)
         begin = 0 if run is None else int(run.step)
         writers = _open_writers(output, job, saves.folder)
-    facts(console, job.shown | saves.shown | describe_memory(memory, begin if recalled else None))
+    facts(console, job.shown | saves.shown | describe_memory(memory, begin if recalled else None) | copies.shown)
     if size.takes_images:
         output = replace(output, sample=0)
     elif output.sample and (why := why_no_sample(job.network, job.layout)):
@@ -147,6 +149,7 @@ def run(
             with progress(console, steps) as show, saver as checkpointer:
                 policy = _bad_step_policy(recipe.bad_steps, checkpointer, run)
                 with _watchdog() as watchdog:
+                    after_step = (memory, checkpointer, preemption, watchdog)
                     run = fit(
                         run,
                         step,
@@ -156,12 +159,13 @@ def run(
                         eval_every=recipe.eval_every or max(1, steps // 4),
                         patience=recipe.patience,
                         callbacks=[records.append, *writers, show],
-                        on_run=[one for one in (memory, checkpointer, preemption, watchdog) if one is not None],
+                        on_run=[*copies.callbacks, *(one for one in after_step if one is not None)],
                         tokens=job.tokens,
                         flops=job.flops,
                         profile=output.profile,
                         bad_steps=policy,
                     )
+                copies.check(run)
                 if checkpointer is not None:
                     checkpointer.save(run)
             stopped = preemption.stopped and int(run.step) < steps

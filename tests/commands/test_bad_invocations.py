@@ -124,6 +124,7 @@ FLAGS = {
         "--eval-every": NUMBERS,
         "--patience": NUMBERS,
         "--bad-steps": [*CHOICES, "rollback"],
+        "--check-replicas": NUMBERS,
         "--lora": ["", "8", "rank", "rank=0", "rank=x", "rank=8", "rank=8,rank=8", "alpha=2", "rank=8,base=f16"],
         "--export": FOLDERS,
         "--checkpoint": [*FOLDERS, "full", "gs://bucket/run"],
