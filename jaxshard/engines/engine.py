@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.remat import RematPolicy, policy_function
 from jaxshard.adapt.units import Units
-from jaxshard.core.collectives import NATIVE, Sums
+from jaxshard.core.collectives import NATIVE, Sums, gather
 from jaxshard.core.compat import KEEP_REPEATED_GATHERS
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Max, Mean, Sum
@@ -31,6 +31,7 @@ from jaxshard.engines.just_in_time import Call, MakeMove, make_call
 Scatter = Literal["each", "end"]
 Precision = Literal["bf16"]
 Reduction = Literal["native", "ordered"]
+Gathers = Literal["plain", "checked"]
 
 
 class Outcome(NamedTuple):
@@ -140,6 +141,10 @@ class Engine:
     def sums(self, layout: Layout) -> Sums:
         """Return how shares of a loss, a gradient or a metric are added over devices."""
         return NATIVE
+
+    def gather(self, x: jax.Array, spec: PartitionSpec, keep: Sequence[str]) -> jax.Array:
+        """Gather the whole weight of which `x` is this device's shard; `keep` names axes that go on splitting it."""
+        return gather(x, spec, keep=keep)
 
     def block_passes(self, layout: Layout) -> BlockPasses | None:
         """Return how often a schedule uses the blocks' weights; None where tracing the loss tells it exactly."""

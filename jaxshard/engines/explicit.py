@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.remat import RematPolicy
+from jaxshard.core.checked_gathers import checked_gather
 from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum
@@ -26,6 +27,7 @@ from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
 from jaxshard.engines.engine import (
     Engine,
+    Gathers,
     Outcome,
     Precision,
     Reduction,
@@ -52,18 +54,27 @@ class Explicit(WholeModelEngine):
 
     Args:
       reduction: sums over devices in whatever order the hardware likes ("native"), or in one order ("ordered").
+      gathers: weights are taken as they arrive ("plain"), or their bits are compared with what was sent ("checked").
     """
 
     reduction: Reduction = "native"
+    gathers: Gathers = "plain"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"reduction must be 'native' or 'ordered', got {self.reduction!r}")
+        if self.gathers not in ("plain", "checked"):
+            raise ValueError(f"gathers must be 'plain' or 'checked', got {self.gathers!r}")
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
         return manual_axes_of(layout)
+
+    def gather(self, x: jax.Array, spec: PartitionSpec, keep: Sequence[str]) -> jax.Array:
+        """Gather the whole weight of which `x` is this device's shard, compared with what was sent if asked for."""
+        fetch = checked_gather if self.gathers == "checked" else gather
+        return fetch(x, spec, keep=keep)
 
     def sums(self, layout: Layout) -> Sums:
         """Return how shares are added over devices.
@@ -90,7 +101,8 @@ class Explicit(WholeModelEngine):
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's name and its choices, as commands print them and write them into JSON."""
-        return super().describe() | {"reduction": self.reduction}
+        checks = {} if self.gathers == "plain" else {"gathers": self.gathers}
+        return super().describe() | {"reduction": self.reduction} | checks
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
@@ -146,6 +158,7 @@ def explicit(
     remat: RematPolicy | None = None,
     units: Sequence[type] = (),
     reduction: Reduction = "native",
+    gathers: Gathers = "plain",
     options: Options | None = None,
 ) -> Explicit:
     """Make the engine that issues exactly the collectives of the layout.
@@ -188,6 +201,10 @@ def explicit(
         result is as large as the whole gradient until it is added up. Not beside tensor axes; the optimizer must be
         elementwise but for sums over all parameters (a global norm). What the loss itself sums over devices by axis
         name stays native.
+      gathers: "checked" compares the bits of every floating weight that arrives with a checksum of what the devices
+        sent, one all-reduce of 4 bytes and one more pass over the weight for each gather. Where they differ the weight
+        becomes NaN on that device, so that the step is a bad one and changes nothing (`bad_steps=` of `js.fit`). What
+        reductions of gradients compute is not checked: their sums have no checksum that is known before.
       options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
         the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
         its own error.
@@ -205,7 +222,7 @@ def explicit(
           step = js.make_step(loss_fn, tx, layout, engine=engine)
     """
     dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
-    return Explicit(microbatches, scatter, *dtypes, remat, units, reduction, options=options or {})
+    return Explicit(microbatches, scatter, *dtypes, remat, units, reduction, gathers, options=options or {})
 
 
 def make_move(layout: Layout, engine: Engine) -> MakeMove:
@@ -214,7 +231,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
     def make(param: Placement, grad: Placement | None) -> Move:
         def gather_weight(stored: jax.Array) -> jax.Array:
             def gather_shards(x: jax.Array) -> jax.Array:
-                return gather(x, param.store, keep=axes_of(param.use))
+                return engine.gather(x, param.store, axes_of(param.use))
 
             whole = nest_in_shard_map(layout, gather_shards, param.store)(cast_floats(stored, engine.compute_dtype))
             return param.view.invert(whole)
