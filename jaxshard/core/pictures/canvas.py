@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,32 @@ def _settings(look: Look) -> Any:
         "legend.frameon": False,
         "lines.linewidth": 2.2,
     }
+
+
+def inches_of(text: str, points: float = SIZE) -> float:
+    """Measure how wide a line of text is in a picture, in letters of so many points."""
+    from matplotlib.textpath import TextPath
+
+    width: float = TextPath((0, 0), text.rstrip(), size=points).get_extents().width
+    return width / _POINTS_PER_INCH
+
+
+def fold(text: str, inches: float, points: float = SIZE) -> str:
+    """Break a text into lines of at most so many inches, at spaces and behind slashes; longer words stay whole.
+
+    Args:
+      text: in one line.
+      inches: the width.
+      points: the size of its letters.
+
+    Example:
+      axes.set_ylabel(fold("decoder/layers/self_attention/query/kernel", 2.5))
+    """
+    lines = [""]
+    for word in re.findall(r"[^ /]+[ /]*|[ /]+", text):
+        longer = lines[-1] + word
+        lines[-1:] = [longer] if not lines[-1] or inches_of(longer, points) <= inches else [lines[-1], word]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def write_picture(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _SEEN = 0.001
 """The share of the picture's width from which on a bar is seen, and its role named."""
 
+_SMALL = 0.05
+"""The share of a limit below which the longest bar would be too short to be read beside its line."""
+
 _WRITTEN = 0.07
 """The share of the picture's width from which on a bar has its number in it."""
 
@@ -51,7 +54,8 @@ class _Bar(NamedTuple):
 def memory_figure(predictions: Mapping[str, Prediction | Layout], *, title: str = "") -> Figure:
     """Draw the memory of a device by role, stacked: the peak of each prediction, or what rests in each layout.
 
-    Beside the peaks of predictions stands the line of the memory that a program may use.
+    Beside the peaks of predictions stands the line of the memory that a program may use; where every peak is a small
+    share of it, it stands in words above the picture, whose scale is that of the bars.
 
     Args:
       predictions: by the names beside the bars, such as those of strategies; drawn from top to bottom. Of layouts,
@@ -68,8 +72,10 @@ def memory_figure(predictions: Mapping[str, Prediction | Layout], *, title: str 
     if not predictions:
         raise ValueError("memory_figure: give at least one prediction or layout")
     bars = {name: _bar(one) for name, one in predictions.items()}
-    limits = {bar.limit for bar in bars.values() if bar.limit}
-    widest = max(*(bar.total for bar in bars.values()), *limits, 1)
+    limits = sorted({bar.limit for bar in bars.values() if bar.limit})
+    longest = max(bar.total for bar in bars.values())
+    lines = [limit for limit in limits if longest >= _SMALL * limit]
+    widest = max(longest, *lines, 1)
     unit, size = next((name, size) for name, size in _UNITS if widest >= size)
     roles = [role for role in ROLES if any(bar.by_role.get(role, 0) > _SEEN * widest for bar in bars.values())]
     at_rest = any(isinstance(one, Layout) for one in predictions.values())
@@ -92,10 +98,14 @@ def memory_figure(predictions: Mapping[str, Prediction | Layout], *, title: str 
             words = f"{bar.total / size:.3g} {unit}{bar.verdict}"
             place = ((left + 0.012 * widest) / size, row)
             axes.text(*place, words, va="center_baseline", fontweight="bold", bbox=box, zorder=5)
-        for limit in limits:
+        beyond = [limit for limit in limits if limit not in lines]
+        if beyond:
+            words = ", ".join(_human(limit) for limit in beyond)
+            axes.set_title(f"usable: {words}, far to the right of this scale", loc="right")
+        for limit in lines:
             axes.axvline(limit / size, color=look.ink, linestyle="--", linewidth=1.8)
             axes.annotate(
-                f"usable: {limit / size:.4g} {unit}", (limit / size, 1), xycoords=("data", "axes fraction"),
+                f"usable: {_human(limit)}", (limit / size, 1), xycoords=("data", "axes fraction"),
                 xytext=(-4, 4), textcoords="offset points", ha="right",
             )  # fmt: skip
         axes.set_xlim(0, widest * (1.22 if at_rest else 1.4) / size)
@@ -109,6 +119,11 @@ def memory_figure(predictions: Mapping[str, Prediction | Layout], *, title: str 
 
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
+
+
+def _human(size: int) -> str:
+    unit, scale = next((name, scale) for name, scale in _UNITS if size >= scale)
+    return f"{size / scale:.4g} {unit}"
 
 
 def _bar(one: Prediction | Layout) -> _Bar:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.core.layout import Layout, human_bytes
-from jaxshard.core.pictures.canvas import drawing
+from jaxshard.core.pictures.canvas import drawing, fold, inches_of
 from jaxshard.core.pictures.style import PALETTE, SIZE, WIDTH, Look, ink_on
 from jaxshard.core.pictures.tiles import arrange, parts_held
 from jaxshard.core.placement import Placement
@@ -25,6 +25,15 @@ _LINES = 64
 
 _NUMBERED = 32
 """The largest number of devices whose tiles have the number of their part in them."""
+
+_LABEL = 2.7
+"""The most inches of the labels on the left."""
+
+_BETWEEN = 0.15
+"""Inches between pictures of the mesh."""
+
+_LINE = 0.19
+"""Inches of a line of text."""
 
 
 def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -> Figure:
@@ -51,11 +60,16 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
         raise ValueError("sharding_figure: the layout has no parameters")
     shown, rest = rows[:leaves], len(rows[leaves:])
     devices, down = layout.mesh.size, len(arrange(layout.mesh))
-    with drawing(WIDTH, 1.1 + len(shown) * max(0.85, min(1.3, 0.4 + 0.22 * down))) as (figure, look):
-        panels = np.atleast_2d(figure.subplots(len(shown), 3))
-        for row, (label, placements) in zip(panels, shown, strict=True):
+    with drawing(WIDTH, 1) as (figure, look):
+        labels = [_folded(label) for label, _ in shown]
+        left = max(inches_of(line, SIZE - 1) for label in labels for line in label.split("\n"))
+        wide = (WIDTH - left) / 3 - _BETWEEN
+        tall = [_inches(label, placements, layout.mesh, down, wide) for label, (_, placements) in zip(labels, shown)]
+        figure.set_figheight(1.1 + sum(tall))
+        panels = np.atleast_2d(figure.subplots(len(shown), 3, height_ratios=tall))
+        for row, label, (_, placements) in zip(panels, labels, shown, strict=True):
             for axes, placement, name in zip(row, placements, ("parameter", "gradient", "optimizer state")):
-                _draw(axes, layout.mesh, placement, devices, look)
+                _draw(axes, layout.mesh, placement, wide, look)
                 if axes in panels[0]:
                     axes.set_title(name, loc="center")
             row[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SIZE - 1)
@@ -63,6 +77,29 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
         words = (title or f"{devices} devices: {_directions(layout.mesh)}") + more
         figure.suptitle(words, x=0.01, ha="left", wrap=True)
     return figure
+
+
+def _inches(label: str, placements: Sequence[Placement | None], mesh: Mesh, down: int, wide: float) -> float:
+    """The height of a row: its tiles and the lines below them, or its label."""
+    captions = [_caption(one, mesh, wide) for one in placements if one is not None]
+    lines = max((text.count("\n") for text in captions), default=0)
+    tiles = max(0.85, min(1.3, 0.4 + 0.22 * down))
+    return max(tiles + _LINE * lines, _LINE * (2 + label.count("\n")))
+
+
+def _folded(label: str) -> str:
+    """A label whose lines are no wider than there is room."""
+    return "\n".join(fold(line, _LABEL, SIZE - 1) for line in label.split("\n"))
+
+
+def _caption(placement: Placement, mesh: Mesh, wide: float) -> str:
+    """The share of an array that a device holds, and its shape: below it where both are wider than so many inches."""
+    count = int(parts_held(mesh, placement).max()) + 1
+    if count == 1:
+        return "whole on each"
+    share, shape = f"1/{count} on each:", str(list(placement.shard_shape(mesh)))
+    both = f"{share} {shape}"
+    return both if inches_of(both, SIZE - 1) <= wide else f"{share}\n{fold(shape, wide, SIZE - 1)}"
 
 
 def _rows(layout: Layout) -> list[tuple[str, tuple[Placement | None, ...]]]:
@@ -90,7 +127,7 @@ def _directions(mesh: Mesh) -> str:
     return f"{across}={mesh.shape[across]} to the right" + (f", {', '.join(down)} downwards" if down else "")
 
 
-def _draw(axes: Any, mesh: Mesh, placement: Placement | None, devices: int, look: Look) -> None:
+def _draw(axes: Any, mesh: Mesh, placement: Placement | None, wide: float, look: Look) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     if placement is None:
@@ -104,12 +141,11 @@ def _draw(axes: Any, mesh: Mesh, placement: Placement | None, devices: int, look
     colours = _colours(count)
     axes.imshow([[to_rgb(colours[part]) for part in row] for row in picture], aspect="auto", interpolation="nearest")
     _draw_borders(axes, picture, look)
-    if devices <= _NUMBERED:
+    if mesh.size <= _NUMBERED:
         for (y, x), part in np.ndenumerate(picture):
             ink = ink_on(colours[part])
             axes.text(x, y, str(part), ha="center", va="center_baseline", color=ink, fontsize=SIZE - 2)
-    words = "whole on each" if count == 1 else f"1/{count} on each: {list(placement.shard_shape(mesh))}"
-    axes.set_xlabel(words, fontsize=SIZE - 1)
+    axes.set_xlabel(_caption(placement, mesh, wide), fontsize=SIZE - 1)
     axes.spines[:].set_visible(False)
 
 
