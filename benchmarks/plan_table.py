@@ -12,6 +12,25 @@ Made by `python benchmarks/plan.py --seed {seed} --cases {drawn} --write docs/re
 {fixed} cases are a list in `benchmarks/plan_cases.py`, {drawn} were drawn by the seed from its whole grid; a slow test
 draws others for each commit.
 
+A case is a layout on planned chips and a prediction. The first:
+
+```python
+import jax
+import optax
+
+import jaxshard as js
+
+tx, model = optax.adamw(1e-3), js.models.make("gpt2", depth=4)
+layout = js.layout(js.ddp("data"), js.plan.planned_mesh("v5e:4x4", data=16), model.init, tx)
+batch = {{"tokens": jax.ShapeDtypeStruct((4 * 16, 1025), "int32")}}
+prediction = js.plan.predict(layout, model.loss, batch, js.explicit(), tx=tx)
+print(prediction.fits)
+```
+
+```text
+True
+```
+
 - **predicted** is `js.plan.predict(...).peak.total` in GB per device, from the traced step alone.
 - **compiled** is the peak of the compiler's program: its `peak_memory_in_bytes`. Of a step that it refuses it is what
   the program would have held at once, read from the compiler's dump.

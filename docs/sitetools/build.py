@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+HOST = "github.com"
+"""Where most external links lead."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -17,9 +20,12 @@ def main(words: list[str] | None = None) -> int:
 
     Returns:
       0, or 1 where a link leads nowhere, a reference is unknown, a name has no example, a notebook failed or a check
-      found something.
+      found something; and where external links are to be followed but the internet can't be reached.
     """
     flags = _parse(words)
+    if flags.linkcheck and (reason := _why_offline()):
+        print(f"docs/build: --linkcheck needs the internet: {reason}; leave it out here", file=sys.stderr)
+        return 1
     if flags.execute:
         subprocess.run([sys.executable, str(DOCS / "execute_notebooks.py")], cwd=ROOT, check=True)
     from sitetools.sources import write_sources
@@ -52,6 +58,15 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
         "--work", type=Path, default=ROOT / "build" / "docs", help="what is kept between builds (build/docs/)"
     )
     return parser.parse_args(words)
+
+
+def _why_offline() -> str | None:
+    """Say why external links can't be followed from here; None where they can."""
+    try:
+        socket.create_connection((HOST, 443), timeout=10).close()
+    except OSError as error:
+        return f"{HOST} can't be reached ({error})"
+    return None
 
 
 def _sphinx(builder: str, source: Path, work: Path) -> int:

@@ -39,6 +39,16 @@ def api_page() -> str:
         "Written from the docstrings by `tests/docs/test_api_page.py`. The rest of a docstring (arguments, shapes,",
         "collectives, errors, an example) is shown by `help(js.fsdp)`, and in the site by the page of a name.",
         "",
+        "```python",
+        "import jaxshard as js",
+        "",
+        'print([name for name in dir(js) if name.startswith("zero")])',
+        "```",
+        "",
+        "```text",
+        "['zero1', 'zero2']",
+        "```",
+        "",
         "## js",
     ]
     for room, title in ROOMS.items():

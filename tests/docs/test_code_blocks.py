@@ -14,17 +14,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.docs.pages import ROOT, WRITTEN, Block, blocks_of, name_of
+from tests.docs.pages import PAGES, ROOT, Block, blocks_of, name_of
 
 README = ROOT / "README.md"
-RUNNABLE = [page for page in WRITTEN if blocks_of(page)]
+RUNNABLE = [page for page in PAGES if blocks_of(page)]
 QUICK_START_LINES = 40
 NEEDS = {"finetuning": "tokenizers", "profiling": "libtpu"}
 """The extras that pages show, by their stem."""
 LONG = ("planner", "models", "pipelines", "experts", "loops", "long_context", "finetuning", "generation", "weights")
 LONG += ("engines", "contract", "collectives", "choose_a_strategy", "faults", "debugging", "profiling")
 LONG += ("placements", "fsdp2", "deepspeed", "megatron", "maxtext", "pmap", "claims", "troubleshooting")
+LONG += ("planner_table", "cli", "programs")
 """Pages whose programs take long to compile."""
+
+
+def test_every_page_has_an_example():
+    """The pages of names have theirs by test_name_examples."""
+    bare = [str(page.relative_to(ROOT)) for page in PAGES if page not in RUNNABLE]
+    assert not bare, f"no Python block on {', '.join(bare)}"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from sitetools.build import main
 from sitetools.checks import Text, check_conventions, without_code
 from sitetools.command_page import help_of, with_help
 from sitetools.docstring import Piece, markdown, pieces_of, sections_of
@@ -122,3 +123,13 @@ def test_praise_and_odd_headings_are_found():
     text = Text("a.md", "# A seamless start.\n\n`simply` is code, simply is not\n\n```\nblazing\n```\n")
     assert [problem.split(":")[1] for problem in check_conventions(text)] == ["1", "1", "3"]
     assert without_code("a\n```\nb\n```\nc").splitlines() == ["a", "   ", " ", "   ", "c"]
+
+
+def test_external_links_are_not_followed_without_the_internet(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    assert main(["--linkcheck"]) == 1
+    said = capsys.readouterr().err
+    assert "--linkcheck needs the internet: github.com can't be reached (no route to host); leave it out here" in said

@@ -278,6 +278,39 @@ over the larger of the array's largest magnitude and 1e-3 of the tree's.
 The parameters are [1001], [16, 24], [13, 7], [3, 5, 16] and one number; two of these are padded, and none is exempt
 from being split (`min_size=0`).
 
+Any of them is passed as it is:
+
+```python
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxshard as js
+
+js.simulate_devices(8)  # leave this out where there are accelerators
+
+
+def init_fn(key):
+    return {{"w": jnp.ones((16, 24))}}
+
+
+def loss_fn(params, batch, key):
+    return jnp.square(batch["x"] @ params["w"]).mean()
+
+
+batch = {{"x": np.ones((8, 16), np.float32)}}
+for tx in (optax.adamw(1e-3), optax.contrib.muon(1e-3)):
+    layout = js.layout(js.zero2("data", min_size=0), js.make_mesh(data=8), init_fn, tx)
+    step = js.make_step(loss_fn, tx, layout)
+    run, metrics = step(js.init(init_fn, tx, layout, key=0), batch)
+    print(metrics["loss"], bool(js.optim.check_elementwise(tx, run.params)))
+```
+
+```text
+256.0 True
+256.0 False
+```
+
 - **optimizer**: an alias of optax or a wrapper around one, as `tests/training/optimizers.py` and
   `tests/optim/proof/aliases.py` make it; `contrib` is `optax.contrib`.
 - **runs on**: the arrays as stored, where the update of an element depends on that element alone
