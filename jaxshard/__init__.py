@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from jaxshard.core.strategy import fsdp as fsdp
     from jaxshard.core.strategy import hsdp as hsdp
     from jaxshard.core.strategy import hybrid as hybrid
+    from jaxshard.core.strategy import local as local
     from jaxshard.core.strategy import pipeline as pipeline
     from jaxshard.core.strategy import shard as shard
     from jaxshard.core.strategy import tensor as tensor
@@ -164,6 +165,7 @@ _NAMES = {
         "fsdp",
         "hsdp",
         "hybrid",
+        "local",
         "pipeline",
         "shard",
         "tensor",

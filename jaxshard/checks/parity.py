@@ -26,6 +26,7 @@ from jaxshard.checks.separating import make_separating
 from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
+from jaxshard.core.local import local_of
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.make_layout import layout
 from jaxshard.core.mesh import axis_size, mesh_str
@@ -224,6 +225,11 @@ def parity(
     """
     if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
+    if local_of(strategy) is not None:
+        raise ValueError(
+            "parity: replicas that train by themselves (js.local) take other steps than one device does on the whole "
+            "batch; check the strategy inside a replica, without js.local, on a mesh without its axis"
+        )
     check_transform(tx)
     engine, first = engine or auto(), mesh.devices.flat[0]
     with own_settings(mesh):

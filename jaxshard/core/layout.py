@@ -15,13 +15,23 @@ from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout_text import Contents, explain, summarize, to_html
 from jaxshard.core.layout_text import human_bytes as human_bytes
 from jaxshard.core.layout_text import spec_str as spec_str
+from jaxshard.core.local import Local, local_of
 from jaxshard.core.loss import Model
 from jaxshard.core.low_rank import has_low_rank, is_low_rank
 from jaxshard.core.mesh import MeshById, axis_size
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.strategy_parts import Context, Expert, Pipeline, context_of, expert_of, pipeline_of
+from jaxshard.core.strategy_parts import (
+    Composed,
+    Context,
+    Expert,
+    Pipeline,
+    context_of,
+    expert_of,
+    parts_of,
+    pipeline_of,
+)
 from jaxshard.core.tree import BLOCKS, Leaf, bytes_of, leaf_of, map_with_path
 from jaxshard.core.types import PyTree, Role
 
@@ -91,6 +101,27 @@ class Layout:
     def expert(self) -> Expert | None:
         """The `js.expert` that gives every device some of the experts; None without one."""
         return expert_of(self.strategy)
+
+    @property
+    def local(self) -> Local | None:
+        """The `js.local` that lets replicas train by themselves; None without one."""
+        return local_of(self.strategy)
+
+    def inside_replica(self) -> Layout:
+        """Return the layout of one replica of a `js.local`: that of an ordinary run over the other axes."""
+        own = Composed(tuple(part for part in parts_of(self.strategy) if not isinstance(part, Local)))
+        placements = None if self.opt_state is None else jax.tree.map(Placement.drop_first, self.opt_state.inner)
+
+        def drop(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        state = self.shapes.opt_state
+        shapes = self.shapes._replace(opt_state=None if state is None else jax.tree.map(drop, state.inner))
+        return replace(self, strategy=own, opt_state=placements, shapes=shapes)
+
+    def start_optimizer(self, tx: Any, params: PyTree) -> PyTree:
+        """Make the first optimizer state for trained parameters; under `js.local` with what every replica has."""
+        return tx.init(params) if self.local is None else self.local.start(tx, params, self.mesh)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -190,7 +221,7 @@ class Layout:
 
     def _contents(self) -> Contents:
         stacked = jax.tree.leaves(self.shapes.params[BLOCKS])[0].shape[0] if self.pipeline else 0
-        return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, self.placed())
+        return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, self.placed(), self.local)
 
     def _repr_html_(self) -> str:
         """Write the summary with the table of all arrays folded away, for notebooks."""

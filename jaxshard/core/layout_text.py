@@ -13,6 +13,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from jaxshard.core.kinds import kind_of
+from jaxshard.core.local import Local
 from jaxshard.core.mesh import axis_names, mesh_str
 from jaxshard.core.pictures import page
 from jaxshard.core.pictures.boxes import GAP, Box, drawing, row
@@ -51,6 +52,7 @@ class Contents(NamedTuple):
       pipeline: the strategy that places the blocks in stages; None without one.
       num_blocks: the number of those blocks.
       placed: every array.
+      local: what lets replicas train by themselves; None without one.
     """
 
     mesh: Mesh
@@ -59,6 +61,7 @@ class Contents(NamedTuple):
     pipeline: Pipeline | None
     num_blocks: int
     placed: list[Placed]
+    local: Local | None = None
 
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -115,7 +118,18 @@ def _describe_mesh(contents: Contents) -> list[str]:
     rows_over = " x ".join(contents.batch_axes) or "nothing"
     context = contents.context
     positions = f", positions over {' x '.join(context.axis)} ({context.how})" if context else ""
-    return [f"mesh: {mesh_str(contents.mesh)}; batch rows over {rows_over}{positions}", *_describe_stages(contents)]
+    mesh = f"mesh: {mesh_str(contents.mesh)}; batch rows over {rows_over}{positions}"
+    return [mesh, *_describe_replicas(contents), *_describe_stages(contents)]
+
+
+def _describe_replicas(contents: Contents) -> list[str]:
+    """Write a line about replicas that train by themselves."""
+    local = contents.local
+    if local is None:
+        return []
+    parts = f", in {local.fragments} parts one after the other" if local.fragments > 1 else ""
+    axes = " x ".join(local.axis)
+    return [f"{local.replicas(contents.mesh)} replicas over {axes}: synchronised every {local.every} steps{parts}"]
 
 
 def _describe_stages(contents: Contents) -> list[str]:

@@ -24,6 +24,7 @@ from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.dim_names import is_leaf, name_dims
 from jaxshard.core.known_model import KnownModel, ModelRun, check_function, models_run
 from jaxshard.core.layout import Layout, Shapes, select, split_model, split_rows
+from jaxshard.core.local import check_local, local_of, place_local
 from jaxshard.core.low_rank import choose_trained
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.placement import Placement, axes_of, whole
@@ -110,19 +111,32 @@ def layout(
     placed = {role: place(role) for role in ROLES if role in ("param", "grad", "opt")}
     # The update happens where the optimizer state is, so that is where the optimizer sees parameters and gradients.
     opt_params = select(mask, placed["opt"])
-    with own_mesh(mesh):
-        opt_state = None if tx is None else _shapes_of_opt_state(tx, select(mask, params))
+    local = local_of(strategy)
+    check_local(strategy, params, (placed, opt_params), state)
 
     def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
         return lambda path, x: placer.place(role, leaf_of(path, x))
 
+    def place_state(tx: Any, params: PyTree, placements: PyTree) -> tuple[PyTree, PyTree]:
+        with own_mesh(mesh):
+            shapes = _shapes_of_opt_state(tx, params)
+        return shapes, _place_opt_state(shapes, params, placements, place_plain("opt"), mesh)
+
+    trained = select(mask, params)
+    if tx is None:
+        opt_state, opt_places = None, None
+    elif local is None:
+        opt_state, opt_places = place_state(tx, trained, opt_params)
+    else:
+        own = select(mask, placed["param"])
+        opt_state, opt_places = place_local(local, mesh, tx, trained, own, opt_params, place_state)
     made = Layout(
         mesh=mesh,
         strategy=strategy,
         params=placed["param"],
         grads=select(mask, placed["grad"]),
         opt_params=opt_params,
-        opt_state=_place_opt_state(opt_state, select(mask, params), opt_params, place_plain("opt"), mesh),
+        opt_state=opt_places,
         state=map_with_path(place_plain("state"), state),
         shapes=Shapes(params, opt_state, state, key),
         trainable=mask,

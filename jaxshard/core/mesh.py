@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.core.compat import backend_is_initialized
 from jaxshard.core.types import AxisName
@@ -168,6 +168,12 @@ def slice_index(device: jax.Device) -> int:
 def mesh_str(mesh: Mesh) -> str:
     """Write the axes of a mesh with their sizes: "data=4, tensor=2"."""
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def mesh_inside(mesh: Mesh) -> Mesh | AbstractMesh:
+    """Return the mesh for constraints on arrays: inside a `shard_map` its own, in which some axes are handled."""
+    inside = jax.sharding.get_abstract_mesh()
+    return inside if inside.manual_axes else mesh
 
 
 def check_is_here(mesh: Mesh) -> None:

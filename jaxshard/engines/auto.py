@@ -20,6 +20,7 @@ from jaxshard.adapt.remat import RematPolicy
 from jaxshard.core.keys import row_stride
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss
+from jaxshard.core.mesh import mesh_inside
 from jaxshard.core.placement import Placement, spec_entry
 from jaxshard.core.tree import map_with_path
 from jaxshard.core.types import PyTree
@@ -153,7 +154,7 @@ def make_move(layout: Layout, engine: Engine) -> MakeMove:
 
 def constrain(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Constrain `x` to a spec, whose axes must divide its dimensions: a view has seen to that."""
-    constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh_inside(layout.mesh), spec))
     return constrained
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout import Layout
-from jaxshard.core.mesh import axis_size
+from jaxshard.core.mesh import axis_size, mesh_inside
 from jaxshard.core.placement import spec_entry
 from jaxshard.core.positions import take_part
 from jaxshard.core.strategy_parts import Context
@@ -61,7 +61,8 @@ def constrain_batch(layout: Layout, model: KnownModel | None, batch: PyTree) -> 
             return x
         if x.shape[0] % axis_size(layout.mesh, rows) == 0:  # else one row at a time, in a short evaluation
             entries[0] = spec_entry(rows)
-        spread: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*entries)))
+        sharding = NamedSharding(mesh_inside(layout.mesh), PartitionSpec(*entries))
+        spread: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
         return spread
 
     return map_with_path(constrain, prepare(layout, model, batch))

@@ -41,11 +41,18 @@ def on_each_device(
     """
     if not axes:
         return fn
+    # Inside another `shard_map`, of the replicas of `js.local`, the mesh is that one's.
+    mesh = None if _axes_outside() else layout.mesh
     # check_vma=False: the user's code may mix what varies over the axes with what does not, without casts.
     mapped: Callable[..., Any] = jax.shard_map(
-        fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
     )
     return mapped
+
+
+def _axes_outside() -> frozenset[str]:
+    """Return the axes that an enclosing `shard_map` handles."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def stored_specs(placements: PyTree, axes: Set[str]) -> PyTree:
@@ -65,7 +72,7 @@ def nest_in_shard_map(layout: Layout, fn: Callable[[jax.Array], jax.Array], spec
     0.12), and in bf16, split or not, it aborts the CPU compiler. Inside the nested `shard_map` all axes are manual.
     """
     manual = manual_axes_of(layout)
-    automatic = set(layout.mesh.axis_names) - manual
+    automatic = set(layout.mesh.axis_names) - manual - _axes_outside()
     if not automatic or not manual:
         return fn
     own = only_axes(spec, automatic)

@@ -71,6 +71,11 @@ def predict(
         chip = chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
     if tx is None:
         raise TypeError("js.plan.predict needs the optimizer that the layout was made with: tx=")
+    if layout.local is not None:
+        raise ValueError(
+            "predict: replicas that train by themselves (js.local) are not predicted; predict the layout inside a "
+            "replica, without js.local; step.compile on a js.plan.topology_mesh tells what all of it needs"
+        )
     arguments = _argument_bytes(layout, batch)
     traced = trace_step(layout, loss_fn, tx, engine, batch)
     names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -88,8 +89,8 @@ def replace_params(
     if opt_state not in ("keep", "reset"):
         raise ValueError(f'replace_params: opt_state must be "keep" or "reset", got {opt_state!r}')
     trained = select(layout.trainable, layout.shapes.params)
-    check_opt_state(layout, jax.eval_shape(tx.init, trained))
-    if opt_state == "keep" and (made := list(_made_from_params(tx, trained))):
+    check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, tx), trained))
+    if opt_state == "keep" and (made := list(_made_from_params(partial(layout.start_optimizer, tx), trained))):
         raise ValueError(
             f"replace_params: the optimizer's state holds what was made from the old parameters: {first_words(made)}; "
             'kept, it would bring them back. Use opt_state="reset"'
@@ -100,9 +101,9 @@ def replace_params(
     return run._replace(params=params, opt_state=opt, state=state if whole else run.state)
 
 
-def _made_from_params(tx: optax.GradientTransformation, params: PyTree) -> Iterable[str]:
+def _made_from_params(start: Callable[[PyTree], PyTree], params: PyTree) -> Iterable[str]:
     """List the arrays of the optimizer's first state whose content depends on the parameters, by path."""
-    program, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    program, shapes = jax.make_jaxpr(start, return_shape=True)(params)
     jaxpr: Any = open_jaxpr(inline_calls(program))[0]
     dependent = dependent_variables(jaxpr.eqns, jaxpr.invars)
     for path, atom in zip(paths(shapes), jaxpr.outvars, strict=True):

@@ -118,7 +118,8 @@ def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, para
     """Make the optimizer's first state for stored parameters, every array born as the layout stores it."""
 
     def start(params: PyTree) -> PyTree:
-        opt_state = None if tx is None else tx.init(select(layout.trainable, unstore(layout.params, params)))
+        trained = select(layout.trainable, unstore(layout.params, params))
+        opt_state = None if tx is None else layout.start_optimizer(tx, trained)
         check_opt_state(layout, opt_state)
         return store(layout.opt_state, opt_state)
 
@@ -131,7 +132,7 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layou
     def build(key: jax.Array) -> TrainState:
         params, state = split_model(init_fn(key))
         check_model(layout, params, state)
-        opt_state = None if tx is None else tx.init(select(layout.trainable, params))
+        opt_state = None if tx is None else layout.start_optimizer(tx, select(layout.trainable, params))
         check_opt_state(layout, opt_state)
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -6,6 +6,7 @@ joins them into one compiled program and knows the inside of none of them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxshard.core.batch_rows import (
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.known_model import check_function, models_run
 from jaxshard.core.layout import Layout, select
+from jaxshard.core.local import Local
 from jaxshard.core.mesh import check_is_here
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
@@ -31,6 +33,7 @@ from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
+from jaxshard.engines.explicit import combine_over
 from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.non_finite import handles_non_finite
@@ -39,6 +42,7 @@ from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
 from jaxshard.training.hyperparams import find_hyperparams
+from jaxshard.training.local_step import mean_over, take_local_step
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import (
     TrainState,
@@ -152,13 +156,19 @@ class Step:
         guarded: bool = True,
         donate: bool = True,
         check_exchange: bool = False,
+        replicas: tuple[str, ...] = (),
     ):
         check_engine(engine)
         check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
         self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
-        self.check_exchange = check_exchange
+        self.guarded = guarded
+        self.check_exchange, self._replicas = check_exchange, replicas
         check_transform(tx)
         params = select(layout.trainable, layout.shapes.params)
+        self._inside: Step | None = None
+        if layout.local is not None:
+            self._be_local(layout.local, params)
+            return
         check_opt_state(layout, jax.eval_shape(tx.init, params))
         self.objective = resolve(loss_fn)
         tx = take_fast_gradients(tx, params)
@@ -186,6 +196,23 @@ class Step:
         self._update = make_update(tx, layout, self._sums, stored=stored, extra=extra)
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(self.objective, layout)
+        self._forget_programs()
+
+    def _be_local(self, local: Local, params: PyTree) -> None:
+        """Be the step of replicas that train by themselves: an ordinary step inside each of them does the work."""
+        layout = self.layout
+        check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, self.tx), params))
+        if self.engine.sums(layout).in_order:
+            raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
+        inside = Step(
+            self.loss_fn, self.tx, layout.inside_replica(), self.engine, guarded=self.guarded, replicas=local.axis
+        )
+        self._inside, self.guarded = inside, inside.guarded
+        self.objective, self.elementwise = inside.objective, inside.elementwise
+        self._totals_in_order, self.check_exchange, self._trained = False, False, tuple(paths(params))
+        self._forget_programs()
+
+    def _forget_programs(self) -> None:
         self._batch: PyTree = None
         self._rows: PyTree = None
         self._jitted: Any = None
@@ -342,6 +369,10 @@ class Step:
         """Take one step; traced under jit, in global view."""
         return self._step_with_evidence(run, batch)[:2]
 
+    def trace(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Take one step of arrays that are being traced, as a part of the program around it; nothing is checked."""
+        return self._step(run, batch)
+
     def _find(self, run: TrainState, batch: PyTree) -> Evidence:
         """Compute the loss and gradients that a step would, for their evidence alone."""
         state, key = self._state_and_key(run)
@@ -358,6 +389,9 @@ class Step:
         4. Of parameters, optimizer state and model state the new ones are kept if the step was good, else the old ones.
         """
         layout = self.layout
+        if self._inside is not None and layout.local is not None:
+            after, of_all = take_local_step(layout, layout.local, self._inside.trace, run, batch)
+            return after, of_all, Evidence(of_all["loss"], of_all["grad_norm"])  # of no first step
         state, key = self._state_and_key(run)
         with models_run() as runs:
             outcome, grads = self._value_and_grad(run.params, state, batch, key)
@@ -379,7 +413,8 @@ class Step:
         metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
         if self.guarded:
             metrics["bad"] = Bad(jnp.concatenate([found, jnp.isnan(changes)]), self._trained)
-        metrics |= {name: metric.value for name, metric in outcome.metrics.items()}
+        metrics = jax.tree.map(partial(mean_over, axes=self._replicas), metrics)
+        metrics |= {name: combine_over(metric, self._replicas).value for name, metric in outcome.metrics.items()}
         state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
         # The step counts on in any case, so that the next one has the batch and the key that it would have had.
         after = TrainState(run.step + 1, params, opt_state, state, run.key)

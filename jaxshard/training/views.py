@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import mesh_inside
 from jaxshard.core.placement import Placement
 from jaxshard.core.types import PyTree
 
@@ -28,25 +29,26 @@ def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) ->
 
     def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
         x = x if old.view == new.view else new.view.apply(old.view.invert(x))
-        return _constrain(x, new.sharding(layout.mesh))
+        return _constrain(x, layout, new.store)
 
     return jax.tree.map(move, tree, source, target)
 
 
 def hold_stored(layout: Layout, tree: PyTree, placements: PyTree) -> PyTree:
     """Constrain stored arrays to where their placements say."""
-    return jax.tree.map(lambda x, placement: _constrain(x, placement.sharding(layout.mesh)), tree, placements)
+    return jax.tree.map(lambda x, placement: _constrain(x, layout, placement.store), tree, placements)
 
 
 def use_stored(layout: Layout, placements: PyTree, tree: PyTree) -> PyTree:
     """Turn stored arrays into what computation sees: logical, and spread as `use` says."""
 
     def use(x: jax.Array, placement: Placement) -> jax.Array:
-        return _constrain(placement.view.invert(x), NamedSharding(layout.mesh, placement.use))
+        return _constrain(placement.view.invert(x), layout, placement.use)
 
     return jax.tree.map(use, tree, placements)
 
 
-def _constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _constrain(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+    sharding = NamedSharding(mesh_inside(layout.mesh), spec)
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
     return constrained

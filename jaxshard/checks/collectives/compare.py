@@ -149,6 +149,7 @@ class Comparison:
             substitutes,
             _listed(*self.explained()),
             self._left_to_the_compiler(),
+            self._seldom(),
             self.program,
         )
         return "\n\n".join(text for part in parts if part and (text := str(part)))
@@ -173,11 +174,25 @@ class Comparison:
                 if entries
             ),
             page.preformatted(self._left_to_the_compiler()),
+            page.preformatted(self._seldom()),
             page.preformatted(str(self.program or "")),
         )
 
     def _left_to_the_compiler(self) -> str:
         return f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
+
+    def _seldom(self) -> str:
+        """Say how much of what is promised happens in one step of several alone."""
+        sums: Counter[tuple[int, str, str]] = Counter()
+        for one in self.promised:
+            if one.every > 1:
+                sums[one.every, one.kind, "+".join(one.axes)] += one.bytes or 0
+        lines = [
+            f"of these once in {every} steps: {kind} over {axes}, {human_bytes(size)}, "
+            f"{human_bytes(size / every)} a step"
+            for (every, kind, axes), size in sums.items()
+        ]
+        return "\n".join(lines)
 
     def _table(self) -> Table:
         cells = []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.placement import Placement, split_dims
 from jaxshard.core.tree import bytes_of
 
 Shape = tuple[int, ...]
@@ -32,6 +35,7 @@ class Expected:
       stack: how many executions the compiler may join into one of a stacked array: the blocks of a loop.
       pooled: True if only the elements of all such collectives together are compared, because the compiler cuts and
         joins their arrays.
+      every: it happens in one step of so many alone: `least` and `most` are those of that step.
       instead_of: the `what` of the promise that this is another form of, whose bytes are counted there; "" for one of
         its own.
 
@@ -52,6 +56,7 @@ class Expected:
     stack: int = 1
     pooled: bool = False
     instead_of: str = ""
+    every: int = 1
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -80,6 +85,23 @@ def over_several(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expected]
     for one in expected:
         if axes := tuple(axis for axis in mesh.axis_names if axis in one.axes and mesh.shape[axis] > 1):
             yield replace(one, axes=axes)
+
+
+def gather_stages(
+    mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, at_once: bool = True
+) -> Iterator[Expected]:
+    """`one` for every stage of a gather that leaves the axes in `keep`; all axes of a dimension `at_once` or singly.
+
+    Each stage is counted with the array as large as it is after it: [16] split over (x=2, y=4) is gathered over y to
+    [8], then over x to [16]; at once over (x, y) to [16].
+    """
+    shape = list(old.shard_shape(mesh))
+    gone = [(dim, axis) for dim, axis in reversed(split_dims(old.store)) if axis not in keep]
+    for dim, group in itertools.groupby(gone, key=lambda one: one[0]):
+        axes = tuple(axis for _, axis in group)
+        for stage in [axes] if at_once else [(axis,) for axis in axes]:
+            shape[dim] *= axis_size(mesh, stage)
+            yield replace(one, axes=stage, shape=tuple(shape))
 
 
 def normal_shape(shape: Shape) -> Shape:

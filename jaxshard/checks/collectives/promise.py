@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from jaxshard.checks.collectives.compiler_choices import (
     ring_permutes,
     splits_sequence,
 )
-from jaxshard.checks.collectives.expected import Expected, over_several
+from jaxshard.checks.collectives.expected import Expected, gather_stages, over_several
 from jaxshard.checks.collectives.forbidden import Never, forbidden_arrays
 from jaxshard.checks.collectives.parameters import (
     Parameter,
@@ -51,6 +51,7 @@ from jaxshard.checks.collectives.parameters import (
     rank_of,
     tensor_axes,
 )
+from jaxshard.checks.collectives.synchronisation import rows_of_replica, synchronisations
 from jaxshard.checks.collectives.weight_uses import Uses, count_scheduled_uses, count_uses
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
@@ -101,6 +102,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     - over the axes of `js.expert`, all-to-alls of tokens and a gather of their counts;
     - over those of a context what `js.attention` exchanges of keys and values, forward and backward, as often as its
       program does, and in a pipeline as needed;
+    - under `js.local` all of this inside a replica, and over the axis of the replicas the mean of each parameter and
+      the flags and arrays of metrics; where the outer optimizer's state is split more than the parameter its gather;
     - over other axes that split the `use` of weights (tensor): all-reduces of activations, with a rule that splits the
       sequence their gathers and scatters too. Never a weight that is split there, nor an array with a dimension of a
       vocabulary that is.
@@ -115,6 +118,10 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
       promised = js.plan.promise(layout, js.explicit(), model.loss, batch_shapes)
       sum(one.bytes or 0 for one in promised.expected)      # bytes of whole arrays, per step and device
     """
+    if layout.local is not None:
+        one = layout.inside_replica()
+        inside = promise(one, engine, loss_fn, rows_of_replica(layout, layout.local, batch))
+        return replace(inside, expected=(*inside.expected, *synchronisations(layout, layout.local, inside.expected)))
     passes = engine.block_passes(layout)
     if passes is None:
         uses = count_uses(layout, engine, loss_fn, batch)
@@ -174,7 +181,7 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
         else:
             least = 1  # the same in each turn of the loop over micro-batches: the compiler may gather it once
         one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
-        yield from _gather_stages(step.layout.mesh, param, axes_of(param.use), one, engine.compiler_chooses)
+        yield from gather_stages(step.layout.mesh, param, axes_of(param.use), one, engine.compiler_chooses)
 
 
 def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
@@ -185,23 +192,6 @@ def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
         if size != placement.view.logical[dim]:
             placement = placement.resize(dim, size)
     return placement
-
-
-def _gather_stages(
-    mesh: Mesh, old: Placement, keep: Sequence[str], one: Expected, at_once: bool = True
-) -> Iterator[Expected]:
-    """`one` for every stage of a gather that leaves the axes in `keep`; all axes of a dimension `at_once` or singly.
-
-    Each stage is counted with the array as large as it is after it: [16] split over (x=2, y=4) is gathered over y to
-    [8], then over x to [16]; at once over (x, y) to [16].
-    """
-    shape = list(old.shard_shape(mesh))
-    gone = [(dim, axis) for dim, axis in reversed(split_dims(old.store)) if axis not in keep]
-    for dim, group in itertools.groupby(gone, key=lambda one: one[0]):
-        axes = tuple(axis for _, axis in group)
-        for stage in [axes] if at_once else [(axis,) for axis in axes]:
-            shape[dim] *= axis_size(mesh, stage)
-            yield replace(one, axes=stage, shape=tuple(shape))
 
 
 def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected]:
@@ -315,7 +305,7 @@ def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expecte
     for old, new, what in moves:
         one = Expected("all-gather", (), (), parameter.dtype, 1, 1, what)
         keep = [axis for dim, axis in split_dims(old.store) if (dim, axis) in split_dims(new.store)]
-        yield from _gather_stages(layout.mesh, old, keep, one)
+        yield from gather_stages(layout.mesh, old, keep, one)
 
 
 def _state_collectives(step: _Step) -> Iterator[Expected]:
@@ -323,7 +313,7 @@ def _state_collectives(step: _Step) -> Iterator[Expected]:
     arrays = jax.tree_util.tree_leaves_with_path(step.layout.shapes.state)
     for (path, x), placement in zip(arrays, jax.tree.leaves(step.layout.state), strict=True):
         one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
-        yield from _gather_stages(step.layout.mesh, placement, axes_of(placement.use), one)
+        yield from gather_stages(step.layout.mesh, placement, axes_of(placement.use), one)
         if not step.engine.compiler_chooses and jnp.issubdtype(x.dtype, jnp.floating):
             fewest = fewest_features(step.layout, x.size)
             summed = replace(one, kind="all-reduce", axes=step.layout.sum_axes, unpadded=fewest)

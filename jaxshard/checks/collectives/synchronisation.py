@@ -1,0 +1,61 @@
+"""What `js.local` adds to the promise of a replica's own step: the synchronisation every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.checks.collectives.expected import Expected, gather_stages, over_several
+from jaxshard.core.fragments import cut_leaves
+from jaxshard.core.layout import Layout, put_back, select
+from jaxshard.core.local import Local
+from jaxshard.core.placement import split_dims
+from jaxshard.core.tree import path_str
+from jaxshard.core.types import PyTree
+
+
+def rows_of_replica(layout: Layout, local: Local, batch: PyTree) -> PyTree:
+    """Return the shapes of the part of a global batch that one replica has."""
+    count, mask = local.replicas(layout.mesh), layout.rows_mask(batch)
+
+    def part(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), jnp.result_type(x))
+
+    return put_back(mask, jax.tree.map(part, select(mask, batch)), batch)
+
+
+def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -> Iterator[Expected]:
+    """List what moves over the axis of the replicas, and what the outer optimizer's update gathers.
+
+    Args:
+      layout: of the whole run.
+      local: its `js.local`.
+      inside: what one replica's step is expected to do.
+    """
+    trained = select(layout.trainable, layout.shapes.params)
+    flags = (1 + 2 * len(jax.tree.leaves(trained)),)
+    yield from over_several(layout.mesh, [_over(local, flags, jnp.int32, 0, "flags of bad steps")])
+    for one in inside:
+        if one.what.startswith("metric ") and one.shape is not None:
+            yield from over_several(layout.mesh, [replace(one, axes=local.axis, least=0)])
+    leaves = partial(jax.tree_util.tree_leaves_with_path, is_leaf=lambda x: x is None)
+    seen, rests = (dict(leaves(placements)) for placements in (layout.opt_params, layout.params))
+    for part in local.cut(trained):
+        for path, x, cut in cut_leaves(part, trained):
+            opt, own, name = cut.placement(seen[path]), cut.placement(rests[path]), path_str(path)
+            often = f"every {local.every} steps"
+            wide = x.dtype if x.dtype.itemsize > 2 else jnp.float32
+            mean = _over(local, opt.shard_shape(layout.mesh), wide, 1, f"mean of {name} over replicas, {often}")
+            back = Expected("all-gather", (), (), x.dtype, 1, 1, f"shared {name}, {often}")
+            keep = [axis for dim, axis in split_dims(opt.store) if (dim, axis) in split_dims(own.store)]
+            for one in (mean, *gather_stages(layout.mesh, opt, keep, back)):
+                yield from over_several(layout.mesh, [replace(one, every=local.every)])
+
+
+def _over(local: Local, shape: tuple[int, ...], dtype: Any, least: int, what: str) -> Expected:
+    return Expected("all-reduce", local.axis, shape, dtype, least, 1, what)

@@ -1,0 +1,267 @@
+"""`js.local`: replicas that train by themselves and are synchronised every so many steps (Local SGD, DiLoCo).
+
+The run's parameters are those that the replicas share: what is evaluated, saved and handed on. Each replica's own,
+from which it has moved away since the last synchronisation, are a part of the optimizer's state:
+
+    params                      [...]             the same on all replicas, as every layout stores them
+    opt_state.params            [replicas, ...]   each replica's own
+    opt_state.inner             [replicas, ...]   the state of the inner optimizer, likewise
+    opt_state.outer             [...]             that of the outer one, a state for each fragment
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxshard.core.fragments import Cut, Fragment, cut_fragments, cut_leaves, of_fragment
+from jaxshard.core.mesh import axis_names, axis_size, check_axis
+from jaxshard.core.placement import Placement, View, axes_of, spec_entry
+from jaxshard.core.strategy_parts import Batch, Strategy, expert_of, parts_of, pipeline_of
+from jaxshard.core.transform import check_transform
+from jaxshard.core.tree import Leaf, path_str, paths, raise_all
+from jaxshard.core.types import AxisName, PyTree, Role
+
+
+class LocalState(NamedTuple):
+    """The state of an optimizer under `js.local`.
+
+    Attributes:
+      params: each replica's own parameters, [replicas, ...].
+      inner: the state of the optimizer that the run was made with, of each replica, [replicas, ...].
+      outer: the state of the outer optimizer for each fragment.
+    """
+
+    params: Any
+    inner: Any
+    outer: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Local:
+    """The strategy of replicas that train by themselves; see `local`."""
+
+    axis: tuple[str, ...]
+    every: int
+    outer: optax.GradientTransformation
+    fragments: int = 1
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        check_axis(mesh, self.axis, "local")
+        return Batch(self.axis)(role, leaf, placement, mesh)
+
+    def __repr__(self) -> str:
+        return f"Local(axis={self.axis}, every={self.every}, fragments={self.fragments})"
+
+    def replicas(self, mesh: Mesh) -> int:
+        """Return the number of replicas."""
+        return axis_size(mesh, self.axis)
+
+    def cut(self, params: PyTree) -> tuple[Fragment, ...]:
+        """Cut the trained parameters into the fragments that are synchronised one at a time."""
+        return cut_fragments(params, self.fragments)
+
+    def turns(self) -> tuple[int, ...]:
+        """Return for each fragment how many steps after each `every`-th step it is synchronised."""
+        return turns_of(self.every, self.fragments)
+
+    def start(self, tx: Any, params: PyTree, mesh: Mesh) -> LocalState:
+        """Make the optimizer's first state for trained parameters: all replicas begin with the same."""
+
+        def copy(x: Any) -> Any:
+            x = jnp.asarray(x)
+            return jnp.broadcast_to(x[None], (self.replicas(mesh), *x.shape))
+
+        outer = (self.outer.init(of_fragment(part, Cut.take, params)) for part in self.cut(params))
+        return LocalState(jax.tree.map(copy, params), jax.tree.map(copy, tx.init(params)), tuple(outer))
+
+    def lift(self, placement: Placement, mesh: Mesh) -> Placement:
+        """Return the placement of one array for each replica, [replicas, ...], from that of a replica's own."""
+        count, axis, view = self.replicas(mesh), spec_entry(self.axis), placement.view
+        lifted = View((count, *view.logical), (count, *view.padded), (count, *view.stored), view.extra_dims)
+        use, store = (PartitionSpec(axis, *spec) for spec in (placement.use, placement.store))
+        return replace(placement, view=lifted, use=use, store=store)
+
+
+def turns_of(every: int, fragments: int) -> tuple[int, ...]:
+    """Return at which counts of steps, modulo `every`, each fragment is synchronised: evenly spread, the last at 0."""
+    return tuple((at + 1) * every // fragments % every for at in range(fragments))
+
+
+def due(step: jax.Array, turns: tuple[int, ...], every: int) -> jax.Array:
+    """Return 1 + the fragment that is synchronised after a step, 0 for none; `step` counts those before it."""
+    phase = (step + 1) % every
+    index: jax.Array = sum((at + 1) * (phase == turn) for at, turn in enumerate(turns)) + jnp.zeros((), jnp.int32)
+    return index
+
+
+@functools.cache
+def nesterov() -> optax.GradientTransformation:
+    """Make the outer optimizer of DiLoCo: SGD with Nesterov momentum 0.9 and a learning rate of 0.7."""
+    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def local(
+    axis: AxisName = "replica",
+    *,
+    every: int,
+    outer: optax.GradientTransformation | None = None,
+    fragments: int = 1,
+) -> Strategy:
+    """Let the devices of an axis train by themselves, and synchronise their parameters every so many steps.
+
+    Each index on the axis is a replica: rows are split over it, and with its rows it takes ordinary steps of the
+    optimizer of the run, the inner one. Gradients are reduced inside a replica alone, over the other axes, so nothing
+    but a few scalars (the loss, norms) moves over the axis. After every `every`-th step the mean of the replicas'
+    parameters is taken, and the way from the shared parameters to it is the gradient that `outer` is given:
+
+        outer gradient = shared - mean over replicas of their own        shared = shared + outer's update
+
+    All replicas go on from the new shared parameters, and keep the inner optimizer's state. The run's parameters are
+    the shared ones: js.evaluate, js.logical, js.save and exports see these. With outer=optax.sgd(1.0) the replicas
+    are averaged (Local SGD); with every=1, SGD inside and that outside the run is the one of `js.ddp`.
+
+    In `js.compose` it stands beside the strategy inside a replica, of which any but `js.pipeline` and `js.expert` may
+    be used: js.compose(js.fsdp("data"), js.local("replica", every=32)).
+
+    Memory: beside what the strategy inside needs, the shared parameters and the state of `outer` (with the default two
+    arrays like the parameters), split as the optimizer's state is and the same on all replicas.
+
+    Args:
+      axis: the mesh axis of the replicas, the slowest links; or a tuple of axes.
+      every: the number of steps from one synchronisation to the next.
+      outer: an optax transform for the shared parameters. None takes that of DiLoCo: SGD with Nesterov momentum 0.9
+        and a learning rate of 0.7.
+      fragments: the parameters are synchronised in so many parts of nearly equal bytes (by blocks of a `js.Stacked`
+        model and by arrays), one at a time, `every / fragments` steps apart: the most that moves in one step is
+        smaller, the bytes on average are the same. Each part has a state of `outer` of its own.
+
+    Returns:
+      A strategy. Applied, it raises ValueError if the mesh has no such axis, rows or arrays are split over it anyway,
+      the model has state besides parameters, or beside `js.pipeline` or `js.expert`.
+
+    Raises:
+      ValueError: `every` or `fragments` is no whole number from 1 on, or there are more fragments than steps.
+      TypeError: `outer` is no optax transform.
+
+    References:
+      Stich 2018, "Local SGD Converges Fast and Communicates Little"; Douillard et al. 2023, "DiLoCo", algorithm 1;
+      Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", section 2.2, for fragments.
+
+    Example:
+        mesh = js.make_mesh(replica=2, data=4)
+        strategy = js.compose(js.fsdp("data"), js.local("replica", every=32))
+        layout = js.layout(strategy, mesh, init_fn, optax.adamw(3e-4))
+    """
+    check_counts("local", every, fragments)
+    if outer is not None:
+        check_transform(outer)
+    return Local(axis_names(axis), every, nesterov() if outer is None else outer, fragments)
+
+
+def check_counts(who: str, every: Any, fragments: Any) -> None:
+    """Raise ValueError unless the steps between synchronisations and the fragments are numbers that fit."""
+    for name, value in (("every", every), ("fragments", fragments)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{who}: {name} must be a whole number from 1 on, got {value!r}")
+    if fragments > every:
+        raise ValueError(
+            f"{who}: fragments={fragments} are synchronised one after the other within every={every} steps; use at "
+            f"most {every} fragments"
+        )
+
+
+def local_of(strategy: Strategy) -> Local | None:
+    """Return the `js.local` of a strategy; None without one."""
+    found = [part for part in parts_of(strategy) if isinstance(part, Local)]
+    if len(found) > 1:
+        raise ValueError("local: a strategy has one js.local; name all axes of the replicas in it, as a tuple")
+    return found[0] if found else None
+
+
+PlaceState = Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]]
+"""`place(tx, shapes, placements) -> (shapes, placements)` of the state of a transform for parameters that lie so."""
+
+
+def place_local(
+    local: Local, mesh: Mesh, tx: Any, shapes: PyTree, params: PyTree, opt_params: PyTree, place: PlaceState
+) -> tuple[LocalState, LocalState]:
+    """Return the shapes and the placements of a `LocalState`.
+
+    Args:
+      local: the strategy.
+      mesh: the mesh.
+      tx: the inner optimizer.
+      shapes: those of the trained parameters.
+      params: where each of them rests in a replica.
+      opt_params: where the optimizer sees it.
+      place: places the state of a transform.
+    """
+    count = local.replicas(mesh)
+    inner_shapes, inner = place(tx, shapes, opt_params)
+    fragments = local.cut(shapes)
+    _check_cuts(fragments, shapes, opt_params)
+    outer = [
+        place(local.outer, of_fragment(part, Cut.shape, shapes), of_fragment(part, Cut.placement, opt_params))
+        for part in fragments
+    ]
+
+    def lifted(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *x.shape), x.dtype)
+
+    def lift(placement: Placement) -> Placement:
+        return local.lift(placement, mesh)
+
+    return (
+        LocalState(jax.tree.map(lifted, shapes), jax.tree.map(lifted, inner_shapes), tuple(one for one, _ in outer)),
+        LocalState(jax.tree.map(lift, params), jax.tree.map(lift, inner), tuple(where for _, where in outer)),
+    )
+
+
+def check_local(strategy: Strategy, params: PyTree, placements: PyTree, state: PyTree) -> None:
+    """Raise ValueError where `js.local` stands beside something that it can't be combined with; names it."""
+    local = local_of(strategy)
+    if local is None:
+        return
+    other = "js.pipeline" if pipeline_of(strategy) else "js.expert" if expert_of(strategy) else None
+    if other:
+        raise ValueError(f"local: {other} is not supported inside a replica; leave one of the two out")
+    if jax.tree.leaves(state):
+        raise ValueError(
+            f"local: the model has state besides its parameters ({', '.join(paths(state)[:3])}), which would differ "
+            "between replicas; use a model without (layer or group normalisation), or leave js.local out"
+        )
+    split = jax.tree_util.tree_leaves_with_path(placements, is_leaf=lambda x: isinstance(x, Placement))
+    raise_all(
+        (
+            f"{path_str(path)}: {placement.store}"
+            for path, placement in split
+            if set(axes_of(placement.store)) & set(local.axis)
+        ),
+        ValueError,
+        f"local: each replica has all parameters, so that nothing else may split arrays over {local.axis[0]!r}; use "
+        "another axis there",
+    )
+
+
+def _check_cuts(fragments: tuple[Fragment, ...], shapes: PyTree, placements: PyTree) -> None:
+    """Raise ValueError for blocks that are cut into fragments and split over devices as well."""
+    where = dict(jax.tree_util.tree_leaves_with_path(placements, is_leaf=lambda x: isinstance(x, Placement)))
+    raise_all(
+        {
+            f"{path_str(path)}: {where[path].store}": None
+            for part in fragments
+            for path, _, cut in cut_leaves(part, shapes)
+            if cut.stop is not None and where[path].store[0] is not None
+        },
+        ValueError,
+        "local: fragments cut these arrays by blocks, their first dimension, over which the strategy splits them at "
+        "rest; use fragments=1, or split another dimension",
+    )

@@ -1,0 +1,165 @@
+"""`diloco`: an optimizer whose replicas are synchronised every so many steps, for a user's own `shard_map` loop.
+
+`js.local` does the same in `js.make_step`, where it needs no transform. Here the parameters are each replica's own,
+and the state holds the shared ones:
+
+    inner step       every step, on the replica's own gradients; nothing moves
+    outer step       every `every`-th: the mean of the replicas (one all-reduce), the outer optimizer, back to all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxshard.core.collectives import sum_scalar
+from jaxshard.core.compat import varying_axes
+from jaxshard.core.fragments import Cut, Fragment, cut_fragments, of_fragment, put_fragment
+from jaxshard.core.local import check_counts, due, nesterov, turns_of
+from jaxshard.core.mesh import axis_names
+from jaxshard.core.transform import as_transform
+from jaxshard.core.types import AxisName, PyTree
+from jaxshard.optim.parts import types_are_checked
+
+
+class DilocoState(NamedTuple):
+    """The state of `js.optim.diloco`.
+
+    Attributes:
+      steps: int32[], the number of steps taken.
+      shared: the parameters that all replicas had after the last synchronisation; equal on all of them.
+      inner: the state of the inner optimizer, each replica's own.
+      outer: the state of the outer optimizer for each fragment; equal on all replicas.
+
+    Example:
+        state = jax.eval_shape(js.optim.diloco(optax.adamw(3e-4), every=32).init, params)
+        state.shared        # what to evaluate and save
+    """
+
+    steps: jax.Array
+    shared: Any
+    inner: Any
+    outer: tuple[Any, ...]
+
+
+def diloco(
+    tx: optax.GradientTransformation,
+    *,
+    every: int,
+    outer: optax.GradientTransformation | None = None,
+    fragments: int = 1,
+    axis_name: AxisName = "replica",
+) -> optax.GradientTransformationExtraArgs:
+    """Take ordinary steps on each replica and synchronise their parameters every so many, inside `shard_map`.
+
+    Updates enter as a replica's gradients (already reduced over the axes inside it) and leave such that
+    `optax.apply_updates` gives its own new parameters: those of `tx`, and in a step that synchronises the new shared
+    ones, which differ between replicas by no more than their rounding. Of the shared ones in the state every replica
+    has the same bits.
+
+    Per array: one all-reduce over the axis in one step of `every`, in a conditional that the count of steps decides,
+    so that all devices take the same branch. No other collectives of its own.
+
+    Args:
+      tx: the inner optimizer, any transform.
+      every: the number of steps from one synchronisation to the next.
+      outer: the optimizer of the shared parameters, which gets the way from them to the replicas' mean as a gradient.
+        None takes DiLoCo's: SGD with Nesterov momentum 0.9 and a learning rate of 0.7. optax.sgd(1.0) averages the
+        replicas (Local SGD).
+      fragments: the parameters are synchronised in so many parts of nearly equal bytes, `every / fragments` steps
+        apart.
+      axis_name: the mesh axis of the replicas, or a tuple of axes.
+
+    Returns:
+      A transform whose `update` belongs inside `shard_map` over the axis and needs `params`. Its `init` takes the
+      parameters with which all replicas begin. Parameters and `inner` differ between replicas, `steps`, `shared` and
+      `outer` do not.
+
+    Raises (from this function and from update):
+      ValueError: `every` or `fragments` is no whole number from 1 on, or there are more fragments than steps or pieces
+        of the model; `update` without `params`; gradients that were summed over the axis of the replicas.
+      TypeError: `tx` or `outer` is no optax transform.
+
+    Source:
+      Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", algorithm 1.
+
+    Example:
+        tx = js.optim.diloco(optax.adamw(3e-4), every=32)
+
+        def step(params, opt_state, rows):                  # of one replica: [1, ...] of what is [replicas, ...]
+            grads = jax.grad(local_mean_loss)(params, rows)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+    """
+    check_counts("diloco", every, fragments)
+    inner, axes, turns = as_transform(tx), axis_names(axis_name), turns_of(every, fragments)
+    shared_tx = as_transform(nesterov() if outer is None else outer)
+
+    def init_fn(params: PyTree) -> DilocoState:
+        parts = cut_fragments(params, fragments)
+        states = tuple(shared_tx.init(of_fragment(part, Cut.take, params)) for part in parts)
+        return DilocoState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.asarray, params), inner.init(params), states)
+
+    def update_fn(updates: PyTree, state: DilocoState, params: PyTree | None = None, **extra: Any) -> Any:
+        if params is None:
+            raise ValueError("diloco: update needs the replica's parameters; call tx.update(grads, state, params)")
+        _check_own(updates, axes)
+        changes, inner_state = inner.update(updates, state.inner, params, **extra)
+        own = optax.apply_updates(params, changes)
+        branches = [
+            lambda own, shared, outer: (_vary(own, axes), shared, outer),
+            *(_make_sync(shared_tx, at, part, axes) for at, part in enumerate(cut_fragments(params, fragments))),
+        ]
+        synchronised = lax.switch(due(state.steps, turns, every), branches, own, state.shared, state.outer)
+        own, shared, outer_states = synchronised
+        moved = jax.tree.map(lambda new, old: (new - old).astype(old.dtype), own, params)
+        return moved, DilocoState(state.steps + 1, shared, inner_state, outer_states)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _make_sync(
+    tx: optax.GradientTransformationExtraArgs, at: int, part: Fragment, axes: tuple[str, ...]
+) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
+    """Make the function that synchronises one fragment."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        return sum_scalar(x, axes) / lax.axis_size(axes)
+
+    def sync(own: PyTree, shared: PyTree, outer: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, PyTree]:
+        old = of_fragment(part, Cut.take, shared)
+        gradient = jax.tree.map(lambda x, mine: x - mean(mine), old, of_fragment(part, Cut.take, own))
+        updates, state = tx.update(gradient, outer[at], old)
+        new = optax.apply_updates(old, updates)
+        own = put_fragment(part, _vary(new, axes), _vary(own, axes))
+        return own, put_fragment(part, new, shared), (*outer[:at], state, *outer[at + 1 :])
+
+    return sync
+
+
+def _vary(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Give arrays the type of those that differ over the axes, where types are checked."""
+    if not types_are_checked(axes):
+        return tree
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def _check_own(grads: PyTree, axes: tuple[str, ...]) -> None:
+    if not types_are_checked(axes):
+        return
+    if summed := [g for g in jax.tree.leaves(grads) if not set(axes) & set(varying_axes(g))]:
+        raise ValueError(
+            f"diloco: {len(summed)} gradients do not vary over {', '.join(map(repr, axes))}, so that they are summed "
+            "over the replicas already; take each replica's own parameters into shard_map, split over the axis, and "
+            "the gradient with respect to these"
+        )

@@ -1,0 +1,171 @@
+"""A step of replicas that train by themselves (`js.local`): an ordinary step in each, and now and then the outer one.
+
+    on each replica       an ordinary step of its own parameters, on its rows: no collective over the replicas' axis
+                          but the means of a few scalars
+    for all, when due     mean over replicas, the outer optimizer's update of the shared parameters, and back to all
+
+The second is in a conditional, whose branch the step's number alone decides, so that all devices take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxshard.core.collectives import all_max, sum_scalar
+from jaxshard.core.fragments import Cut, Fragment, of_fragment, put_fragment
+from jaxshard.core.layout import Layout, put_back, select
+from jaxshard.core.local import Local, LocalState, due
+from jaxshard.core.placement import Placement, only_axes
+from jaxshard.core.types import PyTree
+from jaxshard.optim.proof.elementwise import check_stored
+from jaxshard.training.state import TrainState
+from jaxshard.training.views import hold_stored, move_stored, store, unstore
+
+OrdinaryStep = Callable[[TrainState, PyTree], tuple[TrainState, PyTree]]
+"""`step(run, batch) -> (run, results)` of one replica, whose results are equal on all."""
+
+
+def take_local_step(
+    layout: Layout, local: Local, step: OrdinaryStep, run: TrainState, batch: PyTree
+) -> tuple[TrainState, PyTree]:
+    """Take one step of all replicas, and synchronise what is due; traced under jit, in global view.
+
+    Args:
+      layout: of the whole run.
+      local: its `js.local`.
+      step: an ordinary step of one replica's run, traced inside a `shard_map` over the axis of the replicas.
+      run: the run.
+      batch: the global batch, of which replica r has the r-th part of the rows.
+    """
+    trained, opt_state, one = layout.trainable, run.opt_state, layout.inside_replica()
+
+    def hold(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
+        # Over the other axes the compiler would choose, and might gather what the layout holds whole.
+        return hold_stored(one, params, one.params), hold_stored(one, inner, one.opt_state)
+
+    def on_replica(own: PyTree, inner: PyTree, frozen: PyTree, number: Any, key: Any, rows: PyTree) -> Any:
+        params, inner = hold(put_back(trained, _first(own), frozen), _first(inner))
+        # Another key for each replica, so that no two have the same dropout.
+        key = jax.random.fold_in(key, lax.axis_index(local.axis))
+        after, results = step(TrainState(number, params, inner, (), key), rows)
+        params, inner = hold(after.params, after.opt_state)
+        return _as_rows(select(trained, params)), _as_rows(inner), results
+
+    whole, own = PartitionSpec(), PartitionSpec(local.axis)
+    rows = jax.tree.map(lambda placement: only_axes(placement.store, local.axis), layout.batch_placements(batch))
+    spread = jax.shard_map(
+        on_replica,
+        mesh=layout.mesh,
+        in_specs=(own, own, whole, whole, whole, rows),
+        out_specs=(own, own, whole),
+        axis_names=set(local.axis),
+        check_vma=False,
+    )
+    frozen = put_back(trained, jax.tree.map(lambda _: None, opt_state.params), run.params)
+    params, inner, results = spread(opt_state.params, opt_state.inner, frozen, run.step, run.key, batch)
+    params = hold_stored(layout, params, layout.opt_state.params)
+    inner = hold_stored(layout, inner, layout.opt_state.inner)
+    params, shared, outer = _synchronise(layout, local, run, params)
+    after = TrainState(
+        run.step + 1, put_back(trained, shared, run.params), LocalState(params, inner, outer), (), run.key
+    )
+    return after, results
+
+
+def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Return the replicas' own parameters, the shared ones and the outer states after a step."""
+    shared, outer = select(layout.trainable, run.params), run.opt_state.outer
+    parts = local.cut(select(layout.trainable, layout.shapes.params))
+
+    def nothing(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        return own, shared, outer
+
+    branches = [nothing, *(_make_sync(layout, local, at, part) for at, part in enumerate(parts))]
+    index = due(run.step, local.turns(), local.every)
+    synchronised: tuple[PyTree, PyTree, PyTree] = lax.switch(index, branches, own, shared, outer)
+    return synchronised
+
+
+def _make_sync(layout: Layout, local: Local, at: int, part: Fragment) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
+    """Make the function that synchronises one fragment: of arrays as the layout stores them."""
+    trained = layout.trainable
+    rests = of_fragment(part, Cut.placement, select(trained, layout.params))
+    seen = of_fragment(part, Cut.placement, layout.opt_params)
+    places = layout.opt_state.outer[at]
+    shapes = of_fragment(part, Cut.shape, select(trained, layout.shapes.params))
+    # As for the inner optimizer: on arrays as stored where it can't tell them from logical ones.
+    proof = check_stored(local.outer, shapes, seen, places)
+    stored = proof is None or bool(proof)
+
+    def view(placements: PyTree, tree: PyTree) -> PyTree:
+        return tree if stored else unstore(placements, tree)
+
+    def restore(placements: PyTree, tree: PyTree) -> PyTree:
+        if stored:
+            return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
+        return store(placements, tree)
+
+    def sync(own: PyTree, shared: PyTree, outer: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, PyTree]:
+        old = move_stored(layout, of_fragment(part, Cut.take, shared), rests, seen)
+        mine = of_fragment(part, partial(Cut.take, dim=1), own)
+        mean = _mean_over_replicas(layout, local, mine, rests, seen)
+        gradient = jax.tree.map(jnp.subtract, view(seen, old), view(seen, mean))
+        updates, state = local.outer.update(gradient, view(places, outer[at]), view(seen, old))
+        fresh = restore(seen, optax.apply_updates(view(seen, old), updates))
+        new = move_stored(layout, hold_stored(layout, fresh, seen), seen, rests)
+        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (local.replicas(layout.mesh), *x.shape)), new)
+        return (
+            hold_stored(layout, put_fragment(part, copies, own, 1), layout.opt_state.params),
+            put_fragment(part, new, shared),
+            (*outer[:at], restore(places, state), *outer[at + 1 :]),
+        )
+
+    return sync
+
+
+def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree, seen: PyTree) -> PyTree:
+    """Average the replicas' own arrays, in f32 at least; one all-reduce of each, of a device's part alone."""
+
+    def lift(placement: Placement) -> Placement:
+        return local.lift(placement, layout.mesh)
+
+    # To where the outer optimizer's state is, which may be a part of what each device has (ZeRO-1 and 2).
+    lifted = jax.tree.map(lift, seen)
+    own = move_stored(layout, own, jax.tree.map(lift, rests), lifted)
+
+    def mean(own: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: sum_scalar(x[0], local.axis) / local.replicas(layout.mesh), own)
+
+    def specs(placements: PyTree) -> PyTree:
+        return jax.tree.map(lambda placement: placement.store, placements)
+
+    averaged: PyTree = jax.shard_map(
+        mean, mesh=layout.mesh, in_specs=(specs(lifted),), out_specs=specs(seen), check_vma=False
+    )(own)
+    return averaged
+
+
+def mean_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Average a scalar over replicas; of whole numbers and flags the largest is taken."""
+    if not axes:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return all_max(x, axes)
+    mean: jax.Array = sum_scalar(x, axes) / lax.axis_size(axes)
+    return mean
+
+
+def _first(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _as_rows(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[None], tree)

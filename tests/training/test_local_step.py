@@ -1,0 +1,231 @@
+"""`js.local`: replicas that train by themselves equal the plain loop on one device: loss to 1e-6, parameters to 1e-5.
+
+`tests/local_reference.py` has the loop. SGD inside, clipped by each replica's own norm; the default outer optimizer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxshard as js
+from jaxshard.core.local import nesterov
+from tests.local_reference import MODEL, batches, simulate
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+
+
+def mesh_of(**axes: int) -> jax.sharding.Mesh:
+    return js.make_mesh(jax.devices()[: int(np.prod(list(axes.values())))], **axes)
+
+
+@cache
+def made(inside: Any, mesh: Any, tx: Any, engine: Any, every: int, fragments: int, outer: Any = None) -> Any:
+    strategy = js.compose(inside, js.local("replica", every=every, fragments=fragments, outer=outer))
+    layout = js.layout(strategy, mesh, MODEL.init, tx)
+    return layout, js.make_step(MODEL.loss, tx, layout, engine=engine)
+
+
+def train(layout: Any, step: Any, tx: Any, given: Any) -> tuple[js.TrainState, list[dict[str, Any]]]:
+    run, seen = js.init(MODEL.init, tx, layout, jax.random.key(0)), []
+    for batch in given:
+        run, metrics = step(run, batch)
+        seen.append(metrics)
+    return run, seen
+
+
+def worst(a: Any, b: Any) -> float:
+    """The largest difference of a leaf, over its largest magnitude."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(
+        float(np.abs(np.asarray(x) - np.asarray(y)).max() / (np.abs(np.asarray(y)).max() + 1e-3)) for x, y in pairs
+    )
+
+
+FSDP, EXPLICIT = js.fsdp("data", min_size=0), js.explicit()
+MESH = {"replica": 2, "data": 4}
+
+
+def compare(inside: Any, axes: dict[str, int], engine: Any, every: int, fragments: int, turns: Any, tx: Any) -> None:
+    given = batches(2 * every + 1)
+    layout, step = made(inside, mesh_of(**axes), tx, engine, every, fragments)
+    run, seen = train(layout, step, tx, given)
+    shared, own, losses = simulate(tx, nesterov(), given, replicas=axes["replica"], every=every, turns=turns)
+    np.testing.assert_allclose([float(m["loss"]) for m in seen], losses, rtol=1e-6)
+    logical = js.logical(run, layout)
+    assert worst(logical.params, shared) < 1e-5
+    for r, one in enumerate(own):
+        assert worst(jax.tree.map(lambda x: x[r], logical.opt_state.params), one) < 1e-5  # noqa: B023
+
+
+def test_two_replicas_under_fsdp_in_two_fragments_equal_the_plain_loop_to_1e_6() -> None:
+    compare(FSDP, MESH, EXPLICIT, 4, 2, (2, 0), CLIPPED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine", [js.explicit(), js.auto(), js.explicit(microbatches=2)], ids=["explicit", "auto", "turns"]
+)
+@pytest.mark.parametrize(
+    "inside, axes",
+    [
+        (js.ddp("data"), MESH),
+        (js.zero1("data", min_size=0), MESH),
+        (js.zero2("data", min_size=0), MESH),
+        (FSDP, {"replica": 4, "data": 2}),
+        (js.compose(FSDP, js.tensor([("w", (None, "mlp")), ("embed", (None, None)), *js.RULES])),
+         {"replica": 2, "data": 2, "tensor": 2}),
+        (js.without_rows(), {"replica": 8}),
+    ],
+    ids=["ddp", "zero1", "zero2", "fsdp", "tensor", "alone"],
+)  # fmt: skip
+def test_every_strategy_inside_equals_the_plain_loop_to_1e_6(inside: Any, axes: dict[str, int], engine: Any) -> None:
+    if axes["replica"] == 8 and engine.microbatches > 1:
+        engine = js.explicit(microbatches=2)  # two rows on each device
+    compare(inside, axes, engine, 3, 1, (0,), CLIPPED)
+
+
+@pytest.mark.slow
+def test_a_norm_of_whole_arrays_inside_and_outside_equals_the_plain_loop_to_1e_5() -> None:
+    tx, given = optax.lamb(1e-2), batches(5)
+    outer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.7))
+    layout, step = made(js.fsdp(("data",), min_size=0), mesh_of(replica=2, data=3), tx, EXPLICIT, 2, 2, outer)
+    given = [{name: x[:12] for name, x in batch.items()} for batch in given]
+    run, _ = train(layout, step, tx, given)
+    shared, _, _ = simulate(tx, outer, given, replicas=2, every=2, turns=(1, 0))
+    assert worst(js.logical(run, layout).params, shared) < 1e-4  # LAMB divides by the norms of its own updates
+
+
+@pytest.mark.slow
+def test_with_one_inner_step_and_sgd_it_is_ddp_to_1e_6() -> None:
+    """Mean of steps is step of the mean, where rows weigh alike."""
+    tx = optax.sgd(0.1)
+    given = [batch | {"weights": np.ones_like(batch["weights"])} for batch in batches(3)]
+    layout, step = made(js.ddp("data"), mesh_of(**MESH), tx, EXPLICIT, 1, 1, optax.sgd(1.0))
+    local, seen = train(layout, step, tx, given)
+    plain = js.layout(js.ddp(("replica", "data")), layout.mesh, MODEL.init, tx)
+    whole, expected = train(plain, js.make_step(MODEL.loss, tx, plain, engine=EXPLICIT), tx, given)
+    np.testing.assert_allclose([m["loss"] for m in seen], [m["loss"] for m in expected], rtol=1e-6)
+    assert worst(local.params, whole.params) < 1e-6
+
+
+def arrays(found: Any) -> list[tuple[Any, ...]]:
+    """Kind, axes, shapes and whether it is conditional, of what is no scalar and goes over replicas."""
+    return [
+        (one.kind, one.axes, tuple(shape for shape in one.shapes if shape), one.conditional)
+        for one in js.collectives(found[0], found[1])
+        if "replica" in one.axes and one.dtype == "f32" and any(one.shapes)
+    ]
+
+
+def test_only_a_conditional_moves_arrays_over_replicas_and_a_fragment_moves_its_own() -> None:
+    layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2)
+    compiled = step.compile(batches(1)[0])
+    assert arrays((compiled, layout.mesh)) == [
+        ("all-reduce", ("replica",), ((2, 4), (2, 4, 16), (8, 4)), True),
+        ("all-reduce", ("replica",), ((2, 4), (2, 4, 16), (4,)), True),
+    ]
+    assert compiled.as_text().count(" conditional(") == 1
+
+
+def test_arrays_of_replicas_lie_on_their_own_devices() -> None:
+    layout, _ = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2)
+    assert layout.opt_state.params["blocks"]["w"].store == P("replica", None, "data", None)
+    assert layout.opt_state.inner[1][0].trace["embed"].store == P("replica", None, "data")
+    assert layout.opt_state.outer[0][0].trace["blocks"]["w"].store == P(None, "data", None)
+    assert layout.opt_state.outer[0][0].trace["blocks"]["w"].view.logical == (2, 16, 16)
+    assert layout.params["embed"].store == P(None, "data")
+    assert "2 replicas over replica: synchronised every 4 steps, in 2 parts" in str(layout)
+
+
+def test_a_bad_step_of_one_replica_leaves_it_alone_and_the_others_go_on() -> None:
+    layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2)
+    (batch,) = batches(1)
+    spoiled = batch | {"y": np.where(np.arange(16) == 1, np.nan, batch["y"]).astype(np.float32)}
+    before = js.init(MODEL.init, CLIPPED, layout, jax.random.key(0))
+    kept = js.logical(before, layout)
+    after, metrics = step(before, spoiled)
+    assert bool(metrics["bad"]) and "head" in metrics["bad"].grads
+    now = js.logical(after, layout)
+    own = now.opt_state.params["head"]
+    np.testing.assert_array_equal(own[0], kept.params["head"])
+    assert np.isfinite(own).all() and (own[1] != kept.params["head"]).any()
+    np.testing.assert_array_equal(now.opt_state.inner[1][0].trace["head"][0], 0)
+
+
+@pytest.mark.slow
+def test_a_saved_run_goes_on_bit_for_bit_and_on_another_mesh_with_as_many_replicas(tmp_path: Any) -> None:
+    given = batches(6)
+    layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2)
+    run, _ = train(layout, step, CLIPPED, given[:3])
+    js.save(tmp_path / "run", run, layout)
+    kept = js.restore(tmp_path / "run", layout)
+    jax.tree.map(
+        np.testing.assert_array_equal, js.logical(run, layout)._replace(key=0), js.logical(kept, layout)._replace(key=0)
+    )
+    other, _ = made(FSDP, mesh_of(replica=2, data=2), CLIPPED, EXPLICIT, 4, 2)
+    moved = js.restore(tmp_path / "run", other)
+    jax.tree.map(
+        np.testing.assert_array_equal, js.logical(run, layout)._replace(key=0), js.logical(moved, other)._replace(key=0)
+    )
+    four, _ = made(FSDP, mesh_of(replica=4, data=2), CLIPPED, EXPLICIT, 4, 2)
+    with pytest.raises(ValueError, match=r"opt_state/params/embed.*\[4, 8, 16\]"):
+        js.restore(tmp_path / "run", four)
+    start = js.init(MODEL.init, CLIPPED, four, 0, init_from=js.logical(run, layout).params)
+    np.testing.assert_array_equal(start.opt_state.params["head"][3], js.logical(run, layout).params["head"])
+
+
+@pytest.mark.slow
+def test_evaluation_sees_the_shared_parameters_and_all_rows() -> None:
+    given = batches(3)
+    layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2)
+    run, _ = train(layout, step, CLIPPED, given)
+    evaluate = js.make_eval_step(lambda model, batch: {"loss": MODEL.loss(model, batch, None)}, layout)
+    params = js.logical(run, layout).params
+    mean = MODEL.loss(params, given[0], None)
+    mean = mean.value if isinstance(mean, js.Loss) else mean
+    found = js.evaluate(evaluate, run, [given[0]])["loss"]
+    np.testing.assert_allclose(found, mean.totals[0] / mean.weights[0], rtol=1e-5)
+
+
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    mesh = mesh_of(**MESH)
+    local = js.local("replica", every=4)
+
+    def refuse(match: str, strategy: Any, init: Any = MODEL.init, mesh: Any = mesh) -> None:
+        with pytest.raises(ValueError, match=match):
+            js.layout(strategy, mesh, init, CLIPPED)
+
+    refuse("local: js.pipeline is not supported", js.compose(js.pipeline("data", chunks=1), local))
+    refuse("axis 'replica' already splits the rows", js.compose(js.hsdp("replica", "data"), local))
+    refuse("nothing else may split arrays over 'replica'", js.compose(js.shard("replica", "opt", min_size=0), local))
+    refuse("the mesh .* has no axis 'pod'", js.compose(js.ddp(), js.local("pod", every=4)))
+    refuse("one js.local", js.compose(local, js.local("data", every=2)))
+    refuse(
+        "state besides its parameters", js.compose(js.ddp(), local), lambda key: js.Model(MODEL.init(key), jnp.ones(3))
+    )
+    refuse("fragments=9 of a model with 6 pieces", js.compose(js.ddp(), js.local("replica", every=9, fragments=9)))
+    layout = js.layout(js.compose(js.ddp(), local), mesh, MODEL.init, CLIPPED)
+    with pytest.raises(ValueError, match=r"reduction='ordered' is not supported under js\.local"):
+        js.make_step(MODEL.loss, CLIPPED, layout, engine=js.explicit(reduction="ordered"))
+    run = js.init(MODEL.init, CLIPPED, layout, 0)
+    with pytest.raises(ValueError, match="holds what was made from the old parameters"):
+        js.replace_params(run, MODEL.init(jax.random.key(1)), CLIPPED, layout, opt_state="keep")
+
+
+def test_parity_and_prediction_say_that_they_know_no_replicas() -> None:
+    mesh = mesh_of(**MESH)
+    strategy = js.compose(js.ddp(), js.local("replica", every=4))
+    (batch,) = batches(1)
+    with pytest.raises(ValueError, match="parity: replicas that train by themselves"):
+        js.parity(MODEL.init, MODEL.loss, CLIPPED, strategy, mesh, batch)
+    layout = js.layout(strategy, mesh, MODEL.init, CLIPPED)
+    with pytest.raises(ValueError, match="predict: replicas that train by themselves"):
+        js.plan.predict(layout, MODEL.loss, batch, tx=CLIPPED)
