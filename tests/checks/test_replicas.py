@@ -13,9 +13,17 @@ from jax.sharding import PartitionSpec as P
 import jaxshard as js
 from jaxshard.checks import replicas as module
 from jaxshard.checks.collectives.found import collectives
-from jaxshard.checks.replicas import BitSums, Watched, copy_groups, find_differences, list_watched
+from jaxshard.checks.replicas import (
+    BitSums,
+    Watched,
+    copy_groups,
+    find_differences,
+    list_watched,
+    sums_program,
+)
 from jaxshard.core.tree import Leaf
 from tests.checks.flips import flipped, flipped_copies
+from tests.engines.programs import tpu
 
 
 def init_fn(key):
@@ -204,3 +212,20 @@ def test_one_device_and_runs_of_other_layouts():
         js.check_replicas(hsdp[2].params, hsdp[0])
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         js.ReplicaWatch(ddp[0], every=0)
+
+
+@tpu
+@pytest.mark.slow
+def test_the_tpu_compiler_reads_each_copy_once_and_copies_nothing():
+    """3 GB of f32 and bf16: temporaries of 1 MB at most, and no collective."""
+
+    def big(key):
+        return {"a": jnp.zeros((16, 4096, 4096)), "b": jnp.zeros((4096, 11008), jnp.bfloat16)}
+
+    layout = js.layout(js.ddp("data"), js.plan.topology_mesh("v5e:2x2", data=4), big, TX)
+    compiled = sums_program(layout.mesh, list_watched(layout)).compile()
+    held = js.ReplicaWatch(layout).bytes
+    assert held > 3e9 and compiled.memory_analysis().temp_size_in_bytes < 2**20
+    assert collectives(compiled, layout.mesh) == ()
+    # More than once only where the compiler brings a part of them into its fast memory first.
+    assert compiled.cost_analysis()["bytes accessed"] < 1.2 * held
