@@ -20,7 +20,8 @@ class Case(NamedTuple):
       axes: of the mesh: data (data0 and data1 too), replica, expert, context, tensor, pipe.
       strategy: of the data; the other axes add theirs.
       engine: "auto", "explicit", "explicit units" or "pipelined".
-      remat: "everything", "dots" or "nothing"; of a pipeline its stash, where "nothing" is "layer".
+      remat: "everything", "dots" or "nothing"; of a pipeline its stash, where "nothing" is "layer"; or names of
+        activations, such as "attention_out=save,block_in=offload".
       precision: "f32" or "bf16".
       rows: of the batch, for each of its shards and micro-batches.
       seq: tokens in a row; 0 for images.
@@ -222,6 +223,7 @@ def make_parts(case: Case) -> Parts:
     import optax
 
     import jaxshard as js
+    from jaxshard.plan.search.policies import remat_of
 
     units: tuple[type, ...] = ()
     if "/" in case.model:
@@ -242,7 +244,7 @@ def make_parts(case: Case) -> Parts:
         engine = js.pipelined(stash="layer" if case.remat == "nothing" else case.remat, **common)
     else:
         make = {"auto": js.auto, "explicit": js.explicit}[case.engine.split()[0]]
-        engine = make(remat=case.remat, units=units, **common)
+        engine = make(remat=remat_of(case.remat), units=units, **common)
     rows = case.rows * case.microbatches
     for axis in layout.batch_axes:
         rows *= mesh.shape[axis]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
+from jaxshard.checks.collectives.compiler_choices import torus_sizes
 from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr
@@ -31,6 +32,9 @@ from jaxshard.plan.time.offload import offload_of
 from jaxshard.plan.time.pipeline import ticks_of
 from jaxshard.plan.time.products import product_costs
 from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
+
+_WITHOUT_SPARSE_CORES = ("TPU v2", "TPU v3", "TPU v5 lite", "TPU v5e")
+"""TPUs whose collectives no unit of their own runs, by the `device_kind`s of JAX."""
 
 
 def predict(
@@ -80,7 +84,15 @@ def predict(
     traced = trace_step(layout, loss_fn, tx, engine, batch)
     names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
     vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
-    peak = step_peak(traced, dict(layout.mesh.shape), tiled=device.platform == "tpu", vocab=frozenset(vocab))
+    folded = frozenset(axis for axis in layout.mesh.axis_names if len(torus_sizes(layout.mesh, axis)) > 1)
+    peak = step_peak(
+        traced,
+        dict(layout.mesh.shape),
+        tiled=device.platform == "tpu",
+        vocab=frozenset(vocab),
+        folded=folded,
+        joins_gathers=device.device_kind in _WITHOUT_SPARSE_CORES,
+    )
     promised = promise(layout, engine, loss_fn, batch)
     mesh, ticks = layout.mesh, ticks_of(engine, layout)
     collectives = (

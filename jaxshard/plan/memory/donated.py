@@ -1,10 +1,12 @@
-"""Arguments that a step writes its results over while it still needs them: compilers copy these first."""
+"""Arguments that a step's results are written over while it still needs them: one of the two is there twice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.shards import GATHERS
 
 
 def overwritten_early(region: Region) -> list[Value]:
@@ -18,30 +20,41 @@ def overwritten_early(region: Region) -> list[Value]:
     Args:
       region: a whole step, not the body of a loop.
     """
+    return [argument for argument, gather in _compared_gathers(region) if _is_along_first(gather)]
+
+
+def gathered_apart(region: Region) -> set[Value]:
+    """Find the results that XLA for TPUs gathers into arrays of their own, and copies in the end.
+
+    They are those of `overwritten_early`, split along any dimension, where the compiler chooses the collectives: the
+    gather of one parameter and the norm of another one's update are one operation, and arguments are read till the end.
+    """
+    return {gather.outs[0] for _, gather in _compared_gathers(region) if gather.name != "all_gather"}
+
+
+def _compared_gathers(region: Region) -> Iterator[tuple[Value, Op]]:
+    """Yield the parameters whose updated parts are compared with them, and what gathers the parts to a result."""
     makers = {one: op for op in region.ops for one in op.outs}
-    found = []
+    differences = [op for op in region.ops if op.name == "sub" and len(op.ins) == 2]
     for argument, result in zip(region.inputs, region.outputs, strict=False):
         if argument.role != "parameters" or (argument.shard, argument.dtype) != (result.shard, result.dtype):
             continue
-        updated = _gathered(makers.get(result))
-        if updated is not None and any(_compares(op, updated, argument, makers) for op in region.ops):
-            found.append(argument)
-    return found
+        gather = makers.get(result)
+        if gather is None or gather.name not in GATHERS:
+            continue
+        (part,), (made,) = gather.ins[:1], gather.outs
+        is_part = math.prod(part.shard) < math.prod(made.shard)
+        if is_part and any(_compares(op, part, argument, makers) for op in differences):
+            yield argument, gather
 
 
-def _gathered(gather: Op | None) -> Value | None:
-    """Return what an operation gathers along the first dimension; None if it does something else."""
-    if gather is None or gather.name not in ("all_gather", "sharding_constraint", "enter_moved"):
-        return None
-    (part,), (made,) = gather.ins[:1], gather.outs
-    along_first = part.shard and part.shard[0] < made.shard[0] and part.shard[1:] == made.shard[1:]
-    return part if along_first else None
+def _is_along_first(gather: Op) -> bool:
+    part, made = gather.ins[0].shard, gather.outs[0].shard
+    return bool(part) and part[0] < made[0] and part[1:] == made[1:]
 
 
 def _compares(op: Op, updated: Value, argument: Value, makers: Mapping[Value, Op]) -> bool:
     """True for an operation on the updated part and the part of the argument that it replaces."""
-    if op.name != "sub" or len(op.ins) != 2:
-        return False
     first, second = (_origin(one, makers) for one in op.ins)
     return first is _origin(updated, makers) and second is argument
 

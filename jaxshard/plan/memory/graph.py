@@ -19,10 +19,13 @@ from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.plan.memory.shards import Split, merge, propagate, shard_shape, spec_split, whole
 
 _KEEP_SPLIT = frozenset({
-    "scatter", "scatter-add", "scatter_add", "convert_element_type", "add_any", "add", "mul", "select_n", "neg", "copy",
-    "reduce_precision", "optimization_barrier",
+    "scatter", "scatter-add", "scatter_add", "convert_element_type", "add_any", "add", "mul", "div", "select_n", "neg",
+    "copy", "reduce_precision", "optimization_barrier",
 })  # fmt: skip
 """Operations through which a split goes backward, from a result to the operands of its shape."""
+
+_SUMS = frozenset({"add", "add_any"})
+"""Operations whose terms are split alike: of a sum over micro-batches a gradient is split as the sum so far."""
 
 
 @dataclass(eq=False)
@@ -75,6 +78,7 @@ class Op:
       counts: of a scan (constants, carries); of a while loop (constants of the condition, of the body).
       params: of the equation.
       unread: the operands, by number, that the body of a loop does not use.
+      folded: a collective over an axis that covers several dimensions of a torus.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Op:
     counts: tuple[int, int] = (0, 0)
     params: Mapping[str, Any] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
+    folded: bool = False
 
     @property
     def reads(self) -> list[Value]:
@@ -93,10 +98,10 @@ class Op:
 
 
 class Builder:
-    """Makes the graph of a jaxpr; `sizes` are those of the mesh's axes."""
+    """Makes the graph of a jaxpr; `sizes` are those of the mesh's axes, `folded` as for `build`."""
 
-    def __init__(self, sizes: Mapping[str, int]):
-        self.sizes = dict(sizes)
+    def __init__(self, sizes: Mapping[str, int], folded: frozenset[str] = frozenset()):
+        self.sizes, self.folded = dict(sizes), folded
         self.axes = frozenset(axis for axis, size in sizes.items() if size > 1)
         self.maker: dict[Value, Op] = {}
 
@@ -146,6 +151,7 @@ class Builder:
         if name == "shard_map":
             return self._shard_map(region, eqn, operands, automatic, path)
         op = Op(name, [one for one in operands if one is not None], [], path, params=params)
+        op.folded = not self.folded.isdisjoint(_axes_of(params))
         region.ops.append(op)
         if name == "scan":
             self._scan(op, eqn, operands, automatic)
@@ -160,13 +166,18 @@ class Builder:
             op.outs = [self.value(var.aval, split, path=path)]
         else:
             op.outs = [self.value(var.aval, self._split(name, params, operands, var), path=path) for var in eqn.outvars]
+            if name in _SUMS:
+                self._refine(op.ins, [op.outs[0].split] * len(op.ins))
         self.maker.update((one, op) for one in op.outs)
         return list(op.outs)
 
     def _refine(self, values: Sequence[Value], splits: Sequence[Split]) -> None:
         """Split values as their reader wants them, where nothing said how: zeros, and what is added to them."""
-        for value, split in zip(values, splits, strict=True):
-            if value.role not in ("", "inner") or any(value.split) or not any(split) or len(split) != len(value.shape):
+        for value, wanted in zip(values, splits, strict=True):
+            if value.role not in ("", "inner") or len(wanted) != len(value.shape):
+                continue
+            split = merge([value.split, wanted])
+            if split == value.split:
                 continue
             op = self.maker.get(value)
             if op is None and value.role == "inner":
@@ -304,15 +315,27 @@ def _repeats(op: Op, split: Split) -> bool:
     return all(not split[dim] for dim in kept)
 
 
-def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mapping[str, int]) -> Region:
+def _axes_of(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes of a mesh over which a collective inside a `shard_map` runs."""
+    named = params.get("axis_name", params.get("axes", ()))
+    return tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if isinstance(axis, str))
+
+
+def build(
+    closed: Any,
+    arguments: Sequence[tuple[Split, str, str]],
+    sizes: Mapping[str, int],
+    folded: frozenset[str] = frozenset(),
+) -> Region:
     """Make the graph of a traced step.
 
     Args:
       closed: the closed jaxpr.
       arguments: split, role and path of each argument.
       sizes: of the mesh's axes.
+      folded: the axes that cover several dimensions of a TPU's torus.
     """
-    builder = Builder(sizes)
+    builder = Builder(sizes, folded)
     inputs = [
         builder.value(var.aval, split, role, path)
         for var, (split, role, path) in zip(open_jaxpr(closed)[0].invars, arguments, strict=True)

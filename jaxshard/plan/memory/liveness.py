@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxshard.plan.memory.donated import overwritten_early
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
-from jaxshard.plan.memory.shards import is_reduction
+from jaxshard.plan.memory.shards import SCATTERS, is_reduction
 from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
 
 SUBLANES, LANES = 8, 128
@@ -111,7 +111,7 @@ class Liveness(Storage):
     def peak(self) -> Moment:
         """Return the fullest moment."""
         live = self._early()
-        best = Moment()
+        best, waiting = Moment(), []
         expiring: defaultdict[int, list[Value]] = defaultdict(list)
         for value, at in self.last.items():
             expiring[at].append(value)
@@ -128,9 +128,10 @@ class Liveness(Storage):
                 for one in self.copies[i]:
                     live[one] = Live(one, self.size(one), "converted")
                 inner = self._inside(op)
-                now = [*live.values(), *inner.live, *self._extra(op)]
+                now = [*live.values(), *inner.live, *self._extra(op), *(waiting if "transpose" in op.path else ())]
                 if sum(one.bytes for one in now) > best.total:
                     best = Moment(now, inner.op or op)
+                waiting = waiting or self._left_whole(op)
             for value in expiring[i]:
                 live.pop(value, None)
         return best
@@ -180,6 +181,8 @@ class Liveness(Storage):
             parts = zip(op.ins[0].shard, out.shard, (SUBLANES, LANES), strict=True)
             odd = any(part < whole and part % tile for part, whole, tile in parts)
             return [Live(out, self.size(out), "copy")] if odd else []
+        if op.folded and op.name in SCATTERS and len(op.ins[0].shard) == 2 and self.size(op.ins[0]) > 2**20:
+            return [Live(op.ins[0], self.size(op.ins[0]), "copy")]  # an all-reduce that runs beside other operations
         fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
         if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
             return [] if self._scatters_after(out) > 1 else [Live(out, self.size(out), "copy")]
@@ -195,11 +198,22 @@ class Liveness(Storage):
                 found.append(Live(whole, self.size(whole), "copy"))
         return sorted(found, key=lambda one: one.bytes)[-1:]  # they are free again behind their slices
 
+    def _left_whole(self, op: Op) -> list[Live]:
+        """The whole gradients of a block that wait behind a loop over offloaded activations.
+
+        Compilers take the last turn of such a loop out of it. Its gradients are summed beside the rest of the backward
+        pass, the table's, and written into what the loop stacked at the end.
+        """
+        if op.name != "scan" or not self.narrow_products or not any(one.on_host for one in op.ins):
+            return []
+        (body,) = op.regions
+        return [Live(one, self.size(one), "copy") for inner in body.ops if inner.name in SCATTERS for one in inner.ins]
+
     def _scatters_after(self, value: Value) -> int:
         """Count the collectives one after the other that scatter a value: one for each step over axes of the mesh."""
         count, found = 0, self.readers[self.find(value)]
         while len(found) == 1 and len(found[0].outs) == 1:
-            count += found[0].name in ("reduce_scatter", "psum_scatter")
+            count += found[0].name in SCATTERS
             found = self.readers[self.find(found[0].outs[0])]
         return count
 

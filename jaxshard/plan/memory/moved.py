@@ -3,7 +3,8 @@
 An array of [rows, positions, width] lies in tiles of 8 positions. Where the positions fill them, [rows x positions,
 width] is the same memory; 196 positions do not, and the reshape is a copy. XLA moves such a reshape behind the
 elementwise operations that follow it, as far as all they read was reshaped so. A product before it then writes each
-result that is left there, and each is copied, where one copy of the product would do.
+result that is left there, and each is copied, where one copy of the product would do. What a loop is given, such as a
+product that the forward pass kept, is copied once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxshard.plan.memory.graph import Op, Value
 
 _SUBLANES = 8
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""Operations into which compilers fuse the elementwise operations that make their operands."""
 
 COMPUTED_IN_F32 = frozenset({"erfc"})
 """Functions that are expanded to polynomials in f32: their operand is moved, converted, and not their result."""
@@ -43,8 +47,11 @@ def written_apart(
       is_elementwise: true of an operation that can be computed where its result is read.
     """
     origin: dict[Value, Value] = {}
+    products: set[Value] = set()
     for op in ops:
-        if moves_elements(op):
+        if op.name in PRODUCTS or (is_elementwise(op) and any(find(one) in products for one in op.ins)):
+            products.update(find(one) for one in op.outs)
+        if moves_elements(op) and find(op.ins[0]) in products:
             origin.setdefault(find(op.outs[0]), find(op.outs[0]))
         elif is_elementwise(op) and len(op.outs) == 1:
             large = {find(one) for one in op.ins if one.shard == op.outs[0].shard}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.shards import SCATTERS
 
 _SUMS = ("psum", "psum2", "psum_invariant")
-_SCATTERS = ("reduce_scatter", "psum_scatter")
 _SAME = ("optimization_barrier", "enter", "reshape", "convert_element_type", "name")
 
 
@@ -30,4 +32,31 @@ def sums_stacks_twice(region: Region) -> bool:
         return found
 
     stacked = [one for op in region.ops if op.name == "scan" for one in op.outs[op.counts[1] :]]
-    return any(followed(part, _SUMS) for one in stacked for op in followed(one, _SCATTERS) for part in op.outs)
+    return any(followed(part, _SUMS) for one in stacked for op in followed(one, SCATTERS) for part in op.outs)
+
+
+def join_scatters(region: Region) -> None:
+    """Let scatters write into what their result is added to: XLA turns x + scatter(zeros, ...) into scatter(x, ...).
+
+    So the gradient of a table that is looked up and, as output matrix, multiplied is one array.
+    """
+    for op in region.ops:
+        for inner in op.regions:
+            join_scatters(inner)
+    makers = {one: op for op in region.ops for one in op.outs}
+    uses = Counter(one for op in region.ops for one in op.ins)
+    uses.update(region.outputs)
+    joined: set[Op] = set()
+    for op in region.ops:
+        if op.name not in ("add", "add_any") or len(op.ins) != 2:
+            continue
+        for made, other in (op.ins, op.ins[::-1]):
+            scatter = makers.get(made)
+            if scatter is None or scatter.name not in ("scatter-add", "scatter_add") or uses[made] > 1:
+                continue
+            zeros, whole = makers.get(scatter.ins[0]), made.shard == other.shard == op.outs[0].shard
+            if zeros is not None and not zeros.ins and whole and made.dtype == other.dtype and scatter not in joined:
+                op.name, op.params, op.ins = scatter.name, scatter.params, [other, *scatter.ins[1:]]
+                joined.add(scatter)
+                break
+    region.ops = [op for op in region.ops if op not in joined]

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Liveness, Moment
+from jaxshard.plan.memory.order import join_scatters
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import Traced
 
@@ -54,7 +56,15 @@ class Peak(NamedTuple):
     vocab: frozenset[int]
 
 
-def step_peak(traced: Traced, sizes: Mapping[str, int], *, tiled: bool, vocab: frozenset[int] = frozenset()) -> Peak:
+def step_peak(
+    traced: Traced,
+    sizes: Mapping[str, int],
+    *,
+    tiled: bool,
+    vocab: frozenset[int] = frozenset(),
+    folded: frozenset[str] = frozenset(),
+    joins_gathers: bool = False,
+) -> Peak:
     """Find the fullest moment of a traced step.
 
     Args:
@@ -62,8 +72,12 @@ def step_peak(traced: Traced, sizes: Mapping[str, int], *, tiled: bool, vocab: f
       sizes: of the mesh's axes.
       tiled: arrays lie in the tiles of a TPU.
       vocab: sizes of vocabularies, by which logits are known.
+      folded: the mesh's axes that cover several dimensions of a TPU's torus.
+      joins_gathers: a gather is one operation with what the chip computes meanwhile, as on TPUs without SparseCores.
     """
-    region = build(traced.closed, traced.arguments, sizes)
+    region = build(traced.closed, traced.arguments, sizes, folded)
+    if tiled:
+        join_scatters(region)
     kernels = any(op.name == "pallas_call" for op in every_op(region))
     parameters = [one for one in region.inputs if one.role == "parameters"]
     weights = frozenset(shape for one in parameters for shape in _forms(one))
@@ -75,7 +89,8 @@ def step_peak(traced: Traced, sizes: Mapping[str, int], *, tiled: bool, vocab: f
         return temporary_bytes(value, tiled=tiled, free=free)
 
     # The run that goes in is donated: what comes out is written into its arrays.
-    moment = Liveness(region, size, set(region.outputs), narrow_products=tiled).peak()
+    in_place = set(region.outputs) - (gathered_apart(region) if joins_gathers else set())
+    moment = Liveness(region, size, in_place, narrow_products=tiled).peak()
     parts = {count // split for count in vocab for split in sizes.values() if count % split == 0}
     return Peak(region, moment, weights, vocab | parts)
 

@@ -17,6 +17,11 @@ from typing import Any
 Split = tuple[tuple[str, ...], ...]
 """For each dimension the mesh axes over which it is split."""
 
+GATHERS = ("all_gather", "sharding_constraint", "enter_moved")
+"""Collectives that make arrays of parts; the last two also stand for others, which the compiler chooses."""
+SCATTERS = ("reduce_scatter", "psum_scatter")
+"""Collectives that sum arrays and leave each device a part."""
+
 
 def whole(shape: Sequence[int]) -> Split:
     """Return the split of an array that is whole on every device."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
-from jaxshard.plan.memory.moved import written_apart
+from jaxshard.plan.memory.moved import PRODUCTS, written_apart
 from jaxshard.plan.memory.order import sums_stacks_twice
 from jaxshard.plan.memory.shards import is_reduction
 
@@ -22,15 +22,12 @@ _SAME_MEMORY = frozenset({
 })  # fmt: skip
 """Results that are their operand in another shape, if they have as many bytes."""
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-"""Operations into which compilers fuse the elementwise operations that make their operands."""
-
 _COLLECTIVES = frozenset({
     "all_gather", "psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pmax",
     "pmin", "ragged_all_to_all", "all_gather_invariant",
 })  # fmt: skip
 
-_STORED = _PRODUCTS | _COLLECTIVES | frozenset({
+_STORED = PRODUCTS | _COLLECTIVES | frozenset({
     "pallas_call", "scan", "while", "cond", "sort", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul",
     "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "custom_call", "ffi_call", "top_k",
     "ragged_dot", "ragged_dot_general", "concatenate", "tpu_custom_call", "reduce_window_sum", "reduce_window_max",
@@ -74,7 +71,7 @@ class Storage:
                     self.readers[self.find(one)].append(op)
         self.results = {self.find(one) for one in region.outputs}
         self.inputs = {self.find(one) for one in region.inputs}
-        self.products = {one for op in region.ops if op.name in _PRODUCTS for one in op.outs}
+        self.products = {one for op in region.ops if op.name in PRODUCTS for one in op.outs}
         self.makers = {one: op for op in region.ops if not self.is_alias(op) for one in op.outs}
         self.traced = {op: i for i, op in enumerate(region.ops)}
         self.loops = [i for i, op in enumerate(region.ops) if op.regions]
@@ -148,7 +145,7 @@ class Storage:
         for op in ops:
             if not self.is_elementwise(op):
                 for one in op.outs:
-                    if op.name in _PRODUCTS and self._continues(one):
+                    if op.name in PRODUCTS and self._continues(one):
                         pending.add(one)
                     else:
                         self.stored.add(one)
@@ -195,7 +192,7 @@ class Storage:
         """
         maker = self.makers[value]
         cast = maker.name == "convert_element_type" and any(self.find(one).role == "parameters" for one in maker.ins)
-        return cast and len(value.shard) == 2 and {one.name for one in self.readers[value]} <= _PRODUCTS
+        return cast and len(value.shard) == 2 and {one.name for one in self.readers[value]} <= PRODUCTS
 
     def _narrow_size(self, value: Value, sources: dict[Value, set[Value]]) -> int:
         """The bytes of a value in the type that its readers take it in, where that can be known before."""
@@ -258,7 +255,7 @@ class Storage:
         return any(self.traced[self.makers[value]] < loop < max(made) for loop in self.loops)
 
     def _reads_memory(self, reader: Op, value: Value) -> bool:
-        if reader.name in _PRODUCTS:  # those of a GPU's libraries
+        if reader.name in PRODUCTS:  # those of a GPU's libraries
             return not self.narrow_products
         if self.is_elementwise(reader):
             return False
@@ -283,7 +280,7 @@ class Storage:
         places: dict[Op, float] = {}
         for i, op in enumerate(self.ops):
             at: float = i
-            if op.name in _PRODUCTS and (roots := self._roots_of(op)):
+            if op.name in PRODUCTS and (roots := self._roots_of(op)):
                 earliest = max(made.get(one, -1) for one in roots)
                 freed = sum(self.size(one) for one in roots if read[one] == i and one not in self.inputs)
                 if any(earliest < loop < i for loop in self.loops) and freed > self.size(op.outs[0]):
@@ -308,7 +305,7 @@ class Storage:
         places: dict[Op, float] = {}
         for i, op in enumerate(self.ops):
             places[op] = i
-            reader = read.get(self.find(op.outs[0])) if op.name in _PRODUCTS else None
+            reader = read.get(self.find(op.outs[0])) if op.name in PRODUCTS else None
             if reader is not None and (self.narrow_products or not self._waits(reader, op.outs[0])):
                 at = self.traced[reader]
                 places[op] = at - 0.5 if any(i < loop < at for loop in self.loops) else i

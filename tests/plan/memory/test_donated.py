@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.plan.memory.donated import overwritten_early
+from jaxshard.plan.memory.donated import gathered_apart, overwritten_early
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
 
@@ -39,3 +39,5 @@ def test_a_gather_along_the_first_dimension_writes_over_a_parameter_that_its_upd
 
     copies = {tpu: [one.bytes for one in live(tpu=tpu).live if one.note == "converted"] for tpu in (False, True)}
     assert copies == {False: [4 * N * N] * len(expected), True: []}
+    # One operation of a TPU gathers a parameter and measures another one's update: arguments are read till the end.
+    assert gathered_apart(region) == ({region.outputs[0]} if measured else set())

@@ -21,3 +21,34 @@ def test_a_broadcast_is_split_along_the_dimension_that_it_adds_where_a_shard_map
 
     assert shards((16,), (1,)) == [(1, 16)]
     assert shards((8,), (0,)) == [(8, 16)]  # its operand is whole, and a split would be one of it too
+
+
+def test_a_gradient_is_split_as_the_sum_over_micro_batches_to_which_it_is_added():
+    # Nothing says how the gradient of a table is split: what a scatter writes into are zeros.
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, P("tensor"))
+
+    def step(tokens, updates):
+        start = jax.lax.with_sharding_constraint(jnp.zeros((64, 16)), split)
+
+        def turn(total, one):
+            return total + jnp.zeros((64, 16)).at[one[0]].add(one[1]), None
+
+        return jax.lax.scan(turn, start, (tokens, updates))[0]
+
+    args = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
+    region = build(jax.make_jaxpr(step)(*args), [(((),) * len(x.shape), "", "") for x in args], dict(mesh.shape))
+    (loop,) = (op for op in region.ops if op.name == "scan")
+    assert [op.outs[0].shard for op in loop.regions[0].ops if op.name.startswith("scatter")] == [(8, 16)]
+
+
+def test_a_collective_is_known_to_be_over_an_axis_that_covers_two_dimensions_of_a_torus():
+    mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def add(x):
+        return jax.lax.psum_scatter(jax.lax.psum_scatter(x, "data", tiled=True), "context", tiled=True)
+
+    step = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(("data", "context")), check_vma=False)
+    closed = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((64,), jnp.float32))
+    region = build(closed, [(((),), "", "")], dict(mesh.shape), frozenset({"data"}))
+    assert [op.folded for op in region.ops if op.name in ("reduce_scatter", "psum_scatter")] == [True, False]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from jaxshard.plan.memory.graph import build
@@ -53,7 +54,7 @@ def test_a_scattered_gradient_is_there_twice_where_one_collective_sums_it_over_a
     mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rows = jax.sharding.PartitionSpec(("data", "context"))
 
-    def copies(*axes):
+    def copies(*axes, folded=()):
         def add(updates, tokens):
             made = jnp.zeros((1024, 512)).at[tokens].add(updates)
             for names in axes:
@@ -62,12 +63,39 @@ def test_a_scattered_gradient_is_there_twice_where_one_collective_sums_it_over_a
 
         step = jax.shard_map(add, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=False)
         args = jax.ShapeDtypeStruct((64, 512), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
-        region = build(jax.make_jaxpr(step)(*args), [(((),) * len(x.shape), "", "") for x in args], dict(mesh.shape))
+        splits = [(((),) * len(x.shape), "", "") for x in args]
+        region = build(jax.make_jaxpr(step)(*args), splits, dict(mesh.shape), frozenset(folded))
         found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(), narrow_products=True)
         return [one.bytes for one in found.peak().live if one.note == "copy"]
 
     assert copies(("data", "context")) == [4 * 1024 * 512]
     assert copies("data", "context") == []
+    assert copies("data", "context", folded=("data",)) == [4 * 1024 * 512]  # over two dimensions of a torus
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_gradients_of_the_last_turn_wait_behind_a_loop_over_offloaded_activations(offloaded):
+    # Compilers take that turn out of the loop, and sum its gradients beside what follows.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, "data")
+
+    def step(stack, x):
+        def turn(total, one):
+            return total + 1, lax.psum_scatter(one @ x, "data", tiled=True)
+
+        total, grads = lax.scan(turn, x, stack)
+        with jax.named_scope("transpose"):
+            return grads, total @ total @ total
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=jax.P(), out_specs=(spec, jax.P()), axis_names={"data"}, check_vma=False
+    )
+    args = jax.ShapeDtypeStruct((2, N, N), jnp.float32), SQUARE
+    region = build(jax.make_jaxpr(mapped)(*args), [(((),) * len(x.shape), "", "") for x in args], dict(mesh.shape))
+    (loop,) = (op for op in region.ops if op.name == "scan")
+    loop.ins[-1].on_host = offloaded
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=False), set(), narrow_products=True).peak()
+    assert [one.bytes for one in found.live if one.note == "copy"] == [BYTES] * offloaded
 
 
 def test_a_loop_gathers_a_stack_that_is_split_over_its_turns():

@@ -41,6 +41,17 @@ def test_the_operand_of_erfc_is_moved_in_f32():
     assert [one.bytes for one in moment.live if one.note == "copy"] == [4 * ROWS * 200 * WIDTH, 2 * ROWS * 200 * WIDTH]
 
 
+def test_what_was_kept_is_copied_once_where_positions_do_not_fill_tiles():
+    def step(h, g):
+        h = (h * 2).reshape(ROWS, 196, WIDTH)
+        return g * jax.lax.erfc(-h * 0.7) + g * jnp.exp(-(h * h))
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((ROWS * 196, WIDTH), (ROWS, 196, WIDTH))]
+    region = build(jax.make_jaxpr(step)(*args), [(((),) * len(one.shape), "", "") for one in args], {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    assert not found.apart
+
+
 @pytest.mark.parametrize(
     ("before", "after", "moves"),
     [

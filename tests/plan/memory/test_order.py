@@ -1,4 +1,4 @@
-"""Which products run behind a loop."""
+"""Which products run behind a loop, and which sums are a part of what they add."""
 
 import math
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
-from jaxshard.plan.memory.order import sums_stacks_twice
+from jaxshard.plan.memory.order import join_scatters, sums_stacks_twice
 
 N = 64
 
@@ -39,3 +39,21 @@ def test_a_gradient_waits_for_the_sums_of_hybrid_sharding_behind_the_backward_pa
     products = [op for op in found.ops if op.name == "dot_general"]
     gradient = next(op for op in reversed(products) if sorted(op.outs[0].shard) == [N, 4 * N])
     assert (found.place[gradient] > found.place[loop]) == hybrid
+
+
+def test_a_scatter_writes_into_what_it_is_added_to():
+    # A tied table: the gradient of its use as output matrix, and that of the rows that were looked up.
+    def grad(x, w, tokens, updates, start):
+        return x @ w + start.at[tokens].add(updates)
+
+    def names(start):
+        args = (x, x, tokens, x, start) if start is not None else (x, x, tokens, x)
+        fn = grad if start is not None else lambda *args: grad(*args, jnp.zeros((N, N)))
+        region = build(jax.make_jaxpr(fn)(*args), [(((),) * len(one.shape), "", "") for one in args], {})
+        join_scatters(region)
+        return [op.name.replace("_", "-") for op in region.ops if op.name in ("add", "scatter-add", "scatter_add")]
+
+    x, tokens = jax.ShapeDtypeStruct((N, N), jnp.float32), jax.ShapeDtypeStruct((N,), jnp.int32)
+    joined, apart = names(None), names(x)
+    assert joined.count("scatter-add") == 1
+    assert apart.count("add") == joined.count("add") + 1  # what it would be written over is there already
