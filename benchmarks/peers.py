@@ -1,11 +1,14 @@
 """The same GPT trained by this package and by its peers, side by side on two devices of this machine's CPU.
 
-    python benchmarks/peers.py [--torch PYTHON] [--easydel PYTHON] [--write] [--json FILE]
+    python benchmarks/peers.py [--torch PYTHON] [--easydel PYTHON] [--maxtext PYTHON] [--levanter PYTHON] [--write]
 
 Each PYTHON is an interpreter that has that library; a peer without one is left out, with the reason:
 
     --torch      pip install torch numpy                      (the extra `bench`; by default this interpreter)
     --easydel    pip install easydel==0.3.0 torch pillow      (Python 3.11)
+    --maxtext    pip install "maxtext[tpu]==0.2.5"            (Python 3.12)
+    --levanter   pip install levanter==1.1 jax==0.4.20 jaxlib==0.4.20 "numpy<2" "scipy<1.13" "ml-dtypes<0.5" \\
+                     "pyarrow<20"                         (Python 3.12; later versions of JAX lack what it imports)
 
 Every peer is a program in `benchmarks/peers/`, as its user would write it: equal shapes, f32, AdamW, one global batch.
 Each runs in processes of its own; they take turns of a few steps, the others asleep, so that a busy machine is busy for
@@ -51,7 +54,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "records" / "peers.md"
 MARK = "<!-- the tables below are written by benchmarks/peers.py --write -->"
 WARM_UP_STEPS = 2
 DEVICES = 2
-TRAINERS = ("easydel",)
+TRAINERS = ("easydel", "maxtext", "levanter")
 """Libraries with models and loops of their own."""
 
 
@@ -92,8 +95,10 @@ PEERS = (
     Peer("torch DDP, gloo", "torch_ddp", "torch", TORCH, 2),
     Peer("torch FSDP2, gloo", "torch_fsdp2", "torch", TORCH, 2),
     Peer("EasyDeL, fsdp", "easydel_fsdp", "easydel", JAX),
+    Peer("MaxText, fsdp", "maxtext_fsdp", "maxtext", JAX),
+    Peer("Levanter, fsdp", "levanter_fsdp", "levanter", JAX),
 )
-VERSIONS = {"own": ("jax", "flax", "optax"), "torch": ("torch",), "easydel": ("easydel", "jax")}
+VERSIONS = {"own": ("jax", "flax", "optax"), "torch": ("torch",)} | {name: (name, "jax") for name in TRAINERS}
 
 
 class Absent(Exception):
@@ -314,7 +319,7 @@ def parse_args() -> argparse.Namespace:
     option("--heads", default=4)
     option("--seq", default=128)
     option("--batch", default=8, help="rows of the global batch")
-    for library in ("torch", "easydel"):
+    for library in ("torch", *TRAINERS):
         parser.add_argument(f"--{library}", metavar="PYTHON", help=f"an interpreter that has {library}")
     parser.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="contenders with this in their name"
@@ -331,7 +336,7 @@ def main() -> None:
     args = parse_args()
     shape = Shape(args.width, args.blocks, args.heads, args.seq, args.batch)
     torch = args.torch or (sys.executable if importlib.util.find_spec("torch") else None)
-    chosen = {"own": sys.executable, "torch": torch, "easydel": args.easydel}
+    chosen = {"own": sys.executable, "torch": torch} | {name: getattr(args, name) for name in TRAINERS}
     interpreters, versions = {}, {}
     for library, python in chosen.items():
         if python is not None:

@@ -40,7 +40,7 @@ def main():
     loss = step()
     answer(
         first_loss=loss,
-        parameters=count,
+        parameters=count() if callable(count) else count,
         first_step_cpu=time.process_time() - built,
         cpu=time.process_time(),
         wall=time.perf_counter() - BEGAN,
