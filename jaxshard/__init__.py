@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from jaxshard.core.loss import Sum as Sum
     from jaxshard.core.loss import combine as combine
     from jaxshard.core.low_rank import merge_lora as merge_lora
-    from jaxshard.core.make_layout import layout as layout
     from jaxshard.core.mesh import make_mesh as make_mesh
     from jaxshard.core.mesh import simulate_devices as simulate_devices
     from jaxshard.core.placement import Placement as Placement
@@ -88,6 +87,7 @@ if TYPE_CHECKING:
     from jaxshard.layers.attention.attention import attention as attention
     from jaxshard.layers.head_loss import head_loss as head_loss
     from jaxshard.layers.moe.moe import moe as moe
+    from jaxshard.optim.owners.own import layout as layout
     from jaxshard.training import metrics as metrics
     from jaxshard.training.attribution import Attribution as Attribution
     from jaxshard.training.attribution import attribution as attribution
@@ -148,7 +148,6 @@ _NAMES = {
     "core.cross_entropy": ("cross_entropy",),
     "core.keys": ("row_keys",),
     "core.layout": ("Layout",),
-    "core.make_layout": ("layout",),
     "core.loss": ("Loss", "Max", "Mean", "Model", "Sum", "combine"),
     "core.low_rank": ("merge_lora",),
     "core.mesh": ("make_mesh", "simulate_devices"),
@@ -182,6 +181,7 @@ _NAMES = {
     "layers.attention.attention": ("attention",),
     "layers.head_loss": ("head_loss",),
     "layers.moe.moe": ("moe",),
+    "optim.owners.own": ("layout",),
     "training.attribution": ("Attribution", "attribution"),
     "training.describe": ("describe",),
     "training.early_stopping": ("EarlyStopping",),

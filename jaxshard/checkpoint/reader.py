@@ -24,6 +24,7 @@ from jaxshard.distributed.facts import run_facts
 from jaxshard.distributed.mismatch import digest
 from jaxshard.distributed.together import raise_together
 from jaxshard.training.base import checksum_base
+from jaxshard.training.owned_state import give_to_owners
 from jaxshard.training.placing import place_base, place_model
 from jaxshard.training.state import TrainState, check_run
 
@@ -87,6 +88,7 @@ def read_run(
 
     `base` are the stored parameters of which those of `layout.base` are taken, if the layout has any.
     """
+    owning, layout = layout, layout.without_owners
     folder, manifest = _find_step(root, layout, step, key)
     wanted, structure = entries(layout)
     without = layout.shapes.opt_state is None
@@ -108,7 +110,7 @@ def read_run(
         run = run._replace(params=put_back(layout.base, base, run.params))
     if int(run.step) != manifest.step:
         raise ValueError(f"{folder}: the run in it has taken {int(run.step)} steps, not {manifest.step}")
-    return run
+    return give_to_owners(run, owning)
 
 
 def describe(dir: str | os.PathLike[str], *, step: int | None = None, key: bytes | None = None) -> Manifest:

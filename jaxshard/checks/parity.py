@@ -28,7 +28,6 @@ from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
 from jaxshard.core.local import local_of
 from jaxshard.core.loss import Loss, Mean, as_loss
-from jaxshard.core.make_layout import layout
 from jaxshard.core.mesh import axis_size, mesh_str
 from jaxshard.core.pictures import page
 from jaxshard.core.settings import no_mesh, own_settings
@@ -41,6 +40,7 @@ from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
+from jaxshard.optim.owners.own import layout
 from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.placing import put_stored

@@ -19,7 +19,7 @@ import jax
 from jax._src import api_util, clusters, distributed, profiler, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend import source_info_util
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 NEWEST_TESTED = (0, 12)
@@ -369,6 +369,14 @@ def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any],
     """
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(eqns=list(eqns), invars=list(invars), outvars=list(outvars), debug_info=names)
+
+
+def fresh_variable(aval: Any) -> Any:
+    """Return a variable of this type that no program uses yet.
+
+    Undocumented: the argument of `jax.extend.core.Var`. Loud: a TypeError.
+    """
+    return Var(aval)
 
 
 # Texts of errors.

@@ -19,6 +19,7 @@ from jaxshard.core.local import Local, local_of
 from jaxshard.core.loss import Model
 from jaxshard.core.low_rank import has_low_rank, is_low_rank
 from jaxshard.core.mesh import MeshById, axis_size
+from jaxshard.core.owners import Owners
 from jaxshard.core.placed import Placed, bytes_by_role, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
@@ -53,6 +54,8 @@ class Layout:
       stacked_for_user: True if the user wrote single blocks that the library stacked: `js.make_step` then refuses an
         optimizer that would update stacked blocks differently from single ones.
       model: the known model whose `init` the layout was made from; None for another function, and after unpickling.
+      owners: who updates which matrix, where the optimizer multiplies matrices (Muon, Shampoo) and its state is split;
+        None for other optimizers. `print(layout.owners)` shows it.
 
     Example:
         layout = js.layout(js.zero2(), js.make_mesh(data=8), init_fn, tx)
@@ -73,6 +76,7 @@ class Layout:
     trainable: PyTree
     stacked_for_user: bool = False
     model: KnownModel | None = field(default=None, compare=False, repr=False)
+    owners: Owners | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Describe the layout for `pickle`: devices can't leave their process, so the mesh is one of device ids."""
@@ -86,6 +90,16 @@ class Layout:
     def __setstate__(self, state: dict[str, Any]) -> None:
         mesh = state["mesh"]
         self.__dict__.update(state | {"mesh": mesh.find() if isinstance(mesh, MeshById) else mesh})
+
+    @property
+    def without_owners(self) -> Layout:
+        """The same layout with all optimizer state split as the strategy says, and no matrix owned by one device."""
+        if self.owners is None:
+            return self
+        placements = jax.tree.leaves(self.opt_state)
+        for number, placement in self.owners.natural:
+            placements[number] = placement
+        return replace(self, opt_state=jax.tree.unflatten(jax.tree.structure(self.opt_state), placements), owners=None)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -221,7 +235,8 @@ class Layout:
 
     def _contents(self) -> Contents:
         stacked = jax.tree.leaves(self.shapes.params[BLOCKS])[0].shape[0] if self.pipeline else 0
-        return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, self.placed(), self.local)
+        shown = self.placed(), self.local, self.owners
+        return Contents(self.mesh, self.batch_axes, self.context, self.pipeline, stacked, *shown)
 
     def _repr_html_(self) -> str:
         """Write the summary with the table of all arrays folded away, for notebooks."""

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.local import Local
 from jaxshard.core.mesh import axis_names, mesh_str
+from jaxshard.core.owners import Owners
 from jaxshard.core.pictures import page
 from jaxshard.core.pictures.boxes import GAP, Box, drawing, row
 from jaxshard.core.pictures.style import PALETTE, ROLES
@@ -53,6 +54,7 @@ class Contents(NamedTuple):
       num_blocks: the number of those blocks.
       placed: every array.
       local: what lets replicas train by themselves; None without one.
+      owners: the owners of whole matrices; None without.
     """
 
     mesh: Mesh
@@ -62,6 +64,7 @@ class Contents(NamedTuple):
     num_blocks: int
     placed: list[Placed]
     local: Local | None = None
+    owners: Owners | None = None
 
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -77,6 +80,8 @@ def human_bytes(count: float) -> str:
 
 def spec_str(placement: Placement) -> str:
     """Write the stored spec as text: "whole", or which dimension is split over what."""
+    if placement.owned:
+        return placement.owned
     splits = [f"dim {dim} over {' x '.join(axis_names(e))}" for dim, e in enumerate(placement.store) if e is not None]
     return ", ".join(splits) or "whole"
 
@@ -93,7 +98,8 @@ def explain(contents: Contents) -> str:
     """Write the mesh, a table of every array, and the bytes on each device by role."""
     totals = bytes_by_role(contents.placed, contents.mesh).items()
     last = f"per device: {', '.join(f'{role} {human_bytes(count)}' for role, count in totals)}"
-    return "\n".join([*_describe_mesh(contents), *align_columns(_all_rows(contents)), last])
+    owners = str(contents.owners).splitlines() if contents.owners else []
+    return "\n".join([*_describe_mesh(contents), *owners, *align_columns(_all_rows(contents)), last])
 
 
 def _all_rows(contents: Contents) -> list[tuple[str, ...]]:
@@ -183,7 +189,8 @@ _KIND_HEAD, _KIND_SIDES = ("largest arrays", "role", "bytes/device", "size / axe
 def summarize(contents: Contents) -> str:
     """Write a layout in at most 20 lines of 100 columns: by role, by kind of array, and what is whole and why."""
     groups = _group(contents)
-    lines = [*_fold(_describe_mesh(contents), 4), *_role_table(contents).lines]
+    owners = _fold(str(contents.owners).splitlines(), 4) if contents.owners else []
+    lines = [*_fold(_describe_mesh(contents), 4), *owners, *_role_table(contents).lines]
     why = _fold(_describe_whole(groups), 4)
     rows = [one.cells for one in _kind_rows(groups)]
     room = LINES - len(lines) - len(why) - 2  # the heading and the last line
@@ -264,6 +271,8 @@ def _describe_place(placement: Placement) -> str:
 
 def _find_reason(placement: Placement) -> tuple[str, str]:
     """Return over what an array is whole, and why: ("", "") for one that is split as the strategy wants it."""
+    if placement.owned:
+        return "", ""
     if not axes_of(placement.store):
         why = re.sub(r"^small: \d+ elements, under (\d+)$", r"small, under \1 elements", placement.why)
         return "whole", why or placement.rule or "the strategy keeps it whole"

@@ -148,7 +148,7 @@ def layout(
         warnings.warn(
             f"the mesh axis {', '.join(map(repr, idle))} splits nothing: its devices repeat one another's work; use it "
             "in the strategy or leave it out of the mesh",
-            stacklevel=2,
+            stacklevel=3,
         )
     return made
 

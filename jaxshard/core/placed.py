@@ -37,5 +37,9 @@ def bytes_by_role(placed: Sequence[Placed], mesh: Mesh) -> dict[Role, int]:
 def split_share(placed: Sequence[Placed], mesh: Mesh, role: Role) -> float:
     """Return the share, from 0 to 1, of a role's elements in arrays that are split over more than one device."""
     of_role = [one for one in placed if one.role == role]
-    split = sum(one.leaf.size for one in of_role if any(mesh.shape[a] > 1 for a in axes_of(one.placement.store)))
+    split = sum(one.leaf.size for one in of_role if _is_split(one.placement, mesh))
     return split / max(1, sum(one.leaf.size for one in of_role))
+
+
+def _is_split(placement: Placement, mesh: Mesh) -> bool:
+    return bool(placement.owned) or any(mesh.shape[axis] > 1 for axis in axes_of(placement.store))

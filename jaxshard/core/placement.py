@@ -112,6 +112,8 @@ class Placement:
         is a gather, which an engine issues.
       why: the reason why a fill left the array whole, for people; "" where it is split.
       rule: the rule of `js.tensor` that decided about the array, for people; "" without.
+      owned: for state that lives with the owners of whole matrices (`Layout.owners`) where it is, for people; "" for
+        all else. Such an array is stored in a stack with others, not by its view alone.
 
     Example:
       A weight f32[1024, 4096] under `js.compose(js.fsdp("data"), js.tensor())` rests split over both axes, and is used
@@ -126,6 +128,7 @@ class Placement:
     store: PartitionSpec
     why: str = ""
     rule: str = ""
+    owned: str = ""
 
     def split(self, dim: int, names: AxisName) -> Placement:
         """Split the stored dimension `dim` further, over a mesh axis or several."""

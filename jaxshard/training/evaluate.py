@@ -39,6 +39,7 @@ from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.engines.positionwise import make_position_check
 from jaxshard.optim.averaging import averaged_params
 from jaxshard.training.batch import check_batch
+from jaxshard.training.owned_state import split_owned
 from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import move_stored, use_stored
 
@@ -183,6 +184,7 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
         js.evaluate(eval_step, js.averaged(run, layout), held_out)
     """
     check_run(layout, run)
+    given, run = run, split_owned(run, layout)
 
     @partial(jax.jit, out_shardings=layout.shardings(layout.params))
     def place(params: PyTree, opt_state: PyTree) -> PyTree:
@@ -192,7 +194,7 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
         placed = move_stored(layout, average, layout.opt_params, select(layout.trainable, layout.params))
         return put_back(layout.trainable, placed, params)
 
-    return run._replace(params=place(run.params, run.opt_state))
+    return given._replace(params=place(run.params, run.opt_state))
 
 
 def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState, batches: Any) -> dict[str, float]:

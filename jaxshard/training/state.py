@@ -21,7 +21,7 @@ from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import key_fact, run_facts
 from jaxshard.training.placing import place_base, place_model
 from jaxshard.training.state_page import state_page
-from jaxshard.training.views import store, unstore
+from jaxshard.training.views import store, store_state, unstore, unstore_state
 
 
 class TrainState(NamedTuple):
@@ -121,7 +121,7 @@ def init_opt_state(tx: optax.GradientTransformation | None, layout: Layout, para
         trained = select(layout.trainable, unstore(layout.params, params))
         opt_state = None if tx is None else layout.start_optimizer(tx, trained)
         check_opt_state(layout, opt_state)
-        return store(layout.opt_state, opt_state)
+        return store_state(layout, opt_state)
 
     return jax.jit(start, out_shardings=layout.shardings(layout.opt_state))(params)
 
@@ -137,7 +137,7 @@ def init_program(init_fn: InitFn, tx: optax.GradientTransformation | None, layou
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=store(layout.params, params),
-            opt_state=store(layout.opt_state, opt_state),
+            opt_state=store_state(layout, opt_state),
             state=store(layout.state, state),
             key=run_key(key),
         )
@@ -204,7 +204,7 @@ def logical(run: TrainState, layout: Layout) -> TrainState:
     def convert(run: TrainState) -> TrainState:
         return run._replace(
             params=unstore(layout.params, run.params),
-            opt_state=unstore(layout.opt_state, run.opt_state),
+            opt_state=unstore_state(layout, run.opt_state),
             state=unstore(layout.state, run.state),
         )
 

@@ -35,6 +35,7 @@ from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
 from jaxshard.engines.explicit import combine_over
 from jaxshard.optim.ordered import with_ordered_sums
+from jaxshard.optim.owners.own import owned_update
 from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
 from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.proof.stacking import require_same_stacked
@@ -141,6 +142,7 @@ class Step:
       elementwise: the proof that the optimizer is elementwise, or the reason why it is not; None where it was not
         needed, because every array is stored as the model knows it.
       update_view: the arrays on which the optimizer runs, stored or logical, with the reason and the cost.
+      owned: True if matrices are updated by their owners, as `layout.owners` says.
       guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
       donate: True if the step takes the arrays of the run that goes in.
       check_exchange: True if the first step is compared where experts exchange rows by ragged all-to-alls.
@@ -180,11 +182,13 @@ class Step:
         if layout.stacked_for_user or self.objective.stacked_for_user:
             self._check_stacking()
         self._sums = engine.sums(layout)
-        self.elementwise = check_stored(readable, params, layout.opt_params, layout.opt_state)
+        self.elementwise = check_stored(readable, params, layout.opt_params, layout.without_owners.opt_state)
+        owned = None if layout.owners is None or extra.names else owned_update(layout, tx)
+        self.owned = owned is not None
         # The optimizer runs on stored arrays where it can't tell them from logical ones: none of them differs, or it is
         # elementwise. Where sums are taken in one order, sums over all parameters (a global norm) are no obstacle: they
         # are replaced by ordered ones, to which the zeros of the padding add nothing.
-        stored = self.elementwise is None or bool(self.elementwise)
+        stored = layout.owners is None and (self.elementwise is None or bool(self.elementwise))
         self._totals_in_order = self._sums.in_order and not check_elementwise(readable, params)
         if self._totals_in_order:
             if extra.names:
@@ -193,7 +197,7 @@ class Step:
                     f"asks for {', '.join(extra.names)} too; use reduction='native'"
                 )
             tx, stored = with_ordered_sums(tx, params, layout), True
-        self._update = make_update(tx, layout, self._sums, stored=stored, extra=extra)
+        self._update = make_update(tx, layout, self._sums, stored=stored, extra=extra, owned=owned)
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(self.objective, layout)
         self._forget_programs()
@@ -223,6 +227,9 @@ class Step:
     @property
     def update_view(self) -> str:
         """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
+        if self.owned:
+            matrices = sum(one.count for one in self.layout.owners.stacks) if self.layout.owners else 0
+            return f"owners: {matrices} matrices are updated whole, each by one device (print(layout.owners))"
         if self._totals_in_order:
             return "stored view: the optimizer is elementwise but for sums over all parameters, which are ordered"
         if self.elementwise is None:

@@ -18,15 +18,23 @@ from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.training.extra_args import ExtraArgs, LossAt
 from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
-from jaxshard.training.views import hold_stored, move_stored, store, unstore
+from jaxshard.training.views import hold_stored, move_stored, store, store_state, unstore, unstore_state
 
 NO_EXTRA_ARGS = ExtraArgs()
+
+OwnedUpdate = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 Update = Callable[[PyTree, PyTree, PyTree, jax.Array, jax.Array, LossAt], tuple[PyTree, PyTree, jax.Array]]
 
 
 def make_update(
-    tx: optax.GradientTransformation, layout: Layout, sums: Sums, *, stored: bool, extra: ExtraArgs = NO_EXTRA_ARGS
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    sums: Sums,
+    *,
+    stored: bool,
+    extra: ExtraArgs = NO_EXTRA_ARGS,
+    owned: OwnedUpdate | None = None,
 ) -> Update:
     """Make `update(params, grads, opt_state, ok, loss, loss_at) -> (params, opt_state, changes)` of stored arrays.
 
@@ -40,6 +48,8 @@ def make_update(
       stored: whether `tx` runs on the stored arrays; otherwise on logical ones, unpadded and in model order.
       extra: the extra arguments that `tx` uses. They are made of `loss`, a scalar, and
         `loss_at(stored parameters) -> (loss, gradients as the layout stores them)`.
+      owned: the update with the owners of the layout, in place of that of `tx`: it takes logical arrays, and the state
+        that lives with owners as it is stored. Without it a layout's owners lend their state for the update.
 
     Returns:
       The function. Unless `ok`, a bool on the device, it returns the old arrays bit for bit. They are chosen where the
@@ -59,6 +69,20 @@ def make_update(
             return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
         return store(placements, tree)
 
+    def view_state(opt_state: PyTree) -> PyTree:
+        if layout.owners is None:
+            return view(layout.opt_state, opt_state)
+        if owned is None:
+            return unstore_state(layout, opt_state)
+        return jax.tree.map(lambda x, one: x if one.owned else one.view.invert(x), opt_state, layout.opt_state)
+
+    def restore_state(opt_state: PyTree) -> PyTree:
+        if layout.owners is None:
+            return restore_view(layout.opt_state, opt_state)
+        if owned is None:
+            return store_state(layout, opt_state)
+        return jax.tree.map(lambda x, one: x if one.owned else one.view.apply(x), opt_state, layout.opt_state)
+
     def see(grads: PyTree) -> PyTree:
         return view(seen, move_stored(layout, grads, layout.grads, seen))
 
@@ -74,10 +98,13 @@ def make_update(
         # Gradients and parameters go to where the optimizer state is: a slice where that is split more (ZeRO-1 and 2).
         chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
         grads = see(grads)
-        old_state = view(layout.opt_state, opt_state)
+        old_state = view_state(opt_state)
         if extra.names:
             updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))
             _check_state(old_state, new_state)
+            new_state = keep_old_unless(ok, new_state, old_state)
+        elif owned is not None:
+            updates, new_state = owned(grads, old_state, chosen)
             new_state = keep_old_unless(ok, new_state, old_state)
         else:
             updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen)
@@ -89,7 +116,7 @@ def make_update(
         fresh = hold_stored(layout, restore_view(seen, new), seen)
         # Here parameters are gathered that rest split less than their optimizer state.
         fresh = move_stored(layout, fresh, seen, old_params)
-        return put_back(layout.trainable, fresh, params), restore_view(layout.opt_state, new_state), changes
+        return put_back(layout.trainable, fresh, params), restore_state(new_state), changes
 
     return update
 

@@ -24,6 +24,26 @@ def unstore(placements: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x, placement: placement.view.invert(x), tree, placements)
 
 
+def store_state(layout: Layout, opt_state: PyTree) -> PyTree:
+    """Turn the logical arrays of an optimizer's state into stored ones, those of owned matrices in their stacks."""
+    if layout.owners is None:
+        return store(layout.opt_state, opt_state)
+    leaves = jax.tree.leaves(opt_state)
+    return jax.tree.unflatten(
+        jax.tree.structure(opt_state), layout.owners.store(leaves, jax.tree.leaves(layout.opt_state))
+    )
+
+
+def unstore_state(layout: Layout, opt_state: PyTree) -> PyTree:
+    """Turn the stored arrays of an optimizer's state into logical ones: the inverse of `store_state`."""
+    if layout.owners is None:
+        return unstore(layout.opt_state, opt_state)
+    leaves = jax.tree.leaves(opt_state)
+    return jax.tree.unflatten(
+        jax.tree.structure(opt_state), layout.owners.unstore(leaves, jax.tree.leaves(layout.opt_state))
+    )
+
+
 def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> PyTree:
     """Move stored arrays from one placement to another: local where the target is split more, else an all-gather."""
 

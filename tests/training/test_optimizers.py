@@ -29,6 +29,7 @@ import jaxshard as js
 from jaxshard.core.placement import axes_of
 from jaxshard.core.tree import bytes_of
 from jaxshard.engines.engine import Engine, Outcome
+from jaxshard.training.owned_state import split_owned
 from tests.optim.proof.aliases import ALIASES, TYPICAL, WRAPPERS
 from tests.training.optimizers import CASES, GIVEN, PARTS, REFUSED, Case
 
@@ -127,6 +128,7 @@ def sharded(model: Model, strategy: Callable[..., js.Strategy]) -> tuple[Trace, 
         run = run._replace(state=jax.device_put(model.grads(number), layout.shardings(layout.state)))
         run, _ = step(run, {"rows": np.zeros(DEVICES, np.float32)})
         history.append(host(run.opt_state["updates"], layout.opt_state["updates"]))
+    run, layout = split_owned(run, layout), layout.without_owners  # as all is stored that has no owner
     opt_state = host(run.opt_state["inner"], layout.opt_state["inner"])
     return Trace(history, host(run.params, layout.params), opt_state), run, layout
 
@@ -315,7 +317,7 @@ for tx in (optax.adamw(1e-3), optax.contrib.muon(1e-3)):
   `tests/optim/proof/aliases.py` make it; `contrib` is `optax.contrib`.
 - **runs on**: the arrays as stored, where the update of an element depends on that element alone
   (`js.optim.check_elementwise`); otherwise whole arrays in model order, without padding, which the compiler gathers as
-  far as it needs.
+  far as it needs; or owners, each of which updates whole matrices ([matrix optimizers](matrix_optimizers.md)).
 - **state**: bytes of the optimizer state. **split**: the share that is divided among the devices.
 - **whole**: the arrays that are on every device instead, and their bytes together: counts, hyperparameters, random
   keys, arrays of one element.
@@ -346,6 +348,8 @@ def _row(name: str) -> str:
     params = layout.shapes.params
     views = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.view.stored, x.dtype), params, layout.opt_params)
     runs_on = "stored" if js.optim.check_elementwise(tx, params, views=views) else "model order"
+    runs_on = runs_on if layout.owners is None else "owners"
+    layout = layout.without_owners
     sizes = {p.leaf.path: bytes_of(p.leaf.shape, p.leaf.dtype) for p in layout.placed() if p.role == "opt"}
     whole = {p.leaf.path for p in layout.placed() if p.role == "opt" and not axes_of(p.placement.store)}
     listed = [f"`{path}`" for path, size in sizes.items() if path in whole and size]

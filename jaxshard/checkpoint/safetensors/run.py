@@ -29,6 +29,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import raise_together
+from jaxshard.training.owned_state import give_to_owners, split_owned
 from jaxshard.training.state import TrainState, check_run
 
 _ABOUT = "jaxshard.run"
@@ -58,6 +59,7 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         raw = js.run_to_bytes(run, layout, data=batches.position)
         run, position = js.run_from_bytes(raw, layout)
     """
+    owning, layout = layout, layout.without_owners
     wanted, _ = entries(layout, base=True)
     raise_all(
         (f"{entry.path}: {entry.dtype}" for entry in wanted if tensor_of(entry).dtype not in CODES),
@@ -65,7 +67,8 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         "safetensors has no such dtypes; keep these arrays in another one, or use js.save",
     )
     check_data(data)
-    check_run(layout, run)
+    check_run(owning, run)
+    run = split_owned(run, owning)
     outputs = sort_widest_first(outputs_of(check_arrays(wanted, run), layout.mesh))
     about = json.dumps({"keys": _key_dtypes(wanted), "data": data}, allow_nan=False)
     opened = io.BytesIO()
@@ -96,6 +99,7 @@ def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
     problems: list[str] = []
     found, metadata = open_buffer("the bytes", np.frombuffer(raw, np.uint8), problems)
     data = None
+    owning, layout = layout, layout.without_owners
     wanted, structure = entries(layout, base=True)
     if not problems:
         try:
@@ -106,7 +110,7 @@ def run_from_bytes(raw: bytes, layout: Layout) -> tuple[TrainState, Any]:
     check_tensors(wanted, "the bytes", found, verify=True)
     placed = (place_tensor(entry, found[entry.path].array, layout) for entry in wanted)
     stored = [entry.to_stored(x, layout.mesh) for entry, x in zip(wanted, placed, strict=True)]
-    return jax.tree.unflatten(structure, stored), data
+    return give_to_owners(jax.tree.unflatten(structure, stored), owning), data
 
 
 def _key_dtypes(wanted: list[Entry]) -> dict[str, str]:

@@ -43,6 +43,7 @@ from jaxshard.checks.collectives.compiler_choices import (
 )
 from jaxshard.checks.collectives.expected import Expected, gather_stages, over_several
 from jaxshard.checks.collectives.forbidden import Never, forbidden_arrays
+from jaxshard.checks.collectives.owner_exchanges import owner_exchanges
 from jaxshard.checks.collectives.parameters import (
     Parameter,
     expert_axes,
@@ -93,6 +94,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     - every gradient reduced, scattered over the batch axes in its `store`, summed over the others; under auto once per
       use of a weight, which may be tied;
     - every parameter gathered over what splits its optimizer state alone;
+    - where matrices have owners (`layout.owners`), an all-to-all of what the updates need, and one of the updates;
     - where sums have one order, an all-to-all for every reduce-scatter, and with an all-gather for every all-reduce;
     - scalars and metrics; under explicit the model's floating state, and sums over rows that the loss takes by axis
       name (statistics of a batch); under auto sums over rows of no more numbers than the longest dimension of a
@@ -133,6 +135,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *(one for parameter in parameters for one in _weight_gathers(step, parameter)),
         *(one for parameter in parameters for one in _gradient_reductions(step, parameter)),
         *(one for parameter in parameters for one in _optimizer_gathers(layout, parameter)),
+        *owner_exchanges(layout),
         *_state_collectives(step),
         *_metric_sums(step),
         *_stage_permutes(step),

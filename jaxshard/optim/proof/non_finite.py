@@ -18,6 +18,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
+from jaxshard.optim.proof.traced import traced_update
 
 
 def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool:
@@ -32,8 +33,7 @@ def handles_non_finite(tx: optax.GradientTransformation, params: PyTree) -> bool
     """
     params = abstract(params)
     try:
-        state = jax.eval_shape(tx.init, params)
-        program = jax.make_jaxpr(tx.update)(params, state, params)
+        program = traced_update(tx, params)[0]
     except (NameError, TypeError, ValueError):  # the step, which traces it with all that it has, tells what is wrong
         return False
     rest = len(program.in_avals) - len(jax.tree.leaves(params))

@@ -1,0 +1,276 @@
+"""The part of an optimizer's update that needs a whole matrix: its core.
+
+The update of each parameter is a chain of operations, most of them elementwise. Of Muon:
+
+    g, mu -> mu' = b * mu + (1 - b) * g -> nesterov        elementwise: runs on the parts that devices hold
+    nesterov -> Newton-Schulz -> u                         the core: matrix products
+    u, w -> -rate * (u + decay * w)                        elementwise again
+
+`find_cores` cuts the traced program there. What goes into the core is brought to the owner of the matrix, what comes
+out goes back. State that the core alone reads and writes (the factors of Shampoo) lives with the owner. Operations in
+front of the core join it where fewer arrays travel then: SOAP's core uses the gradient and its average, so that making
+the average there, from the gradient, saves an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal, jaxprs_in_params
+
+from jaxshard.core.compat import replace_equations
+from jaxshard.core.jaxpr import eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
+from jaxshard.core.keys import is_key
+from jaxshard.core.primitives import ELEMENTWISE, SAME
+from jaxshard.core.tree import abstract, path_str, same_structure
+from jaxshard.core.types import PyTree
+from jaxshard.optim.proof.facts import Context
+from jaxshard.optim.proof.own_array import Outputs, input_reaches, outputs_of
+from jaxshard.optim.proof.reach import Flow, Reach, bit, follow, is_whole_sum, leaves_of, multiplies_matrices, read
+from jaxshard.optim.proof.traced import traced_update
+
+
+class Core(NamedTuple):
+    """The core of one parameter's update.
+
+    Attributes:
+      leaf: the number of the parameter.
+      ins: the variables that are brought to the owner: arrays of the parameter's shape, and numbers.
+      states: the numbers of the arrays of state that live with the owner.
+      shared: variables that all devices hold: counts, rates, global norms.
+      outs: the variables that the owner gives back, of the parameter's shape.
+      program: a jaxpr of (ins, states, shared) that returns (outs, new states).
+    """
+
+    leaf: int
+    ins: tuple[Any, ...]
+    states: tuple[int, ...]
+    shared: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    program: Any
+
+
+class TracedUpdate(NamedTuple):
+    """The traced update of an optimizer.
+
+    Attributes:
+      jaxpr: without calls or constants; its inputs are the constants, gradients, state and parameters.
+      consts: the values of the first inputs.
+      tree: the structure of (updates, state).
+      params: the number of parameters.
+      outputs: the names and owners of updates and state.
+      cores: one for each parameter that has one, by its number.
+      refused: why others that multiply matrices have none, by their number.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    tree: Any
+    params: int
+    outputs: Outputs
+    cores: dict[int, Core]
+    refused: dict[int, str]
+
+    def state_inputs(self) -> list[Any]:
+        """The variables of the state's arrays before the update."""
+        first = len(self.consts) + self.params
+        return list(self.jaxpr.invars[first : first + len(self.outputs.owners) - self.params])
+
+
+def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate | None:
+    """Trace the update of a transform and find the cores of some parameters.
+
+    Args:
+      tx: An optax transform.
+      params: The trained parameters, which may be abstract.
+      leaves: The numbers of the parameters that may have owners.
+
+    Returns:
+      The traced update; None where no parameter is multiplied as a matrix, where arrays of several parameters meet, or
+      where `tx` can't be traced with gradients, state and parameters alone.
+    """
+    params = abstract(params)
+    try:
+        closed, before, (updates, state) = traced_update(tx, params)
+    except (AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
+        return None  # whatever it raises without its extra arguments; the step, which has them, says what is wrong
+    if not (same_structure(updates, params) and same_structure(before, state)) or not _may_multiply(closed):
+        return None
+    flat, consts = open_jaxpr(inline_calls(closed))
+    jaxpr = replace_equations(flat, [*flat.constvars, *flat.invars], flat.outvars, flat.eqns).replace(constvars=())
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    outputs = outputs_of(params, before)
+    context = Context(tuple(map(path_str, paths)), (), (), __file__)
+    given = [*[Reach()] * len(consts), *input_reaches(len(paths), outputs)]
+    walked = _Walked.of(jaxpr, given, context)
+    reaches = [read(atom, walked.known) for atom in jaxpr.outvars]
+    if not all(one.within(owner) for one, owner in zip(reaches, outputs.owners, strict=True)):
+        return None
+    made = TracedUpdate(jaxpr, consts, jax.tree.structure((updates, state)), len(paths), outputs, {}, {})
+    products = 0
+    for flow in walked.flows:
+        products |= flow.products
+    for leaf in leaves_of(products):
+        if leaf not in leaves:
+            made.refused[leaf] = "it is whole on every device"
+        else:
+            core = _find_core(made, walked, leaf)
+            if isinstance(core, Core):
+                made.cores[leaf] = core
+            else:
+                made.refused[leaf] = core
+    return made if made.cores else None
+
+
+def _may_multiply(program: Any) -> bool:
+    """Whether a program, or one inside it, multiplies matrices at all; most optimizers do not."""
+    return any(
+        multiplies_matrices(eqn) or any(map(_may_multiply, jaxprs_in_params(eqn.params)))
+        for eqn in open_jaxpr(program)[0].eqns
+    )
+
+
+class _Walked(NamedTuple):
+    """What reaches every variable of a program, and the flow of each equation."""
+
+    known: dict[Any, Reach]
+    flows: list[Flow]
+
+    @classmethod
+    def of(cls, jaxpr: Any, given: Sequence[Reach], context: Context) -> _Walked:
+        known: dict[Any, Reach] = dict(zip(jaxpr.invars, given, strict=True))
+        flows = []
+        for eqn in jaxpr.eqns:
+            flow = follow(eqn, [read(atom, known) for atom in eqn.invars], context)
+            known.update(zip(eqn.outvars, flow.reaches, strict=True))
+            flows.append(flow)
+        return cls(known, flows)
+
+
+class _Part(NamedTuple):
+    """The equations of one parameter, by their numbers, and what they need and make of that parameter's."""
+
+    numbers: set[int]
+    ins: list[Any]
+    states: list[int]
+    outs: list[Any]
+    new_states: list[Any]
+
+
+def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
+    """Find the core of a parameter, or say why it has none."""
+    jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
+
+    def flows(atom: Any) -> bool:
+        """Whether a value is made of this parameter's arrays, or is a number made of them alone."""
+        if isinstance(atom, Literal):
+            return False
+        reach = walked.known[atom]
+        return reach.arrays == own or (not reach.arrays and reach.numbers == own)
+
+    eqns = jaxpr.eqns
+    mine = [number for number, eqn in enumerate(eqns) if any(map(flows, eqn.invars)) and any(map(flows, eqn.outvars))]
+    whole = {number for number in mine if not _runs_on_parts(eqns[number], shape)}
+    before: set[Any] = set()
+    for number in reversed(mine):
+        if number in whole or any(var in before for var in eqns[number].outvars):
+            before |= {atom for atom in eqns[number].invars if flows(atom)}
+    after: set[Any] = set()
+    for number in mine:
+        if number in whole or any(not isinstance(x, Literal) and x in after for x in eqns[number].invars):
+            after |= {var for var in eqns[number].outvars if flows(var)}
+
+    def leads(number: int) -> bool:
+        return any(var in before for var in eqns[number].outvars)
+
+    def follows(number: int) -> bool:
+        return any(not isinstance(x, Literal) and x in after for x in eqns[number].invars)
+
+    least = whole | {number for number in mine if leads(number) and follows(number)}
+    parts = [
+        part
+        for numbers in (least, whole | {number for number in mine if leads(number)})
+        if (part := _bound(made, numbers, leaf, shape, flows)) is not None
+    ]
+    if not parts:
+        return "its core uses state that is neither of its shape nor its own"
+    return _extract(made, walked, leaf, min(parts, key=_bytes_in))
+
+
+def _bytes_in(part: _Part) -> int:
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in part.ins)
+
+
+def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an equation may run on parts of an array of this shape: elementwise, or a sum over all of it."""
+    name = eqn.primitive.name
+    shapes = [tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars)]
+    if not all(one in (shape, ()) for one in shapes):
+        return False
+    spreads = name == "broadcast_in_dim" and (eqn.invars[0].aval.shape == () or shapes[0] == shapes[-1] == ())
+    return name in ELEMENTWISE or name in SAME or is_whole_sum(eqn) or spreads
+
+
+def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, ...], flows: Any) -> _Part | None:
+    """Find what goes in and out of a set of equations; None where that is an array of another shape."""
+    jaxpr = made.jaxpr
+    inside = {var for number in numbers for var in jaxpr.eqns[number].outvars if flows(var)}
+    ins = list(
+        dict.fromkeys(
+            x for number in sorted(numbers) for x in jaxpr.eqns[number].invars if flows(x) and x not in inside
+        )
+    )
+    outside = {
+        x
+        for number, eqn in enumerate(jaxpr.eqns)
+        if number not in numbers
+        for x in eqn.invars
+        if not isinstance(x, Literal)
+    }
+    results, count = jaxpr.outvars, made.params
+    states: list[int] = []
+    for number, (var, owner) in enumerate(zip(made.state_inputs(), made.outputs.owners[count:], strict=True)):
+        new = results[count + number]
+        elsewhere = [x for place, x in enumerate(results) if place != count + number and not isinstance(x, Literal)]
+        makes = not isinstance(new, Literal) and (new in inside or (new is var and var in ins))
+        if owner == leaf and makes and (var in ins or new in inside) and var not in outside and var not in elsewhere:
+            states.append(number)
+    held = [made.state_inputs()[number] for number in states]
+    new_states = [results[count + number] for number in states]
+    wanted = {
+        x
+        for place, x in enumerate(results)
+        if not isinstance(x, Literal) and not (place >= count and place - count in states)
+    }
+    outs = [var for var in dict.fromkeys(v for n in sorted(numbers) for v in jaxpr.eqns[n].outvars) if var in inside]
+    outs = [var for var in outs if var in outside or var in wanted]
+    ins = [var for var in ins if var not in held]
+    fits = all(tuple(x.aval.shape) in (shape, ()) for x in ins) and all(tuple(x.aval.shape) == shape for x in outs)
+    plain = not any(is_key(x.aval.dtype) for x in (*ins, *outs, *held))
+    return _Part(numbers, ins, states, outs, new_states) if fits and plain and outs else None
+
+
+def _extract(made: TracedUpdate, walked: _Walked, leaf: int, part: _Part) -> Core | str:
+    """Make the program of a core: what its results need of its inputs, of numbers and of what belongs to nobody."""
+    jaxpr, own = made.jaxpr, bit(leaf)
+    states = [made.state_inputs()[number] for number in part.states]
+    cut = {var for var, reach in walked.known.items() if not reach.arrays and reach.numbers and reach.numbers != own}
+    given = {*part.ins, *states, *cut}
+    results = [*part.outs, *part.new_states]
+    eqns, named = needed_equations(jaxpr.eqns, results, given)
+    made_here = {var for eqn in eqns for var in eqn.outvars} - given
+    free = [var for var in walked.known if var in named and var not in made_here]
+    rest = [var for var in free if var not in part.ins and var not in states]
+    shorter, used = eliminate_dead_code(replace_equations(jaxpr, [*part.ins, *states, *rest], results, eqns))
+    kept = iter(shorter.invars)
+    every = [next(kept) if use else var for var, use in zip([*part.ins, *states, *rest], used, strict=True)]
+    fixed = len(part.ins) + len(states)
+    shared = [var for var, use in zip(rest, used[fixed:], strict=True) if use]
+    if strangers := [var for var in shared if walked.known[var].arrays]:
+        names = [made.outputs.names[one] for one in leaves_of(walked.known[strangers[0]].arrays)]
+        return f"its core reads arrays of {', '.join(names)} inside a branch or a loop"
+    invars = [*every[:fixed], *(var for var, use in zip(every[fixed:], used[fixed:], strict=True) if use)]
+    program = replace_equations(shorter, invars, shorter.outvars, shorter.eqns)
+    return Core(leaf, tuple(part.ins), tuple(part.states), tuple(shared), tuple(part.outs), program)

@@ -1,0 +1,175 @@
+"""A layout in which matrices have owners, made for an optimizer that multiplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxshard.core import make_layout
+from jaxshard.core.layout import Layout, select
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.owners import Owners
+from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.strategy import Strategy
+from jaxshard.core.tree import map_with_path, paths
+from jaxshard.core.types import InitFn, PyTree
+from jaxshard.optim.owners.cores import Core, TracedUpdate, find_cores
+from jaxshard.optim.owners.slices import has_own_slices, is_program_of_one
+from jaxshard.optim.owners.stacks import Group, Matrix, assign, group
+from jaxshard.optim.owners.update import Stages, Update, make_owned_update, stage
+
+
+class Owned(NamedTuple):
+    """An optimizer's update with owners: what `own` found."""
+
+    made: TracedUpdate
+    groups: list[Group]
+    stages: Stages
+    owners: Owners
+
+
+def own(layout: Layout, tx: Any) -> Layout:
+    """Return the layout with an owner for every matrix that the optimizer multiplies; the layout itself without any.
+
+    Nothing is computed: `tx.update` is traced.
+
+    Args:
+      layout: a layout of this transform.
+      tx: the optax transform.
+
+    Returns:
+      The layout, with `owners` and with the optimizer state that lives with them in stacks. The layout itself where the
+      optimizer multiplies no matrices (Adam, LAMB, Adafactor), where its state is split over nothing, or where its
+      update mixes parameters.
+    """
+    found = find_owned(layout, tx)
+    if found is None:
+        return layout
+    placements = jax.tree.leaves(layout.opt_state)
+    shapes = jax.tree.leaves(layout.shapes.opt_state)
+    placed = found.owners.place_state(shapes, placements)
+    return replace(
+        layout, opt_state=jax.tree.unflatten(jax.tree.structure(layout.opt_state), placed), owners=found.owners
+    )
+
+
+def owned_update(layout: Layout, tx: Any) -> Update | None:
+    """Return the update of the transform that a layout with owners was made for; None where it is another one."""
+    found = find_owned(layout.without_owners, tx)
+    if found is None or layout.owners is None or found.owners != layout.owners:
+        return None
+    return make_owned_update(found.made, found.groups, found.stages, layout)
+
+
+def find_owned(layout: Layout, tx: Any) -> Owned | None:
+    """Find the owners of the matrices of a layout without owners, and the update that goes with them."""
+    if layout.shapes.opt_state is None:
+        return None
+    params = select(layout.trainable, layout.shapes.params)
+    placements = jax.tree.leaves(layout.opt_params)
+    names = paths(params)
+    split = {leaf for leaf, one in enumerate(placements) if axis_size(layout.mesh, axes_of(one.store)) > 1}
+    if not split:
+        return None
+    made = find_cores(tx, params, split)
+    if made is None:
+        return None
+    refused = {names[leaf]: why for leaf, why in made.refused.items()}
+    fit = {leaf: core for leaf, core in made.cores.items() if not placements[leaf].view.extra_dims}
+    refused |= {names[leaf]: "its blocks are in the order of a pipeline" for leaf in made.cores.keys() - fit.keys()}
+    stacked = _find_slices(tx, params, placements, fit)
+    matrices = [
+        Matrix(names[leaf], core, *stacked.get(leaf, (core.program, 0, (False,) * len(core.shared))), placements[leaf])
+        for leaf, core in fit.items()
+    ]
+    groups = group(made, matrices)
+    stages = stage(made, groups) if groups else None
+    if stages is None:
+        return None
+    stacks = assign(groups, layout.mesh)
+    resting = jax.tree.leaves(layout.opt_state)
+    natural = sorted(number for one in stacks for numbers in one.states for number in numbers)
+    owners = Owners(tuple(stacks), tuple(sorted(refused.items())), tuple((n, resting[n]) for n in natural))
+    return Owned(made, groups, stages, owners)
+
+
+def _find_slices(
+    tx: Any, params: PyTree, placements: list[Placement], cores: dict[int, Core]
+) -> dict[int, tuple[Any, int, tuple[bool, ...]]]:
+    """Find the parameters that stack matrices which are updated one by one.
+
+    Returns:
+      For each of them, by its number, (the program of one matrix [1, ...], how many there are, for each shared input of
+      the core whether it has a row for each of them).
+    """
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    proven: dict[int, tuple[int, tuple[bool, ...]]] = {}
+    for leaf, core in cores.items():
+        placement, shape = placements[leaf], flat[leaf][1].shape
+        if len(shape) < 3 or shape[0] < 2 or placement.store[0] is not None:
+            continue
+        if placement.view.stored[0] == shape[0] and (sliced := has_own_slices(core, shape[0])) is not None:
+            proven[leaf] = shape[0], sliced
+    found: dict[int, tuple[Any, int, tuple[bool, ...]]] = {}
+    # All arrays of a stack are traced with one block: those below the same key of the tree that have as many.
+    for key, count in {(str(flat[leaf][0][:1]), count) for leaf, (count, _) in proven.items()}:
+
+        def of_one(path: Any, x: Any, key: str = key, count: int = count) -> jax.ShapeDtypeStruct:
+            stacked = str(path[:1]) == key and x.shape[:1] == (count,)
+            return jax.ShapeDtypeStruct((1, *x.shape[1:]) if stacked else x.shape, x.dtype)
+
+        leaves = [leaf for leaf, (size, _) in proven.items() if size == count and str(flat[leaf][0][:1]) == key]
+        one = find_cores(tx, map_with_path(of_one, params), leaves)
+        of_blocks = {} if one is None else one.cores
+        for leaf in leaves:
+            if leaf in of_blocks and is_program_of_one(cores[leaf], of_blocks[leaf], count):
+                found[leaf] = of_blocks[leaf].program, *proven[leaf]
+    return found
+
+
+def layout(
+    strategy: Strategy,
+    mesh: Mesh,
+    init_fn: InitFn,
+    tx: Any = None,
+    *,
+    trainable: PyTree | Callable[[str], bool] | None = None,
+) -> Layout:
+    """Apply a strategy to a training run: make the `Layout` that says where each of its arrays lives.
+
+    Traces `init_fn`, `tx.init` and `tx.update` on shapes alone and touches no device. On several CPU devices JAX's
+    persistent compilation cache is turned off, with a warning: programs that come out of it can hang there.
+
+    Where the optimizer multiplies matrices (Muon, Shampoo) and its state is split, every matrix gets an owner, the one
+    device that updates it: `print(layout.owners)`. `layout.without_owners` leaves all of it split, and the compiler to
+    gather what the optimizer needs.
+
+    Args:
+      strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
+      mesh: made by `js.make_mesh`.
+      init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
+      tx: the optax transform of the run. Without one the layout is for a model that is only read, by `js.generate` or
+        `js.make_eval_step`: `js.restore` then leaves the optimizer's state out.
+      trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
+        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, but of a
+        model of `js.lora` the factors alone.
+
+    Returns:
+      The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.
+
+    Raises:
+      TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,
+        a trainable parameter not floating.
+      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
+        twice to one dimension, or one that returns a placement that can't be; every array is named.
+
+    Example:
+        mesh = js.make_mesh(data=4, tensor=2)
+        layout = js.layout(js.compose(js.zero2(), js.tensor()), mesh, init_fn, optax.adamw(3e-4))
+    """
+    made = make_layout.layout(strategy, mesh, init_fn, tx, trainable=trainable)
+    return own(made, tx) if tx is not None else made

@@ -1,0 +1,126 @@
+"""Equal matrices in stacks, and their owners, balanced by what their updates cost."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxshard.core.mesh import axis_size
+from jaxshard.core.owners import OwnedStack
+from jaxshard.core.placement import Placement, axes_of
+from jaxshard.optim.owners.cores import Core, TracedUpdate
+from jaxshard.optim.owners.same import product_flops, same_program
+
+
+class Matrix(NamedTuple):
+    """What is owned of one parameter: the array itself, or each slice of a stacked one.
+
+    Attributes:
+      path: of the parameter.
+      core: of the parameter's update.
+      program: the core of one matrix; of the whole array where it is one.
+      slices: how many matrices are stacked along the first dimension; 0 where the array is one.
+      sliced: for each shared input of the core, whether it has a row for each slice.
+      placement: where the optimizer sees the parameter.
+    """
+
+    path: str
+    core: Core
+    program: Any
+    slices: int
+    sliced: tuple[bool, ...]
+    placement: Placement
+
+
+class Group(NamedTuple):
+    """Equal matrices, which one program updates.
+
+    Attributes:
+      matrices: of each parameter.
+      common: for each shared input, whether it is the same value for all of them.
+    """
+
+    matrices: tuple[Matrix, ...]
+    common: tuple[bool, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of matrices."""
+        return sum(one.slices or 1 for one in self.matrices)
+
+
+def group(made: TracedUpdate, matrices: Sequence[Matrix]) -> list[Group]:
+    """Put matrices together whose shapes, placements and programs are equal."""
+    groups: list[list[Matrix]] = []
+    for one in matrices:
+        like = next((members for members in groups if _alike(members[0], one)), None)
+        if like is None:
+            groups.append([one])
+        else:
+            like.append(one)
+    return [Group(tuple(members), _common(made, members)) for members in groups]
+
+
+def _alike(one: Matrix, other: Matrix) -> bool:
+    def facts(matrix: Matrix) -> Any:
+        place, core = matrix.placement, matrix.core
+        kinds = [(tuple(x.aval.shape), x.aval.dtype) for x in (*core.ins, *core.outs)]
+        return matrix.slices, matrix.sliced, place.view, place.store, kinds, len(core.ins), len(core.states)
+
+    return facts(one) == facts(other) and same_program(one.program, other.program)
+
+
+def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
+    """Whether each shared input is one value: the same variable, or constants with the same content."""
+    constants = dict(zip(made.jaxpr.invars, made.consts))
+
+    def same(x: Any, y: Any) -> bool:
+        if x is y:
+            return True
+        return x in constants and y in constants and bool(np.array_equal(constants[x], constants[y]))
+
+    columns = zip(*(one.core.shared for one in members), strict=True)
+    return tuple(all(same(column[0], x) for x in column) for column in columns)
+
+
+def assign(groups: Sequence[Group], mesh: Mesh) -> list[OwnedStack]:
+    """Give every matrix an owner: the most expensive ones first, each to the device that has the least to do."""
+    costs = [product_flops(one.matrices[0].program) for one in groups]
+    loads: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
+    stacks = []
+    for cost, one in sorted(zip(costs, groups, strict=True), key=lambda pair: -pair[0]):
+        first = one.matrices[0]
+        axes = axes_of(first.placement.store)
+        devices = axis_size(mesh, axes)
+        # (FLOPs, matrices, device): of devices with as much to do, those with the fewest matrices come first.
+        heap = loads.setdefault(axes, [(0, 0, device) for device in range(devices)])
+        counts = [0] * devices
+        for _ in range(one.size):
+            load, held, device = heapq.heappop(heap)
+            counts[device] += 1
+            heapq.heappush(heap, (load + cost, held + 1, device))
+        slots = max(counts)
+        places = tuple(device * slots + slot for device, held in enumerate(counts) for slot in range(held))
+        core = first.core
+        goes, returns = (tuple(str(x.aval.dtype) for x in moved if x.aval.shape) for moved in (core.ins, core.outs))
+        shape = first.placement.view.logical[1 if first.slices else 0 :]
+        stacks.append(
+            OwnedStack(
+                paths=tuple(matrix.path for matrix in one.matrices),
+                leaves=tuple(matrix.core.leaf for matrix in one.matrices),
+                slices=first.slices,
+                shape=shape,
+                axes=axes,
+                devices=devices,
+                slots=slots,
+                places=places,
+                states=tuple(zip(*(matrix.core.states for matrix in one.matrices), strict=True)),
+                moved=(goes, returns),
+                flops=cost,
+            )
+        )
+    return stacks

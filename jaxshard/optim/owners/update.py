@@ -1,0 +1,292 @@
+"""An optimizer's update with owners: what is elementwise on parts, each core on the device that owns the matrix.
+
+Three programs are made of the traced update, once: what leads to the cores, the cores themselves, and what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxshard.core.compat import fresh_variable, replace_equations
+from jaxshard.core.jaxpr import eliminate_dead_code, needed_equations
+from jaxshard.core.layout import Layout
+from jaxshard.core.owners import OwnedStack
+from jaxshard.core.placement import Placement, spec_entry, splits_per_dim
+from jaxshard.core.types import PyTree
+from jaxshard.optim.owners.cores import TracedUpdate
+from jaxshard.optim.owners.exchange import Split, from_owners, to_owners
+from jaxshard.optim.owners.stacks import Group
+
+Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+class Stages(NamedTuple):
+    """The programs around the cores.
+
+    Attributes:
+      before: a jaxpr of the inputs that are not `absent`, which returns `moved`.
+      moved: the variables that the cores read: those of the matrices, and shared ones.
+      after: a jaxpr of the same inputs and of `made` that returns updates and the state that does not live with owners.
+      made: the variables that the cores give back.
+      absent: the places among the inputs of arrays that live with owners.
+    """
+
+    before: Any
+    moved: tuple[Any, ...]
+    after: Any
+    made: tuple[Any, ...]
+    absent: frozenset[int]
+
+
+def stage(made: TracedUpdate, groups: Sequence[Group]) -> Stages | None:
+    """Split the update at the cores; None where one core needs the results of another."""
+    jaxpr, cores = made.jaxpr, [one.core for members in groups for one in members.matrices]
+    first = len(made.consts) + made.params
+    owned = {number for core in cores for number in core.states}
+    absent = frozenset(first + number for number in owned)
+    back = tuple(var for core in cores for var in core.outs)
+    moved = tuple(dict.fromkeys(var for core in cores for var in (*core.ins, *core.shared)))
+    inputs = [var for place, var in enumerate(jaxpr.invars) if place not in absent]
+    given = [var for var in moved if var in set(inputs)]
+    wanted = [var for var in moved if var not in set(inputs)]
+    before, used = _program(jaxpr, inputs, wanted, set(inputs))
+    results = [atom for place, atom in enumerate(jaxpr.outvars) if place - made.params not in owned]
+    after, fits = _program(jaxpr, [*inputs, *back], results, {*inputs, *back})
+    if not (used and fits):
+        return None
+    return Stages(before, (*wanted, *given), after, back, absent)
+
+
+def _program(jaxpr: Any, inputs: Sequence[Any], results: Sequence[Any], given: set[Any]) -> tuple[Any, bool]:
+    """Make the program of some results from some inputs, and tell whether it needs nothing else."""
+    eqns, _ = needed_equations(jaxpr.eqns, results, given)
+    # An equation may make what is given besides what is needed: those results are renamed by dropping them.
+    twins = {var for eqn in eqns for var in eqn.outvars if var in given}
+    eqns = [_drop(eqn, twins) for eqn in eqns]
+    free = {x for eqn in eqns for x in eqn.invars if not isinstance(x, Literal) and x not in given} - {
+        var for eqn in eqns for var in eqn.outvars
+    }
+    rest = list(free)
+    program, used = eliminate_dead_code(replace_equations(jaxpr, [*inputs, *rest], results, eqns))
+    kept = iter(program.invars)
+    invars = [next(kept) if use else var for var, use in zip([*inputs, *rest], used, strict=True)]
+    enough = not any(used[len(inputs) :])
+    return replace_equations(program, invars[: len(inputs)], program.outvars, program.eqns), enough
+
+
+def _drop(eqn: Any, twins: set[Any]) -> Any:
+    if not any(var in twins for var in eqn.outvars):
+        return eqn
+    return eqn.replace(outvars=[fresh_variable(var.aval) if var in twins else var for var in eqn.outvars])
+
+
+def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stages, layout: Layout) -> Update:
+    """Make `update(grads, state, params) -> (updates, new state)` of an optimizer under a layout with owners.
+
+    Gradients and parameters are logical, split as the optimizer sees them. Of the state, arrays that live with owners
+    are in their stacks, the others logical; so are those of the new state.
+    """
+    assert layout.owners is not None
+    stacks = {one.leaves[0]: one for one in layout.owners.stacks}
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        held = jax.tree.leaves(state)
+        inputs = [*made.consts, *jax.tree.leaves(grads), *held, *jax.tree.leaves(params)]
+        present = [x for place, x in enumerate(inputs) if place not in stages.absent]
+        names = [var for place, var in enumerate(made.jaxpr.invars) if place not in stages.absent]
+        known = dict(zip(names, present, strict=True))
+        known |= dict(zip(stages.moved, jax.core.eval_jaxpr(stages.before, (), *present)))
+        new_state: dict[int, jax.Array] = {}
+        for axes in dict.fromkeys(stack.axes for stack in stacks.values()):
+            together = [
+                _Member(stack, one) for one in groups if (stack := stacks[one.matrices[0].core.leaf]).axes == axes
+            ]
+            known |= _run(together, axes, known, held, new_state, layout.mesh)
+        rest = iter(jax.core.eval_jaxpr(stages.after, (), *present, *(known[var] for var in stages.made)))
+        new = {made.params + number: x for number, x in new_state.items()}
+        results = [new[place] if place in new else next(rest) for place in range(made.tree.num_leaves)]
+        done: tuple[PyTree, PyTree] = made.tree.unflatten(results)
+        return done
+
+    return update
+
+
+class _Member(NamedTuple):
+    """A stack, the matrices in it, and the variables of their cores."""
+
+    stack: OwnedStack
+    group: Group
+
+    @property
+    def placement(self) -> Placement:
+        return self.group.matrices[0].placement
+
+    @property
+    def program(self) -> Any:
+        return self.group.matrices[0].program
+
+    @property
+    def sliced(self) -> tuple[bool, ...]:
+        return self.group.matrices[0].sliced
+
+    def ins(self, *, arrays: bool) -> list[int]:
+        """The numbers of the inputs that are arrays of the matrix's shape; or of those that are numbers."""
+        return [number for number, var in enumerate(self.group.matrices[0].core.ins) if bool(var.aval.shape) == arrays]
+
+    def split(self, mesh: Mesh) -> Split:
+        """How the matrices are split over the devices."""
+        dims = 1 if self.stack.slices else 0
+        part = self.placement.shard_shape(mesh)[dims:]
+        return Split(self.stack.slots, part, splits_per_dim(mesh, self.placement.store)[dims:])
+
+    def given(self, known: dict[Any, jax.Array], held: Sequence[jax.Array], mesh: Mesh) -> _Given:
+        """Look up what the cores read."""
+        members, stack = self.group.matrices, self.stack
+        common, own = [], []
+        for number, same in enumerate(self.group.common):
+            values = [known[one.core.shared[number]] for one in members]
+            if same and not self.sliced[number]:
+                common.append(values[0])
+            else:
+                own.append(_each(stack, values, self.sliced[number]))
+        split = [[_hold(known[m.core.ins[n]], self.placement, mesh) for m in members] for n in self.ins(arrays=True)]
+        each = [_each(stack, [known[m.core.ins[n]] for m in members], False) for n in self.ins(arrays=False)]
+        return _Given(split, each, own, [held[numbers[0]] for numbers in stack.states], common)
+
+    def specs(self) -> _Given:
+        """How `given` is split."""
+        some = PartitionSpec()
+        return _Given(self.placement.store, some, some, PartitionSpec(spec_entry(self.stack.axes)), some)
+
+    def update(self, whole: list[jax.Array], given: _Given) -> list[jax.Array]:
+        """Run the core for each matrix of this device."""
+        stack, common = self.stack, self.group.common
+        mine = lax.axis_index(stack.axes) * stack.slots + jnp.arange(stack.slots)
+        rows = [x[mine] for x in given.each], [x[mine] for x in given.own]
+        whole = [x[(slice(None), *(slice(size) for size in stack.shape))] for x in whole]
+
+        def core(whole: Any, rows: Any, states: Any) -> Any:
+            ins: dict[int, jax.Array] = dict(zip(self.ins(arrays=True), whole, strict=True))
+            ins |= dict(zip(self.ins(arrays=False), rows[0], strict=True))
+            alike, others = iter(given.common), iter(rows[1])
+            kinds = list(zip(common, self.sliced, strict=True))
+            shared = [next(alike) if same and not sliced else next(others) for same, sliced in kinds]
+            operands = [ins[number] for number in range(len(ins))]
+            if not stack.slices:
+                return jax.core.eval_jaxpr(self.program, (), *operands, *states, *shared)
+            operands = [x[None] if x.ndim else x for x in operands]
+            shared = [x[None] if sliced else x for x, sliced in zip(shared, self.sliced, strict=True)]
+            made = jax.core.eval_jaxpr(self.program, (), *operands, *(x[None] for x in states), *shared)
+            return [x[0] for x in made]
+
+        return _for_each_slot(stack, core, whole, rows, given.states)
+
+
+class _Given(NamedTuple):
+    """What the cores of a stack read.
+
+    Attributes:
+      split: for each array, the parameters' arrays of it, as they are stored.
+      each: numbers, one for each place.
+      own: shared inputs that differ, one for each place.
+      states: the state that lives with the matrices.
+      common: shared inputs that are the same for all.
+    """
+
+    split: Any
+    each: Any
+    own: Any
+    states: Any
+    common: Any
+
+
+def _run(
+    members: Sequence[_Member],
+    axes: tuple[str, ...],
+    known: dict[Any, jax.Array],
+    held: Sequence[jax.Array],
+    new_state: dict[int, jax.Array],
+    mesh: Mesh,
+) -> dict[Any, jax.Array]:
+    """Run the cores of stacks on their owners; return what they give back, and note the new state."""
+    splits = [one.split(mesh) for one in members]
+
+    def run(given: list[_Given]) -> list[tuple[list[list[jax.Array]], list[jax.Array]]]:
+        ready = [one.stack.place(one.stack.units(parts)) for one, g in zip(members, given) for parts in g.split]
+        whole = iter(to_owners(ready, [split for split, g in zip(splits, given) for _ in g.split], axes))
+        made = [one.update([next(whole) for _ in g.split], g) for one, g in zip(members, given)]
+        counts = [len(one.group.matrices[0].core.outs) for one in members]
+        wide = [_pad(one, x) for one, xs, count in zip(members, made, counts) for x in xs[:count]]
+        parts = iter(from_owners(wide, [split for split, count in zip(splits, counts) for _ in range(count)], axes))
+        return [
+            ([one.stack.arrays(one.stack.unplace(next(parts))) for _ in range(count)], xs[count:])
+            for one, xs, count in zip(members, made, counts)
+        ]
+
+    results = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=([one.specs() for one in members],),
+        out_specs=[(one.placement.store, one.specs().states) for one in members],
+        check_vma=False,
+    )([one.given(known, held, mesh) for one in members])
+    back: dict[Any, jax.Array] = {}
+    for one, (outs, after) in zip(members, results, strict=True):
+        for numbers, x in zip(one.stack.states, after, strict=True):
+            new_state |= {number: held[number] for number in numbers} | {numbers[0]: x}
+        for number, arrays in enumerate(outs):
+            for matrix, x in zip(one.group.matrices, arrays, strict=True):
+                back[matrix.core.outs[number]] = one.placement.view.invert(x)
+    return back
+
+
+def _pad(one: _Member, whole: jax.Array) -> jax.Array:
+    """Pad whole matrices to the size in which the parameters are stored."""
+    padded = one.placement.view.stored[1 if one.stack.slices else 0 :]
+    wider = [(0, 0), *((0, wide - size) for size, wide in zip(one.stack.shape, padded, strict=True))]
+    wide: jax.Array = jnp.pad(whole, wider) if padded != one.stack.shape else whole
+    return wide
+
+
+def _hold(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    held: jax.Array = lax.with_sharding_constraint(placement.view.apply(x), NamedSharding(mesh, placement.store))
+    return held
+
+
+def _each(stack: OwnedStack, values: list[jax.Array], sliced: bool) -> jax.Array:
+    """Put a number, or a small array, of each matrix in the order of places: [devices * slots, ...]."""
+    if not stack.slices:
+        return stack.place(jnp.stack(values))
+    rows = values if sliced else [jnp.broadcast_to(x, (stack.slices, *x.shape)) for x in values]
+    return stack.place(jnp.concatenate(rows))
+
+
+def _for_each_slot(stack: OwnedStack, core: Callable[..., Any], whole: Any, rows: Any, states: Any) -> list[jax.Array]:
+    """Run the core for each matrix of this device, one after the other; empty places cost nothing."""
+    given = whole, rows, states
+    if stack.slots == 1 and min(stack.counts) == 1:
+        results = core(*jax.tree.map(lambda x: x[0], given))
+        return [x[None] for x in results]
+    if min(stack.counts) == stack.slots:
+        mapped: list[jax.Array] = lax.map(lambda one: core(*one), given)
+        return mapped
+    # A loop of as many turns as this device has matrices, and no branch: a compiler may move the all-to-all that
+    # follows into a branch, which devices without a matrix do not enter.
+    mine = jnp.asarray(np.asarray(stack.counts, np.int32))[lax.axis_index(stack.axes)]
+    shapes = jax.eval_shape(core, *jax.tree.map(lambda x: x[0], given))
+
+    def turn(slot: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
+        results = core(*jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), given))
+        return [lax.dynamic_update_index_in_dim(x, new, slot, 0) for x, new in zip(made, results, strict=True)]
+
+    empty = [jnp.zeros((stack.slots, *x.shape), x.dtype) for x in shapes]
+    made: list[jax.Array] = lax.fori_loop(0, mine, turn, empty)
+    return made

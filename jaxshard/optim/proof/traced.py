@@ -1,0 +1,48 @@
+"""The traced update of a transform, kept for those who ask again: the layout and the step trace the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from jaxshard.core.types import PyTree
+
+
+def traced_update(tx: Any, params: PyTree) -> tuple[Any, PyTree, tuple[PyTree, PyTree]]:
+    """Trace `tx.update` with gradients, state and parameters alone.
+
+    Args:
+      tx: An optax transform.
+      params: The abstract parameters.
+
+    Returns:
+      (the closed jaxpr, the abstract state before, the abstract (updates, state)).
+
+    Raises:
+      NameError, TypeError, ValueError: It can't be traced so.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    try:
+        found: _Traced = _traced(tx.init, tx.update, structure, tuple((x.shape, x.dtype) for x in leaves))
+        return found
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return _trace(tx.init, tx.update, params)
+
+
+_Traced = tuple[Any, PyTree, tuple[PyTree, PyTree]]
+
+
+@lru_cache(maxsize=4)
+def _traced(init: Callable[..., Any], update: Callable[..., Any], structure: Any, leaves: Any) -> Any:
+    return _trace(init, update, structure.unflatten([jax.ShapeDtypeStruct(*one) for one in leaves]))
+
+
+def _trace(init: Callable[..., Any], update: Callable[..., Any], params: PyTree) -> _Traced:
+    state = jax.eval_shape(init, params)
+    closed, after = jax.make_jaxpr(update, return_shape=True)(params, state, params)
+    return closed, state, after

@@ -1,0 +1,42 @@
+"""Runs of layouts with owners, as layouts without them store them: what checkpoints hold."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxshard.core.layout import Layout
+from jaxshard.core.settings import own_settings
+from jaxshard.core.types import PyTree
+from jaxshard.training.state import TrainState
+from jaxshard.training.views import store, store_state, unstore, unstore_state
+
+
+def split_owned(run: TrainState, layout: Layout) -> TrainState:
+    """Return a run as `layout.without_owners` stores it. Arrays that live with owners move; all others are shared.
+
+    The compiler chooses the collectives: an all-to-all of the state that lives with owners.
+    """
+    if layout.owners is None:
+        return run
+    natural = layout.without_owners
+
+    def split(opt_state: PyTree) -> PyTree:
+        return store(natural.opt_state, unstore_state(layout, opt_state))
+
+    with own_settings(layout.mesh):
+        moved = jax.jit(split, out_shardings=natural.shardings(natural.opt_state))(run.opt_state)
+    return run._replace(opt_state=moved)
+
+
+def give_to_owners(run: TrainState, layout: Layout) -> TrainState:
+    """Return a run of `layout.without_owners` as `layout` stores it: the inverse of `split_owned`."""
+    if layout.owners is None:
+        return run
+    natural = layout.without_owners
+
+    def give(opt_state: PyTree) -> PyTree:
+        return store_state(layout, unstore(natural.opt_state, opt_state))
+
+    with own_settings(layout.mesh):
+        moved = jax.jit(give, out_shardings=layout.shardings(layout.opt_state))(run.opt_state)
+    return run._replace(opt_state=moved)
