@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jaxshard.checks.replicas import ReplicasDiffer as ReplicasDiffer
     from jaxshard.checks.replicas import ReplicaWatch as ReplicaWatch
     from jaxshard.checks.replicas import check_replicas as check_replicas
+    from jaxshard.core import wire as wire
     from jaxshard.core.constrain import constrain as constrain
     from jaxshard.core.context import context as context
     from jaxshard.core.cross_entropy import cross_entropy as cross_entropy
@@ -121,6 +122,7 @@ _SUBMODULES = {
     "optim": "jaxshard.optim",
     "plan": "jaxshard.plan",
     "schedules": "jaxshard.schedules",
+    "wire": "jaxshard.core.wire",
 }
 
 _NAMES = {

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxshard.core.constrain import CONSTRAINED
 from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.low_rank import WEIGHT
+from jaxshard.core.scaled import STEPS
 from jaxshard.core.types import PyTree
 
 Kept = Literal["save", "offload", "remat"]
@@ -44,7 +45,7 @@ _POLICIES = {
 # changes would be saved without an error: tests/core/test_compat.py makes each of them and looks at its name.
 _MOVES = frozenset({
     "all_gather", "shard_map", "sharding_constraint", "slice", "reshape", "transpose", "convert_element_type", "pad",
-    WEIGHT.name,
+    WEIGHT.name, *STEPS,
 })  # fmt: skip
 
 

@@ -15,5 +15,5 @@ each device's part, and leaves.py brings it from model order to where the layout
 background of a training loop, with a lock on the folder (lock.py). With a key, signature.py tells whether somebody has
 changed a step on purpose. memory/ keeps a run in memory that outlives its processes, without any of this.
 
-Imports `core/`, `distributed/` and `training/`.
+Imports `core/`, `distributed/`, `engines/` and `training/`.
 """

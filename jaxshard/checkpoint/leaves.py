@@ -93,7 +93,7 @@ def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
     keep = jax.tree.map(lambda given: base or not given, layout.base)
     run = make(step, select(keep, shapes.params), shapes.opt_state, shapes.state, shapes.key)
     places = make(alone[0], select(keep, layout.params), layout.opt_state, layout.state, alone[1])
-    return pair_up(run, places, _encode_path)
+    return pair_up(run, places, encode_path)
 
 
 def pair_up(shapes: PyTree, placements: PyTree, name: Callable[[Any], str]) -> tuple[list[Entry], Any]:
@@ -163,7 +163,7 @@ def list_differences(found: Mapping[str, str], wanted: Mapping[str, str], where:
     ]
 
 
-def _encode_path(path: tuple[Any, ...]) -> str:
+def encode_path(path: tuple[Any, ...]) -> str:
     """Name an array by its key path, "opt_state/0/mu/w": different for different paths, whatever the keys are."""
     words = (jax.tree_util.keystr((key,), simple=True) for key in path)
     odd = {"": "%", ".": "%2E", "..": "%2E%2E"}

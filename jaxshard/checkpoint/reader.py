@@ -13,6 +13,7 @@ from jaxshard.checkpoint.checksums import Damaged, compare_arrays, compare_file_
 from jaxshard.checkpoint.folder import absolute_root, step_folder
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.manifest import Manifest, SavedArray, encode_manifest, read_manifest
+from jaxshard.checkpoint.residuals import RESIDUALS, place_residuals, saved_residuals
 from jaxshard.checkpoint.signature import check_key, check_signature
 from jaxshard.core.layout import Layout, put_back
 from jaxshard.core.low_rank import has_low_rank
@@ -42,8 +43,10 @@ def restore(
     """Restore a run from a folder of checkpoints, as `layout` stores it. Every process calls this.
 
     Parameters, optimizer and model state, random key and step come back bit for bit, whatever strategy, mesh, schedule
-    and number of processes saved them. No device holds more of an array than its shard and, where the layout pads it or
-    splits its first dimension, a part as large as the array's dimensions divide. A process reads what its shards need.
+    and number of processes saved them. Residuals of gradients (`js.wire.int8(feedback=True)`) come back bit for bit
+    where as many devices add up gradients as when they were saved; else their sum is shared out evenly. No device holds
+    more of an array than its shard and, where the layout pads it or splits its first dimension, a part as large as the
+    array's dimensions divide. A process reads what its shards need.
 
     Args:
       dir: the folder of checkpoints.
@@ -92,12 +95,15 @@ def read_run(
     folder, manifest = _find_step(root, layout, step, key)
     wanted, structure = entries(layout)
     without = layout.shapes.opt_state is None
-    saved = [array for array in manifest.arrays if not (without and array.path.startswith("opt_state/"))]
-    _check_same_arrays(folder, saved, wanted)
+    left = ("opt_state/", RESIDUALS) if without else ()  # of no use without an optimizer
+    saved = [array for array in manifest.arrays if not array.path.startswith(left)]
+    residuals = saved_residuals(layout, saved)
+    _check_same_arrays(folder, saved, [*wanted, *residuals])
     _check_same_base(folder, manifest.base or {}, base, layout)
     check_intact(folder, manifest, verify=verify)
     try:
-        found = store.load_arrays(folder, {entry.path: entry.shape_saved(layout.mesh) for entry in wanted})
+        every = [*wanted, *residuals]
+        found = store.load_arrays(folder, {entry.path: entry.shape_saved(layout.mesh) for entry in every})
     except Exception as error:  # of Orbax or TensorStore, about files that somebody else may have written
         raise ValueError(f"{folder}: its arrays can't be read: {' '.join(str(error).split())}") from error
     if (peers := peers_of(layout.mesh)) is not None:
@@ -106,6 +112,8 @@ def read_run(
     # Each array is freed once it is converted.
     stored = [entry.to_stored(found.pop(entry.path), layout.mesh) for entry in wanted]
     run: TrainState = jax.tree.unflatten(structure, stored)
+    rest = place_residuals(layout, lambda entry: entry.to_stored(found.pop(entry.path), layout.mesh), residuals)
+    run = run._replace(residuals=rest)
     if manifest.base:
         run = run._replace(params=put_back(layout.base, base, run.params))
     if int(run.step) != manifest.step:

@@ -36,6 +36,7 @@ from jaxshard.checkpoint.lock import check_free
 from jaxshard.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, write_manifest
 from jaxshard.checkpoint.os_errors import first_cause, os_error
 from jaxshard.checkpoint.reader import read_run
+from jaxshard.checkpoint.residuals import residual_entries
 from jaxshard.checkpoint.signature import agree_on_key, check_key, new_digest, sign
 from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.keys import words_of
@@ -118,7 +119,7 @@ def begin_save(root: Path, run: TrainState, layout: Layout, data: Any, key: byte
     check_key(key)
     check_run(layout, run)
     run, layout = split_owned(run, layout), layout.without_owners
-    wanted, _ = entries(layout)
+    wanted = [*entries(layout)[0], *residual_entries(layout, run.residuals)]
     arrays = check_arrays(wanted, without_base(run, layout))
     check_data(data)
     step = int(run.step)
@@ -213,6 +214,8 @@ def _holds_same_run(root: Path, run: TrainState, layout: Layout, key: bytes | No
     try:
         there = read_run(root, layout, int(run.step), verify=False, key=key, base=run.params)
     except ValueError:
+        return False
+    if bool(jax.tree.leaves(there.residuals)) != bool(jax.tree.leaves(run.residuals)):
         return False
     pairs = zip(jax.tree.leaves(there), jax.tree.leaves(run), strict=True)
     return not failed_processes(any(_shard_bytes(a) != _shard_bytes(b) for a, b in pairs), "js.save, compared")

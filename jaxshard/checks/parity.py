@@ -236,9 +236,10 @@ def parity(
         seed = typed_key(key)
     notes: list[str] = []
     # What is no engine is refused with the step.
-    if isinstance(engine, Engine) and not (engine.compute_dtype is None and engine.reduce_dtype is None):
-        notes.append("compute_dtype and reduce_dtype of the engine were left out: all is computed in f32")
-        engine = replace(engine, compute_dtype=None, reduce_dtype=None)
+    exact: dict[str, Any] = {"compute_dtype": None, "reduce_dtype": None, "gather_dtype": None}
+    if isinstance(engine, Engine) and (given := [name for name in exact if getattr(engine, name) is not None]):
+        notes.append(f"{' and '.join(given)} of the engine left out: all is computed in f32")
+        engine = replace(engine, **exact)
     check_arrays("the batch", batch)
     with own_settings(mesh), jax.default_matmul_precision("float32"):
         with no_mesh(), jax.default_device(first):

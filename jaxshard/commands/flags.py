@@ -97,6 +97,8 @@ class ShardingFlags:
         exchanges heads, usp does both (over a second axis, context_heads), ring passes them around.
       devices: use so many devices, over all processes; simulated ones where there is no accelerator.
       microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
+      wire: send gradients or weights in fewer bytes, such as gradients=int8,weights=fp8; with block=128 in other blocks
+        than of 256 numbers, with feedback=on making up for the errors of gradients. Not under auto.
     """
 
     mesh: Words = None
@@ -107,6 +109,7 @@ class ShardingFlags:
     context: ContextName | None = None
     devices: Count = None
     microbatches: Count = None
+    wire: Words = None
 
 
 Sharding = tyro.conf.OmitArgPrefixes[ShardingFlags]

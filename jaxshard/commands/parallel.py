@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_positive, refuse
+from jaxshard.commands.wire import parse_wire
 from jaxshard.core.context import context
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.core.strategy_parts import context_of
+from jaxshard.core.wire import Scaled
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import explicit
@@ -68,6 +70,8 @@ class Parallel(NamedTuple):
         about = self.about
         engine = about["engine"] + (", sums in one order" if about.get("reduction") == "ordered" else "")
         engine += f", computes and reduces gradients in {dtype}" if (dtype := about.get("compute_dtype")) else ""
+        for what, sent in (("gradients", self.engine.reduce_dtype), ("weights", self.engine.gather_dtype)):
+            engine += f", {what} travel as {sent.name}" if isinstance(sent, Scaled) else ""
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
         if context := context_of(self.strategy):
             shown["context"] = f"{context.how} over {' x '.join(context.axis)}"
@@ -156,15 +160,16 @@ def make_parallel(
         _check_ordered(flags, axes)
     shards = axis_size(mesh, (*replicas, *rows_over))
     engine: Engine
+    wire = _read_wire(flags, axes, ordered)
     if "pipe" in axes:
         make, chunks = _plan_pipeline(flags, mesh.shape["pipe"], shards, policy=policy, depth=depth, batch=batch)
-        engine = make(precision=precision)
+        engine = make(precision=precision, **wire)
         strategy = compose(strategy, pipeline("pipe", chunks=chunks))
     else:
         _check_no_pipeline(flags)
         options: dict[str, Any] = {"reduction": "ordered"} if ordered else {}
         engine = _ENGINES[flags.engine or "explicit"](
-            microbatches=flags.microbatches or 1, remat=policy, precision=precision, **options
+            microbatches=flags.microbatches or 1, remat=policy, precision=precision, **options, **wire
         )
     parts = axis_size(mesh, split)
     return Parallel(
@@ -223,6 +228,23 @@ def _check_ordered(flags: ShardingFlags, axes: dict[str, int]) -> None:
             "--ordered: only the engine explicit adds in one order, and without the axes tensor, pipe and expert; "
             f"leave out {f'--engine {engine}' if other_engine else 'these axes'}, or --ordered"
         )
+
+
+def _read_wire(flags: ShardingFlags, axes: dict[str, int], ordered: bool) -> dict[str, Any]:
+    """The arguments of the engine that --wire stands for; ValueError beside flags that it does not go with."""
+    if flags.wire is None:
+        return {}
+    arguments = parse_wire(flags.wire)
+    if flags.engine == "auto":
+        raise ValueError(f"--wire {flags.wire}: under --engine auto the compiler sends what it likes; leave one out")
+    scaled = isinstance(arguments.get("reduce_dtype"), Scaled)
+    if ordered and scaled:
+        raise ValueError(
+            f"--ordered: --wire {flags.wire} adds gradients in one order by itself; leave out --ordered, or gradients="
+        )
+    if "pipe" in axes and "scatter" in arguments:
+        raise ValueError(f"--wire {flags.wire}: a pipeline keeps no residuals of gradients; leave out feedback=on")
+    return arguments
 
 
 def _check_no_pipeline(flags: ShardingFlags) -> None:

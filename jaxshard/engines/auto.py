@@ -62,7 +62,10 @@ class Auto(WholeModelEngine):
         """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
         call = self.make_call(objective, layout, make_move(layout, self))
 
-        def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+        def loss_and_grads(
+            params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
+        ) -> tuple[Outcome, PyTree]:
+            del residuals  # this engine has none
             batch = constrain_batch(layout, objective.known, batch)
             mask = layout.rows_mask(batch)
             turns, first_rows = _turns(layout, select(mask, batch), self.microbatches)

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
-
-from jaxshard.core.types import PyTree
 
 Options = Mapping[str, bool | int | float | str | None]
 """Names of the compiler's options, `xla_` included, and their values; None is the compiler's default."""
@@ -72,18 +69,18 @@ OVERLAP: dict[str, dict[str, Any]] = {
 _NOT_WITH_BYTES = (f"{_FUSION}_fuse_kloop_fusions",)
 
 
-def overlap_options(mesh: Mesh | AbstractMesh, params: PyTree = ()) -> dict[str, Any]:
+def overlap_options(mesh: Mesh | AbstractMesh, *, with_bytes: bool = False) -> dict[str, Any]:
     """Return the options for the chips of a mesh; none for one device, which has no collectives, and for a CPU.
 
     Args:
       mesh: of the step.
-      params: parameters, or their shapes: arrays of one byte per element are not moved beside all that others are.
+      with_bytes: True if weights of one byte per element are gathered, which are not moved beside all that others are.
     """
     if isinstance(mesh, AbstractMesh) or mesh.size == 1:
         return {}
     device = mesh.devices.flat[0]
     options = dict(OVERLAP.get(device.device_kind) or OVERLAP.get(device.platform) or {})
-    if any(x.dtype.itemsize == 1 for x in jax.tree.leaves(params)):
+    if with_bytes:
         options = {name: value for name, value in options.items() if name not in _NOT_WITH_BYTES}
     return options
 

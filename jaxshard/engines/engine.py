@@ -19,6 +19,7 @@ from jaxshard.core.compat import KEEP_REPEATED_GATHERS
 from jaxshard.core.layout import Layout
 from jaxshard.core.loss import Max, Mean, Sum
 from jaxshard.core.types import PyTree
+from jaxshard.core.wire import Scaled
 from jaxshard.engines.compiler_options import (
     Options,
     check_options,
@@ -41,15 +42,18 @@ class Outcome(NamedTuple):
       value: the global loss, a scalar.
       metrics: what the loss reports, by name.
       state: the model's new state.
+      residuals: what rounding took from the gradients, as `Engine.residuals` places it; () without feedback.
     """
 
     value: jax.Array
     metrics: dict[str, Mean | Sum | Max]
     state: PyTree
+    residuals: PyTree = ()
 
 
-ValueAndGrad = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[Outcome, PyTree]]
-"""`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit."""
+ValueAndGrad = Callable[..., tuple[Outcome, PyTree]]
+"""`fn(stored parameters, state, batch, key, residuals=()) -> (Outcome, gradients as stored)` of global arrays, under
+jit; `residuals` are those of the step before."""
 
 
 class BlockPasses(NamedTuple):
@@ -78,7 +82,10 @@ class Engine:
       microbatches: the number of turns in which the rows of a batch are computed, and their gradients added.
       scatter: reduce the gradient of each micro-batch ("each", least memory) or their sum once ("end", least traffic).
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
-      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
+      reduce_dtype: the dtype in which gradients are reduced, or the format of `js.wire` in which they travel; None
+        takes the parameter's.
+      gather_dtype: the dtype or format of `js.wire` in which weights travel when they are gathered; None takes that in
+        which they are computed.
       options: of the compiler, besides those for the chips of the mesh (`compiler_options.py`); these go first, and
         None takes one away.
     """
@@ -87,6 +94,7 @@ class Engine:
     scatter: Scatter = "each"
     compute_dtype: Any = None
     reduce_dtype: Any = None
+    gather_dtype: Any = field(default=None, kw_only=True)
     # By name alone, so that subclasses have their own fields behind the others; a dict has no hash.
     options: Options = field(default_factory=dict, kw_only=True, hash=False)
 
@@ -97,7 +105,20 @@ class Engine:
         if self.scatter not in ("each", "end"):
             raise ValueError(f"scatter must be 'each' or 'end', got {self.scatter!r}")
         _check_dtype("compute_dtype", self.compute_dtype)
-        _check_dtype("reduce_dtype", self.reduce_dtype)
+        for name in ("reduce_dtype", "gather_dtype"):
+            if not isinstance(getattr(self, name), Scaled):
+                _check_dtype(name, getattr(self, name))
+        if self.compiler_chooses and (isinstance(self.reduce_dtype, Scaled) or self.gather_dtype is not None):
+            name = "reduce_dtype" if isinstance(self.reduce_dtype, Scaled) else "gather_dtype"
+            raise ValueError(
+                f"{name}: under js.{self.name} the compiler chooses the collectives, and it has none of numbers with "
+                f"scales; use js.explicit({name}=...)"
+            )
+        if isinstance(self.gather_dtype, Scaled) and self.gather_dtype.feedback:
+            raise ValueError(
+                "gather_dtype: feedback is for gradients, whose errors add up over steps; a weight is rounded anew "
+                "from what is stored each time. Leave it out, or give it to reduce_dtype"
+            )
         object.__setattr__(self, "options", check_options(self.options))
 
     def __str__(self) -> str:
@@ -146,6 +167,13 @@ class Engine:
         """Gather the whole weight of which `x` is this device's shard; `keep` names axes that go on splitting it."""
         return gather(x, spec, keep=keep)
 
+    def residuals(self, layout: Layout) -> PyTree:
+        """Return how the residuals of the gradients are placed that a run carries from step to step.
+
+        A tree like the parameters, with None where there is none; () for an engine without feedback.
+        """
+        return ()
+
     def block_passes(self, layout: Layout) -> BlockPasses | None:
         """Return how often a schedule uses the blocks' weights; None where tracing the loss tells it exactly."""
         return None
@@ -159,7 +187,9 @@ class Engine:
           mesh: of the step.
           params: its parameters, or their shapes, of which some chips' options depend on the dtypes.
         """
-        return merge_options(overlap_options(mesh, params), self.needed_options(mesh), self.options) or None
+        stored_bytes = any(x.dtype.itemsize == 1 for x in jax.tree.leaves(params))
+        overlap = overlap_options(mesh, with_bytes=stored_bytes or isinstance(self.gather_dtype, Scaled))
+        return merge_options(overlap, self.needed_options(mesh), self.options) or None
 
     def needed_options(self, mesh: Mesh) -> Options:
         """Return the options without which the compiler would undo what the engine does."""
@@ -172,8 +202,12 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's name and its choices, as commands print them and write them into JSON."""
-        dtypes = {"compute_dtype": self.compute_dtype, "reduce_dtype": self.reduce_dtype}
-        names = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items() if dtype is not None}
+        dtypes = {name: getattr(self, name) for name in ("compute_dtype", "reduce_dtype", "gather_dtype")}
+        names = {
+            name: dtype.name if isinstance(dtype, Scaled) else jnp.dtype(dtype).name
+            for name, dtype in dtypes.items()
+            if dtype is not None
+        }
         return {"engine": self.name, "microbatches": self.microbatches} | names
 
 

@@ -22,11 +22,11 @@ from jaxshard.core.ordered_sums import ORDERED
 from jaxshard.core.placement import Placement, axes_of, only_axes
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
+from jaxshard.core.wire import Scaled
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
 from jaxshard.engines.engine import (
-    Engine,
     Gathers,
     Outcome,
     Precision,
@@ -36,15 +36,14 @@ from jaxshard.engines.engine import (
     WholeModelEngine,
     precision_dtypes,
 )
-from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import (
     manual_axes_of,
-    nest_in_shard_map,
     on_each_device,
     row_specs,
     stored_specs,
     used_shape,
 )
+from jaxshard.engines.moves import make_move, place_residual, reduce_all
 from jaxshard.engines.positionwise import make_position_check
 
 
@@ -62,10 +61,26 @@ class Explicit(WholeModelEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.reduce_dtype, Scaled):
+            if self.reduction == "ordered":
+                raise ValueError(
+                    f"reduction='ordered' orders the native sums, and reduce_dtype={self.reduce_dtype.name} adds in "
+                    "one order by itself; leave one of them out"
+                )
+            if self.reduce_dtype.feedback and self.scatter != "end":
+                raise ValueError(
+                    "reduce_dtype: with feedback each gradient is reduced once a step, from its whole sum; write "
+                    "js.explicit(scatter='end', ...), or leave feedback out"
+                )
         if self.reduction not in ("native", "ordered"):
             raise ValueError(f"reduction must be 'native' or 'ordered', got {self.reduction!r}")
         if self.gathers not in ("plain", "checked"):
             raise ValueError(f"gathers must be 'plain' or 'checked', got {self.gathers!r}")
+        if self.gathers == "checked" and self.gather_dtype is not None:
+            raise ValueError(
+                "gathers='checked' compares weights with what was stored, and gather_dtype rounds them on the way; "
+                "leave one of them out"
+            )
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
@@ -104,6 +119,13 @@ class Explicit(WholeModelEngine):
         checks = {} if self.gathers == "plain" else {"gathers": self.gathers}
         return super().describe() | {"reduction": self.reduction} | checks
 
+    def residuals(self, layout: Layout) -> PyTree:
+        """Return how the residuals of the gradients are placed: f32, each device its own of the size of its share."""
+        wire = self.reduce_dtype
+        if not isinstance(wire, Scaled) or not wire.feedback:
+            return ()
+        return jax.tree.map(partial(place_residual, layout), layout.params, layout.grads)
+
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
         axes, sums = layout.sum_axes, self.sums(layout)
@@ -118,7 +140,11 @@ class Explicit(WholeModelEngine):
             compute_dtype=self.compute_dtype,
         )
 
-        def on_device(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+        placed = self.residuals(layout)
+
+        def on_device(
+            params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree
+        ) -> tuple[Outcome, PyTree]:
             batch = split_batch(layout, objective.known, batch)
             mask = layout.rows_mask(batch)
 
@@ -131,19 +157,23 @@ class Explicit(WholeModelEngine):
                 loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: sum_scalar(x, axes, sums)
             )
             if self.scatter == "end":
-                reduce = partial(reduce_gradient, layout, self)
-                grads = jax.tree.map(reduce, layout.grads, grads, select(layout.trainable, layout.params))
+                grads, residuals = reduce_all(layout, self, grads, residuals)
             metrics = {name: combine_over(metric, axes, sums) for name, metric in outcome.metrics.items()}
             value = sum_scalar(outcome.value, axes, sums)
-            return Outcome(value, metrics, _average_state(outcome.state, axes, sums)), grads
+            return Outcome(value, metrics, _average_state(outcome.state, axes, sums), residuals), grads
 
-        def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
+        def loss_and_grads(
+            params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
+        ) -> tuple[Outcome, PyTree]:
             check_positions(batch)
-            whole = PartitionSpec()
-            in_specs = stored_specs(layout.params, manual), whole, row_specs(layout, batch), whole
-            out_specs = whole, stored_specs(layout.grads, manual)
+            if not jax.tree.leaves(residuals):
+                residuals = jax.tree.map(lambda one: jnp.zeros(one.view.stored), placed)
+            whole, kept = PartitionSpec(), stored_specs(placed, manual)
+            in_specs = stored_specs(layout.params, manual), whole, row_specs(layout, batch), whole, kept
+            outcome: Any = Outcome  # of specs
+            out_specs = outcome(whole, whole, whole, kept), stored_specs(layout.grads, manual)
             run = on_each_device(on_device, layout, manual, in_specs=in_specs, out_specs=out_specs)
-            return run(params, state, batch, key)
+            return run(params, state, batch, key, residuals)
 
         return loss_and_grads
 
@@ -155,6 +185,7 @@ def explicit(
     precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
+    gather_dtype: Any = None,
     remat: RematPolicy | None = None,
     units: Sequence[type] = (),
     reduction: Reduction = "native",
@@ -184,7 +215,14 @@ def explicit(
         are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
         before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: the dtype to which floating weights are cast before they are gathered; None leaves them.
-      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's.
+      reduce_dtype: the dtype in which gradients are reduced; None takes the parameter's. `js.wire.int8()` and
+        `js.wire.fp8()` send 8-bit numbers in blocks with an f32 scale, which are added in f32: an all-to-all in place
+        of a reduce-scatter, that and an all-gather in place of an all-reduce, one axis of the mesh after the other.
+        With `feedback=True` (and scatter="end") what rounding took is added in the next step: `run.residuals` holds an
+        f32 array of the size of a device's share, the whole parameter under FSDP, on each device.
+      gather_dtype: the dtype in which weights travel when they are gathered just before use, and are computed in
+        `compute_dtype`, or the parameter's dtype, after it; `js.wire.int8()` and `js.wire.fp8()` too. The gradient is
+        that of the rounded weights. None sends them as they are computed.
       remat: what the forward pass of a block of a `Stacked` model, or of a unit, saves: "nothing", "dots",
         "everything", a function of `jax.checkpoint_policies`, or what is done with each named activation,
         {"attention_out": "save", "mlp_hidden": "offload"}: kept on the device, moved to the host's memory and back, or
@@ -222,63 +260,17 @@ def explicit(
           step = js.make_step(loss_fn, tx, layout, engine=engine)
     """
     dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
-    return Explicit(microbatches, scatter, *dtypes, remat, units, reduction, gathers, options=options or {})
-
-
-def make_move(layout: Layout, engine: Engine) -> MakeMove:
-    """Make moves by manual collectives: weights all-gathered, gradients reduced by `reduce_gradient`."""
-
-    def make(param: Placement, grad: Placement | None) -> Move:
-        def gather_weight(stored: jax.Array) -> jax.Array:
-            def gather_shards(x: jax.Array) -> jax.Array:
-                return engine.gather(x, param.store, axes_of(param.use))
-
-            whole = nest_in_shard_map(layout, gather_shards, param.store)(cast_floats(stored, engine.compute_dtype))
-            return param.view.invert(whole)
-
-        def reduce(cotangent: jax.Array) -> jax.Array:
-            assert grad is not None, "a frozen parameter has no cotangent"
-            return cotangent if engine.scatter == "end" else reduce_gradient(layout, engine, grad, cotangent, param)
-
-        return Move(gather_weight, reduce)
-
-    return make
-
-
-def reduce_gradient(
-    layout: Layout, engine: Engine, grad: Placement, x: jax.Array, param: Placement, also: tuple[str, ...] = ()
-) -> jax.Array:
-    """Sum a device's share of a gradient over the axes of rows and context that the weight's `use` does not own.
-
-    The sum is scattered over those axes that are in the gradient's `store`. The scatter comes first: the all-reduce
-    over the other axes then moves a shard, not the whole array. For HSDP on (replica=2, data=4) and a gradient [64]
-
-        [64] on each device  --reduce-scatter over data-->  [16]  --all-reduce over replica-->  [16]
-
-    Args:
-      layout: says where everything lives.
-      engine: says in which dtype and order to add.
-      grad: where the gradient rests.
-      x: the share, as the model knows the weight (logical shape).
-      param: where the parameter rests and how it is used.
-      also: further mesh axes to sum over.
-
-    Returns:
-      This device's shard of the gradient, as stored.
-    """
-    owned = axes_of(param.use)
-    free = [axis for axis in (*layout.sum_axes, *also) if axis not in owned]
-
-    def scatter(x: jax.Array) -> jax.Array:
-        return engine.sums(layout).scatter_sum(x, grad.store, free, keep=owned)
-
-    # The view (padding, pipeline order) before the sum: what is scattered has the dimensions that are split.
-    share = grad.view.apply(cast_floats(x, engine.reduce_dtype))
-    if share.dtype.itemsize > 2 and layout.mesh.devices.flat[0].platform != "cpu":
-        # Of a share that was computed in bf16 the compiler would move the cast behind the sum: a sum of bf16 numbers.
-        share = lax.optimization_barrier(share)
-    reduced: jax.Array = nest_in_shard_map(layout, scatter, grad.store)(share)
-    return reduced.astype(x.dtype)
+    return Explicit(
+        microbatches,
+        scatter,
+        *dtypes,
+        remat,
+        units,
+        reduction,
+        gathers,
+        gather_dtype=gather_dtype,
+        options=options or {},
+    )
 
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:

@@ -65,7 +65,7 @@ def row_specs(layout: Layout, batch: PyTree) -> PyTree:
     return jax.tree.map(lambda placement: placement.store, layout.batch_placements(batch))
 
 
-def nest_in_shard_map(layout: Layout, fn: Callable[[jax.Array], jax.Array], spec: PartitionSpec) -> Callable[..., Any]:
+def nest_in_shard_map(layout: Layout, fn: Callable[..., Any], spec: PartitionSpec) -> Callable[..., Any]:
     """Return `fn`, a collective, in a nested `shard_map` over the axes that the compiler handles.
 
     A manual collective of an array that is also split over an automatic axis gathers it over that axis too (JAX 0.10 to

@@ -80,7 +80,7 @@ def predict(
             "predict: replicas that train by themselves (js.local) are not predicted; predict the layout inside a "
             "replica, without js.local; step.compile on a js.plan.topology_mesh tells what all of it needs"
         )
-    arguments = _argument_bytes(layout, batch)
+    arguments = _argument_bytes(layout, engine, batch)
     traced = trace_step(layout, loss_fn, tx, engine, batch)
     names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
     vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
@@ -157,7 +157,7 @@ def _tokens(batch: PyTree) -> int:
     return max((int(x.shape[0]) * (int(x.shape[1]) - 1) for x in found), default=0)
 
 
-def _argument_bytes(layout: Layout, batch: PyTree) -> dict[str, int]:
+def _argument_bytes(layout: Layout, engine: Engine, batch: PyTree) -> dict[str, int]:
     """Count the bytes of the step's arguments on one device by role, in tiles on a TPU."""
     mesh = layout.mesh
     tiled = mesh.devices.flat[0].platform == "tpu"
@@ -175,4 +175,6 @@ def _argument_bytes(layout: Layout, batch: PyTree) -> dict[str, int]:
             found[roles[one.role]] += size(one.placement.shard_shape(mesh), one.leaf.dtype)
     for placement, x in zip(jax.tree.leaves(layout.batch_placements(batch)), jax.tree.leaves(batch), strict=True):
         found["batch"] += size(placement.shard_shape(mesh), x.dtype)
+    if residuals := jax.tree.leaves(engine.residuals(layout)):
+        found["gradients"] = sum(size(placement.shard_shape(mesh), jnp.float32) for placement in residuals)
     return found

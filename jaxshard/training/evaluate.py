@@ -32,9 +32,9 @@ from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.context import constrain_batch, split_batch
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import combine_over, explicit
-from jaxshard.engines.explicit import make_move as make_explicit_move
 from jaxshard.engines.just_in_time import MakeMove, make_opaque_run, users_code
 from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
+from jaxshard.engines.moves import make_move as make_explicit_move
 from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.engines.positionwise import make_position_check
 from jaxshard.optim.averaging import averaged_params

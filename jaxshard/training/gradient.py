@@ -51,7 +51,7 @@ def value_and_grad(
 
     def run_once(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         state, key = use_stored(layout, layout.state, run.state), jax.random.fold_in(run.key, run.step)
-        outcome, grads = compute(run.params, state, batch, key)
+        outcome, grads = compute(run.params, state, batch, key, run.residuals)
         return outcome.value, unstore(layout.grads, grads)
 
     jitted = jax.jit(run_once, compiler_options=engine.compiler_options(layout.mesh, layout.shapes.params))

@@ -35,6 +35,8 @@ class TrainState(NamedTuple):
       opt_state: what `tx.init` returned for the trained parameters, stored as `layout.opt_state` says.
       state: the model's own mutable state; () without one.
       key: the run's random key. A step's key is made of this one and the step's number alone.
+      residuals: what rounding took from the gradients of the last step, f32[devices, *stored] for each parameter, under
+        `reduce_dtype=js.wire.int8(feedback=True)`; else (). The first step makes them, of zeros.
     """
 
     step: jax.Array
@@ -42,6 +44,7 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     state: PyTree
     key: jax.Array
+    residuals: PyTree = ()
 
     def _repr_html_(self) -> str:
         """Show step, shapes and bytes in a notebook; values stay on their devices."""
@@ -150,16 +153,19 @@ def run_key(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, 1)
 
 
-def run_shardings(layout: Layout) -> Any:
-    """Return the sharding of every array of a run, as a TrainState."""
+def run_shardings(layout: Layout, residuals: PyTree = ()) -> Any:
+    """Return the sharding of every array of a run, as a TrainState; `residuals` says how those are placed."""
     on_every_device = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
-    trees = (layout.params, layout.opt_state, layout.state)
-    params, opt_state, state = map(layout.shardings, trees)
-    return _run_of(on_every_device, params, opt_state, state, on_every_device)
+    trees = (layout.params, layout.opt_state, layout.state, residuals)
+    params, opt_state, state, rest = map(layout.shardings, trees)
+    return _run_of(on_every_device, params, opt_state, state, on_every_device, rest)
 
 
-def run_shapes(layout: Layout) -> Any:
-    """Return the stored shapes of a run with their shardings, as a TrainState: what `lower` takes instead of arrays."""
+def run_shapes(layout: Layout, residuals: PyTree = ()) -> Any:
+    """Return the stored shapes of a run with their shardings, as a TrainState: what `lower` takes instead of arrays.
+
+    `residuals` says how those are placed.
+    """
 
     def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(placement.view.stored, x.dtype, sharding=placement.sharding(layout.mesh))
@@ -171,12 +177,22 @@ def run_shapes(layout: Layout) -> Any:
         jax.tree.map(stored, shapes.opt_state, layout.opt_state),
         jax.tree.map(stored, shapes.state, layout.state),
         jax.ShapeDtypeStruct((), shapes.key.dtype, sharding=shardings.key),
+        residual_shapes(layout, residuals),
     )
 
 
-def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any) -> TrainState:
+def residual_shapes(layout: Layout, placements: PyTree) -> PyTree:
+    """Return the stored shapes of residuals with their shardings."""
+
+    def stored(placement: Placement) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(placement.view.stored, jnp.float32, sharding=placement.sharding(layout.mesh))
+
+    return jax.tree.map(stored, placements)
+
+
+def _run_of(step: Any, params: PyTree, opt_state: PyTree, state: PyTree, key: Any, residuals: PyTree) -> TrainState:
     """Make a TrainState of anything: shapes or shardings in place of arrays."""
-    return TrainState(step, params, opt_state, state, key)
+    return TrainState(step, params, opt_state, state, key, residuals)
 
 
 @with_own_settings
@@ -190,7 +206,7 @@ def logical(run: TrainState, layout: Layout) -> TrainState:
       layout: the layout that it was made with.
 
     Returns:
-      A TrainState whose arrays have the logical shapes.
+      A TrainState whose arrays have the logical shapes, without residuals, which one device has none of.
 
     Raises:
       ValueError: the run is not one of this layout; every leaf that differs is named.
@@ -199,6 +215,7 @@ def logical(run: TrainState, layout: Layout) -> TrainState:
         weights = js.logical(run, layout).params["blocks"]["attention"]["kernel"]     # [blocks, ...], whole
     """
     check_run(layout, run)
+    run = run._replace(residuals=())
 
     @jax.jit
     def convert(run: TrainState) -> TrainState:
@@ -281,6 +298,8 @@ def check_run(layout: Layout, run: TrainState) -> None:
     check_is_run(run)
     check_not_donated(run)
     expected, fix = run_shapes(layout), "make it with js.init and the same layout"
+    # What an engine carries from step to step is its own and of no layout.
+    run = run._replace(residuals=())
     check_same_tree(abstract(expected), abstract(run), "the run does not fit the layout", fix)
     pairs = zip(jax.tree_util.tree_leaves_with_path(run), jax.tree.leaves(expected), strict=True)
     elsewhere = [

@@ -45,6 +45,7 @@ from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
 from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.local_step import mean_over, take_local_step
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
+from jaxshard.training.residuals import check_has_residuals, with_residuals
 from jaxshard.training.state import (
     TrainState,
     check_batch_not_donated,
@@ -200,6 +201,7 @@ class Step:
         self._update = make_update(tx, layout, self._sums, stored=stored, extra=extra, owned=owned)
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(self.objective, layout)
+        self._residuals = engine.residuals(layout)
         self._forget_programs()
 
     def _be_local(self, local: Local, params: PyTree) -> None:
@@ -211,7 +213,12 @@ class Step:
         inside = Step(
             self.loss_fn, self.tx, layout.inside_replica(), self.engine, guarded=self.guarded, replicas=local.axis
         )
-        self._inside, self.guarded = inside, inside.guarded
+        if inside._residuals:
+            raise ValueError(
+                "local: residuals of gradients that travel in 8 bits are not kept for each replica; leave error "
+                "feedback out: js.explicit(reduce_dtype=js.wire.int8(feedback=False))"
+            )
+        self._inside, self.guarded, self._residuals = inside, inside.guarded, ()
         self.objective, self.elementwise = inside.objective, inside.elementwise
         self._totals_in_order, self.check_exchange, self._trained = False, False, tuple(paths(params))
         self._forget_programs()
@@ -254,6 +261,7 @@ class Step:
         check_narrowing(batch, "the batch")
         check_batch_not_donated(batch)
         with own_settings(self.layout.mesh):
+            run = self.with_residuals(run)
             program = self._compile(run, batch) if self._peers_agreed else self._compile_together(run, batch)
             try:
                 batch = jax.device_put(batch, self._rows)
@@ -277,11 +285,23 @@ class Step:
             self._first = None
         return run, metrics
 
+    def with_residuals(self, run: TrainState) -> TrainState:
+        """Return the run with residuals of zeros if the engine has feedback and the run has none; else the run itself.
+
+        The step itself calls this. Only a `jax.lax.scan` over steps needs it before: what is carried has the same
+        arrays before the first step.
+
+        Raises:
+          ValueError: the run has residuals, and the engine has no feedback.
+        """
+        return with_residuals(run, self.layout, self._residuals)
+
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Take one step as a part of the program that the user traces: nothing is compiled, donated or waited for."""
         check_run(self.layout, run)
+        check_has_residuals(run, self._residuals)
         check_batch(self.layout, abstract(batch), self.engine.microbatches, whole=self.engine.shows_whole_batch)
-        shardings = run_shardings(self.layout)
+        shardings = run_shardings(self.layout, self._residuals)
         in_shardings, everywhere = (shardings, self.layout.batch_shardings(batch)), self._whole()
         inside = jax.jit(self._step, in_shardings=in_shardings, out_shardings=(shardings, everywhere))
         after: tuple[TrainState, Metrics] = inside(run, batch)
@@ -295,7 +315,7 @@ class Step:
           run: a run or its shapes; by default the shapes of the layout.
         """
         check_is_here(self.layout.mesh)
-        run = run_shapes(self.layout) if run is None else run
+        run = run_shapes(self.layout, self._residuals) if run is None else run
         with own_settings(self.layout.mesh):
             lowered: jax.stages.Lowered = self._program(run, batch).lower(run, abstract(batch))
         return lowered
@@ -307,7 +327,7 @@ class Step:
           batch: global arrays or ShapeDtypeStructs.
         """
         with own_settings(self.layout.mesh):
-            return self._compile(run_shapes(self.layout), batch)
+            return self._compile(run_shapes(self.layout, self._residuals), batch)
 
     def _compile(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
         check_is_here(self.layout.mesh)
@@ -343,7 +363,7 @@ class Step:
             warn_of_patterns(self.layout.strategy, shapes)
             check_batch(self.layout, shapes, self.engine.microbatches, whole=self.engine.shows_whole_batch)
             check_run(self.layout, run)
-            shardings = run_shardings(self.layout)
+            shardings = run_shardings(self.layout, self._residuals)
             self._batch, self._rows = shapes, self.layout.batch_shardings(shapes)
             compares = self.check_exchange and exchanges_ragged(self.layout)
             whole = self._whole()
@@ -383,7 +403,7 @@ class Step:
     def _find(self, run: TrainState, batch: PyTree) -> Evidence:
         """Compute the loss and gradients that a step would, for their evidence alone."""
         state, key = self._state_and_key(run)
-        outcome, grads = self._value_and_grad(run.params, state, batch, key)
+        outcome, grads = self._value_and_grad(run.params, state, batch, key, run.residuals)
         return Evidence(outcome.value, self._sum_squares(grads))
 
     def _step_with_evidence(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
@@ -393,7 +413,8 @@ class Step:
         2. Their sums of squares give the norm, and say which of them are not finite.
         3. The optimizer updates parameters and state where its state lives. The sums of squares of what changed give
            the norm of the update, and say which parameters it spoiled.
-        4. Of parameters, optimizer state and model state the new ones are kept if the step was good, else the old ones.
+        4. Of parameters, optimizer state, model state and residuals the new ones are kept if the step was good, else
+           the old ones.
         """
         layout = self.layout
         if self._inside is not None and layout.local is not None:
@@ -401,12 +422,12 @@ class Step:
             return after, of_all, Evidence(of_all["loss"], of_all["grad_norm"])  # of no first step
         state, key = self._state_and_key(run)
         with models_run() as runs:
-            outcome, grads = self._value_and_grad(run.params, state, batch, key)
+            outcome, grads = self._value_and_grad(run.params, state, batch, key, run.residuals)
         if any(one.model.stacked_for_user for one in runs):
             self._check_stacking()
 
         def loss_at(params: PyTree) -> tuple[jax.Array, PyTree]:
-            outcome, grads = self._value_and_grad(params, state, batch, key)
+            outcome, grads = self._value_and_grad(params, state, batch, key, run.residuals)
             return outcome.value, grads
 
         squares = self._sum_squares(grads)
@@ -424,7 +445,8 @@ class Step:
         metrics |= {name: combine_over(metric, self._replicas).value for name, metric in outcome.metrics.items()}
         state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
         # The step counts on in any case, so that the next one has the batch and the key that it would have had.
-        after = TrainState(run.step + 1, params, opt_state, state, run.key)
+        residuals = keep_old_unless(ok, outcome.residuals, run.residuals)
+        after = TrainState(run.step + 1, params, opt_state, state, run.key, residuals)
         return after, metrics, Evidence(outcome.value, squares)
 
     def _state_and_key(self, run: TrainState) -> tuple[PyTree, jax.Array]:

@@ -374,7 +374,7 @@ def test_lower_precision_is_computed_in_f32():
     )
     report.check()
     assert report.notes == (
-        "compute_dtype and reduce_dtype of the engine were left out: all is computed in f32",
+        "compute_dtype of the engine left out: all is computed in f32",
         "batch in bfloat16 were cast to float32",
         "parameters in bfloat16 were cast to float32",
     )

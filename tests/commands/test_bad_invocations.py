@@ -71,6 +71,16 @@ SHARDING = {
     "--context": [*CHOICES, "gather", "usp"],
     "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
     "--microbatches": [*NUMBERS, "100000"],
+    "--wire": [
+        "",
+        "int8",
+        "gradients",
+        "gradients=int4",
+        "weights=",
+        "block=128",
+        "gradients=int8,block=1",
+        "weights=int8,feedback=on",
+    ],
 }
 TARGETS = [
     "nope",

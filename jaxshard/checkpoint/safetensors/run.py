@@ -60,6 +60,11 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         run, position = js.run_from_bytes(raw, layout)
     """
     owning, layout = layout, layout.without_owners
+    if jax.tree.leaves(run.residuals):
+        raise ValueError(
+            "js.run_to_bytes: the run has residuals of gradients, as large as the parameters for each device; use "
+            "js.save, or leave them out: run._replace(residuals=())"
+        )
     wanted, _ = entries(layout, base=True)
     raise_all(
         (f"{entry.path}: {entry.dtype}" for entry in wanted if tensor_of(entry).dtype not in CODES),

@@ -17,6 +17,9 @@ from jaxshard.core.tree import bytes_of
 
 Shape = tuple[int, ...]
 
+_BITS = {jnp.dtype(jnp.int8): "s8", jnp.dtype(jnp.uint8): "u8", jnp.dtype(jnp.uint16): "u16"}
+"""Integers as which the engines send numbers in fewer bits."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -67,7 +70,9 @@ class Expected:
 
     @property
     def wire_dtype(self) -> str:
-        """The floating dtype as a compiled program writes it, such as "bf16"; "" of other dtypes and where none is."""
+        """The dtype as a compiled program writes it, "bf16" or "s8"; "" of wider integers and where none is."""
+        if self.dtype is not None and jnp.dtype(self.dtype) in _BITS:
+            return _BITS[jnp.dtype(self.dtype)]
         if self.dtype is None or not jnp.issubdtype(self.dtype, jnp.floating):
             return ""
         return str(jnp.dtype(self.dtype).name).replace("float", "f").replace("_", "")

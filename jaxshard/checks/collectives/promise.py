@@ -52,13 +52,16 @@ from jaxshard.checks.collectives.parameters import (
     rank_of,
     tensor_axes,
 )
+from jaxshard.checks.collectives.scaled import as_travels
 from jaxshard.checks.collectives.synchronisation import rows_of_replica, synchronisations
 from jaxshard.checks.collectives.weight_uses import Uses, count_scheduled_uses, count_uses
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, axes_of, only_axes, split_dims, splits_per_dim
+from jaxshard.core.scaled_collectives import list_gather, list_scatter_sum
 from jaxshard.core.tree import bytes_of, path_str
 from jaxshard.core.types import LossFn, PyTree
+from jaxshard.core.wire import Scaled
 from jaxshard.engines.engine import Engine
 
 SLACK = 0.01
@@ -173,7 +176,10 @@ class _Step(NamedTuple):
 def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
     """The gathers of one weight, from `store` to `use`, minor axes first, in the dtype that it is cast to."""
     dtype, engine = parameter.dtype, step.engine
-    if engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+    wire = engine.gather_dtype if jnp.issubdtype(dtype, jnp.floating) else None
+    if wire is not None and not isinstance(wire, Scaled):  # its bits
+        dtype = jnp.dtype(f"uint{8 * jnp.dtype(wire).itemsize}")
+    elif wire is None and engine.compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(engine.compute_dtype)
     for shape, most in step.uses.of("weight", parameter.path):
         param = _part_of(parameter.param, shape)
@@ -184,7 +190,12 @@ def _weight_gathers(step: _Step, parameter: Parameter) -> Iterator[Expected]:
         else:
             least = 1  # the same in each turn of the loop over micro-batches: the compiler may gather it once
         one = Expected("all-gather", (), (), dtype, least, most, f"weight {parameter.path}")
-        yield from gather_stages(step.layout.mesh, param, axes_of(param.use), one, engine.compiler_chooses)
+        mesh, keep = step.layout.mesh, axes_of(param.use)
+        shard = param.shard_shape(mesh)
+        if isinstance(wire, Scaled) and wire.shrinks(math.prod(shard), parameter.dtype):
+            yield from as_travels(one, list_gather(shard, param.store, mesh.shape, wire, keep=keep))
+        else:
+            yield from gather_stages(mesh, param, keep, one, engine.compiler_chooses)
 
 
 def _part_of(placement: Placement, shape: tuple[int, ...]) -> Placement:
@@ -228,11 +239,18 @@ def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: in
     free = tuple(axis for axis in row_axes if axis not in owned)
     parts = splits_per_dim(mesh, only_axes(grad.store, owned))
     shape = [size // part for size, part in zip(grad.view.stored, parts)]
+    wire = step.engine.reduce_dtype
+    if isinstance(wire, Scaled):
+        what, stack = f"gradient of {parameter.path}", parameter.shape[0] if is_slice else 1
+        one = Expected("all-to-all", (), (), parameter.dtype, count, count, what, stack=stack)
+        travels = list_scatter_sum(tuple(shape), parameter.dtype, grad.store, free, mesh.shape, wire, keep=owned)
+        yield from as_travels(one, travels)
+        return
     one = Expected(
         kind="all-to-all" if step.sums_in_order else "reduce-scatter",
         axes=(),
         shape=tuple(shape),
-        dtype=step.engine.reduce_dtype or parameter.dtype,
+        dtype=wire or parameter.dtype,
         least=0 if compiler_chooses else count,
         most=count,
         what=f"gradient of {parameter.path}",

@@ -36,9 +36,9 @@ from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
-from jaxshard.engines.explicit import make_move, reduce_gradient
 from jaxshard.engines.just_in_time import Move, without_blocks
 from jaxshard.engines.manual import manual_axes_of, used_shape
+from jaxshard.engines.moves import make_move, reduce_gradient
 from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Totals
 from jaxshard.engines.pipeline.split_backward import SplitBlock, forward_only, split_block
 from jaxshard.engines.pipeline.stages import GradSums, Stages

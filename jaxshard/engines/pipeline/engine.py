@@ -18,6 +18,7 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
+from jaxshard.core.wire import Scaled
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
 from jaxshard.engines.engine import (
@@ -61,6 +62,11 @@ class Pipelined(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.reduce_dtype, Scaled) and self.reduce_dtype.feedback:
+            raise ValueError(
+                "reduce_dtype: js.pipelined keeps no residuals of gradients; leave feedback out, or use js.explicit() "
+                "without js.pipeline in the strategy"
+            )
         if isinstance(self.stash, Mapping):
             policy_function(self.stash)
             if names := offloaded(self.stash):
@@ -161,8 +167,10 @@ class Pipelined(Engine):
             metrics = {name: combine_over(metric, axes) for name, metric in totals.metrics.items()}
             return Outcome(sum_scalar(totals.value, axes), metrics, ()), device.reduce_gradients(grads, totals.grads)
 
-        def loss_and_grads(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
-            del state  # a Stacked model has none
+        def loss_and_grads(
+            params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
+        ) -> tuple[Outcome, PyTree]:
+            del state, residuals  # a Stacked model has no state, and this engine no residuals
             check_positions(batch)
             run = on_each_device(
                 on_device,
@@ -185,6 +193,7 @@ def pipelined(
     precision: Precision | None = None,
     compute_dtype: Any = None,
     reduce_dtype: Any = None,
+    gather_dtype: Any = None,
     options: Options | None = None,
 ) -> Pipelined:
     """Make the engine that runs the stages of `js.pipeline` by a schedule, for the `loss` of a `js.Stacked` model.
@@ -213,7 +222,9 @@ def pipelined(
         are cast to bf16 before they are gathered, and gradients are reduced in bf16. A `reduce_dtype` beside it goes
         before (jnp.float32 keeps sums in f32); another `compute_dtype` is refused.
       compute_dtype: floating weights are cast to it before they are gathered; None leaves them.
-      reduce_dtype: gradients are reduced in it; None takes the parameter's dtype.
+      reduce_dtype: gradients are reduced in it; None takes the parameter's dtype. Also a format of `js.wire`, without
+        feedback; see `js.explicit`.
+      gather_dtype: weights travel in it when they are gathered, as under `js.explicit`.
       options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
         the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
         its own error.
@@ -226,7 +237,10 @@ def pipelined(
     Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2024 (zero bubble).
     """
     dtypes = precision_dtypes(precision, compute_dtype, reduce_dtype)
-    return Pipelined(microbatches, scatter, *dtypes, schedule=schedule, stash=stash, options=options or {})
+    return Pipelined(
+        microbatches, scatter, *dtypes, schedule=schedule, stash=stash, gather_dtype=gather_dtype,
+        options=options or {},
+    )  # fmt: skip
 
 
 def _pipeline(layout: Layout) -> Pipeline:

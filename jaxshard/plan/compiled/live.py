@@ -28,7 +28,7 @@ from jaxshard.plan.compiled.dump import Assignment, Value
 
 _FAR = 64
 """The number of loops and slices after which a search gives up."""
-_ARGUMENTS = {"params": "parameters", "opt_state": "optimizer state", "state": "model state"}
+_ARGUMENTS = {"params": "parameters", "opt_state": "optimizer state", "state": "model state", "residuals": "gradients"}
 _HEADS = re.compile(r"embed|wte|head|vocab|logits", re.IGNORECASE)
 _GATHERS = ("all_gather", "all-gather")
 _MOVES = ("convert_element_type", "copy", "reshape", "sharding_constraint", "slice", "squeeze", "transpose")

@@ -29,7 +29,7 @@ class Traced(NamedTuple):
     arguments: tuple[tuple[Split, str, str], ...]
 
 
-_ROLES = {"params": "parameters", "opt_state": "optimizer state", "state": "model state"}
+_ROLES = {"params": "parameters", "opt_state": "optimizer state", "state": "model state", "residuals": "gradients"}
 
 
 def trace_step(
@@ -37,7 +37,7 @@ def trace_step(
 ) -> Traced:
     """Trace the step that `make_step` would compile for a batch; nothing is lowered, compiled or allocated."""
     step = make_step(loss_fn, tx, layout, engine=engine)
-    run, rows = run_shapes(layout), abstract(batch)
+    run, rows = run_shapes(layout, engine.residuals(layout)), abstract(batch)
     # Checks the batch as a step does, and gives the shardings that it would compile with.
     with own_settings(layout.mesh):
         closed = jax.make_jaxpr(step)(run, rows)

@@ -1,0 +1,88 @@
+"""The residuals of a run in a checkpoint: what rounding took from its gradients, and is still to be added.
+
+They are saved as they are, f32[devices, *shape] for each parameter. A mesh on which as many devices add up a gradient
+takes them as they are. On any other their sum over devices, which is all that a step adds, is shared out evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxshard.checkpoint.leaves import Entry, encode_path
+from jaxshard.checkpoint.manifest import SavedArray
+from jaxshard.core.layout import Layout
+from jaxshard.core.placement import Placement
+from jaxshard.core.types import PyTree
+from jaxshard.engines.moves import place_residual, stack_view
+
+RESIDUALS = "residuals/"
+"""What the names of residuals in a checkpoint begin with."""
+
+
+def residual_entries(layout: Layout, residuals: PyTree) -> list[Entry]:
+    """List the residuals of a run as they are saved; none for a run without."""
+    if not jax.tree.leaves(residuals):
+        return []
+    return [_entry(path, placement) for path, placement in _placements(layout)]
+
+
+def saved_residuals(layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
+    """List the residuals in a checkpoint as they are read: in the number of devices that saved them."""
+    counts = {array.path: array.shape[0] for array in arrays if array.path.startswith(RESIDUALS) and array.shape}
+    if not counts:
+        return []
+    own = [_entry(path, placement) for path, placement in _placements(layout)]
+    grads = jax.tree.leaves(layout.grads)
+    return [_of_count(entry, grad, counts.get(entry.path, 0)) for entry, grad in zip(own, grads, strict=True)]
+
+
+def place_residuals(layout: Layout, read: Callable[[Entry], jax.Array], found: Sequence[Entry]) -> PyTree:
+    """Return the residuals of a run as this layout places them; () if the checkpoint has none.
+
+    Args:
+      layout: the layout.
+      read: reads one array as its entry stores it.
+      found: what `saved_residuals` returned.
+    """
+    if not found:
+        return ()
+    tree = jax.tree.structure(layout.grads)
+    own = [placement for _, placement in _placements(layout)]
+    return jax.tree.unflatten(tree, [_share_out(read(entry), to, layout.mesh) for entry, to in zip(found, own)])
+
+
+def _placements(layout: Layout) -> list[tuple[str, Placement]]:
+    """The path and placement of every residual, in the order of a run's leaves."""
+    placed = jax.tree.map(lambda param, grad: place_residual(layout, param, grad), layout.params, layout.grads)
+    return [(RESIDUALS + encode_path(path), one) for path, one in jax.tree_util.tree_leaves_with_path(placed)]
+
+
+def _entry(path: str, placement: Placement) -> Entry:
+    return Entry(path, placement.view.logical, jnp.dtype(jnp.float32), placement)
+
+
+def _of_count(entry: Entry, grad: Placement, count: int) -> Entry:
+    """The entry with another number of devices, split as the gradient is."""
+    if entry.shape[0] == count:
+        return entry
+    store = PartitionSpec(None, *grad.store)
+    placement = replace(grad, view=stack_view(grad.view, count), store=store, use=store)
+    return _entry(entry.path, placement)
+
+
+def _share_out(x: jax.Array, to: Placement, mesh: Mesh) -> jax.Array:
+    """The residual for as many devices as the placement has."""
+    count = to.view.stored[0]
+    if x.shape[0] == count:
+        return x
+
+    def share(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x.sum(0) / count, to.view.stored)
+
+    shared: jax.Array = jax.block_until_ready(jax.jit(share, out_shardings=to.sharding(mesh))(x))
+    return shared

@@ -1,0 +1,53 @@
+"""`--wire gradients=int8,...`: in which numbers gradients and weights travel between devices, read from the flag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxshard.core.wire import Scaled, fp8, int8
+
+_SYNTAX = (
+    "write gradients=int8 or weights=int8, or both, each with int8, fp8 or bf16, and if you like block=128, and "
+    "feedback=on, which makes up for the errors of gradients"
+)
+_MAKE = {"int8": int8, "fp8": fp8}
+_SWITCH = {"on": True, "off": False}
+
+
+def parse_wire(text: str) -> dict[str, Any]:
+    """Parse the value of --wire: the arguments of `js.explicit` that it stands for.
+
+        >>> parse_wire("weights=fp8,block=128")
+        {'gather_dtype': Scaled(dtype='float8_e4m3fn', block=128, feedback=False)}
+
+    Raises:
+      ValueError: a part that is not name=value, an unknown name, one that comes twice, or a value that is none.
+    """
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, value = (one.strip() for one in part.partition("="))
+        if name not in ("gradients", "weights", "block", "feedback") or name in given:
+            raise ValueError(f"--wire {text}: {part.strip()!r} is not understood or comes twice; {_SYNTAX}")
+        given[name] = value
+    block, feedback = given.pop("block", "256"), given.pop("feedback", "off")
+    if not block.isdecimal() or not int(block[:9]) >= 2 or feedback not in _SWITCH or not given:
+        raise ValueError(f"--wire {text}: block is a number from 2 on, feedback on or off; {_SYNTAX}")
+    makes_up = _SWITCH[feedback]
+    if makes_up and given.get("gradients") not in _MAKE:
+        raise ValueError(f"--wire {text}: feedback is for gradients in int8 or fp8; {_SYNTAX}")
+
+    def format_of(name: str, feedback: bool) -> Scaled | Any:
+        if given[name] == "bf16":
+            return jnp.bfloat16
+        if given[name] not in _MAKE:
+            raise ValueError(f"--wire {text}: {name}={given[name]} is none of int8, fp8 and bf16; {_SYNTAX}")
+        return _MAKE[given[name]](block=int(block), feedback=feedback)
+
+    arguments: dict[str, Any] = {"scatter": "end"} if makes_up else {}
+    if "gradients" in given:
+        arguments["reduce_dtype"] = format_of("gradients", makes_up)
+    if "weights" in given:
+        arguments["gather_dtype"] = format_of("weights", False)
+    return arguments

@@ -1,0 +1,218 @@
+"""Sums and gathers over mesh axes in which 8-bit numbers with scales travel (`wire.Scaled`).
+
+A reduce-scatter is an all-to-all of rounded parts, which each device adds up in f32. An all-reduce is that of the flat
+array, and a gather of the rounded sums. Over several axes one is taken after the other, so that each level, inside a
+slice and across slices, moves fewer bytes; a sum is rounded again on each level:
+
+    device 0 holds shares   a0 a1       all-to-all, int8      device 0 receives  a0 b0   and adds  a0 + b0   in f32
+    device 1 holds shares   b0 b1     ------------------->    device 1 receives  a1 b1   and adds  a1 + b1
+
+What rounding takes is known where it happens. Each function returns it, in the shape of the device's share, such that
+the exact sum is the sum that was computed and that of all devices' errors.
+
+Arrays that would not shrink (a few numbers for each device) take the native collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxshard.core import collectives
+from jaxshard.core.placement import split_dims
+from jaxshard.core.scaled import Encoded, decode, encode, from_bits, to_bits
+from jaxshard.core.wire import Scaled
+
+
+class Summed(NamedTuple):
+    """A sum over devices of which parts travelled rounded.
+
+    Attributes:
+      total: this device's shard of the sum.
+      error: f32, what this device's rounding took, in the shape of its share; zero where it is not finite.
+    """
+
+    total: jax.Array
+    error: jax.Array
+
+
+def scatter_sum(
+    x: jax.Array, spec: PartitionSpec, axes: Sequence[str], wire: Scaled, dtype: Any, *, keep: Sequence[str] = ()
+) -> Summed:
+    """Do what `collectives.scatter_sum` does of f32 numbers, rounded to the format.
+
+    `dtype` is that in which a native sum would travel: of what would not shrink from there nothing is rounded.
+    """
+    split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
+    errors = []
+    for dim, axis in split:
+        if axis in axes:
+            x, error = _scatter(x, dim, axis, wire, dtype)
+        else:
+            x, error = collectives.slice_shard(x, dim, axis), jnp.zeros_like(x)
+        errors.append((dim, axis, error))
+    x, error = all_sum(x, [axis for axis in axes if axis not in [name for _, name in split]], wire, dtype)
+    # The errors of later stages are about this device's part of the earlier ones.
+    for dim, axis, earlier in reversed(errors):
+        start = lax.axis_index(axis) * error.shape[dim]
+        mine = lax.dynamic_slice_in_dim(earlier, start, error.shape[dim], dim) + error
+        error = lax.dynamic_update_slice_in_dim(earlier, mine, start, dim)
+    return Summed(x, error)
+
+
+def all_sum(x: jax.Array, axes: Sequence[str], wire: Scaled, dtype: Any) -> Summed:
+    """Do what `collectives.all_sum` does, rounded to the format, the last axis first; `dtype` as in `scatter_sum`."""
+    axes = [axis for axis in axes if lax.axis_size(axis) > 1]
+    if not axes:
+        return Summed(x, jnp.zeros_like(x))
+    *outer, axis = axes
+    count = lax.axis_size(axis)
+    if not wire.shrinks(-(-x.size // count), dtype):
+        return Summed(collectives.all_sum(x, axes), jnp.zeros_like(x))
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)
+    mine, errors = _exchange(flat, axis, wire)
+    mine, error = all_sum(mine, outer, wire, dtype)
+    sent = encode(mine, wire)
+    whole = decode(Encoded(*(lax.all_gather(one, axis) for one in sent)), wire)
+    # All devices of the outer axes round the same sum here; one of them keeps account of it.
+    first = jnp.bool_(True)
+    for name in outer:
+        first &= lax.axis_index(name) == 0
+    error += jnp.where(first, _finite(mine - decode(sent, wire)), 0.0)
+    errors = errors.at[lax.axis_index(axis)].add(error)
+    return Summed(*(one.reshape(-1)[: x.size].reshape(x.shape) for one in (whole, errors)))
+
+
+def gather(x: jax.Array, spec: PartitionSpec, wire: Scaled, *, keep: Sequence[str] = ()) -> jax.Array:
+    """Do what `collectives.gather` does, rounded to the format once, before the first axis; the result is f32.
+
+    Also the device's own shard is rounded, so that all devices have the same array.
+    """
+    stages = [(dim, axis) for dim, axis in reversed(split_dims(spec)) if axis not in keep and lax.axis_size(axis) > 1]
+    if not stages or not wire.shrinks(x.size, x.dtype):
+        return collectives.gather(x, spec, keep=keep).astype(jnp.float32)
+    sent = encode(x.reshape(-1), wire)
+    for _, axis in stages:
+        sent = Encoded(*(lax.all_gather(one, axis) for one in sent))
+    whole = decode(sent, wire).reshape(*sent.values.shape[:-1], *x.shape)
+    # The axis that was gathered first is the last of the leading dimensions, and the innermost of its own.
+    for left, (dim, _) in zip(reversed(range(len(stages))), stages, strict=True):
+        whole = jnp.moveaxis(whole, left, left + dim)
+        at = left + dim
+        whole = whole.reshape(*whole.shape[:at], -1, *whole.shape[at + 2 :])
+    return whole
+
+
+def gather_bits(x: jax.Array, spec: PartitionSpec, dtype: Any, *, keep: Sequence[str] = ()) -> jax.Array:
+    """Do what `collectives.gather` does, cast to a floating dtype that travels as its bits: a CPU would widen it."""
+    return from_bits(collectives.gather(to_bits(x.astype(dtype)), spec, keep=keep), dtype)
+
+
+class Travel(NamedTuple):
+    """An array that one of these functions moves.
+
+    Attributes:
+      kind: of the collective, as compiled programs call it.
+      axes: over which.
+      shape: of the whole array.
+      dtype: in which it travels.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def list_scatter_sum(
+    shape: tuple[int, ...],
+    dtype: Any,
+    spec: PartitionSpec,
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+    wire: Scaled,
+    *,
+    keep: Sequence[str],
+) -> Iterator[Travel]:
+    """List what `scatter_sum` moves of a share of this shape and dtype, with the sizes of the mesh's axes."""
+    left = list(shape)
+    split = [(dim, axis) for dim, axis in split_dims(spec) if axis not in keep]
+    for dim, axis in split:
+        count, size = sizes[axis], _product(left)
+        if axis in axes and count > 1:
+            if wire.shrinks(size // count, dtype):
+                yield from _list_encoded("all-to-all", axis, count, size // count, wire)
+            else:
+                yield Travel("reduce-scatter", (axis,), tuple(left), jnp.dtype(jnp.float32))
+        left[dim] //= count
+    yield from _list_all_sum(
+        _product(left), dtype, [axis for axis in axes if axis not in [name for _, name in split]], sizes, wire
+    )
+
+
+def list_gather(
+    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], wire: Scaled, *, keep: Sequence[str]
+) -> Iterator[Travel]:
+    """List what `gather` moves of a shard of this shape that shrinks."""
+    count, size = 1, _product(shape)
+    for _, axis in reversed(split_dims(spec)):
+        if axis not in keep and sizes[axis] > 1:
+            count *= sizes[axis]
+            yield from _list_encoded("all-gather", axis, count, size, wire)
+
+
+def _list_all_sum(
+    size: int, dtype: Any, axes: Sequence[str], sizes: Mapping[str, int], wire: Scaled
+) -> Iterator[Travel]:
+    axes = [axis for axis in axes if sizes[axis] > 1]
+    if not axes:
+        return
+    *outer, axis = axes
+    count = sizes[axis]
+    part = -(-size // count)
+    if not wire.shrinks(part, dtype):
+        yield Travel("all-reduce", tuple(axes), (size,), jnp.dtype(jnp.float32))
+        return
+    yield from _list_encoded("all-to-all", axis, count, part, wire)
+    yield from _list_all_sum(part, dtype, outer, sizes, wire)
+    yield from _list_encoded("all-gather", axis, count, part, wire)
+
+
+def _list_encoded(kind: str, axis: str, count: int, size: int, wire: Scaled) -> Iterator[Travel]:
+    yield Travel(kind, (axis,), (count, size), wire.carrier)
+    yield Travel(kind, (axis,), (count, wire.scales(size)), jnp.dtype(jnp.float32))
+
+
+def _product(shape: Sequence[int]) -> int:
+    size = 1
+    for one in shape:
+        size *= one
+    return size
+
+
+def _scatter(x: jax.Array, dim: int, axis: str, wire: Scaled, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Sum over an axis and keep this device's part of a dimension; with the error in the shape of `x`."""
+    count = lax.axis_size(axis)
+    if count == 1:
+        return x, jnp.zeros_like(x)
+    if not wire.shrinks(x.size // count, dtype):
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), jnp.zeros_like(x)
+    parts = jnp.moveaxis(x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]), dim, 0)
+    total, errors = _exchange(parts.reshape(count, -1), axis, wire)
+    return total.reshape(parts.shape[1:]), jnp.moveaxis(errors.reshape(parts.shape), 0, dim).reshape(x.shape)
+
+
+def _exchange(parts: jax.Array, axis: str, wire: Scaled) -> tuple[jax.Array, jax.Array]:
+    """Exchange parts f32[n, size]: device i receives every device's part i and adds them; with the errors [n, size]."""
+    sent = encode(parts, wire)
+    received = Encoded(*(lax.all_to_all(one, axis, split_axis=0, concat_axis=0) for one in sent))
+    return decode(received, wire).sum(0), _finite(parts - decode(sent, wire))
+
+
+def _finite(error: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(error), error, 0.0)
