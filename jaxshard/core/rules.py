@@ -114,6 +114,9 @@ _EINSUM_KERNELS: tuple[tuple[str, Names], ...] = (
 _UP, _DOWN = ("wi", "wi_0", "wi_1", "w1", "w3", "up", "gate"), ("wo", "w2", "down")
 """The names of an MLP's matrices that are parameters themselves, not kernels of a layer."""
 
+_ROUTERS = ("router", "gating", "gate_router")
+"""The modules, or parameters, that choose experts."""
+
 _OF_EXPERTS = ("*moe*", "*Moe*", "*MoE*", "*expert*", "*Expert*")
 """Modules whose parameters have a dimension of experts: "moe", "MoeBlock_0", "experts", "routed_experts/inner"."""
 
@@ -150,14 +153,14 @@ RULES: tuple[Rule, ...] = (
     *((f"mlp/linear{weight}", ("mlp", "embed")) for weight in ("", "/w")),
     *((f"moe/linear{weight}", ("experts", "mlp", "embed")) for weight in ("", "/w")),
     ("router_logits/w", ("embed", None)),
-    # Experts stacked in front, in a module that says so: each device holds some of them whole.
+    # Experts stacked in front, in a module that says so or has a router: each device holds some of them whole.
     *((f"{module}/{up}", ("experts", "embed", "mlp")) for module in _OF_EXPERTS for up in _UP),
     *((f"{module}/{down}", ("experts", "mlp", "embed")) for module in _OF_EXPERTS for down in _DOWN),
     # The same names elsewhere are matrices of an MLP, of which a first dimension may stack layers.
     *((up, ("embed", "mlp")) for up in _UP if up != "gate"),
     ("gate", gate_names),
     *((down, ("mlp", "embed")) for down in _DOWN),
-    *((f"{router}/kernel", ("embed", None)) for router in ("router", "gating", "gate_router")),
+    *((f"{router}/kernel", ("embed", None)) for router in _ROUTERS),
     # Norms, which stay whole however many layers are stacked.
     *((f"*{norm}", "whole") for norm in ("/scale", "ln_*/bias", "norm/bias", "LayerNorm_*/bias", "BatchNorm_*/bias")),
     # Tables: of tokens and of positions.
@@ -224,7 +227,8 @@ class Rules:
         Raises:
           ValueError: a name that no rule knows; every one is listed, with the names that are near.
         """
-        named = {leaf.path: self.name_dims(leaf, axes) for leaf in leaves}
+        experts = find_routed(leaves)
+        named = {leaf.path: self.name_dims(leaf, axes, leaf.path in experts) for leaf in leaves}
         for leaf in named.values():
             # Patterns speak of kernels only: a column-parallel kernel [embed, mlp] has its bias [mlp] split, a
             # row-parallel one [mlp, embed] its bias [embed] whole.
@@ -257,8 +261,16 @@ class Rules:
         """List the patterns that are not built in."""
         return [(key, value) for key, value in self.rules if _is_pattern(key, value) and (key, value) not in RULES]
 
-    def name_dims(self, leaf: Leaf, axes: Container[str] = ()) -> Leaf:
-        """Give the dimensions of one parameter their names, which no rule needs to know; see `resolve`."""
+    def name_dims(self, leaf: Leaf, axes: Container[str] = (), routed: bool = False) -> Leaf:
+        """Give the dimensions of one parameter their names, which no rule needs to know; see `resolve`.
+
+        Args:
+          leaf: the parameter.
+          axes: names that no rule needs to know.
+          routed: True for one that `find_routed` found: patterns see it in a module called "experts" as well.
+        """
+        module, _, name = leaf.path.rpartition("/")
+        inside = leaf._replace(path=f"{module}/experts/{name}") if routed else leaf
         patterns, given = [rule for rule in self.rules if _is_pattern(*rule)], pad_names(leaf)
         # A model that names its dimensions knows better than built-in patterns, which look at paths; the user's own
         # patterns know better still. Other names are not the model's words: the library gives them.
@@ -267,7 +279,7 @@ class Rules:
             if splits or len(leaf.names) == len(leaf.shape):
                 patterns, given = self._own_patterns(), given._replace(named_by=BY_MODEL)
         for key, value in patterns:
-            names = _names_by(value, given) if _fits(key, given) else None
+            names = _names_by(value, given) if _fits(key, given) or _fits(key, inside) else None
             if names is not None:
                 return given._replace(names=names, named_by=key)
         return given
@@ -287,6 +299,21 @@ class Rules:
             "tensor: no rule knows these names of dimensions; add a rule such as ('name', 'split') or "
             "('name', 'whole')",
         )
+
+
+def find_routed(leaves: Sequence[Leaf]) -> set[str]:
+    """Find the paths of arrays that have as many parts as the router beside them, in the same module, has outputs."""
+    outputs = {}
+    for leaf in leaves:
+        words = leaf.path.split("/")
+        for at, word in enumerate(words):
+            if word in _ROUTERS and leaf.shape and words[-1] != "bias":
+                outputs["/".join(words[:at])] = leaf.shape[-1]
+    return {
+        leaf.path
+        for leaf in leaves
+        if len(leaf.shape) > 2 and outputs.get(leaf.path.rpartition("/")[0]) == leaf.shape[-3]
+    }
 
 
 def pad_names(leaf: Leaf) -> Leaf:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_names, axis_size, check_axis
 from jaxshard.core.placement import Placement, axes_of
-from jaxshard.core.rules import BY_MODEL, EXPERTS, Fate, Rules, pad_names
+from jaxshard.core.rules import BY_MODEL, EXPERTS, Fate, Rules, find_routed, pad_names
 from jaxshard.core.tree import BLOCKS, Leaf, raise_all
 from jaxshard.core.types import AxisName, Role
 
@@ -108,7 +108,10 @@ class Expert:
           ValueError: no parameter has experts, or the axis does not divide their number; every one is named.
         """
         parts = axis_size(mesh, check_axis(mesh, self.axis, "expert"))
-        named = [self._name_dim(leaf, before) for leaf, before in zip(leaves, given, strict=True)]
+        routed = find_routed(given)
+        named = [
+            self._name_dim(leaf, before, before.path in routed) for leaf, before in zip(leaves, given, strict=True)
+        ]
         dims = {leaf.path: dim for leaf in named for dim, name in enumerate(leaf.names) if name in EXPERTS}
         if not dims:
             raise ValueError(
@@ -125,8 +128,8 @@ class Expert:
         )
         return named
 
-    def _name_dim(self, leaf: Leaf, given: Leaf) -> Leaf:
-        for source in (leaf, given, self.rules.name_dims(given)):
+    def _name_dim(self, leaf: Leaf, given: Leaf, routed: bool) -> Leaf:
+        for source in (leaf, given, self.rules.name_dims(given, routed=routed)):
             dim = next((dim for dim, name in enumerate(source.names) if name in EXPERTS), None)
             if dim is not None:
                 names = pad_names(leaf).names

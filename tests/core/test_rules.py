@@ -184,6 +184,13 @@ def test_a_stack_of_matrices_is_no_stack_of_experts():
     assert made.params["experts"]["w1"].use == jax.P("tensor", None, None)
 
 
+def test_arrays_beside_a_router_are_those_of_its_experts():
+    block = {"router": {"kernel": (32, 8)}, "wi": (8, 32, 64), "w1": (4, 32, 64)}
+    made = layout({"ffn": block, "router": (32, 8), "w2": (8, 64, 32)})
+    assert made.params["ffn"]["wi"].use == made.params["w2"].use == jax.P("tensor", None, None)
+    assert made.params["ffn"]["w1"].use == jax.P(None, None, "tensor")  # four are not eight
+
+
 def test_only_the_first_dimension_that_splits_is_split():
     assert layout({"moe": {"wi": (8, 32, 64)}}).params["moe"]["wi"].use == jax.P("tensor", None, None)
 
