@@ -11,7 +11,7 @@
     places.py       where each of our arrays lies in theirs: names, transposes and reshapes
     load.py, save.py
 
-Imports `core/`, `models/`, `distributed/` and `checkpoint/`; needs neither transformers nor torch.
+Imports `core/`, `models/`, `data/`, `distributed/` and `checkpoint/`; needs neither transformers nor torch.
 """
 
 from jaxshard.hf.load import load as load
