@@ -231,11 +231,17 @@ def _bound(made: TracedUpdate, numbers: set[int], leaf: int, shape: tuple[int, .
     }
     results, count = jaxpr.outvars, made.params
     states: list[int] = []
+    uses: dict[Any, int] = {}
+    for atom in results:
+        if not isinstance(atom, Literal):
+            uses[atom] = uses.get(atom, 0) + 1
     for number, (var, owner) in enumerate(zip(made.state_inputs(), made.outputs.owners[count:], strict=True)):
         new = results[count + number]
-        elsewhere = [x for place, x in enumerate(results) if place != count + number and not isinstance(x, Literal)]
-        makes = not isinstance(new, Literal) and (new in inside or (new is var and var in ins))
-        if owner == leaf and makes and (var in ins or new in inside) and var not in outside and var not in elsewhere:
+        if owner != leaf or isinstance(new, Literal) or not (new in inside or (new is var and var in ins)):
+            continue
+        # It lives with the owner if the core alone reads it, and if nobody else wants what it becomes.
+        kept_inside = var not in outside and uses.get(var, 0) == (new is var)
+        if kept_inside and (var in ins or (new not in outside and uses[new] == 1)):
             states.append(number)
     held = [made.state_inputs()[number] for number in states]
     new_states = [results[count + number] for number in states]

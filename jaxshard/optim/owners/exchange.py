@@ -19,7 +19,7 @@ from jax import lax
 
 
 class Split(NamedTuple):
-    """How the matrices of a stack are split.
+    """The parts into which the matrices of a stack are cut.
 
     Attributes:
       slots: the places on each device.

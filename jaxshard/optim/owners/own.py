@@ -67,7 +67,7 @@ def owned_update(layout: Layout, tx: Any) -> Update | None:
 
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
     """Find the owners of the matrices of a layout without owners, and the update that goes with them."""
-    if layout.shapes.opt_state is None:
+    if layout.shapes.opt_state is None or layout.local is not None:  # of a replica that trains by itself, all is split
         return None
     params = select(layout.trainable, layout.shapes.params)
     placements = jax.tree.leaves(layout.opt_params)

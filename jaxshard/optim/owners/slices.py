@@ -29,7 +29,7 @@ _ALONG = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
 
 
 class Rows(NamedTuple):
-    """How a value is made of slices.
+    """The dimension along which a value is made of slices.
 
     Attributes:
       dim: the dimension along which it is stacked; None for a value that does not depend on slices.

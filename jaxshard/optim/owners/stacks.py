@@ -17,7 +17,7 @@ from jaxshard.optim.owners.same import product_flops, same_program
 
 
 class Matrix(NamedTuple):
-    """What is owned of one parameter: the array itself, or each slice of a stacked one.
+    """The matrices of one parameter: the array itself, or the slices of a stacked one.
 
     Attributes:
       path: of the parameter.
@@ -88,7 +88,10 @@ def _common(made: TracedUpdate, members: Sequence[Matrix]) -> tuple[bool, ...]:
 
 
 def assign(groups: Sequence[Group], mesh: Mesh) -> list[OwnedStack]:
-    """Give every matrix an owner: the most expensive ones first, each to the device that has the least to do."""
+    """Give every matrix an owner: the most expensive ones first, each to the device that has the least to do.
+
+    No device owns more than twice its even share of one stack.
+    """
     costs = [product_flops(one.matrices[0].program) for one in groups]
     loads: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
     stacks = []
@@ -99,10 +102,18 @@ def assign(groups: Sequence[Group], mesh: Mesh) -> list[OwnedStack]:
         # (FLOPs, matrices, device): of devices with as much to do, those with the fewest matrices come first.
         heap = loads.setdefault(axes, [(0, 0, device) for device in range(devices)])
         counts = [0] * devices
+        # Every device has as many places as the one with the most matrices, and empty ones travel too.
+        full, most = [], 2 * -(-one.size // devices)
         for _ in range(one.size):
             load, held, device = heapq.heappop(heap)
             counts[device] += 1
-            heapq.heappush(heap, (load + cost, held + 1, device))
+            busier = load + cost, held + 1, device
+            if counts[device] < most:
+                heapq.heappush(heap, busier)
+            else:
+                full.append(busier)
+        for busier in full:
+            heapq.heappush(heap, busier)
         slots = max(counts)
         places = tuple(device * slots + slot for device, held in enumerate(counts) for slot in range(held))
         core = first.core
