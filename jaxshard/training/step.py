@@ -210,15 +210,16 @@ class Step:
         check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, self.tx), params))
         if self.engine.sums(layout).in_order:
             raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
+        if jax.tree.leaves(self.engine.residuals(layout.inside_replica())):
+            raise ValueError(
+                "local: replicas that train by themselves keep no residuals of gradients; leave feedback out of "
+                "reduce_dtype"
+            )
+        self._residuals: PyTree = ()
         inside = Step(
             self.loss_fn, self.tx, layout.inside_replica(), self.engine, guarded=self.guarded, replicas=local.axis
         )
-        if inside._residuals:
-            raise ValueError(
-                "local: residuals of gradients that travel in 8 bits are not kept for each replica; leave error "
-                "feedback out: js.explicit(reduce_dtype=js.wire.int8(feedback=False))"
-            )
-        self._inside, self.guarded, self._residuals = inside, inside.guarded, ()
+        self._inside, self.guarded = inside, inside.guarded
         self.objective, self.elementwise = inside.objective, inside.elementwise
         self._totals_in_order, self.check_exchange, self._trained = False, False, tuple(paths(params))
         self._forget_programs()

@@ -60,6 +60,7 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         run, position = js.run_from_bytes(raw, layout)
     """
     owning, layout = layout, layout.without_owners
+    check_run(owning, run)
     if jax.tree.leaves(run.residuals):
         raise ValueError(
             "js.run_to_bytes: the run has residuals of gradients, as large as the parameters for each device; use "
@@ -72,7 +73,6 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
         "safetensors has no such dtypes; keep these arrays in another one, or use js.save",
     )
     check_data(data)
-    check_run(owning, run)
     run = split_owned(run, owning)
     outputs = sort_widest_first(outputs_of(check_arrays(wanted, run), layout.mesh))
     about = json.dumps({"keys": _key_dtypes(wanted), "data": data}, allow_nan=False)
