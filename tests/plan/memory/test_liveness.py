@@ -98,6 +98,21 @@ def test_gradients_of_the_last_turn_wait_behind_a_loop_over_offloaded_activation
     assert [one.bytes for one in found.live if one.note == "copy"] == [BYTES] * offloaded
 
 
+@pytest.mark.parametrize(("width", "copied"), [(8 * 128, []), (8 * 5, [8 * 8 * 256 * 4]), (8 * 3, [8 * 4 * 256 * 4])])
+def test_matrices_that_are_gathered_along_the_lanes_are_joined_in_tiles_and_copied(width, copied):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, "data")
+
+    def gather(x):
+        return lax.all_gather(x, "data", axis=1, tiled=True)
+
+    mapped = jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=False)
+    closed = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((200, width), jnp.float32))
+    region = build(closed, [(((), ("data",)), "parameters", "")], dict(mesh.shape))
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True, free=True), set(), narrow_products=True)
+    assert [one.bytes for one in found.peak().live if one.note == "copy"] == copied
+
+
 def test_a_loop_gathers_a_stack_that_is_split_over_its_turns():
     def loop(stack, x):
         return lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
