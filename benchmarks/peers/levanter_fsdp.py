@@ -1,6 +1,6 @@
 """Two devices by Levanter: its trainer, and its GPT-2, whose head is its embedding."""
 
-import haliax as hax
+import haliax
 import jax
 import numpy as np
 from levanter.distributed import RayConfig
@@ -43,9 +43,9 @@ def build(shape, rank, meeting):
     axes = (config.TrainBatch, gpt.Pos)
     mask = np.ones((shape.batch, shape.seq), np.float32)
     mask[:, -1] = 0
-    with trainer.device_mesh, hax.axis_mapping(trainer.compute_axis_mapping):
-        example = hax.shard(LmExample(hax.named(shape.tokens()[:, :-1], axes), hax.named(mask, axes)))
-        Vocab = hax.Axis("vocab", shape.vocab)
+    with trainer.device_mesh, haliax.axis_mapping(trainer.compute_axis_mapping):
+        example = haliax.shard(LmExample(haliax.named(shape.tokens()[:, :-1], axes), haliax.named(mask, axes)))
+        Vocab = haliax.Axis("vocab", shape.vocab)
         state = trainer.initial_state(training_key, model_init=lambda: gpt.build(Vocab, key=model_key))
 
     def step():
