@@ -6,8 +6,8 @@
 Eight matrices [256, 256] in f32 on 8 simulated devices under `js.fsdp`, whose gradients are cheap. Of each optimizer:
 
 - bytes: of the collectives of a step, less those of SGD, as the audit counts them, over the bytes of the parameters;
-- FLOPs: of the compiled step on one device over an eighth of those of one device's step alone, as XLA counts them
-  (of loops one turn: there are none where each device owns one matrix);
+- FLOPs: of the compiled step on one device, over an eighth of those of one device's step alone, both less those of SGD,
+  as XLA counts them (of loops one turn: there are none where each device owns one matrix);
 - peak: what the compiler needs for a step on one device, over what it needs for SGD;
 - error: of parameters after 3 steps against one device, the worst array, over its largest element.
 
@@ -131,7 +131,7 @@ def flops_alone(tx: Any, init_fn: Any, batch: Any) -> float:
 
 
 def row(
-    name: str, make: Any, mesh: Any, init_fn: Any, batch: Any, base: tuple[int, int], owners: bool
+    name: str, make: Any, mesh: Any, init_fn: Any, batch: Any, base: tuple[int, int, float], owners: bool
 ) -> dict[str, Any]:
     """Measure one optimizer, with owners or without."""
     tx, real = make(), mesh.devices.flat[0].platform == "cpu"
@@ -155,8 +155,9 @@ def row(
         most, even = layout.owners.flops_per_device
         made |= {"busiest": most, "even": even, "owners": str(layout.owners)}
     if real:
-        alone = flops_alone(tx, init_fn, batch) / mesh.size
-        made |= {"flops": float(compiled.cost_analysis()["flops"]) / alone, "error": error(step, tx, init_fn, batch)}
+        alone = flops_alone(tx, init_fn, batch) - flops_alone(optax.sgd(0.02), init_fn, batch)
+        over = float(compiled.cost_analysis()["flops"]) - base[2]
+        made |= {"flops": over / (alone / mesh.size), "error": error(step, tx, init_fn, batch)}
     return made
 
 
@@ -187,7 +188,9 @@ def main() -> None:
     plain = js.make_step(
         loss_fn, optax.sgd(0.02), js.layout(js.fsdp("data", min_size=0), mesh, init_fn, optax.sgd(0.02)), guarded=False
     )
-    base = moved(plain, batch), peak(plain.compile(batch).memory_analysis())
+    sgd = plain.compile(batch)
+    count = 0.0 if args.topology else float(sgd.cost_analysis()["flops"])
+    base = moved(plain, batch), peak(sgd.memory_analysis()), count
     rows = []
     for name, make in chosen.items():
         if args.only and name not in args.only.split(","):

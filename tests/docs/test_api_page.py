@@ -67,7 +67,8 @@ def test_every_name_of_js_is_in_a_section():
 
 
 def room_of(name: Name) -> str:
-    return name.home.split(".")[1]
+    room = name.home.split(".")[1]
+    return "core" if room == "optim" else room  # js.layout, which reads the optimizer's program, is listed with layouts
 
 
 def entries(names: Iterable[Name]) -> Iterator[str]:
