@@ -94,10 +94,11 @@ def _gathers(placed: Any, axis: str) -> bool:
     return axis in str(placed.placement.store) and axis not in str(placed.placement.use)
 
 
-def measure_bytes(topology: str | None) -> list[dict[str, Any]]:
+def measure_bytes(names: list[str], topology: str | None) -> list[dict[str, Any]]:
     """Count bytes for every strategy and format, of gradients and of weights, level by level."""
     rows = []
-    for name, (axes, strategy) in STRATEGIES.items():
+    for name in names:
+        axes, strategy = STRATEGIES[name]
         mesh = js.plan.topology_mesh(topology, **axes) if topology else js.make_mesh(**axes)
         for what, formats in (("gradients", GRADIENTS), ("weights", WEIGHTS)):
             exact: dict[tuple[str, str], int] = {}
@@ -150,12 +151,13 @@ def main() -> None:
     parser.add_argument("--only", choices=["bytes", "losses"])
     parser.add_argument("--topology", help="compile for a TPU such as v5e:2x4")
     parser.add_argument("--formats", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
+    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     args = parser.parse_args()
     js.simulate_devices(8)
     result: dict[str, Any] = {"model": SIZES, "topology": args.topology, "steps": args.steps}
     problems = []
     if args.only != "losses":
-        result["bytes"] = measure_bytes(args.topology)
+        result["bytes"] = measure_bytes(args.strategies, args.topology)
         for row in result["bytes"]:
             if row["as"].startswith(("int8", "fp8")) and row["fewer"] < FEWER:
                 problems.append(f"{row['of']} of {row['strategy']} over {row['axis']}: only {row['fewer']:.2f}x")

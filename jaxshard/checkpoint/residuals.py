@@ -19,9 +19,19 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.placement import Placement
 from jaxshard.core.types import PyTree
 from jaxshard.engines.moves import place_residual, stack_view
+from jaxshard.training.state import TrainState
 
 RESIDUALS = "residuals/"
 """What the names of residuals in a checkpoint begin with."""
+
+
+def refuse_residuals(run: TrainState, who: str) -> None:
+    """Raise ValueError for a run with residuals, which would be left out in silence."""
+    if jax.tree.leaves(run.residuals):
+        raise ValueError(
+            f"{who}: the run has residuals of gradients, as large as the parameters for each device; use js.save, or "
+            "leave them out: run._replace(residuals=())"
+        )
 
 
 def residual_entries(layout: Layout, residuals: PyTree) -> list[Entry]:

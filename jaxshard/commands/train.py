@@ -38,6 +38,7 @@ from jaxshard.commands.result import describe_step, draw_sample, summarize, why_
 from jaxshard.commands.saving import check_export, describe_memory, make_saving
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
 from jaxshard.commands.training_data import load_data
+from jaxshard.commands.wire import check_feedback
 from jaxshard.core.compat import process_count_and_id
 from jaxshard.data.batches import batches
 from jaxshard.distributed.cluster import initialize
@@ -122,6 +123,7 @@ def run(
             frozen = recipe.lora is not None  # what is frozen is not in checkpoints
             start = base.load(job.layout) if base is not None and (frozen or saves.resumed is None) else None
             run = saves.restore_run(job.layout, start if frozen else None)
+        check_feedback(how.engine, job.layout, run, saves.memory_every)
         begin = 0 if run is None else int(run.step)
         writers = _open_writers(output, job, saves.folder)
     facts(console, job.shown | saves.shown | describe_memory(memory, begin if recalled else None) | copies.shown)

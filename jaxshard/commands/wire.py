@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from jaxshard.core.layout import Layout
 from jaxshard.core.wire import Scaled, fp8, int8
+from jaxshard.engines.engine import Engine
+from jaxshard.training.state import TrainState
 
 _SYNTAX = (
     "write gradients=int8 or weights=int8, or both, each with int8, fp8 or bf16, and if you like block=128, and "
@@ -51,3 +55,25 @@ def parse_wire(text: str) -> dict[str, Any]:
     if "weights" in given:
         arguments["gather_dtype"] = format_of("weights", False)
     return arguments
+
+
+def check_feedback(engine: Engine, layout: Layout, run: TrainState | None, memory_every: int | None) -> None:
+    """Raise ValueError where residuals of gradients would be lost.
+
+    Args:
+      engine: of the training.
+      layout: of the training.
+      run: what it goes on from; None if it starts.
+      memory_every: how often it is kept in memory; None for never.
+    """
+    carries = bool(jax.tree.leaves(engine.residuals(layout)))
+    if carries and memory_every is not None:
+        raise ValueError(
+            "--wire ...,feedback=on: --memory-every keeps no residuals of gradients; leave out one of them, or save "
+            "with --checkpoint"
+        )
+    if run is not None and jax.tree.leaves(run.residuals) and not carries:
+        raise ValueError(
+            "--resume: the run was trained with --wire gradients=int8,feedback=on and has residuals of gradients; go "
+            "on with that flag"
+        )

@@ -19,6 +19,7 @@ from jaxshard.checkpoint.memory.agreement import POINT, Recalled, recall
 from jaxshard.checkpoint.memory.blocks import Blocks, copy_out, describe, put_back
 from jaxshard.checkpoint.memory.exchange import fetch
 from jaxshard.checkpoint.memory.segment import SLOTS, Header, Record, Segment, create_segment, open_segment
+from jaxshard.checkpoint.residuals import refuse_residuals
 from jaxshard.checkpoint.writer import check_data
 from jaxshard.core.keys import keys_of
 from jaxshard.core.launch_environment import MEMORY
@@ -112,6 +113,7 @@ class MemoryCheckpointer:
           ValueError: the run is not one of the layout; the position of the data is too long, or nothing for JSON.
         """
         check_is_run(run)
+        refuse_residuals(run, "js.MemoryCheckpointer")
         step = int(run.step)
         if step == self._saved:
             return

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxshard.checkpoint.leaves import Entry, entries, list_differences
+from jaxshard.checkpoint.residuals import refuse_residuals
 from jaxshard.checkpoint.safetensors.header import CODES
 from jaxshard.checkpoint.safetensors.names import tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT
@@ -61,11 +62,7 @@ def run_to_bytes(run: TrainState, layout: Layout, *, data: Any = None) -> bytes:
     """
     owning, layout = layout, layout.without_owners
     check_run(owning, run)
-    if jax.tree.leaves(run.residuals):
-        raise ValueError(
-            "js.run_to_bytes: the run has residuals of gradients, as large as the parameters for each device; use "
-            "js.save, or leave them out: run._replace(residuals=())"
-        )
+    refuse_residuals(run, "js.run_to_bytes")
     wanted, _ = entries(layout, base=True)
     raise_all(
         (f"{entry.path}: {entry.dtype}" for entry in wanted if tensor_of(entry).dtype not in CODES),
