@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from jaxshard.core.strategy import hsdp as hsdp
     from jaxshard.core.strategy import hybrid as hybrid
     from jaxshard.core.strategy import local as local
+    from jaxshard.core.strategy import offload as offload
     from jaxshard.core.strategy import pipeline as pipeline
     from jaxshard.core.strategy import shard as shard
     from jaxshard.core.strategy import tensor as tensor
@@ -167,6 +168,7 @@ _NAMES = {
         "hsdp",
         "hybrid",
         "local",
+        "offload",
         "pipeline",
         "shard",
         "tensor",

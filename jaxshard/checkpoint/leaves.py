@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
+from jax import device_put
 from jax.lax import bitcast_convert_type, optimization_barrier, with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -73,7 +74,7 @@ class Entry(NamedTuple):
 
     @property
     def _is_saved_as_stored(self) -> bool:
-        return self.placement.view.stored == self.shape and not self.is_key
+        return self.placement.view.stored == self.shape and not self.is_key and not self.placement.memory
 
 
 def entries(layout: Layout, *, base: bool = False) -> tuple[list[Entry], Any]:
@@ -177,19 +178,22 @@ def _without_names(entry: Entry) -> Entry:
 @lru_cache(maxsize=512)
 def _jit_both(entry: Entry, mesh: Mesh) -> tuple[Any, Any]:
     """Return the jitted functions (from stored to saved, from saved to stored)."""
-    stored, saved, view = entry.placement.sharding(mesh), entry.shape_saved(mesh).sharding, entry.placement.view
+    rests, saved, view = entry.placement.sharding(mesh), entry.shape_saved(mesh).sharding, entry.placement.view
+    stored = entry.placement.on_device().sharding(mesh)
     logical, moved = (NamedSharding(mesh, spec) for spec in logical_spec(entry.placement, mesh))
 
     # A constraint on both sides of a cast keeps the compiler from moving the cast behind what it is there for.
     def to_saved(x: jax.Array) -> jax.Array:
+        x = device_put(x, jax.memory.Space.Device) if entry.placement.memory else x
         bits = with_sharding_constraint(with_sharding_constraint(_float_to_bits(x), stored), moved)
         return words_of(_bits_to(entry.dtype, with_sharding_constraint(view.invert(bits), logical)))
 
     def to_stored(x: jax.Array) -> jax.Array:
         bits = view.apply(with_sharding_constraint(_float_to_bits(keys_of(x, entry.dtype)), logical))
-        return _bits_to(entry.dtype, with_sharding_constraint(with_sharding_constraint(bits, moved), stored))
+        made = _bits_to(entry.dtype, with_sharding_constraint(with_sharding_constraint(bits, moved), stored))
+        return device_put(made, jax.memory.Space.Host) if entry.placement.memory else made
 
-    return jax.jit(to_saved, out_shardings=saved), jax.jit(to_stored, out_shardings=stored)
+    return jax.jit(to_saved, out_shardings=saved), jax.jit(to_stored, out_shardings=rests)
 
 
 def _float_to_bits(x: jax.Array) -> jax.Array:

@@ -76,6 +76,8 @@ def _find_problem(placement: Any, role: Role, leaf: Leaf, mesh: Mesh) -> str:
             fit = size + -size % parts
             fix = f"use {fit} rows" if role == "batch" else f"pad it with placement.pad({dim}, {fit}) before the split"
             return f"dim {dim} has {size} elements, which the {parts} devices of {entry!r} do not divide; {fix}"
+    if placement.memory and role != "opt":
+        return f"it rests in {placement.memory!r}, where only optimizer state can; leave memory as it is"
     at_rest = {(view.logical_dim(dim), axis) for dim, axis in split_dims(store)}
     for dim, axis in split_dims(use):
         if (dim, axis) not in at_rest:

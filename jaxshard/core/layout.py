@@ -20,7 +20,7 @@ from jaxshard.core.loss import Model
 from jaxshard.core.low_rank import has_low_rank, is_low_rank
 from jaxshard.core.mesh import MeshById, axis_size
 from jaxshard.core.owners import Owners
-from jaxshard.core.placed import Placed, bytes_by_role, split_share
+from jaxshard.core.placed import Placed, bytes_by_role, bytes_on_host, split_share
 from jaxshard.core.placement import Placement, axes_of, whole
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.strategy_parts import (
@@ -210,6 +210,10 @@ class Layout:
     def bytes_per_device(self) -> dict[Role, int]:
         """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state"."""
         return bytes_by_role(self.placed(), self.mesh)
+
+    def host_bytes_per_device(self) -> int:
+        """Return the bytes that rest in the host's memory for one device, of arrays that `js.offload` keeps there."""
+        return bytes_on_host(self.placed(), self.mesh)
 
     def argument_bytes(self, batch: PyTree) -> int:
         """Return the bytes per device of what a step receives: parameters, both states, step, key and batch."""

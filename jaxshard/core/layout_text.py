@@ -91,7 +91,8 @@ def _describe_reason(placement: Placement) -> str:
     if placement.view.extra_dims:
         padded = "; ".join(filter(None, (padded, f"in pipeline order {list(placement.view.stored)}")))
     why = placement.why or ("the strategy keeps it whole" if spec_str(placement) == "whole" else "")
-    return "; ".join(filter(None, (placement.rule, why, padded)))
+    memory = "in the host's memory" if placement.memory else ""
+    return "; ".join(filter(None, (placement.rule, why, padded, memory)))
 
 
 def explain(contents: Contents) -> str:
@@ -266,7 +267,8 @@ def _describe_place(placement: Placement) -> str:
     """Write the stored shape with its mesh axes: "[512 / data, 2048 / tensor]"."""
     sizes = zip(placement.view.stored, placement.store, strict=True)
     dims = (f"{size} / {' x '.join(axis_names(entry))}" if entry is not None else str(size) for size, entry in sizes)
-    return f"[{', '.join(dims)}]{' padded' if placement.view.is_padded else ''}"
+    where = " on the host" if placement.memory else ""
+    return f"[{', '.join(dims)}]{' padded' if placement.view.is_padded else ''}{where}"
 
 
 def _find_reason(placement: Placement) -> tuple[str, str]:

@@ -135,7 +135,7 @@ def layout(
         strategy=strategy,
         params=placed["param"],
         grads=select(mask, placed["grad"]),
-        opt_params=opt_params,
+        opt_params=jax.tree.map(Placement.on_device, opt_params),  # the state alone may rest in the host's memory
         opt_state=opt_places,
         state=map_with_path(place_plain("state"), state),
         shapes=Shapes(params, opt_state, state, key),

@@ -27,11 +27,19 @@ class Placed(NamedTuple):
 
 
 def bytes_by_role(placed: Sequence[Placed], mesh: Mesh) -> dict[Role, int]:
-    """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state"."""
+    """Return the bytes of the stored arrays on one device by role: "param", "grad", "opt", "state".
+
+    Arrays that rest in the host's memory are not among them (`bytes_on_host`).
+    """
     total: dict[Role, int] = {"param": 0, "grad": 0, "opt": 0, "state": 0}
     for role, leaf, placement in placed:
-        total[role] += placement.bytes_per_device(mesh, leaf.dtype)
+        total[role] += 0 if placement.memory else placement.bytes_per_device(mesh, leaf.dtype)
     return total
+
+
+def bytes_on_host(placed: Sequence[Placed], mesh: Mesh) -> int:
+    """Return the bytes of the arrays that rest in the host's memory, for one device."""
+    return sum(p.bytes_per_device(mesh, leaf.dtype) for _, leaf, p in placed if p.memory)
 
 
 def split_share(placed: Sequence[Placed], mesh: Mesh, role: Role) -> float:

@@ -114,6 +114,7 @@ class Placement:
       rule: the rule of `js.tensor` that decided about the array, for people; "" without.
       owned: for state that lives with the owners of whole matrices (`Layout.owners`) where it is, for people; "" for
         all else. Such an array is stored in a stack with others, not by its view alone.
+      memory: the kind of memory in which it rests, such as "pinned_host"; "" is the device's own.
 
     Example:
       A weight f32[1024, 4096] under `js.compose(js.fsdp("data"), js.tensor())` rests split over both axes, and is used
@@ -129,6 +130,7 @@ class Placement:
     why: str = ""
     rule: str = ""
     owned: str = ""
+    memory: str = ""
 
     def split(self, dim: int, names: AxisName) -> Placement:
         """Split the stored dimension `dim` further, over a mesh axis or several."""
@@ -165,7 +167,7 @@ class Placement:
     def drop_first(self) -> Placement:
         """Return the placement of one slice along the first logical dimension: of a single block."""
         use, store = PartitionSpec(*self.use[1:]), PartitionSpec(*self.store[1 + self.view.extra_dims :])
-        return Placement(self.view.drop_first(), use, store, self.why, self.rule)
+        return replace(self, view=self.view.drop_first(), use=use, store=store)
 
     def of_blocks(self, counts: tuple[int, ...], mesh: Mesh) -> Placement | None:
         """Return the placement of an array with one number for each block of this array's elements.
@@ -204,11 +206,15 @@ class Placement:
         for dim in list(other)[:1]:
             store = _add_axes(store, dim, tuple(moved))
         of_numbers = View(counts, numbers(view.padded, 0), stored, view.extra_dims)
-        return Placement(of_numbers, PartitionSpec(*(None,) * len(counts)), store, self.why, self.rule)
+        return replace(self, view=of_numbers, use=PartitionSpec(*(None,) * len(counts)), store=store)
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         """Return the sharding of the stored array."""
-        return NamedSharding(mesh, self.store)
+        return NamedSharding(mesh, self.store, memory_kind=self.memory or None)
+
+    def on_device(self) -> Placement:
+        """Return the same placement in the device's own memory."""
+        return replace(self, memory="")
 
     def shard_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of the stored array on one device."""

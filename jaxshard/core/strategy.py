@@ -19,6 +19,8 @@ from jaxshard.core.context import rows_without_context
 from jaxshard.core.local import Local
 from jaxshard.core.local import local as local
 from jaxshard.core.mesh import axis_names, make_mesh
+from jaxshard.core.offload import Offload
+from jaxshard.core.offload import offload as offload
 from jaxshard.core.rules import RULES, Rule, Rules
 from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Expert, Pipeline, Shard, Tensor, WithoutRows
 from jaxshard.core.strategy_parts import Strategy as Strategy
@@ -236,7 +238,7 @@ def compose(*strategies: Strategy) -> Strategy:
 
 def _turn(part: Strategy) -> int:
     """Return when a part is applied: parts of an equal number in the order in which they are written."""
-    return {Pipeline: 0, Local: 0, Batch: 1, Expert: 2, Shard: 4}.get(type(part), 3)
+    return {Pipeline: 0, Local: 0, Batch: 1, Expert: 2, Shard: 4, Offload: 5}.get(type(part), 3)
 
 
 def ddp(axis: AxisName = "data") -> Strategy:
@@ -374,7 +376,7 @@ def hybrid(
 
 _MAKERS = (
     shard, batch, without_rows, tensor, expert, pipeline, context, local, compose, ddp, zero1, zero2, fsdp, hsdp,
-    hybrid,
+    hybrid, offload,
 )  # fmt: skip
 
 

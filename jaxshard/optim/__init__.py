@@ -1,6 +1,6 @@
 """Optimizer transforms for sharded training; every one is an ordinary optax transform.
 
-    in make_step                 adam8bit, averaged, master, per_block, and any transform of optax
+    in make_step                 adam8bit, averaged, master, per_block, stochastic_round, and any transform of optax
     in a shard_map of your own   zero1, zero2, fsdp (`zero`, which splits arrays as `parts` says), tensor, clipping,
                                  diloco
 
@@ -33,6 +33,8 @@ from jaxshard.optim.proof.report import Reason as Reason
 from jaxshard.optim.proof.report import Report as Report
 from jaxshard.optim.proof.stacking import require_same_stacked as require_same_stacked
 from jaxshard.optim.proof.stacking import stacking_changes as stacking_changes
+from jaxshard.optim.stochastic import StochasticState as StochasticState
+from jaxshard.optim.stochastic import stochastic_round as stochastic_round
 from jaxshard.optim.tensor import tensor as tensor
 from jaxshard.optim.tensor import tensor_state_specs as tensor_state_specs
 from jaxshard.optim.zero import fsdp as fsdp

@@ -198,7 +198,10 @@ class Step:
                     f"asks for {', '.join(extra.names)} too; use reduction='native'"
                 )
             tx, stored = with_ordered_sums(tx, params, layout), True
-        self._update = make_update(tx, layout, self._sums, stored=stored, extra=extra, owned=owned)
+        self._streamed = self._can_stream(stored=stored, uses_gradients_alone=not extra.names)
+        self._update = make_update(
+            tx, layout, self._sums, stored=stored, streamed=self._streamed, extra=extra, owned=owned
+        )
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(self.objective, layout)
         self._residuals = engine.residuals(layout)
@@ -232,9 +235,21 @@ class Step:
         self._peers_agreed = False
         self._first: FirstStep | None = None
 
+    def _can_stream(self, *, stored: bool, uses_gradients_alone: bool) -> bool:
+        """Whether state on the host is brought to the devices block by block: elementwise optimizers alone can be."""
+        on_host = self.layout.host_bytes_per_device() > 0
+        plain = stored and uses_gradients_alone and not self._totals_in_order
+        return on_host and plain and bool(check_elementwise(self._tx, self._params))
+
     @property
     def update_view(self) -> str:
         """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
+        if not (size := self.layout.host_bytes_per_device()):
+            return self._view_on_device()
+        how = "block by block" if self._streamed else "whole, as not every optimizer can be run in blocks"
+        return f"{self._view_on_device()}; {size} bytes per device come from the host's memory and go back, {how}"
+
+    def _view_on_device(self) -> str:
         if self.owned:
             matrices = sum(one.count for one in self.layout.owners.stacks) if self.layout.owners else 0
             return f"owners: {matrices} matrices are updated whole, each by one device (print(layout.owners))"

@@ -18,7 +18,17 @@ from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.training.extra_args import ExtraArgs, LossAt
 from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
-from jaxshard.training.views import hold_stored, move_stored, store, store_state, unstore, unstore_state
+from jaxshard.training.streamed import update_streamed
+from jaxshard.training.views import (
+    bring_to_device,
+    hold_stored,
+    move_stored,
+    send_to_host,
+    store,
+    store_state,
+    unstore,
+    unstore_state,
+)
 
 NO_EXTRA_ARGS = ExtraArgs()
 
@@ -33,6 +43,7 @@ def make_update(
     sums: Sums,
     *,
     stored: bool,
+    streamed: bool = False,
     extra: ExtraArgs = NO_EXTRA_ARGS,
     owned: OwnedUpdate | None = None,
 ) -> Update:
@@ -46,6 +57,7 @@ def make_update(
       layout: says where everything lives.
       sums: how numbers are added over devices.
       stored: whether `tx` runs on the stored arrays; otherwise on logical ones, unpadded and in model order.
+      streamed: whether state in the host's memory is brought to the device block by block; `tx` is elementwise then.
       extra: the extra arguments that `tx` uses. They are made of `loss`, a scalar, and
         `loss_at(stored parameters) -> (loss, gradients as the layout stores them)`.
       owned: the update with the owners of the layout, in place of that of `tx`: it takes logical arrays, and the state
@@ -62,11 +74,12 @@ def make_update(
     specs = [placement.store for placement in jax.tree.leaves(seen)]
 
     def view(placements: PyTree, tree: PyTree) -> PyTree:
-        return tree if stored else unstore(placements, tree)
+        return bring_to_device(placements, tree) if stored else unstore(placements, tree)
 
     def restore_view(placements: PyTree, tree: PyTree) -> PyTree:
         if stored:
-            return jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
+            cleared = jax.tree.map(lambda x, placement: placement.view.clear_padding(x), tree, placements)
+            return send_to_host(placements, cleared)
         return store(placements, tree)
 
     def view_state(opt_state: PyTree) -> PyTree:
@@ -98,8 +111,10 @@ def make_update(
         # Gradients and parameters go to where the optimizer state is: a slice where that is split more (ZeRO-1 and 2).
         chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
         grads = see(grads)
-        old_state = view_state(opt_state)
-        if extra.names:
+        old_state = opt_state if streamed else view_state(opt_state)
+        if streamed:
+            updates, new_state = update_streamed(tx, ok, grads, old_state, chosen, layout.opt_state)
+        elif extra.names:
             updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))
             _check_state(old_state, new_state)
             new_state = keep_old_unless(ok, new_state, old_state)

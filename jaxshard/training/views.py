@@ -15,13 +15,32 @@ from jaxshard.core.types import PyTree
 
 
 def store(placements: PyTree, tree: PyTree) -> PyTree:
-    """Turn logical arrays into stored ones, leaf by leaf."""
-    return jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements)
+    """Turn logical arrays into stored ones, leaf by leaf, and send to the host what rests there."""
+    return send_to_host(placements, jax.tree.map(lambda x, placement: placement.view.apply(x), tree, placements))
 
 
 def unstore(placements: PyTree, tree: PyTree) -> PyTree:
-    """Turn stored arrays into logical ones, leaf by leaf."""
-    return jax.tree.map(lambda x, placement: placement.view.invert(x), tree, placements)
+    """Turn stored arrays into logical ones on the devices, leaf by leaf."""
+    there = bring_to_device(placements, tree)
+    return jax.tree.map(lambda x, placement: placement.view.invert(x), there, placements)
+
+
+def bring_to_device(placements: PyTree, tree: PyTree) -> PyTree:
+    """Copy the arrays that rest in the host's memory to the devices; the others are there."""
+
+    def bring(x: jax.Array, placement: Placement) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Device) if placement.memory else x
+
+    return jax.tree.map(bring, tree, placements)
+
+
+def send_to_host(placements: PyTree, tree: PyTree) -> PyTree:
+    """Copy the arrays that rest in the host's memory there; the inverse of `bring_to_device`."""
+
+    def send(x: jax.Array, placement: Placement) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Host) if placement.memory else x
+
+    return jax.tree.map(send, tree, placements)
 
 
 def store_state(layout: Layout, opt_state: PyTree) -> PyTree:

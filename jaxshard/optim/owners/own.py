@@ -45,10 +45,18 @@ def own(layout: Layout, tx: Any) -> Layout:
       The layout, with `owners` and with the optimizer state that lives with them in stacks. The layout itself where the
       optimizer multiplies no matrices (Adam, LAMB, Adafactor), where its state is split over nothing, or where its
       update mixes parameters.
+
+    Raises:
+      ValueError: `js.offload` wants the state of such an optimizer on the host.
     """
     found = find_owned(layout, tx)
     if found is None:
         return layout
+    if size := layout.host_bytes_per_device():
+        raise ValueError(
+            "offload: this optimizer multiplies matrices, so each rests whole with an owner, on its device; "
+            f"{size} bytes per device of its state were to rest on the host: leave js.offload out"
+        )
     placements = jax.tree.leaves(layout.opt_state)
     shapes = jax.tree.leaves(layout.shapes.opt_state)
     placed = found.owners.place_state(shapes, placements)

@@ -1,0 +1,75 @@
+"""Arrays that rest in the host's memory between steps: `offload` and the part of strategies that it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxshard.core.placement import Placement
+from jaxshard.core.strategy_parts import MIN_SIZE, Strategy
+from jaxshard.core.tree import Leaf
+from jaxshard.core.types import Role
+
+HOST = "pinned_host"
+"""The kind of memory: the host's, in pages that stay where they are, which devices read and write by themselves."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The strategy that keeps optimizer state in the host's memory; see `offload`."""
+
+    min_size: int
+
+    def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
+        check_host_memory(mesh)
+        small = leaf.size < self.min_size
+        return placement if role != "opt" or small else replace(placement, memory=HOST)
+
+
+def offload(role: Literal["opt"] = "opt", *, min_size: int = MIN_SIZE) -> Strategy:
+    """Keep the optimizer's state in the host's memory between steps.
+
+    Each device has its part of the state, as the other strategies split it, in pinned memory of its host. During the
+    update an elementwise optimizer brings stacked arrays to the device one block at a time and sends each back before
+    the next, so that the device's memory holds a block's worth; arrays that are not stacked, and all arrays of an
+    optimizer that is not elementwise, are brought whole. The numbers are the same, but for the last bit where the
+    compiler fuses the operations of one block in another way.
+
+    Args:
+      role: "opt", the only one so far.
+      min_size: arrays with fewer elements stay on the device.
+
+    Returns:
+      A strategy, to be composed with others. Applied, it raises ValueError where devices have no such memory.
+
+    Raises:
+      ValueError: another role, or a negative `min_size`.
+
+    References:
+      Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training", section 4 (there the host computes
+      the update, too).
+
+    Example:
+        layout = js.layout(js.compose(js.fsdp("data"), js.offload("opt")), mesh, init_fn, tx)
+        layout.host_bytes_per_device()      # the state's bytes, which are no longer in layout.bytes_per_device()
+    """
+    if role != "opt":
+        raise ValueError(f"offload: only optimizer state, 'opt', can rest in the host's memory, got {role!r}")
+    if min_size < 0:
+        raise ValueError(f"offload: min_size must be at least 0 elements, got {min_size}")
+    return Offload(min_size)
+
+
+def check_host_memory(mesh: Mesh) -> None:
+    """Raise ValueError unless the devices of a mesh can keep arrays in their host's pinned memory."""
+    if isinstance(mesh, AbstractMesh):
+        return
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds:
+        raise ValueError(
+            f"offload: {device.device_kind} devices have no memory {HOST!r}, only {', '.join(map(repr, kinds))}; leave "
+            "js.offload out, or keep less state (js.optim.adam8bit)"
+        )

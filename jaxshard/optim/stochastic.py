@@ -1,0 +1,152 @@
+"""bf16 moments and parameters that are rounded at random, up or down, so that small steps are not lost on average."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, BFloat16, Float32, UInt32
+
+from jaxshard.core.transform import as_transform
+from jaxshard.core.tree import find_by_suffix, map_with_path
+from jaxshard.core.types import PyTree
+
+
+class StochasticState(NamedTuple):
+    """The state of `js.optim.stochastic_round`.
+
+    Attributes:
+      steps: int32[], the number of updates.
+      inner: The state of the wrapped transform, in which arrays of parameters are bf16.
+
+    Example:
+        state = js.optim.stochastic_round(optax.adam(1e-3)).init(params)
+        state.inner[0].mu       # bf16
+    """
+
+    steps: jax.Array
+    inner: Any
+
+
+def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
+    """Keep an optimizer's moments in bf16, and update bf16 parameters without f32 copies, by rounding at random.
+
+    bf16 has 8 bits of precision: rounded to nearest, a step below 1/256 of a parameter changes nothing, and a second
+    moment that decays by 0.999 stands still. Here a number between two of bf16 becomes the upper one with the
+    probability that says how near it is, so that its mean is the number (Gupta et al. 2015, "Deep Learning with Limited
+    Numerical Precision", section 3). `tx` computes in f32 with what is stored.
+
+    Every f32 array of the state that has a parameter's place and shape is stored as bf16: 4 bytes per parameter for
+    Adam instead of 8. Parameters in bf16 are rounded so; those in f32 are updated as ever.
+
+    The random bits are a hash of the seed, the step, the array and the element's index in it, so that they are the same
+    on every mesh, and after a restart. They are computed where the element is: no collectives. As they depend on the
+    index, `js.make_step` runs the transform on the logical view of arrays that are stored in another shape.
+
+    Args:
+      tx: The transform to wrap.
+      seed: Of the random bits.
+
+    Returns:
+      A transform with a `StochasticState`. The update of a bf16 parameter is f32; `optax.apply_updates` adds it exactly
+      as long as a step does not shrink the parameter by more than a factor of 2**16.
+
+    Raises:
+      ValueError: From `update`, without `params`.
+
+    Example:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        tx = js.optim.stochastic_round(optax.adamw(3e-4))       # 2 bytes a parameter and 4 of state, in all
+    """
+    tx = as_transform(tx)
+
+    def init_fn(params: PyTree) -> StochasticState:
+        inner = tx.init(params)
+        chosen = _belonging(inner, params)
+        lowered = jax.tree.map(lambda x, low: x.astype(jnp.bfloat16) if low else x, inner, chosen)
+        return StochasticState(jnp.zeros((), jnp.int32), lowered)
+
+    def update_fn(
+        updates: PyTree, state: StochasticState, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, StochasticState]:
+        if params is None:
+            raise ValueError("stochastic_round: update needs the parameters; call tx.update(grads, state, params)")
+        shapes = jax.eval_shape(tx.init, params)
+        chosen = _belonging(shapes, params)
+        wide = jax.tree.map(lambda x, like: x.astype(like.dtype), state.inner, shapes)
+        steps, inner = tx.update(updates, wide, params, **extra_args)
+        key = _mix(_mix(jnp.uint32(seed % 2**32)) ^ state.steps.astype(jnp.uint32))
+        number = iter(range(2**31))
+
+        def lower(x: jax.Array, low: bool) -> jax.Array:
+            return round_stochastic(x, random_bits(key, next(number), x.shape)) if low else x
+
+        def step_of(param: jax.Array, step: jax.Array) -> jax.Array:
+            if param.dtype != jnp.bfloat16:
+                return step
+            new = param.astype(jnp.float32) + step.astype(jnp.float32)
+            rounded = lax.optimization_barrier(round_stochastic(new, random_bits(key, next(number), param.shape)))
+            return rounded.astype(jnp.float32) - param.astype(jnp.float32)
+
+        lowered = jax.tree.map(lower, inner, chosen)
+        steps = jax.tree.map(step_of, params, steps)
+        return steps, StochasticState(optax.safe_increment(state.steps), lowered)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def round_stochastic(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
+    """Round each number to one of its two neighbours in bf16, the nearer one more often: its mean is the number.
+
+    Args:
+      x: the numbers. What is infinite, NaN, or would be rounded to infinity is rounded towards zero.
+      bits: random numbers, of which the lower 16 bits are used.
+    """
+    word = lax.bitcast_convert_type(x, jnp.uint32)
+    # bf16 is the upper half of f32: a carry out of the lower half goes up by one, with the probability of that half.
+    upper = (word + (bits & jnp.uint32(0xFFFF))) & jnp.uint32(0xFFFF0000)
+    rounded = lax.bitcast_convert_type(upper, jnp.float32)
+    rounded = jnp.where(jnp.isfinite(x) & ~jnp.isfinite(rounded), _truncated(word), rounded)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
+    """Return 32 random bits for each element of an array: a hash of a key, the array's number and the element's index.
+
+    Rows and columns are hashed one after the other, so that indices do not wrap around in arrays of 2**32 elements.
+    """
+    seed = _mix(key ^ _mix(jnp.uint32(number)))
+    if not shape:
+        return seed
+    rows = jnp.zeros((*shape[:-1], 1), jnp.uint32)
+    for dim in range(len(shape) - 1):
+        weight = math.prod(shape[dim + 1 : -1]) % 2**32
+        rows += lax.broadcasted_iota(jnp.uint32, rows.shape, dim) * jnp.uint32(weight)
+    columns = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    return _mix(_mix(seed ^ rows) + columns * jnp.uint32(0x9E3779B9))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Mix the bits of 32-bit numbers one to one: the end of MurmurHash3 (Appleby 2011, public domain)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    mixed: jax.Array = x ^ (x >> 16)
+    return mixed
+
+
+def _truncated(word: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(word & jnp.uint32(0xFFFF0000), jnp.float32)
+
+
+def _belonging(state: PyTree, params: PyTree) -> PyTree:
+    """True for every f32 array of a state that has the place and the shape of a parameter, moments for example."""
+    known = {path: (x.shape, True) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+    def belongs(path: Any, x: Any) -> bool:
+        return x.dtype == jnp.float32 and bool(find_by_suffix(known, path, x.shape))
+
+    return map_with_path(belongs, state)
