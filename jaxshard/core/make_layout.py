@@ -113,6 +113,8 @@ def layout(
     opt_params = select(mask, placed["opt"])
     local = local_of(strategy)
     check_local(strategy, params, (placed, opt_params), state)
+    if local is not None and any(placement.memory for placement in jax.tree.leaves(opt_params)):
+        raise ValueError("local: js.offload is not supported under js.local; leave one of them out")
 
     def place_plain(role: Role) -> Callable[[Any, Any], Placement]:
         return lambda path, x: placer.place(role, leaf_of(path, x))
