@@ -89,7 +89,9 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
             if param.dtype != jnp.bfloat16:
                 return step
             new = param.astype(jnp.float32) + step.astype(jnp.float32)
-            rounded = lax.optimization_barrier(round_stochastic(new, random_bits(key, next(number), param.shape)))
+            rounded: jax.Array = lax.optimization_barrier(
+                round_stochastic(new, random_bits(key, next(number), param.shape))
+            )
             return rounded.astype(jnp.float32) - param.astype(jnp.float32)
 
         lowered = jax.tree.map(lower, inner, chosen)
