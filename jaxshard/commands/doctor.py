@@ -17,12 +17,14 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
+from jaxshard.checkpoint.memory.folder import find_leftovers, size_of
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.findings import (
     LOCK,
     Finding,
     judge_hosts,
+    judge_leftovers,
     judge_libtpu,
     judge_machine,
     judge_packages,
@@ -80,6 +82,7 @@ def run(json: Path | None = None) -> int:
         hosts = survey(report.pop("host"))
         report |= {"processes": len(hosts), "hosts": [host._asdict() for host in hosts]}
         machine = read_machine()
+        found += judge_leftovers({folder: size_of(folder) for folder in find_leftovers()})
         found += [*judge_hosts(hosts), *judge_machine(machine, processes=len(hosts), has_gpu=_GPU.exists())]
     report |= {
         "versions": versions(),

@@ -141,6 +141,16 @@ def judge_machine(machine: Machine, *, processes: int, has_gpu: bool) -> Iterato
         )
 
 
+def judge_leftovers(folders: Mapping[Path, int]) -> Iterator[Finding]:
+    """Judge what launches that were killed have left in memory: folders, with their bytes."""
+    for folder, size in folders.items():
+        yield Finding(
+            "warning",
+            f"{folder} holds {human_bytes(size)} of memory for a run whose launcher was killed",
+            "delete it; the next jaxshard launch --max-restarts on this host does so too",
+        )
+
+
 def judge_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
     """Judge what the processes of a run say of each other."""
     for host in hosts:

@@ -99,7 +99,7 @@ class Saving(NamedTuple):
         return MemoryCheckpointer(layout, every=self.memory_every, data=lambda: facts)
 
     def recall(self, memory: MemoryCheckpointer | None, facts: dict[str, Any]) -> tuple[TrainState | None, list[str]]:
-        """Return (the run that is in memory, or None where there is none, notes about it).
+        """Return (the run that is in memory, or None where there is none as new as the checkpoint, notes about it).
 
         Raises:
           ValueError: it is of another training than `facts` says; or shards of it are lost, and there is no checkpoint
@@ -113,7 +113,7 @@ class Saving(NamedTuple):
             if self.resumed is None:
                 raise Damaged(f"--memory-every: {error}; there is none that --checkpoint and --resume name") from error
             return None, [f"--memory-every: {error}"]
-        if found is None:
+        if found is None or int(found[0].step) < (self.resumed or 0):  # copies may be rarer than saves
             return None, []
         return found[0], _compare_facts(found[1], facts, f"--memory-every: the run in {memory.folder}")
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxshard.commands.findings import (
     judge_hosts,
+    judge_leftovers,
     judge_libtpu,
     judge_machine,
     judge_packages,
@@ -84,6 +85,12 @@ def test_a_host_that_is_too_small_or_unreachable(changes, what, remedy):
 def test_a_good_host_has_no_finding_and_one_process_needs_no_others():
     assert not [*judge_machine(GOOD, processes=2, has_gpu=True)]
     assert not [*judge_machine(GOOD._replace(shared=1, own_name_is_loopback=True), processes=1, has_gpu=False)]
+
+
+def test_memory_of_a_launch_that_was_killed(tmp_path):
+    (finding,) = judge_leftovers({tmp_path / "jaxshard-memory-x": 12_600_000})
+    assert finding.level == "warning" and "jaxshard-memory-x holds 12.60 MB" in finding.what
+    assert finding.remedy.startswith("delete it")
 
 
 def test_this_host_can_be_read():

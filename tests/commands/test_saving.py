@@ -184,3 +184,18 @@ def test_a_key_file_signs_what_is_saved_and_is_needed_to_go_on(tmp_path, monkeyp
     assert int(go_on(None).step) == 1
     with pytest.raises(ValueError, match=r"--key-file .*key needs a folder: add --checkpoint DIR"):
         make_saving(SavingFlags(key_file=file))
+
+
+def test_a_run_in_memory_is_one_of_the_same_training_and_as_new_as_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAXSHARD_MEMORY", raising=False)
+    with pytest.raises(ValueError, match="--memory-every 1: nothing starts these processes again"):
+        make_saving(SavingFlags(memory_every=1))
+    monkeypatch.setenv("JAXSHARD_MEMORY", str(tmp_path / "memory"))
+    facts = {"model": "m", "batch": 8, "seq": 4, "seed": 0, "corpus": "c", "steps": 9, "lr": 0.1}
+    saves = make_saving(SavingFlags(memory_every=1))
+    saves.memory(layout(), facts).save(at(4))
+    run, notes = saves.recall(saves.memory(layout(), facts), facts | {"lr": 0.2})
+    assert run.step == 4 and notes == ["the run so far had --lr 0.1, now it is 0.2: the learning rate changes"]
+    with pytest.raises(ValueError, match=r"--memory-every: the run in .* has --seed 0, now it is 1"):
+        saves.recall(saves.memory(layout(), facts), facts | {"seed": 1})
+    assert saves._replace(resumed=5).recall(saves.memory(layout(), facts), facts) == (None, [])

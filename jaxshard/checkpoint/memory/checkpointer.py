@@ -208,15 +208,15 @@ class MemoryCheckpointer:
 
     def _keep(self, recalled: Recalled) -> None:
         """See to it that this process's segment holds the step that all go on from, and no later one."""
-        kept = None
-        for slot in range(SLOTS):
-            record = self._segment.record(slot)
-            if record is None or record.step > recalled.step:
+        records = [self._segment.record(slot) for slot in range(SLOTS)]
+        for slot, record in enumerate(records):
+            if record is not None and record.step > recalled.step:
                 self._segment.clear(slot)
-            elif record.step == recalled.step and self._segment.file not in recalled.damaged:
-                kept = slot
-        if kept is None:
-            kept = 0
+        kept = next((slot for slot, record in enumerate(records) if record and record.step == recalled.step), None)
+        if kept is None or self._segment.file in recalled.damaged:
+            # In the place of the damaged one, or of a later one; the step before stays in the other slot.
+            later = (slot for slot, record in enumerate(records) if record is None or record.step > recalled.step)
+            kept = next(later, 0) if kept is None else kept
             record = Record(recalled.run, recalled.step, recalled.saves, recalled.data, [])
             self._segment.write(kept, record, [recalled.found[name] for name in self._header.blocks])
         self._run, self._slot, self._saves, self._saved = recalled.run, kept, recalled.saves, recalled.step

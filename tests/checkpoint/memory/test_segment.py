@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxshard.checkpoint.checksums import Damaged
 from jaxshard.checkpoint.memory import segment as module
 from jaxshard.checkpoint.memory.segment import MOST_DATA, Header, Record, create_segment, open_segment
+from tests.small_disk import small_disk
 
 SIZES = {"a": 10, "b": 0, "c": 5000}
 HEADER = Header({"process": "0 of 2", "mesh": "data=2"}, {"w": "float32[4, 2]"}, SIZES)
@@ -135,16 +136,14 @@ def test_a_file_that_was_cut_is_damaged(segment):
         open_segment(segment.file)
 
 
-def test_memory_that_is_full_is_named_with_both_numbers(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse, raising=False)
-    room = os.statvfs(tmp_path)
-    with pytest.raises(OSError, match=r"two copies .* take 1,000,1..,... bytes") as caught:
-        create_segment(tmp_path / "process-0", HEADER._replace(blocks={"a": 500_000_000}))
-    assert caught.value.errno == errno.ENOSPC and f"{room.f_bavail * room.f_frsize:,}"[:3] in str(caught.value)
-    assert not list(tmp_path.iterdir())
+def test_memory_that_is_full_is_named_with_both_numbers(tmp_path):
+    with small_disk(tmp_path / "memory", 1 << 20) as disk:
+        disk.folder.mkdir()
+        two = r"two copies .* take 2,\d{3},\d{3} bytes of memory, and 1,0\d\d,\d{3} are free there"
+        with pytest.raises(OSError, match=two) as caught:
+            create_segment(disk.folder / "process-0", HEADER._replace(blocks={"a": 1_000_000}))
+        assert caught.value.errno == errno.ENOSPC and not list(disk.folder.iterdir())
+        create_segment(disk.folder / "process-0", HEADER)
 
 
 def test_a_position_of_the_data_that_is_too_long_is_refused(segment):
