@@ -89,6 +89,9 @@ class ShardingFlags:
         expert spreads the experts of a block (moe-1m), and rows too.
       strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp, the
         default, parameters too; hsdp is fsdp within each group of an axis replica.
+      sync_every: let each group of an axis replica train by itself, and synchronise parameters every so many steps, as
+        DiLoCo does.
+      fragments: synchronise these in so many parts, one after the other.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
@@ -103,6 +106,8 @@ class ShardingFlags:
 
     mesh: Words = None
     strategy: Annotated[StrategyName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    sync_every: Count = None
+    fragments: Count = None
     engine: EngineName | None = None
     schedule: Words = None
     chunks: Count = None

@@ -14,6 +14,7 @@ from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_positive, refuse
 from jaxshard.commands.wire import parse_wire
 from jaxshard.core.context import context
+from jaxshard.core.local import local, local_of
 from jaxshard.core.mesh import axis_size, make_mesh, mesh_str
 from jaxshard.core.strategy import Strategy, compose, ddp, expert, fsdp, hsdp, pipeline, tensor, zero1, zero2
 from jaxshard.core.strategy_parts import context_of
@@ -73,6 +74,9 @@ class Parallel(NamedTuple):
         for what, sent in (("gradients", self.engine.reduce_dtype), ("weights", self.engine.gather_dtype)):
             engine += f", {what} travel as {sent.name}" if isinstance(sent, Scaled) else ""
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
+        if replicas := local_of(self.strategy):
+            parts = f", in {replicas.fragments} parts" if replicas.fragments > 1 else ""
+            shown["replicas"] = f"synchronised every {replicas.every} steps{parts}"
         if context := context_of(self.strategy):
             shown["context"] = f"{context.how} over {' x '.join(context.axis)}"
         if "schedule" in about:
@@ -84,7 +88,9 @@ class Parallel(NamedTuple):
         """The facts that a command writes into its JSON object."""
         mesh = {"mesh": dict(self.mesh.shape), "devices": self.mesh.size}
         context = context_of(self.strategy)
-        form = {"context": context.how} if context else {}
+        form: dict[str, Any] = {"context": context.how} if context else {}
+        if replicas := local_of(self.strategy):
+            form |= {"sync_every": replicas.every, "fragments": replicas.fragments}
         return mesh | {"strategy": self.strategy_name} | form | self.engine.describe()
 
 
@@ -137,7 +143,8 @@ def make_parallel(
     check_positive(microbatches=flags.microbatches)
     policy = None if remat is None else parse_remat(remat)
     name = flags.strategy or DEFAULT_STRATEGY
-    data_axes = {"replica": 2, "data": -1} if name == "hsdp" else {"data": -1}
+    _check_synchronisation(flags, name)
+    data_axes = {"replica": 2, "data": -1} if name == "hsdp" or flags.sync_every else {"data": -1}
     axes = _with_data_axes(flags, name, data_axes)
     if topology is None:
         devices = choose_devices(flags.devices)
@@ -149,7 +156,13 @@ def make_parallel(
     *replicas, data = data_axes
     rows_over = (data, "expert") if "expert" in axes else (data,)
     shared = (*rows_over, *split)
-    strategy = _STRATEGIES[name](*replicas, shared if len(shared) > 1 else data)
+    if flags.sync_every:
+        strategy = compose(
+            _STRATEGIES[name](shared if len(shared) > 1 else data),
+            local("replica", every=flags.sync_every, fragments=flags.fragments or 1),
+        )
+    else:
+        strategy = _STRATEGIES[name](*replicas, shared if len(shared) > 1 else data)
     if split:
         strategy = compose(strategy, context(split, how=flags.context or "gather"))
     if "expert" in axes:
@@ -181,6 +194,19 @@ def make_parallel(
         name,
         where,
     )
+
+
+def _check_synchronisation(flags: ShardingFlags, name: str) -> None:
+    check_positive(sync_every=flags.sync_every, fragments=flags.fragments)
+    if flags.fragments and not flags.sync_every:
+        raise ValueError(
+            f"--fragments {flags.fragments} are parts of what --sync-every synchronises; add --sync-every N"
+        )
+    if flags.sync_every and name == "hsdp":
+        raise ValueError(
+            f"--sync-every {flags.sync_every}: hsdp reduces gradients over the axis replica in every step; use "
+            "--strategy fsdp, which splits parameters within each replica"
+        )
 
 
 def _with_data_axes(flags: ShardingFlags, name: str, data_axes: dict[str, int]) -> dict[str, int]:

@@ -68,6 +68,8 @@ SHARDING = {
     "--engine": [*CHOICES, "pipelined"],
     "--schedule": ["nope", "missing.csv", "gpipe", ""],
     "--chunks": NUMBERS,
+    "--sync-every": NUMBERS,
+    "--fragments": [*NUMBERS, "2"],
     "--context": [*CHOICES, "gather", "usp"],
     "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
     "--microbatches": [*NUMBERS, "100000"],
