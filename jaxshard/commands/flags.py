@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+OuterName = Literal["nesterov", "average"]
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16"]
@@ -91,6 +92,8 @@ class ShardingFlags:
         default, parameters too; hsdp is fsdp within each group of an axis replica.
       sync_every: let each group of an axis replica train by itself, and synchronise parameters every so many steps, as
         DiLoCo does.
+      outer: what the replicas' mean does to the parameters that they share: nesterov, the default, takes it as DiLoCo's
+        momentum does, for tens of steps and more in between; average puts it in their place.
       fragments: synchronise these in so many parts, one after the other.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
@@ -107,6 +110,7 @@ class ShardingFlags:
     mesh: Words = None
     strategy: Annotated[StrategyName | None, tyro.conf.arg(help_behavior_hint="")] = None
     sync_every: Count = None
+    outer: OuterName | None = None
     fragments: Count = None
     engine: EngineName | None = None
     schedule: Words = None

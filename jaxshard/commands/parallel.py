@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
+import optax
 from jax.sharding import Mesh
 
 from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
@@ -159,7 +160,12 @@ def make_parallel(
     if flags.sync_every:
         strategy = compose(
             _STRATEGIES[name](shared if len(shared) > 1 else data),
-            local("replica", every=flags.sync_every, fragments=flags.fragments or 1),
+            local(
+                "replica",
+                every=flags.sync_every,
+                outer=optax.sgd(1.0) if flags.outer == "average" else None,
+                fragments=flags.fragments or 1,
+            ),
         )
     else:
         strategy = _STRATEGIES[name](*replicas, shared if len(shared) > 1 else data)
@@ -198,10 +204,9 @@ def make_parallel(
 
 def _check_synchronisation(flags: ShardingFlags, name: str) -> None:
     check_positive(sync_every=flags.sync_every, fragments=flags.fragments)
-    if flags.fragments and not flags.sync_every:
-        raise ValueError(
-            f"--fragments {flags.fragments} are parts of what --sync-every synchronises; add --sync-every N"
-        )
+    for flag, value in (("--fragments", flags.fragments), ("--outer", flags.outer)):
+        if value and not flags.sync_every:
+            raise ValueError(f"{flag} {value} is about how --sync-every synchronises; add --sync-every N")
     if flags.sync_every and name == "hsdp":
         raise ValueError(
             f"--sync-every {flags.sync_every}: hsdp reduces gradients over the axis replica in every step; use "

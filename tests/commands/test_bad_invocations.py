@@ -70,6 +70,7 @@ SHARDING = {
     "--chunks": NUMBERS,
     "--sync-every": NUMBERS,
     "--fragments": [*NUMBERS, "2"],
+    "--outer": [*CHOICES, "average"],
     "--context": [*CHOICES, "gather", "usp"],
     "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
     "--microbatches": [*NUMBERS, "100000"],
