@@ -223,7 +223,7 @@ class Step:
             self.loss_fn, self.tx, layout.inside_replica(), self.engine, guarded=self.guarded, replicas=local.axis
         )
         self._inside, self.guarded = inside, inside.guarded
-        self.objective, self.elementwise = inside.objective, inside.elementwise
+        self.objective, self.elementwise, self.owned = inside.objective, inside.elementwise, inside.owned
         self._totals_in_order, self.check_exchange, self._trained = False, False, tuple(paths(params))
         self._forget_programs()
 
@@ -244,6 +244,8 @@ class Step:
     @property
     def update_view(self) -> str:
         """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
+        if self._inside is not None:
+            return f"in each replica, {self._inside.update_view}"
         if not (size := self.layout.host_bytes_per_device()):
             return self._view_on_device()
         how = "block by block" if self._streamed else "whole, as not every optimizer can be run in blocks"

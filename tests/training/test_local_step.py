@@ -229,3 +229,10 @@ def test_parity_and_prediction_say_that_they_know_no_replicas() -> None:
     layout = js.layout(strategy, mesh, MODEL.init, CLIPPED)
     with pytest.raises(ValueError, match="predict: replicas that train by themselves"):
         js.plan.predict(layout, MODEL.loss, batch, tx=CLIPPED)
+
+
+def test_matrices_inside_a_replica_have_no_owners() -> None:
+    strategy = js.compose(FSDP, js.local("replica", every=4))
+    layout = js.layout(strategy, mesh_of(**MESH), MODEL.init, optax.contrib.muon(0.1))
+    assert layout.owners is None
+    assert js.make_step(MODEL.loss, optax.contrib.muon(0.1), layout).update_view.startswith("in each replica, ")

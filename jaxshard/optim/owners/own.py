@@ -43,8 +43,8 @@ def own(layout: Layout, tx: Any) -> Layout:
 
     Returns:
       The layout, with `owners` and with the optimizer state that lives with them in stacks. The layout itself where the
-      optimizer multiplies no matrices (Adam, LAMB, Adafactor), where its state is split over nothing, or where its
-      update mixes parameters.
+      optimizer multiplies no matrices (Adam, LAMB, Adafactor), where its state is split over nothing, where its update
+      mixes parameters, or under `js.local`.
 
     Raises:
       ValueError: `js.offload` wants the state of such an optimizer on the host.
@@ -75,7 +75,7 @@ def owned_update(layout: Layout, tx: Any) -> Update | None:
 
 def find_owned(layout: Layout, tx: Any) -> Owned | None:
     """Find the owners of the matrices of a layout without owners, and the update that goes with them."""
-    if layout.shapes.opt_state is None or layout.local is not None:  # of a replica that trains by itself, all is split
+    if layout.shapes.opt_state is None or layout.local is not None:  # a replica's own state has no owners yet
         return None
     params = select(layout.trainable, layout.shapes.params)
     placements = jax.tree.leaves(layout.opt_params)
