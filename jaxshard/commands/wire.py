@@ -24,7 +24,7 @@ def parse_wire(text: str) -> dict[str, Any]:
     """Parse the value of --wire: the arguments of `js.explicit` that it stands for.
 
         >>> parse_wire("weights=fp8,block=128")
-        {'gather_dtype': Scaled(dtype='float8_e4m3fn', block=128, feedback=False)}
+        {'gather_dtype': Scaled(dtype='float8_e3m4', block=128, feedback=False)}
 
     Raises:
       ValueError: a part that is not name=value, an unknown name, one that comes twice, or a value that is none.

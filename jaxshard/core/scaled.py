@@ -64,12 +64,12 @@ def _values(x: jax.Array, scales: jax.Array, wire: Scaled) -> jax.Array:
         finite = jnp.where(jnp.isfinite(rounded), rounded, 0.0)  # a NaN as an integer may be anything
         values = jnp.clip(jnp.round(finite), -127, 127).astype(jnp.int8)
     else:
-        values = lax.bitcast_convert_type(rounded.astype(jnp.float8_e4m3fn), jnp.uint8)
+        values = lax.bitcast_convert_type(rounded.astype(wire.dtype), jnp.uint8)
     return _join(values, x.shape[-1])
 
 
 def _decode(values: jax.Array, scales: jax.Array, wire: Scaled) -> jax.Array:
-    numbers = values if wire.dtype == "int8" else lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+    numbers = values if wire.dtype == "int8" else lax.bitcast_convert_type(values, jnp.dtype(wire.dtype))
     return _join(_cut(numbers.astype(jnp.float32), wire) * scales[..., None], values.shape[-1])
 
 

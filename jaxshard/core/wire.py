@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+LARGEST = {"int8": 127.0, "float8_e3m4": 15.5, "float8_e4m3fn": 448.0}
 """The largest number of each dtype that scaled numbers are rounded to."""
 
 SCALE_BYTES = 4
@@ -30,7 +30,7 @@ class Scaled:
     """The format of blocks of 8-bit numbers with an f32 scale each; made by `js.wire.int8` and `js.wire.fp8`.
 
     Attributes:
-      dtype: of the numbers, "int8" or "float8_e4m3fn".
+      dtype: of the numbers, "int8", "float8_e3m4" or "float8_e4m3fn".
       block: how many numbers share a scale; the last block of an array may have fewer.
       feedback: True if a step adds to each device's share of a gradient what rounding took from the step before.
 
@@ -44,7 +44,7 @@ class Scaled:
 
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST:
-            raise ValueError(f"js.wire: the dtype must be {' or '.join(map(repr, LARGEST))}, got {self.dtype!r}")
+            raise ValueError(f"js.wire: the dtype must be one of {', '.join(map(repr, LARGEST))}, got {self.dtype!r}")
         if not isinstance(self.block, Integral) or isinstance(self.block, bool) or self.block < 2:
             raise ValueError(f"js.wire: block must be a whole number from 2 on, got {self.block!r}")
         if not isinstance(self.feedback, bool):
@@ -90,13 +90,18 @@ def int8(*, block: int = 256, feedback: bool = False) -> Scaled:
     return Scaled("int8", block, feedback)
 
 
-def fp8(*, block: int = 256, feedback: bool = False) -> Scaled:
-    """Make the format of 8-bit floats (e4m3) in blocks: each number is off by at most 1/16 of itself.
+def fp8(*, mantissa: int = 4, block: int = 256, feedback: bool = False) -> Scaled:
+    """Make the format of 8-bit floats in blocks: each number is off by at most 1/32 of itself, or a little more.
 
-    The scale is the largest magnitude of the block over 448. Numbers below 1/28672 of the largest are off by at most
-    1/458752 of that. So small numbers beside a large one keep more than in int8, and large ones less.
+    Small numbers beside a large one keep more than in int8, and large ones less. The scale of a block brings its
+    largest number to the largest of the format, so a format needs few bits for exponents:
+
+        mantissa  format  a number is off by at most     but no less than, of the largest in its block
+        4         e3m4    1/32 of itself                 1/1984
+        3         e4m3    1/16 of itself                 1/458752
 
     Args:
+      mantissa: bits of the mantissa, 4 or 3.
       block: how many numbers share an f32 scale.
       feedback: as in `js.wire.int8`.
 
@@ -106,4 +111,6 @@ def fp8(*, block: int = 256, feedback: bool = False) -> Scaled:
     Example:
         engine = js.explicit(gather_dtype=js.wire.fp8(), reduce_dtype=js.wire.int8())
     """
-    return Scaled("float8_e4m3fn", block, feedback)
+    if mantissa not in (3, 4) or isinstance(mantissa, bool):
+        raise ValueError(f"js.wire.fp8: mantissa must be 4 (e3m4) or 3 (e4m3), got {mantissa!r}")
+    return Scaled("float8_e3m4" if mantissa == 4 else "float8_e4m3fn", block, feedback)

@@ -66,6 +66,6 @@ def test_flags_that_do_not_go_with_it_are_named(flags, ordered, words):
 def test_the_facts_of_a_run_name_the_formats():
     how = make_parallel(ShardingFlags(wire="gradients=int8,weights=fp8"))
     assert how.shown["engine"] == (
-        "explicit, gradients travel as int8 in blocks of 256, weights travel as float8_e4m3fn in blocks of 256"
+        "explicit, gradients travel as int8 in blocks of 256, weights travel as float8_e3m4 in blocks of 256"
     )
-    assert how.about["gather_dtype"] == "float8_e4m3fn in blocks of 256"
+    assert how.about["gather_dtype"] == "float8_e3m4 in blocks of 256"

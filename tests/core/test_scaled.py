@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jaxshard as js
 from jaxshard.core.scaled import STEPS, decode, encode, from_bits, to_bits
 
-FORMATS = [js.wire.int8(block=4), js.wire.int8(), js.wire.fp8(block=4), js.wire.fp8()]
+FORMATS = [js.wire.int8(block=4), js.wire.int8(), js.wire.fp8(block=4), js.wire.fp8(), js.wire.fp8(mantissa=3)]
 
 
 def bound(x, wire):
@@ -22,6 +22,8 @@ def bound(x, wire):
     largest = np.repeat(blocks.max(1), wire.block)[:size]
     if wire.dtype == "int8":
         return largest / 254
+    if wire.dtype == "float8_e3m4":
+        return np.maximum(np.abs(x) / 32, largest / 15.5 / 128)
     return np.maximum(np.abs(x) / 16, largest / 448 / 1024)
 
 

@@ -231,5 +231,5 @@ def test_an_engine_says_in_which_format_it_sends():
     engine = js.explicit(precision="bf16", reduce_dtype=INT8, gather_dtype=js.wire.fp8(block=64))
     assert engine.describe() == {
         "engine": "explicit", "microbatches": 1, "compute_dtype": "bfloat16", "reduce_dtype": "int8 in blocks of 256",
-        "gather_dtype": "float8_e4m3fn in blocks of 64", "remat": None, "reduction": "native",
+        "gather_dtype": "float8_e3m4 in blocks of 64", "remat": None, "reduction": "native",
     }  # fmt: skip
