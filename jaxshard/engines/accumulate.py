@@ -23,6 +23,7 @@ from jaxshard.core.loss import Loss, Max, Mean, Sum, weighted_sum
 from jaxshard.core.row_axes import taking_turns
 from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import Outcome
 
 LossOf = Callable[[PyTree, PyTree, PyTree, Any], Loss]
@@ -52,7 +53,7 @@ def accumulate(
       shaped like `sinks`.
 
     Raises:
-      TypeError: several turns of a loss that is no `js.Mean`.
+      Unsuited: several turns of a loss that is no `js.Mean`.
     """
     if first_rows.shape[0] == 1:
         rows = jax.tree.map(lambda x: x[0], turns)
@@ -79,7 +80,7 @@ def _accumulate_turns(
     """Do what `accumulate` does, over several turns."""
     example = jax.eval_shape(loss_of, sinks, state, jax.tree.map(lambda x: x[0], turns), first_rows[0])
     if not isinstance(example.value, Mean):
-        raise TypeError(
+        raise Unsuited(
             f"{first_rows.shape[0]} micro-batches need a loss that says its weight: return js.Mean(total, weight) "
             "instead of a scalar, so that micro-batches of unequal weight are averaged exactly"
         )

@@ -22,6 +22,7 @@ from jaxshard.core.ordered_sums import ORDERED
 from jaxshard.core.placement import Placement, axes_of, only_axes
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.core.wire import Scaled
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
@@ -302,7 +303,7 @@ def _turns(batch: PyTree, count: int, axes: tuple[str, ...]) -> tuple[PyTree, ja
 
 def _check_mean(loss: Loss) -> Loss:
     if not isinstance(loss.value, Mean):
-        raise TypeError(
+        raise Unsuited(
             "js.explicit needs a loss that says its weight; return js.Mean(total, weight), summed over devices and "
             "divided once; a scalar is opaque and runs under js.auto()"
         )

@@ -36,6 +36,7 @@ from jaxshard.core.loss import Loss, as_loss
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.core.weight_chunks import Offered, offer_chunks
 
 
@@ -190,7 +191,7 @@ def make_opaque_run(
             name = getattr(fn, "__qualname__", fn)
             if units:
                 raise TypeError(f"units: {name} has no units to look into; make it with js.linen or js.nnx")
-            raise TypeError(
+            raise Unsuited(
                 "remat: activations are kept by name in the blocks of a js.Stacked model and in the units= of js.linen "
                 f"and js.nnx; {name} has neither: wrap its parts in jax.checkpoint"
             )

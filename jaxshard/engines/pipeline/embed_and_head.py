@@ -29,6 +29,7 @@ from jaxshard.adapt.stacked import evaluation
 from jaxshard.core.jaxpr import eliminate_dead_code
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss, combine, lowest_value, weighted_sum
 from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.pipeline.floats import fill, floats_of
 
 Metrics = dict[str, Mean | Sum | Max]
@@ -137,7 +138,7 @@ class EmbedAndHead:
         """Return the weights of the loss's terms on a micro-batch, before any output is known.
 
         Raises:
-          TypeError: they depend on the model's activations.
+          Unsuited: they depend on the model's activations.
         """
         x = jax.eval_shape(self.run_embed, microbatch)
         leaves, tree = jax.tree.flatten(x)
@@ -149,7 +150,7 @@ class EmbedAndHead:
         # The activations are the last inputs of the traced program; one that is left after dead code is gone is used.
         traced = jax.make_jaxpr(weigh)(*leaves)
         if any(eliminate_dead_code(traced)[1][-len(leaves) :]):
-            raise TypeError(
+            raise Unsuited(
                 "the weight of the loss depends on activations, but a pipeline divides by it before they are all "
                 "there: compute the weight of js.Mean(total, weight) from the batch alone"
             )
@@ -161,12 +162,12 @@ class EmbedAndHead:
     def _loss(self, params: PyTree, x: PyTree, microbatch: jax.Array) -> Loss:
         loss = as_loss(self.head(params, x, self.rows_of(microbatch), self.key_of(self.head_call, microbatch)))
         if not isinstance(loss.value, Mean):
-            raise TypeError(
+            raise Unsuited(
                 "a pipeline needs a head that says its weight: return js.Mean(total, weight), summed over "
                 "micro-batches and devices and divided once, instead of a scalar"
             )
         if loss.state is not None:
-            raise TypeError("the head returned js.Loss(state=...), but a js.Stacked model has no state")
+            raise Unsuited("the head returned js.Loss(state=...), but a js.Stacked model has no state")
         return loss
 
     def _with_sums(self, sums: PyTree) -> PyTree:

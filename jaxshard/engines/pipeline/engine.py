@@ -18,6 +18,7 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.strategy_parts import Pipeline
 from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.core.wire import Scaled
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
@@ -144,7 +145,7 @@ class Pipelined(Engine):
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device its stages."""
         if not isinstance(objective, OfBlocks):
-            raise TypeError(
+            raise Unsuited(
                 f"js.pipelined: {objective.name} is opaque: where its blocks begin and end can't be seen. Describe the "
                 "model as js.Stacked and pass its method loss itself (what is added to the loss, such as a penalty, "
                 f"belongs into the model's head):\n    {STACKED_EXAMPLE}"

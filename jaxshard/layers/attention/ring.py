@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.layers.attention.blockwise import NAME, Starts, partial_attention, partial_gradients
 from jaxshard.layers.attention.formula import Extras, Form
 from jaxshard.layers.attention.zigzag import Axes, chunk_starts
@@ -160,7 +161,7 @@ _closed_forward = jax.custom_vjp(_forward, nondiff_argnums=(5, 6, 7))
 
 
 def _no_second_derivative(*args: Any) -> Any:
-    raise NotImplementedError("attention in a ring has no second derivatives; use js.context(how='gather')")
+    raise Unsuited("attention in a ring has no second derivatives; use js.context(how='gather')")
 
 
 _closed_forward.defvjp(_no_second_derivative, _no_second_derivative)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import dis
-
-from jaxshard.core.our_code import is_jaxshard_file
+from jaxshard.core.unsuited import Unsuited
 
 
 def is_refusal(error: Exception) -> bool:
     """Return True for an error by which a check says what a layout can't do.
 
-    Those are ValueErrors, and other errors that a `raise` of this package made. A TypeError that Python or JAX found in
-    the middle of a computation is a fault.
+    Those are ValueErrors and `Unsuited`. Another TypeError is a fault: the search makes layouts and engines itself, so
+    that no check of types refuses them, and Python and JAX raise it in the middle of a computation.
     """
-    if isinstance(error, ValueError):
-        return True
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    code = trace.tb_frame.f_code
-    return is_jaxshard_file(code.co_filename) and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return isinstance(error, ValueError | Unsuited)

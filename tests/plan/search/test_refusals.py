@@ -6,7 +6,9 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import check_engine
+from jaxshard.plan.predict import predict
 from jaxshard.plan.search import search as module
 from jaxshard.plan.search.refusals import is_refusal
 
@@ -22,6 +24,10 @@ def loss(params, batch, key):
     return js.Mean(errors.sum(), errors.size)
 
 
+def scalar_loss(params, batch, key):
+    return ((batch["x"] @ params) ** 2).mean()
+
+
 def raised(fn):
     with pytest.raises(Exception) as info:
         fn()
@@ -30,9 +36,18 @@ def raised(fn):
 
 def test_refusals_are_raised_by_checks():
     assert is_refusal(raised(lambda: js.explicit(microbatches=0)))
-    assert is_refusal(raised(lambda: check_engine("explicit")))  # a TypeError of ours
     assert not is_refusal(raised(lambda: None + 1))
     assert not is_refusal(raised(lambda: js.plan.promise(None, None, loss, ROWS)))  # found in the middle of our code
+    assert not is_refusal(raised(lambda: check_engine("explicit")))  # no engine: of no candidate
+
+
+def test_an_engine_refuses_a_loss_that_says_no_weight():
+    mesh = js.plan.planned_mesh("v5e:2x2", data=4)
+    tx = optax.sgd(0.1)
+    layout = js.layout(js.ddp(), mesh, init, tx)
+    for engine in (js.explicit(), js.auto(microbatches=2)):
+        error = raised(lambda engine=engine: predict(layout, scalar_loss, ROWS, engine, tx=tx))
+        assert isinstance(error, Unsuited) and is_refusal(error), engine
 
 
 def test_a_fault_shows_and_leaves_the_others(monkeypatch):
