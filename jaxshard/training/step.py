@@ -204,7 +204,7 @@ class Step:
         )
         self._trained = tuple(paths(params))
         self._value_and_grad = engine.value_and_grad(self.objective, layout)
-        self._residuals = engine.residuals(layout)
+        self._residuals: PyTree = engine.residuals(layout)
         self._forget_programs()
 
     def _be_local(self, local: Local, params: PyTree) -> None:
@@ -218,7 +218,7 @@ class Step:
                 "local: replicas that train by themselves keep no residuals of gradients; leave feedback out of "
                 "reduce_dtype"
             )
-        self._residuals: PyTree = ()
+        self._residuals = ()
         inside = Step(
             self.loss_fn, self.tx, layout.inside_replica(), self.engine, guarded=self.guarded, replicas=local.axis
         )

@@ -111,7 +111,8 @@ class Liveness(Storage):
     def peak(self) -> Moment:
         """Return the fullest moment."""
         live = self._early()
-        best, waiting = Moment(), []
+        best = Moment()
+        waiting: list[Live] = []
         expiring: defaultdict[int, list[Value]] = defaultdict(list)
         for value, at in self.last.items():
             expiring[at].append(value)

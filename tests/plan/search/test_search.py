@@ -124,7 +124,17 @@ def test_nothing_fits_is_an_answer(few):
 
 
 def test_a_batch_that_devices_do_not_divide_is_named():
-    ranking = js.plan.search(init, loss, optax.sgd(0.1), {"x": jax.ShapeDtypeStruct((9, WIDTH), "float32")}, "v5e:2x2")
+    nine = {"x": jax.ShapeDtypeStruct((9, WIDTH), "float32")}
+    ranking = js.plan.search(init, loss, optax.sgd(0.1), nine, "v5e:2x2")
+    assert str(ranking.best.candidate) == "ddp on data=1, tensor=4"  # the hidden dimension of the model is divided
+
+    def init_one(key):  # nothing says that a dimension of it may be split
+        return {"table": jax.random.normal(key, (WIDTH,))}
+
+    def loss_one(params, batch, key):
+        return js.Mean((batch["x"] @ params["table"]).sum(), len(batch["x"]))
+
+    ranking = js.plan.search(init_one, loss_one, optax.sgd(0.1), nine, "v5e:2x2")
     assert ranking.best is None and "9 rows can't be split over 4 devices" in str(ranking)
 
 
