@@ -27,7 +27,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Scaled:
-    """The format of blocks of 8-bit numbers with an f32 scale each; made by `js.wire.int8` and `js.wire.fp8`.
+    """The format of blocks of 8-bit numbers with a scale in f32 each; made by `js.wire.int8` and `js.wire.fp8`.
 
     Attributes:
       dtype: of the numbers, "int8", "float8_e3m4" or "float8_e4m3fn".
