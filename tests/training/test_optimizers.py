@@ -316,7 +316,7 @@ for tx in (optax.adamw(1e-3), optax.contrib.muon(1e-3)):
 - **optimizer**: an alias of optax or a wrapper around one, as `tests/training/optimizers.py` and
   `tests/optim/proof/aliases.py` make it; `contrib` is `optax.contrib`.
 - **runs on**: the arrays as stored, where the update of an element depends on that element alone
-  (`js.optim.check_elementwise`); otherwise whole arrays in model order, without padding, which the compiler gathers as
+  (`js.optim.check_elementwise`). Otherwise whole arrays in model order, without padding, which the compiler gathers as
   far as it needs; or owners, each of which updates whole matrices ([matrix optimizers](matrix_optimizers.md)).
 - **state**: bytes of the optimizer state. **split**: the share that is divided among the devices.
 - **whole**: the arrays that are on every device instead, and their bytes together: counts, hyperparameters, random
