@@ -439,7 +439,7 @@ def avoid_compilation_cache(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh)
     warnings.warn(
         f"the compilation cache in {config.jax_compilation_cache_dir} is not used: programs of several CPU devices "
         "that are loaded from it can hang in their collectives",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -75,13 +75,13 @@ def _warn_of_rules(part: Tensor, leaves: list[Leaf], mesh: Mesh) -> None:
         warnings.warn(
             f"tensor: {reason} {', '.join(_describe_kinds(missed))}: copied whole over {part.axis!r}; {fix}, or say "
             f"('*/{first}', 'whole')",
-            stacklevel=4,
+            stacklevel=5,
         )
     if unused := part.rules.find_unused(leaves):
         warnings.warn(
             f"tensor: rules without effect: {'; '.join(unused)}; take them out or correct them (layout.explain() shows "
             "every path)",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
