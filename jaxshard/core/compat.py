@@ -56,8 +56,8 @@ def warn_if_untested() -> None:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    # From here over warn_if_untested and js.layout to the code that called it.
-    warnings.warn(message, stacklevel=4)
+    # From here over warn_if_untested and the two functions of js.layout to the code that called it.
+    warnings.warn(message, stacklevel=5)
 
 
 # Compiler passes.
