@@ -85,13 +85,16 @@ def predict(
     names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
     vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
     folded = frozenset(axis for axis in layout.mesh.axis_names if len(torus_sizes(layout.mesh, axis)) > 1)
+    usable = None if chip is None else chip.usable_bytes or chip.hbm_bytes
+    tpu = device.platform == "tpu"
     peak = step_peak(
         traced,
         dict(layout.mesh.shape),
-        tiled=device.platform == "tpu",
+        tiled=tpu,
         vocab=frozenset(vocab),
         folded=folded,
         joins_gathers=device.device_kind in _WITHOUT_SPARSE_CORES,
+        room=usable - sum(arguments.values()) if tpu and usable is not None else None,
     )
     promised = promise(layout, engine, loss_fn, batch)
     mesh, ticks = layout.mesh, ticks_of(engine, layout)
@@ -111,7 +114,7 @@ def predict(
         chip=chip,
         peak=_peak(arguments, peak),
         argument_bytes=sum(arguments.values()),
-        usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
+        usable_bytes=usable,
         collectives=collectives,
         products=products,
         flops=sum(one.flops for one in products),

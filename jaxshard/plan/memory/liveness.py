@@ -34,10 +34,11 @@ class Live(NamedTuple):
 
 @dataclass
 class Moment:
-    """The fullest moment of a region: what is live beside its inputs, and the operation that runs."""
+    """The fullest moment of a region: what is live beside its inputs, the operation that runs, and its place."""
 
     live: list[Live] = field(default_factory=list)
     op: Op | None = None
+    at: int = 0
 
     @property
     def total(self) -> int:
@@ -71,6 +72,7 @@ class Liveness(Storage):
         self.moments: dict[Op, Moment] = {}
         self.stored_as: dict[Value, Any] = {}
         self.copies: defaultdict[int, list[Value]] = defaultdict(list)
+        self.away: defaultdict[Value, list[tuple[int, int]]] = defaultdict(list)
         self._find_narrow()
         self._copy_overwritten()
 
@@ -129,13 +131,20 @@ class Liveness(Storage):
                 for one in self.copies[i]:
                     live[one] = Live(one, self.size(one), "converted")
                 inner = self._inside(op)
-                now = [*live.values(), *inner.live, *self._extra(op), *(waiting if "transpose" in op.path else ())]
+                there = (
+                    live.values() if not self.away else (one for one in live.values() if self._is_there(one.value, i))
+                )
+                now = [*there, *inner.live, *self._extra(op), *(waiting if "transpose" in op.path else ())]
                 if sum(one.bytes for one in now) > best.total:
-                    best = Moment(now, inner.op or op)
+                    best = Moment(now, inner.op or op, i)
                 waiting = waiting or self._left_whole(op)
             for value in expiring[i]:
                 live.pop(value, None)
         return best
+
+    def _is_there(self, value: Value, at: int) -> bool:
+        """Return False between the places over which a value is dropped, to be computed again (`recompute`)."""
+        return not any(before < at < after for before, after in self.away.get(value, ()))
 
     def _early(self) -> dict[Value, Live]:
         """Values of the start: TPU compilers allocate what the first loop stacks before they gather other weights."""

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
-from jaxshard.plan.memory.liveness import Live, Liveness, Moment
+from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.order import join_scatters
+from jaxshard.plan.memory.recompute import Recomputing
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import Traced
 
@@ -64,6 +65,7 @@ def step_peak(
     vocab: frozenset[int] = frozenset(),
     folded: frozenset[str] = frozenset(),
     joins_gathers: bool = False,
+    room: int | None = None,
 ) -> Peak:
     """Find the fullest moment of a traced step.
 
@@ -74,6 +76,7 @@ def step_peak(
       vocab: sizes of vocabularies, by which logits are known.
       folded: the mesh's axes that cover several dimensions of a TPU's torus.
       joins_gathers: a gather is one operation with what the chip computes meanwhile, as on TPUs without SparseCores.
+      room: bytes beside the arguments that the compiler brings a step below, by computing values again.
     """
     region = build(traced.closed, traced.arguments, sizes, folded)
     if tiled:
@@ -90,7 +93,8 @@ def step_peak(
 
     # The run that goes in is donated: what comes out is written into its arrays.
     in_place = set(region.outputs) - (gathered_apart(region) if joins_gathers else set())
-    moment = Liveness(region, size, in_place, narrow_products=tiled).peak()
+    liveness = Recomputing(region, size, in_place, narrow_products=tiled)
+    moment = liveness.peak() if room is None else liveness.peak_within(room)
     parts = {count // split for count in vocab for split in sizes.values() if count % split == 0}
     return Peak(region, moment, weights, vocab | parts)
 
