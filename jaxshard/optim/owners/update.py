@@ -284,7 +284,10 @@ def _for_each_slot(stack: OwnedStack, core: Callable[..., Any], whole: Any, rows
     shapes = jax.eval_shape(core, *jax.tree.map(lambda x: x[0], given))
 
     def turn(slot: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
-        results = core(*jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), given))
+        # Of one place every turn reads the same: without the barrier a compiler takes the core out of the loop, and
+        # devices without a matrix run it too.
+        slot, held = lax.optimization_barrier((slot, given))
+        results = core(*jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), held))
         return [lax.dynamic_update_index_in_dim(x, new, slot, 0) for x, new in zip(made, results, strict=True)]
 
     empty = [jnp.zeros((stack.slots, *x.shape), x.dtype) for x in shapes]
