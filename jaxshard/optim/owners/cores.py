@@ -8,8 +8,9 @@ The update of each parameter is a chain of operations, most of them elementwise.
 
 `find_cores` cuts the traced program there. What goes into the core is brought to the owner of the matrix, what comes
 out goes back. State that the core alone reads and writes (the factors of Shampoo) lives with the owner. Operations in
-front of the core join it where fewer arrays travel then: SOAP's core uses the gradient and its average, so that making
-the average there, from the gradient, saves an array.
+front of the core, or behind it, join it where fewer arrays travel then: SOAP's core uses the gradient and its average,
+so that making the average there, from the gradient, saves an array; mapped over blocks it chooses between the results
+of two branches, element by element, so that choosing there saves all of them.
 """
 
 from __future__ import annotations
@@ -189,18 +190,19 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
         return any(not isinstance(x, Literal) and x in after for x in eqns[number].invars)
 
     least = whole | {number for number in mine if leads(number) and follows(number)}
+    front, back = {number for number in mine if leads(number)}, {number for number in mine if follows(number)}
     parts = [
         part
-        for numbers in (least, whole | {number for number in mine if leads(number)})
+        for numbers in (least, whole | front, whole | back | least, whole | front | back)
         if (part := _bound(made, numbers, leaf, shape, flows)) is not None
     ]
     if not parts:
         return "its core uses state that is neither of its shape nor its own"
-    return _extract(made, walked, leaf, min(parts, key=_bytes_in))
+    return _extract(made, walked, leaf, min(parts, key=_bytes_moved))
 
 
-def _bytes_in(part: _Part) -> int:
-    return sum(var.aval.size * var.aval.dtype.itemsize for var in part.ins)
+def _bytes_moved(part: _Part) -> int:
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in (*part.ins, *part.outs))
 
 
 def _runs_on_parts(eqn: Any, shape: tuple[int, ...]) -> bool:

@@ -49,6 +49,24 @@ def test_work_in_front_joins_the_core_where_fewer_arrays_travel_then() -> None:
     assert len(made.cores[0].ins) == 1 and made.cores[0].states == (0,)
 
 
+def test_work_behind_joins_the_core_where_fewer_arrays_travel_then() -> None:
+    """Two results are computed, of which a count chooses element by element: neither travels."""
+
+    def init(params: Any) -> Any:
+        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        count, factors = state
+        choose = lambda x, y: jnp.where(jnp.broadcast_to(count == 0, x.shape), x, y)  # noqa: E731
+        new = jax.tree.map(lambda g, f: choose(g @ g.T, f @ g), grads, factors)
+        return jax.tree.map(lambda g, f: choose(f @ g, g @ f), grads, factors), (count + 1, new)
+
+    made = find_cores(optax.GradientTransformation(init, update), _params((8, 8)), {0})
+    assert made is not None
+    core = made.cores[0]
+    assert (len(core.ins), core.states, len(core.outs)) == (1, (1,), 1)
+
+
 def test_nothing_is_found_where_no_matrices_are_multiplied_or_parameters_meet() -> None:
     params = _params((8, 4), (8, 4))
     assert find_cores(optax.adafactor(0.1), params, {0, 1}) is None
