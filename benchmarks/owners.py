@@ -22,6 +22,7 @@ installed as `soap_jax`, or `--soap` a checkout's src.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -53,12 +54,12 @@ def eight(key: jax.Array) -> dict[str, jax.Array]:
     return {f"w{i}": jax.random.normal(k, (256, 256)) / 16 for i, k in enumerate(jax.random.split(key, 8))}
 
 
-def like_7b(key: jax.Array) -> dict[str, Any]:
+def like_7b(key: jax.Array, blocks: int = 32) -> dict[str, Any]:
     """The matrices of 32 blocks of width 4096, stacked, and the embedding and the head."""
     shapes = dict.fromkeys(("query", "key", "value", "out"), (4096, 4096))
     shapes |= {"gate": (4096, 11008), "up": (4096, 11008), "down": (11008, 4096)}
-    blocks = {name: jnp.zeros((32, *shape)) for name, shape in shapes.items()}
-    return {"blocks": blocks, "embed": jnp.zeros((32000, 4096)), "head": jnp.zeros((4096, 32000))}
+    stacks = {name: jnp.zeros((blocks, *shape)) for name, shape in shapes.items()}
+    return {"blocks": stacks, "embed": jnp.zeros((32000, 4096)), "head": jnp.zeros((4096, 32000))}
 
 
 def loss_fn(params: Any, batch: Any, key: jax.Array) -> js.Mean:
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--soap", type=Path, help="the folder that holds the package soap_jax")
     parser.add_argument("--topology", help="compile for TPUs, such as v5e:16x16, instead of running on 8 CPU devices")
     parser.add_argument("--model", choices=["eight", "7b"], default="eight")
+    parser.add_argument("--blocks", type=int, default=32, help="how many blocks --model 7b has")
     parser.add_argument("--only", help="these optimizers, separated by commas")
     parser.add_argument("--by", default="owners,compiler", help="with owners, left to the compiler, or both")
     args = parser.parse_args()
@@ -180,7 +182,7 @@ def main() -> None:
     else:
         js.simulate_devices(8)
         mesh = js.make_mesh(data=8)
-    init_fn = like_7b if args.model == "7b" else eight
+    init_fn = functools.partial(like_7b, blocks=args.blocks) if args.model == "7b" else eight
     chosen = optimizers(args.soap)
     if args.model == "7b":
         chosen = {"muon": lambda: js.optim.per_block(optax.contrib.muon(0.02))}
