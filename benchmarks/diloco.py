@@ -1,7 +1,7 @@
 """Replicas that seldom meet (`js.local`): the bytes that they exchange, and the loss that they reach.
 
     python benchmarks/diloco.py [--every 1 8 32] [--fragments 4] [--json FILE]     bytes, from compiled programs
-    python benchmarks/diloco.py --train [--seeds 3] [--steps N] [--json FILE]      losses beside those of ddp
+    python benchmarks/diloco.py --train [--only NAME ...] [--change CHANGES] [--seeds 3] [--steps N]
 
 Bytes: `gpt-1m` on 8 simulated devices, two replicas of four, whole (`ddp`) and split (`fsdp`) inside. Counted are the
 arrays that the compiled step moves over the axis of the replicas, as one device sees them: those of each step, and
@@ -9,8 +9,9 @@ those inside its conditional, of which a step takes at most one branch. "average
 steps from one meeting to the next, "most" is the step that moves the most. For comparison the same mesh where every
 step reduces gradients over all devices.
 
-Losses: `jaxshard train` with its defaults but for strategy and seed, two replicas of one device; each is a process of
-its own. Compared is the loss of held-out text after the last step, at equal tokens.
+Losses (with `--json FILE` too): `jaxshard train` with its defaults but for strategy and seed, two replicas of one
+device; each is a process of its own. Compared is the loss of held-out text after the last step, at equal tokens.
+`--change width=64,depth=2,heads=4` takes a smaller model, which trains in a fifth of the time.
 """
 
 from __future__ import annotations
@@ -68,46 +69,44 @@ def _count(model: str, strategy: Any, mesh: Any, every: int) -> dict[str, float]
     return {"each_step": always, "meeting": total, "average": always + total / every, "most": most}
 
 
+def _local(every: int, outer: str, *more: str) -> tuple[str, ...]:
+    return ("--mesh", "replica=2,data=1", "--sync-every", str(every), "--outer", outer, *more)
+
+
 RUNS = {
     "ddp": ("--mesh", "data=2"),
-    "average, every 8": ("--mesh", "replica=2,data=1", "--sync-every", "8", "--outer", "average"),
-    "average, every 32": ("--mesh", "replica=2,data=1", "--sync-every", "32", "--outer", "average"),
-    "average, every 32, 4 parts": (
-        "--mesh",
-        "replica=2,data=1",
-        "--sync-every",
-        "32",
-        "--outer",
-        "average",
-        "--fragments",
-        "4",
-    ),
-    "nesterov, every 8": ("--mesh", "replica=2,data=1", "--sync-every", "8"),
-    "nesterov, every 32": ("--mesh", "replica=2,data=1", "--sync-every", "32"),
+    "average, every 8": _local(8, "average"),
+    "average, every 8 from step 80 on": _local(8, "average", "--sync-warmup", "80"),
+    "momentum 0.3, every 4 from step 80 on": _local(4, "rate=1,momentum=0.3", "--sync-warmup", "80"),
+    "momentum 0.4, every 8": _local(8, "rate=1,momentum=0.4"),
+    "momentum 0.6, every 8": _local(8, "rate=1,momentum=0.6"),
+    "momentum 0.4, every 8 from step 80 on": _local(8, "rate=1,momentum=0.4", "--sync-warmup", "80"),
+    "rate 0.7, momentum 0.9, every 8": _local(8, "rate=0.7,momentum=0.9"),
 }
 """The flags of each training; all others are the defaults. Of the first the others' distance is told."""
 
 
-def train(flags: tuple[str, ...], seed: int, steps: int | None) -> float:
+def train(flags: tuple[str, ...], seed: int, args: argparse.Namespace) -> float:
     """Train once in a process of its own; return the loss of held-out text after the last step."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", "jaxshard", "train", "--devices", "2", "--strategy", "ddp", *flags]
-        length = [] if steps is None else ["--steps", str(steps)]
+        changes = [] if args.steps is None else ["--steps", str(args.steps)]
+        changes += [] if args.change is None else ["--change", args.change]
         subprocess.run(
-            [*command, *length, "--seed", str(seed), "--sample", "0", "--json", str(result)],
+            [*command, *changes, "--seed", str(seed), "--sample", "0", "--json", str(result)],
             check=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         return float(json.loads(result.read_text())["loss_eval"])
 
 
-def compare_losses(seeds: int, steps: int | None) -> list[dict[str, Any]]:
+def compare_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Train every way with every seed; return the losses, and how far their mean is from that of data parallelism."""
     rows: list[dict[str, Any]] = []
-    for name, flags in RUNS.items():
+    for name in ("ddp", *args.only) if args.only else RUNS:
         losses = []
-        for seed in range(seeds):
-            losses.append(train(flags, seed, steps))
+        for seed in range(args.seeds):
+            losses.append(train(RUNS[name], seed, args))
             print(f"{name}, seed {seed}: {losses[-1]:.4f}", flush=True)
         mean = statistics.fmean(losses)
         rows.append(
@@ -121,14 +120,16 @@ def main() -> None:
     parser.add_argument("--every", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=[*RUNS][1:], default=[], help="these trainings, beside ddp")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--change", help="of gpt-1m, as jaxshard train takes it, such as width=64,depth=2,heads=4")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.train:
-        rows = compare_losses(args.seeds, args.steps)
+        rows = compare_losses(args)
         for row in rows:
-            print(f"{row['run']:26} mean {row['mean']:.4f}  {row['over_ddp']:+.2%} over ddp")
+            print(f"{row['run']:38} mean {row['mean']:.4f}  {row['over_ddp']:+.2%} over ddp")
     else:
         rows = count_bytes(args.every, args.fragments)
         print(

@@ -15,6 +15,9 @@ from jaxshard.core.fragments import Cut, cut_fragments, of_fragment, put_fragmen
 
 WIDTH, FEATURES, ROWS = 16, 8, 16
 
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+"""The outer optimizer of DiLoCo, whose state matters."""
+
 
 def _init(key: jax.Array) -> Any:
     embed, block, head = jax.random.split(key, 3)
@@ -60,8 +63,11 @@ def simulate(
     replicas: int,
     every: int,
     turns: Sequence[int] = (0,),
+    warmup: int = 0,
 ) -> tuple[Any, list[Any], list[float]]:
     """Train replicas one after the other, and synchronise fragment k after the steps that are turns[k] modulo `every`.
+
+    After each of the first `warmup` steps the next fragment in turn is synchronised instead.
 
     Returns:
       (the shared parameters, each replica's own, the losses averaged over replicas).
@@ -81,7 +87,7 @@ def simulate(
             values.append(float(value))
         losses.append(sum(values) / replicas)
         for at, part in enumerate(fragments):
-            if (step + 1) % every == turns[at]:
+            if step % len(turns) == at if step < warmup else (step + 1) % every == turns[at]:
                 old = of_fragment(part, Cut.take, shared)
                 mean = of_fragment(part, Cut.take, jax.tree.map(lambda *x: sum(x) / replicas, *own))
                 updates, states[at] = outer.update(jax.tree.map(jnp.subtract, old, mean), states[at], old)

@@ -16,7 +16,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-OuterName = Literal["nesterov", "average"]
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16"]
@@ -92,8 +91,10 @@ class ShardingFlags:
         default, parameters too; hsdp is fsdp within each group of an axis replica.
       sync_every: let each group of an axis replica train by itself, and synchronise parameters every so many steps, as
         DiLoCo does.
-      outer: what the replicas' mean does to the parameters that they share: nesterov, the default, takes it as DiLoCo's
-        momentum does, for tens of steps and more in between; average puts it in their place.
+      sync_warmup: synchronise after each of so many steps at the start, too; the steps in which the learning rate rises
+        are a good number.
+      outer: what the replicas' mean does to the parameters that they share: by default average, which puts it in
+        their place; rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs.
       fragments: synchronise these in so many parts, one after the other.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
@@ -110,7 +111,8 @@ class ShardingFlags:
     mesh: Words = None
     strategy: Annotated[StrategyName | None, tyro.conf.arg(help_behavior_hint="")] = None
     sync_every: Count = None
-    outer: OuterName | None = None
+    sync_warmup: Count = None
+    outer: Words = None
     fragments: Count = None
     engine: EngineName | None = None
     schedule: Words = None

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-import optax
 from jax.sharding import Mesh
 
 from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
 from jaxshard.commands.devices import choose_devices, describe
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_positive, refuse
+from jaxshard.commands.outer import parse_outer
 from jaxshard.commands.wire import parse_wire
 from jaxshard.core.context import context
 from jaxshard.core.local import local, local_of
@@ -91,7 +91,7 @@ class Parallel(NamedTuple):
         context = context_of(self.strategy)
         form: dict[str, Any] = {"context": context.how} if context else {}
         if replicas := local_of(self.strategy):
-            form |= {"sync_every": replicas.every, "fragments": replicas.fragments}
+            form |= {"sync_every": replicas.every, "fragments": replicas.fragments, "sync_warmup": replicas.warmup}
         return mesh | {"strategy": self.strategy_name} | form | self.engine.describe()
 
 
@@ -163,8 +163,9 @@ def make_parallel(
             local(
                 "replica",
                 every=flags.sync_every,
-                outer=optax.sgd(1.0) if flags.outer == "average" else None,
+                outer=parse_outer(flags.outer),
                 fragments=flags.fragments or 1,
+                warmup=flags.sync_warmup or 0,
             ),
         )
     else:
@@ -203,8 +204,9 @@ def make_parallel(
 
 
 def _check_synchronisation(flags: ShardingFlags, name: str) -> None:
-    check_positive(sync_every=flags.sync_every, fragments=flags.fragments)
-    for flag, value in (("--fragments", flags.fragments), ("--outer", flags.outer)):
+    check_positive(sync_every=flags.sync_every, sync_warmup=flags.sync_warmup, fragments=flags.fragments)
+    of_meetings = {"--sync-warmup": flags.sync_warmup, "--fragments": flags.fragments, "--outer": flags.outer}
+    for flag, value in of_meetings.items():
         if value and not flags.sync_every:
             raise ValueError(f"{flag} {value} is about how --sync-every synchronises; add --sync-every N")
     if flags.sync_every and name == "hsdp":

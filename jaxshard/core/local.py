@@ -52,13 +52,14 @@ class Local:
     every: int
     outer: optax.GradientTransformation
     fragments: int = 1
+    warmup: int = 0
 
     def __call__(self, role: Role, leaf: Leaf, placement: Placement, mesh: Mesh) -> Placement:
         check_axis(mesh, self.axis, "local")
         return Batch(self.axis)(role, leaf, placement, mesh)
 
     def __repr__(self) -> str:
-        return f"Local(axis={self.axis}, every={self.every}, fragments={self.fragments})"
+        return f"Local(axis={self.axis}, every={self.every}, fragments={self.fragments}, warmup={self.warmup})"
 
     def replicas(self, mesh: Mesh) -> int:
         """Return the number of replicas."""
@@ -68,9 +69,9 @@ class Local:
         """Cut the trained parameters into the fragments that are synchronised one at a time."""
         return cut_fragments(params, self.fragments)
 
-    def turns(self) -> tuple[int, ...]:
-        """Return for each fragment how many steps after each `every`-th step it is synchronised."""
-        return turns_of(self.every, self.fragments)
+    def due(self, step: jax.Array) -> jax.Array:
+        """Return 1 + the fragment that is synchronised after a step, 0 for none; `step` counts those before it."""
+        return due(step, self.every, self.fragments, self.warmup)
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> LocalState:
         """Make the optimizer's first state for trained parameters: all replicas begin with the same."""
@@ -95,17 +96,20 @@ def turns_of(every: int, fragments: int) -> tuple[int, ...]:
     return tuple((at + 1) * every // fragments % every for at in range(fragments))
 
 
-def due(step: jax.Array, turns: tuple[int, ...], every: int) -> jax.Array:
-    """Return 1 + the fragment that is synchronised after a step, 0 for none; `step` counts those before it."""
-    phase = (step + 1) % every
+def due(step: jax.Array, every: int, fragments: int, warmup: int) -> jax.Array:
+    """Return 1 + the fragment that is synchronised after a step, 0 for none; `step` counts those before it.
+
+    After each of the first `warmup` steps one is, in turn.
+    """
+    phase, turns = (step + 1) % every, turns_of(every, fragments)
     index: jax.Array = sum((at + 1) * (phase == turn) for at, turn in enumerate(turns)) + jnp.zeros((), jnp.int32)
-    return index
+    return jnp.where(step < warmup, 1 + step % fragments, index)
 
 
 @functools.cache
-def nesterov() -> optax.GradientTransformation:
-    """Make the outer optimizer of DiLoCo: SGD with Nesterov momentum 0.9 and a learning rate of 0.7."""
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+def average() -> optax.GradientTransformation:
+    """Make the outer optimizer that is taken by default: it puts the replicas' mean in the shared parameters' place."""
+    return optax.sgd(1.0)
 
 
 def local(
@@ -114,6 +118,7 @@ def local(
     every: int,
     outer: optax.GradientTransformation | None = None,
     fragments: int = 1,
+    warmup: int = 0,
 ) -> Strategy:
     """Let the devices of an axis train by themselves, and synchronise their parameters every so many steps.
 
@@ -125,53 +130,59 @@ def local(
         outer gradient = shared - mean over replicas of their own        shared = shared + outer's update
 
     All replicas go on from the new shared parameters, and keep the inner optimizer's state. The run's parameters are
-    the shared ones: js.evaluate, js.logical, js.save and exports see these. With outer=optax.sgd(1.0) the replicas
-    are averaged (Local SGD); with every=1, SGD inside and that outside the run is the one of `js.ddp`.
+    the shared ones: js.evaluate, js.logical, js.save and exports see these. By default the replicas are
+    averaged (Local SGD); with every=1 and SGD inside the run is the one of `js.ddp`.
 
     In `js.compose` it stands beside the strategy inside a replica, of which any but `js.pipeline` and `js.expert` may
     be used: js.compose(js.fsdp("data"), js.local("replica", every=32)).
 
-    Memory: beside what the strategy inside needs, the shared parameters and the state of `outer` (with the default two
-    arrays like the parameters), split as the optimizer's state is and the same on all replicas.
+    Memory: beside what the strategy inside needs, the shared parameters and the state of `outer` (by default none, with
+    momentum one more array like the parameters), split as the optimizer's state is and the same on all replicas.
 
     Args:
       axis: the mesh axis of the replicas, the slowest links; or a tuple of axes.
       every: the number of steps from one synchronisation to the next.
-      outer: an optax transform for the shared parameters. None takes that of DiLoCo: SGD with Nesterov momentum 0.9
-        and a learning rate of 0.7, which was chosen for hundreds of steps in between. Short runs, and fewer steps, ask
-        for less: optax.sgd(1.0) averages the replicas.
+      outer: an optax transform for the shared parameters. None takes optax.sgd(1.0), which averages the replicas: it
+        never goes further than they went. DiLoCo's is optax.sgd(0.7, momentum=0.9, nesterov=True), chosen for
+        thousands of steps with hundreds in between: over many meetings it goes 0.7 / (1 - 0.9) = 7 times as far,
+        which in runs of hundreds of steps is too far.
       fragments: the parameters are synchronised in so many parts of nearly equal bytes (by blocks of a `js.Stacked`
         model and by arrays), one at a time, `every / fragments` steps apart: the most that moves in one step is
         smaller, the bytes on average are the same. Each part has a state of `outer` of its own.
+      warmup: the number of steps at the start of the run after each of which one part is synchronised, in turn: all
+        parameters, with fragments=1. Replicas that part while the model has learned nothing lose most; take the
+        warm-up of the learning rate.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis, rows or arrays are split over it anyway,
       the model has state besides parameters, or beside `js.pipeline` or `js.expert`.
 
     Raises:
-      ValueError: `every` or `fragments` is no whole number from 1 on, or there are more fragments than steps.
+      ValueError: `every`, `fragments` or `warmup` is no whole number in range, or there are more fragments than steps.
       TypeError: `outer` is no optax transform.
 
     References:
-      Stich 2018, "Local SGD Converges Fast and Communicates Little"; Douillard et al. 2023, "DiLoCo", algorithm 1;
-      Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", section 2.2, for fragments.
+      Stich 2018, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't Use Large
+      Mini-Batches, Use Local SGD", for training that is local only after a first phase; Douillard et al. 2023,
+      "DiLoCo", algorithm 1; Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", section 2.2,
+      for fragments.
 
     Example:
         mesh = js.make_mesh(replica=2, data=4)
         strategy = js.compose(js.fsdp("data"), js.local("replica", every=32))
         layout = js.layout(strategy, mesh, init_fn, optax.adamw(3e-4))
     """
-    check_counts("local", every, fragments)
+    check_counts("local", every, fragments, warmup)
     if outer is not None:
         check_transform(outer)
-    return Local(axis_names(axis), every, nesterov() if outer is None else outer, fragments)
+    return Local(axis_names(axis), every, average() if outer is None else outer, fragments, warmup)
 
 
-def check_counts(who: str, every: Any, fragments: Any) -> None:
-    """Raise ValueError unless the steps between synchronisations and the fragments are numbers that fit."""
-    for name, value in (("every", every), ("fragments", fragments)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{who}: {name} must be a whole number from 1 on, got {value!r}")
+def check_counts(who: str, every: Any, fragments: Any, warmup: Any) -> None:
+    """Raise ValueError unless the numbers of steps between synchronisations, fragments and the warm-up fit."""
+    for name, value, least in (("every", every, 1), ("fragments", fragments, 1), ("warmup", warmup, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{who}: {name} must be a whole number from {least} on, got {value!r}")
     if fragments > every:
         raise ValueError(
             f"{who}: fragments={fragments} are synchronised one after the other within every={every} steps; use at "

@@ -20,7 +20,7 @@ from jax import lax
 from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.compat import varying_axes
 from jaxshard.core.fragments import Cut, Fragment, cut_fragments, of_fragment, put_fragment
-from jaxshard.core.local import check_counts, due, nesterov, turns_of
+from jaxshard.core.local import average, check_counts, due
 from jaxshard.core.mesh import axis_names
 from jaxshard.core.transform import as_transform
 from jaxshard.core.types import AxisName, PyTree
@@ -53,6 +53,7 @@ def diloco(
     every: int,
     outer: optax.GradientTransformation | None = None,
     fragments: int = 1,
+    warmup: int = 0,
     axis_name: AxisName = "replica",
 ) -> optax.GradientTransformationExtraArgs:
     """Take ordinary steps on each replica and synchronise their parameters every so many, inside `shard_map`.
@@ -69,10 +70,11 @@ def diloco(
       tx: the inner optimizer, any transform.
       every: the number of steps from one synchronisation to the next.
       outer: the optimizer of the shared parameters, which gets the way from them to the replicas' mean as a gradient.
-        None takes DiLoCo's: SGD with Nesterov momentum 0.9 and a learning rate of 0.7. optax.sgd(1.0) averages the
-        replicas (Local SGD).
+        None takes optax.sgd(1.0), which averages them, as `js.local` does, which says why; DiLoCo's is
+        optax.sgd(0.7, momentum=0.9, nesterov=True).
       fragments: the parameters are synchronised in so many parts of nearly equal bytes, `every / fragments` steps
         apart.
+      warmup: after each of so many steps at the start one part is synchronised, in turn: all, with fragments=1.
       axis_name: the mesh axis of the replicas, or a tuple of axes.
 
     Returns:
@@ -81,8 +83,9 @@ def diloco(
       `outer` do not.
 
     Raises (from this function and from update):
-      ValueError: `every` or `fragments` is no whole number from 1 on, or there are more fragments than steps or pieces
-        of the model; `update` without `params`; gradients that were summed over the axis of the replicas.
+      ValueError: `every`, `fragments` or `warmup` is no whole number in range, or there are more fragments than
+        steps or pieces of the model; `update` without `params`; gradients that were summed over the axis of the
+        replicas.
       TypeError: `tx` or `outer` is no optax transform.
 
     Source:
@@ -96,9 +99,9 @@ def diloco(
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
     """
-    check_counts("diloco", every, fragments)
-    inner, axes, turns = as_transform(tx), axis_names(axis_name), turns_of(every, fragments)
-    shared_tx = as_transform(nesterov() if outer is None else outer)
+    check_counts("diloco", every, fragments, warmup)
+    inner, axes = as_transform(tx), axis_names(axis_name)
+    shared_tx = as_transform(average() if outer is None else outer)
 
     def init_fn(params: PyTree) -> DilocoState:
         parts = cut_fragments(params, fragments)
@@ -115,7 +118,8 @@ def diloco(
             lambda own, shared, outer: (_vary(own, axes), shared, outer),
             *(_make_sync(shared_tx, at, part, axes) for at, part in enumerate(cut_fragments(params, fragments))),
         ]
-        synchronised = lax.switch(due(state.steps, turns, every), branches, own, state.shared, state.outer)
+        index = due(state.steps, every, fragments, warmup)
+        synchronised = lax.switch(index, branches, own, state.shared, state.outer)
         own, shared, outer_states = synchronised
         moved = jax.tree.map(lambda new, old: (new - old).astype(old.dtype), own, params)
         return moved, DilocoState(state.steps + 1, shared, inner_state, outer_states)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.core.collectives import all_max, sum_scalar
 from jaxshard.core.fragments import Cut, Fragment, of_fragment, put_fragment
 from jaxshard.core.layout import Layout, put_back, select
-from jaxshard.core.local import Local, LocalState, due
+from jaxshard.core.local import Local, LocalState
 from jaxshard.core.placement import Placement, only_axes
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import check_stored
@@ -89,7 +89,7 @@ def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> 
         return own, shared, outer
 
     branches = [nothing, *(_make_sync(layout, local, at, part) for at, part in enumerate(parts))]
-    index = due(run.step, local.turns(), local.every)
+    index = local.due(run.step)
     synchronised: tuple[PyTree, PyTree, PyTree] = lax.switch(index, branches, own, shared, outer)
     return synchronised
 

@@ -12,9 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.core.local import nesterov
 from jaxshard.optim.diloco import DilocoState
-from tests.local_reference import MODEL, batches, simulate
+from tests.local_reference import MODEL, NESTEROV, batches, simulate
 
 INNER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 STATES = DilocoState(P(), P(), P("replica"), P())
@@ -50,10 +49,10 @@ def make_loop(tx: Any, check_vma: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_two_replicas_in_two_fragments_equal_the_plain_loop_to_1e_5(check_vma: bool) -> None:
     given = batches(9)
-    loop, (params, state) = make_loop(js.optim.diloco(INNER, every=4, fragments=2), check_vma)
+    loop, (params, state) = make_loop(js.optim.diloco(INNER, every=4, outer=NESTEROV, fragments=2, warmup=1), check_vma)
     for batch in given:
         params, state = loop(params, state, batch)
-    shared, own, _ = simulate(INNER, nesterov(), given, replicas=2, every=4, turns=(2, 0))
+    shared, own, _ = simulate(INNER, NESTEROV, given, replicas=2, every=4, turns=(2, 0), warmup=1)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), state.shared, shared)
     for r in range(2):
         mine = jax.tree.map(lambda x: x[r], params)  # noqa: B023

@@ -1,6 +1,6 @@
 """`js.local`: replicas that train by themselves equal the plain loop on one device: loss to 1e-6, parameters to 1e-5.
 
-`tests/local_reference.py` has the loop. SGD inside, clipped by each replica's own norm; the default outer optimizer.
+`tests/local_reference.py` has the loop. SGD inside, clipped by each replica's own norm; DiLoCo's outer optimizer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.core.local import nesterov
-from tests.local_reference import MODEL, batches, simulate
+from tests.local_reference import MODEL, NESTEROV, batches, simulate
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 
@@ -27,8 +26,11 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
 
 
 @cache
-def made(inside: Any, mesh: Any, tx: Any, engine: Any, every: int, fragments: int, outer: Any = None) -> Any:
-    strategy = js.compose(inside, js.local("replica", every=every, fragments=fragments, outer=outer))
+def made(
+    inside: Any, mesh: Any, tx: Any, engine: Any, every: int, fragments: int, outer: Any = NESTEROV, warmup: int = 0
+) -> Any:
+    local = js.local("replica", every=every, fragments=fragments, outer=outer, warmup=warmup)
+    strategy = js.compose(inside, local)
     layout = js.layout(strategy, mesh, MODEL.init, tx)
     return layout, js.make_step(MODEL.loss, tx, layout, engine=engine)
 
@@ -53,11 +55,15 @@ FSDP, EXPLICIT = js.fsdp("data", min_size=0), js.explicit()
 MESH = {"replica": 2, "data": 4}
 
 
-def compare(inside: Any, axes: dict[str, int], engine: Any, every: int, fragments: int, turns: Any, tx: Any) -> None:
+def compare(
+    inside: Any, axes: dict[str, int], engine: Any, every: int, fragments: int, turns: Any, tx: Any, warmup: int = 0
+) -> None:
     given = batches(2 * every + 1)
-    layout, step = made(inside, mesh_of(**axes), tx, engine, every, fragments)
+    layout, step = made(inside, mesh_of(**axes), tx, engine, every, fragments, warmup=warmup)
     run, seen = train(layout, step, tx, given)
-    shared, own, losses = simulate(tx, nesterov(), given, replicas=axes["replica"], every=every, turns=turns)
+    shared, own, losses = simulate(
+        tx, NESTEROV, given, replicas=axes["replica"], every=every, turns=turns, warmup=warmup
+    )
     np.testing.assert_allclose([float(m["loss"]) for m in seen], losses, rtol=1e-6)
     logical = js.logical(run, layout)
     assert worst(logical.params, shared) < 1e-5
@@ -67,6 +73,12 @@ def compare(inside: Any, axes: dict[str, int], engine: Any, every: int, fragment
 
 def test_two_replicas_under_fsdp_in_two_fragments_equal_the_plain_loop_to_1e_6() -> None:
     compare(FSDP, MESH, EXPLICIT, 4, 2, (2, 0), CLIPPED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fragments, turns", [(1, (0,)), (2, (2, 0))])
+def test_a_warm_up_in_which_every_step_synchronises_equals_the_plain_loop_to_1e_6(fragments: int, turns: Any) -> None:
+    compare(FSDP, MESH, EXPLICIT, 4, fragments, turns, CLIPPED, warmup=3)
 
 
 @pytest.mark.slow

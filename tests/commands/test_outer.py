@@ -1,0 +1,53 @@
+"""`--outer`: the transforms that its values stand for, and what is refused."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from jaxshard.commands.outer import parse_outer
+
+
+def moves(text, gradients):
+    tx = parse_outer(text)
+    state, found = tx.init(jnp.zeros(())), []
+    for gradient in gradients:
+        update, state = tx.update(jnp.asarray(gradient), state)
+        found.append(float(update))
+    return found
+
+
+def test_no_value_leaves_the_choice_to_the_strategy():
+    assert parse_outer(None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "updates"),
+    [
+        ("average", [-1.0, -2.0]),
+        ("rate=0.5", [-0.5, -1.0]),
+        ("rate=0.5, momentum=0", [-0.5, -1.0]),
+        # Of gradients 1 and 2 the sums are 1 and 2.5, and a step goes along gradient + half of the sum.
+        ("rate=1,momentum=0.5", [-1.5, -3.25]),
+    ],
+)
+def test_a_value_stands_for_gradient_descent(text, updates):
+    assert moves(text, [1.0, 2.0]) == updates
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is not understood"),
+        ("adam", "'adam' is not understood"),
+        ("rate=1,rate=2", "'rate=2' is not understood or comes twice"),
+        ("rate=x", "'x' is no number"),
+        ("rate=inf", "'inf' is no number"),
+        ("rate=0", "the rate is a number above 0"),
+        ("momentum=0.5", "the rate is a number above 0"),
+        ("rate=1,momentum=1", "the momentum from 0 to below 1"),
+    ],
+)
+def test_other_values_are_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_outer(text)
