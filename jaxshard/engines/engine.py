@@ -52,8 +52,8 @@ class Outcome(NamedTuple):
 
 
 ValueAndGrad = Callable[..., tuple[Outcome, PyTree]]
-"""`fn(stored parameters, state, batch, key, residuals=()) -> (Outcome, gradients as stored)` of global arrays, under
-jit; `residuals` are those of the step before."""
+"""`fn(stored parameters, state, batch, key) -> (Outcome, gradients as stored)` of global arrays, under jit. An engine
+that places residuals (`Engine.residuals`) is called with a fifth argument: those of the step before."""
 
 
 class BlockPasses(NamedTuple):

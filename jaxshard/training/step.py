@@ -303,6 +303,10 @@ class Step:
             self._first = None
         return run, metrics
 
+    def _residuals_of(self, run: TrainState) -> tuple[PyTree, ...]:
+        """The argument of the engine's function for residuals; an engine without them takes none."""
+        return (run.residuals,) if jax.tree.leaves(self._residuals) else ()
+
     def with_residuals(self, run: TrainState) -> TrainState:
         """Return the run with residuals of zeros if the engine has feedback and the run has none; else the run itself.
 
@@ -421,7 +425,7 @@ class Step:
     def _find(self, run: TrainState, batch: PyTree) -> Evidence:
         """Compute the loss and gradients that a step would, for their evidence alone."""
         state, key = self._state_and_key(run)
-        outcome, grads = self._value_and_grad(run.params, state, batch, key, run.residuals)
+        outcome, grads = self._value_and_grad(run.params, state, batch, key, *self._residuals_of(run))
         return Evidence(outcome.value, self._sum_squares(grads))
 
     def _step_with_evidence(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
@@ -440,12 +444,12 @@ class Step:
             return after, of_all, Evidence(of_all["loss"], of_all["grad_norm"])  # of no first step
         state, key = self._state_and_key(run)
         with models_run() as runs:
-            outcome, grads = self._value_and_grad(run.params, state, batch, key, run.residuals)
+            outcome, grads = self._value_and_grad(run.params, state, batch, key, *self._residuals_of(run))
         if any(one.model.stacked_for_user for one in runs):
             self._check_stacking()
 
         def loss_at(params: PyTree) -> tuple[jax.Array, PyTree]:
-            outcome, grads = self._value_and_grad(params, state, batch, key, run.residuals)
+            outcome, grads = self._value_and_grad(params, state, batch, key, *self._residuals_of(run))
             return outcome.value, grads
 
         squares = self._sum_squares(grads)
