@@ -12,8 +12,13 @@ from collections.abc import Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+import hypothesis
 import jax
 import pytest
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 jax.config.update("jax_num_cpu_devices", 8)
 
