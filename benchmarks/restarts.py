@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -230,7 +231,7 @@ def describe(kills: list[dict[str, Any]], notes: list[list[dict[str, Any]]]) -> 
         assert len(begin) == 1, f"the processes go on from different steps: {begin}"
         found.append(
             {"victim": one["victim"], "kind": one["kind"], "finished": one["finished"], "from": begin.pop()}
-            | {"seconds": {part: b - a for part, a, b in zip(PARTS, marks, marks[1:], strict=True)}}
+            | {"seconds": {part: b - a for part, (a, b) in zip(PARTS, itertools.pairwise(marks), strict=True)}}
             | {"cpu_seconds": {p: sum(mine[i + 1] - mine[i] for mine in cpu) for i, p in enumerate(PARTS[1:])}}
         )
     return found
@@ -279,7 +280,7 @@ def main() -> None:
         return
     random.seed(flags.seed)
     kinds = ["process"] * flags.kills + ["machine"] * flags.machines + ["bit"] * flags.bits
-    steps = 25 * (len(kinds) + 1)
+    steps = 15 * (len(kinds) + 1)
     _, whole = trained(steps, [])
     kills, notes = trained(steps, kinds)
     expected, mine = losses_of(whole), losses_of(notes)
