@@ -151,6 +151,7 @@ class Memory(nn.Module):
         return nn.Dense(7)(y)
 
 
+@pytest.mark.slow
 def test_a_carry_lasts_from_step_to_step():
     """Losses within 1e-6, gradients and the carry within 1e-5; the count is exact."""
     toy = adapted(Memory(), lambda model, batch: cross_entropy(model(batch["x"]), batch))

@@ -169,6 +169,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "plain" else pytest.mark.slow) for n in MODELS])
+@pytest.mark.slow
 def test_models_of_every_kind_equal_one_device_and_the_merged_model(name):
     make, engine = MODELS[name]
     *pair, match = make()

@@ -196,6 +196,7 @@ def test_sharded(name, engine):
 
 
 @pytest.mark.parametrize("name", [pytest.param("linen", marks=SLOW), "linen, tied", pytest.param("nnx", marks=SLOW)])
+@pytest.mark.slow
 def test_pipelined(name):
     """Losses within 1e-6 and gradients within 1e-5 of one device; 3 blocks on 2 stages, the mask travels along."""
     model = models()[name]

@@ -111,6 +111,7 @@ def test_every_call_has_a_key_of_its_own():
     assert len(seen) == len(set(seen)) == 10
 
 
+@pytest.mark.slow
 def test_activations_may_be_any_tree():
     """Losses within 1e-6 and gradients within 1e-5 of one device; a tree of two arrays between the blocks."""
 

@@ -134,6 +134,7 @@ FAST = {("linen", "explicit")}
         for pair in itertools.product(LIBRARIES, ENGINES)
     ],
 )
+@pytest.mark.slow
 def test_units_equal_one_device(library, engine):
     """Losses within 1e-6, gradients within 1e-5."""
     trace, _ = sharded(toy_of(library), js.fsdp(min_size=0), mesh(), ENGINES[engine](units=UNITS[library]))

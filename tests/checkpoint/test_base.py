@@ -46,6 +46,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_base_in_its_dtype_and_draws_the_factors_of_the_key(trained):
     _, _, base = trained
     run = js.init(tuned().init, TX, layouts()[0], 0, init_from=base)

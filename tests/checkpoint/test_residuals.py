@@ -28,6 +28,7 @@ def sums(run, layout):
     return [x[tuple(map(slice, like.shape))] for x, like in zip(found, shapes, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_residuals(tmp_path):
     layout, step, run = made(js.fsdp(min_size=0), data=8)
     run, _ = step(run, nnx_toy().batch)

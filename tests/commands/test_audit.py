@@ -178,6 +178,7 @@ def test_wrong_flags_end_with_status_2_and_one_line(flags, message, capsys):
     assert message in err and len(err.splitlines()) == 1 and not out
 
 
+@pytest.mark.slow
 def test_precision_and_changes_of_a_ready_made_size(capsys):
     flags = ["--batch", "8", "--seq", "8", "--change", "depth=1,rope_scaling=8", "--precision", "bf16", "--json", "-"]
     assert run("llama-1m", *flags) == 0

@@ -11,6 +11,7 @@ from jaxshard.commands.main import main
 SMALL = "width=16,depth=2,heads=4,kv_heads=4,hidden=32"
 
 
+@pytest.mark.slow
 def test_tokens_go_to_standard_output_as_one_object(capsys):
     """The weights are random, which a note says; text is read as bytes."""
     words = ["--model", "llama-1m", "--change", SMALL, "--mesh", "data=1", "--length", "5"]

@@ -98,6 +98,7 @@ def test_the_library_raises_one_error_with_its_number(disk):
     check_alone(raised.value, errno.ENOSPC, disk.folder / "1")
 
 
+@pytest.mark.slow
 def test_a_profile_that_can_not_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     step = js.make_step(loss_fn, TX, layout())

@@ -61,6 +61,7 @@ def test_clearing_the_padding_of_nan():
 @given(
     blocks=st.integers(1, 9), chunks=st.integers(1, 3), devices=st.integers(1, 3), tail=SHAPES, pad=st.integers(0, 2)
 )
+@pytest.mark.slow
 def test_an_unfolded_view_stores_blocks_in_pipeline_order(blocks, chunks, devices, tail, pad):
     """Block i in stage i // each, stage k as chunk k // devices of device k % devices; zeros behind the last block."""
     each = -(-blocks // (chunks * devices))

@@ -86,6 +86,7 @@ def test_every_strategy_moves_what_it_promises(strategy, make):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_only_leaves_reported_as_whole_are_all_reduced(strategy):
     """Arrays under 1,000 elements stay whole: 6 x 192 + 576 + 768 + 2 x 64 = 2,624 elements, or 10,496 bytes."""
     compiled = quick(strategy, min_size=1000)

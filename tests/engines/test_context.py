@@ -99,6 +99,7 @@ KEYS = 4 * 32 * 4 * 4
 QUERIES = 4 * 8 * 8 * 4
 
 
+@pytest.mark.slow
 def test_a_context_adds_its_gathers_alone():
     strategy = js.compose(js.ddp("data"), js.context("context"))
     found = found_over_context(llama(), {"data": 2, "context": 4}, plain_rows(), js.explicit(), strategy)

@@ -111,6 +111,7 @@ def test_what_is_kept_is_not_computed_again_and_weights_are_gathered_again_all_t
     assert saved[0] < nothing[0] and saved[1] == nothing[1] > 0
 
 
+@pytest.mark.slow
 def test_names_that_there_are_not_are_refused_with_those_that_there_are():
     there = "there are 'attention_out', 'attention_proj', 'block_in', 'mlp_hidden', 'qkv'"
     for engine in (js.explicit, js.auto):

@@ -94,6 +94,7 @@ def test_a_block_costs_two_all_reduces_forward_and_two_backward(engine):
     assert {one.axes for one in found} == {("tensor",)}
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_over_data_alone():
     """A block's weights twice and the others once, each device its part over tensor; gradients are scattered once."""
     compiled = program()

@@ -140,6 +140,7 @@ def gradients(engine, steps, toy, axes):
     return found, run
 
 
+@pytest.mark.slow
 def test_with_feedback_the_gradients_of_all_steps_add_up_to_the_exact_ones():
     """Without it the same error is made in every step; with it the sum is off by that of the last step alone."""
     toy, steps, axes = nnx_toy(), 6, {"data": 8}

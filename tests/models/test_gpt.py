@@ -217,6 +217,7 @@ def test_an_untrained_model_knows_nothing(vocab):
     assert float(loss.value) == pytest.approx(math.log(vocab), abs=0.05)
 
 
+@pytest.mark.slow
 def test_weighted_losses():
     """To 1e-6: a weighted mean of the losses of single tokens; weights per row are weights of all its tokens."""
     model, batch = small(), batch_of()

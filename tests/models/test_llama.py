@@ -283,6 +283,7 @@ def test_a_tensor_axis_splits_every_large_array():
     assert all("data" in str(place.store) for place in entries.values())
 
 
+@pytest.mark.slow
 def test_what_a_step_communicates_over_a_tensor_axis():
     """On CPU: per block two all-reduces of an activation forward and five backward, two more for the model's ends.
 

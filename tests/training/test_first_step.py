@@ -93,6 +93,7 @@ def test_right_exchanges_pass_and_steps_are_those_of_equal_counts(engine, exchan
 @pytest.mark.parametrize(
     "engine", [CELLS[0], *(pytest.param(*c.values, marks=pytest.mark.slow, id=c.id) for c in CELLS[1:])]
 )
+@pytest.mark.slow
 def test_wrong_rows_in_the_backward_pass_are_found_by_name(engine, exchange_by):
     exchange_by(lambda rows: jnp.roll(rows, 1, 0))
     run, step = start(engine)

@@ -62,7 +62,7 @@ FAST = [
     pytest.param(Cell("interleaved", 8, 1, 12, "dots", 9, False), marks=pytest.mark.slow),
     pytest.param(Cell("zero_bubble", 2, 4, 2, "everything", 9, False), marks=pytest.mark.slow),
     Cell("zero_bubble", 4, 2, 6, "layer", 9, False),
-    Cell("zero_bubble", 8, 1, 16, "function", 8, True),
+    pytest.param(Cell("zero_bubble", 8, 1, 16, "function", 8, True), marks=pytest.mark.slow),
 ]
 
 

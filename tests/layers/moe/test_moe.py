@@ -221,6 +221,7 @@ def test_cpus_and_large_slices_of_v5e_exchange_equal_counts():
 @pytest.mark.parametrize(
     "engine", [js.explicit(), pytest.param(js.auto(), marks=pytest.mark.slow)], ids=["explicit", "auto"]
 )
+@pytest.mark.slow
 def test_its_own_collectives(engine):
     """Over the axis of the experts: the counts, and all-to-alls, two forward and five backward.
 

@@ -270,6 +270,7 @@ PER_BLOCK = {
 
 
 @pytest.mark.parametrize("name", slow_ones(PER_BLOCK, *PER_BLOCK.keys() - {"lars"}))
+@pytest.mark.slow
 def test_with_per_block_training_is_that_of_the_unstacked_model(name: str) -> None:
     """Losses within 1e-5, gradients and parameters after three steps within 1e-4 of one device and a list of blocks."""
     assert_trains_alike(PER_BLOCK[name](), js.fsdp(min_size=0), js.make_mesh(data=8), js.explicit())

@@ -86,6 +86,7 @@ def make_layout(strategy, **axes):
     return js.layout(strategy, mesh, init, optax.adam(1e-3))
 
 
+@pytest.mark.slow
 def test_tiles_show_which_part_each_device_holds():
     layout = make_layout(js.zero2("data"), data=8)
     assert parts_held(layout.mesh, layout.params["w"]).tolist() == [0] * 8
