@@ -52,33 +52,18 @@ def layout(
     *,
     trainable: PyTree | Callable[[str], bool] | None = None,
 ) -> Layout:
-    """Apply a strategy to a training run: make the `Layout` that says where each of its arrays lives.
+    """Apply a strategy to a training run, as `js.layout` does, but for the owners of matrices.
 
-    Traces `init_fn` and `tx.init` on shapes alone and touches no device. On several CPU devices JAX's persistent
-    compilation cache is turned off, with a warning: programs that come out of it can hang there.
+    Traces `init_fn` and `tx.init` on shapes alone and touches no device.
 
     Args:
-      strategy: such as `js.fsdp()`, or several in `js.compose(...)`.
-      mesh: made by `js.make_mesh`.
-      init_fn: `init_fn(key) -> params`, or `js.Model(params, state)` for a model with variables besides parameters.
-      tx: the optax transform of the run. Without one the layout is for a model that is only read, by `js.generate` or
-        `js.make_eval_step`: `js.restore` then leaves the optimizer's state out.
-      trainable: freezes parameters: a function of the path ("blocks/attention/kernel") or a tree of booleans like the
-        parameters. A frozen parameter has no gradient and no optimizer state. None trains all parameters, but of a
-        model of `js.lora` the factors alone.
+      strategy, mesh, init_fn, tx, trainable: those of `js.layout`.
 
     Returns:
-      The layout. `print(layout)` is a summary of 20 lines, `print(layout.explain())` shows every array.
+      The layout, in which an optimizer that multiplies matrices has its state split like that of any other.
 
     Raises:
-      TypeError: `tx` is not an optax GradientTransformation, `strategy` or `init_fn` not a function, `mesh` not a mesh,
-        a trainable parameter not floating.
-      ValueError: no parameters, none trainable, an axis that the mesh lacks or that is not Auto, a strategy applied
-        twice to one dimension, or one that returns a placement that can't be; every array is named.
-
-    Example:
-        mesh = js.make_mesh(data=4, tensor=2)
-        layout = js.layout(js.compose(js.zero2(), js.tensor()), mesh, init_fn, optax.adamw(3e-4))
+      TypeError, ValueError: those of `js.layout`.
     """
     warn_if_untested()
     if tx is not None:

@@ -19,15 +19,63 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxshard.core.collectives import all_max, sum_scalar
+from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.fragments import Cut, Fragment, of_fragment, put_fragment
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.local import Local, LocalState
 from jaxshard.core.placement import Placement, only_axes
-from jaxshard.core.types import PyTree
+from jaxshard.core.types import LossFn, PyTree
+from jaxshard.engines.engine import Engine
 from jaxshard.optim.proof.elementwise import check_stored
+from jaxshard.training.first_step import Evidence
 from jaxshard.training.state import TrainState
+from jaxshard.training.traced_step import Metrics, TracedStep
 from jaxshard.training.views import hold_stored, move_stored, store, unstore
+
+
+class LocalStep:
+    """The computation of one step of all replicas; it is called, and has the attributes, as `TracedStep`.
+
+    Attributes:
+      inside: the step that each replica takes.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, tx: optax.GradientTransformation, layout: Layout, engine: Engine, *, guarded: bool
+    ):
+        assert layout.local is not None
+        one = layout.inside_replica()
+        if engine.sums(layout).in_order:
+            raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
+        if jax.tree.leaves(engine.residuals(one)):
+            raise ValueError(
+                "local: replicas that train by themselves keep no residuals of gradients; leave feedback out of "
+                "reduce_dtype"
+            )
+        self.layout, self.local, self.residuals = layout, layout.local, ()
+        self.inside = TracedStep(loss_fn, tx, one, engine, guarded=guarded, replicas=self.local.axis)
+        self.objective, self.elementwise, self.owned = self.inside.objective, self.inside.elementwise, self.inside.owned
+        self.guarded, self.trained = self.inside.guarded, self.inside.trained
+
+    @property
+    def update_view(self) -> str:
+        return f"in each replica, {self.inside.update_view}"
+
+    def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
+        after, metrics = take_local_step(self.layout, self.local, self._step_inside, run, batch)
+        return after, metrics, self._evidence(metrics)
+
+    def find(self, run: TrainState, batch: PyTree) -> Evidence:
+        """Compute the loss and gradients that a step would, for their evidence alone."""
+        return self._evidence(self(run, batch)[1])
+
+    def _step_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        return self.inside(run, batch)[:2]
+
+    @staticmethod
+    def _evidence(metrics: Metrics) -> Evidence:
+        return Evidence(metrics["loss"], metrics["grad_norm"])  # no first step is compared
+
 
 OrdinaryStep = Callable[[TrainState, PyTree], tuple[TrainState, PyTree]]
 """`step(run, batch) -> (run, results)` of one replica, whose results are equal on all."""
@@ -151,16 +199,6 @@ def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree
         mean, mesh=layout.mesh, in_specs=(specs(lifted),), out_specs=specs(seen), check_vma=False
     )(own)
     return averaged
-
-
-def mean_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Average a scalar over replicas; of whole numbers and flags the largest is taken."""
-    if not axes:
-        return x
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return all_max(x, axes)
-    mean: jax.Array = sum_scalar(x, axes) / lax.axis_size(axes)
-    return mean
 
 
 def _first(tree: PyTree) -> PyTree:

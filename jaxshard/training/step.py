@@ -1,7 +1,7 @@
-"""A training step: value and gradient from an engine, the optimizer's update, and everything back to where it rests.
+"""A compiled training step: checked, compiled once for batches of one shape, agreed upon by all processes, and run.
 
-The layout says where arrays live, the engine how the gradient is computed, the optimizer what is done with it. `Step`
-joins them into one compiled program and knows the inside of none of them.
+The layout says where arrays live, the engine how the gradient is computed, the optimizer what is done with it; what
+they compute together is a `TracedStep`.
 """
 
 from __future__ import annotations
@@ -10,41 +10,27 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.adapt.objective import resolve
-from jaxshard.core.batch_rows import (
-    warn_of_patterns,
-)
+from jaxshard.core.batch_rows import warn_of_patterns
 from jaxshard.core.compat import NonFiniteResult
-from jaxshard.core.known_model import check_function, models_run
+from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, select
-from jaxshard.core.local import Local
 from jaxshard.core.mesh import check_is_here
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import BLOCKS, abstract, check_arrays, check_same_tree, paths
+from jaxshard.core.tree import abstract, check_arrays, check_same_tree
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
-from jaxshard.engines.explicit import combine_over
-from jaxshard.optim.ordered import with_ordered_sums
-from jaxshard.optim.owners.own import owned_update
-from jaxshard.optim.proof.elementwise import check_elementwise, check_stored
-from jaxshard.optim.proof.non_finite import handles_non_finite
-from jaxshard.optim.proof.stacking import require_same_stacked
 from jaxshard.training.batch import check_batch
-from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
-from jaxshard.training.first_step import Evidence, FirstStep, exchanges_ragged
-from jaxshard.training.hyperparams import find_hyperparams
-from jaxshard.training.local_step import mean_over, take_local_step
-from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
+from jaxshard.training.first_step import FirstStep, exchanges_ragged
+from jaxshard.training.local_step import LocalStep
 from jaxshard.training.residuals import check_has_residuals, with_residuals
 from jaxshard.training.state import (
     TrainState,
@@ -56,11 +42,7 @@ from jaxshard.training.state import (
     run_shapes,
     run_shardings,
 )
-from jaxshard.training.update import make_update
-from jaxshard.training.views import store, use_stored
-
-Metrics = dict[str, Any]
-"""Scalars of the global batch by name, and under "bad" a `Bad`."""
+from jaxshard.training.traced_step import Metrics, TracedStep
 
 
 def make_step(
@@ -159,72 +141,19 @@ class Step:
         guarded: bool = True,
         donate: bool = True,
         check_exchange: bool = False,
-        replicas: tuple[str, ...] = (),
     ):
         check_engine(engine)
         check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
-        self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
-        self.guarded = guarded
-        self.check_exchange, self._replicas = check_exchange, replicas
         check_transform(tx)
         params = select(layout.trainable, layout.shapes.params)
-        self._inside: Step | None = None
-        if layout.local is not None:
-            self._be_local(layout.local, params)
-            return
-        check_opt_state(layout, jax.eval_shape(tx.init, params))
-        self.objective = resolve(loss_fn)
-        tx = take_fast_gradients(tx, params)
-        extra = find_extra_args(tx, params)
-        readable = extra.fill_in(tx)
-        # A line search tests whether the losses that it tries are finite, which is no rule for gradients that are not.
-        self.guarded = guarded and not handles_non_finite(tx if extra.uses_loss else readable, params)
-        self._tx, self._params, self._checked_stacking = readable, params, False
-        if layout.stacked_for_user or self.objective.stacked_for_user:
-            self._check_stacking()
-        self._sums = engine.sums(layout)
-        self.elementwise = check_stored(readable, params, layout.opt_params, layout.without_owners.opt_state)
-        owned = None if layout.owners is None or extra.names else owned_update(layout, tx)
-        self.owned = owned is not None
-        # The optimizer runs on stored arrays where it can't tell them from logical ones: none of them differs, or it is
-        # elementwise. Where sums are taken in one order, sums over all parameters (a global norm) are no obstacle: they
-        # are replaced by ordered ones, to which the zeros of the padding add nothing.
-        stored = layout.owners is None and (self.elementwise is None or bool(self.elementwise))
-        self._totals_in_order = self._sums.in_order and not check_elementwise(readable, params)
-        if self._totals_in_order:
-            if extra.names:
-                raise ValueError(
-                    "reduction='ordered' orders the sums of an optimizer that takes gradients alone, but this one "
-                    f"asks for {', '.join(extra.names)} too; use reduction='native'"
-                )
-            tx, stored = with_ordered_sums(tx, params, layout), True
-        self._streamed = self._can_stream(stored=stored, uses_gradients_alone=not extra.names)
-        self._update = make_update(
-            tx, layout, self._sums, stored=stored, streamed=self._streamed, extra=extra, owned=owned
-        )
-        self._trained = tuple(paths(params))
-        self._value_and_grad = engine.value_and_grad(self.objective, layout)
-        self._residuals: PyTree = engine.residuals(layout)
-        self._forget_programs()
-
-    def _be_local(self, local: Local, params: PyTree) -> None:
-        """Be the step of replicas that train by themselves: an ordinary step inside each of them does the work."""
-        layout = self.layout
-        check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, self.tx), params))
-        if self.engine.sums(layout).in_order:
-            raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
-        if jax.tree.leaves(self.engine.residuals(layout.inside_replica())):
-            raise ValueError(
-                "local: replicas that train by themselves keep no residuals of gradients; leave feedback out of "
-                "reduce_dtype"
-            )
-        self._residuals = ()
-        inside = Step(
-            self.loss_fn, self.tx, layout.inside_replica(), self.engine, guarded=self.guarded, replicas=local.axis
-        )
-        self._inside, self.guarded = inside, inside.guarded
-        self.objective, self.elementwise, self.owned = inside.objective, inside.elementwise, inside.owned
-        self._totals_in_order, self.check_exchange, self._trained = False, False, tuple(paths(params))
+        check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, tx), params))
+        self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
+        made = TracedStep if layout.local is None else LocalStep
+        self._traced: TracedStep | LocalStep = made(loss_fn, tx, layout, engine, guarded=guarded)
+        self.objective, self.elementwise = self._traced.objective, self._traced.elementwise
+        self.owned, self.guarded = self._traced.owned, self._traced.guarded
+        self.check_exchange = check_exchange and layout.local is None
+        self._residuals = self._traced.residuals
         self._forget_programs()
 
     def _forget_programs(self) -> None:
@@ -235,38 +164,10 @@ class Step:
         self._peers_agreed = False
         self._first: FirstStep | None = None
 
-    def _can_stream(self, *, stored: bool, uses_gradients_alone: bool) -> bool:
-        """Whether state on the host is brought to the devices block by block: elementwise optimizers alone can be."""
-        on_host = self.layout.host_bytes_per_device() > 0
-        plain = stored and uses_gradients_alone and not self._totals_in_order
-        return on_host and plain and bool(check_elementwise(self._tx, self._params))
-
     @property
     def update_view(self) -> str:
         """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
-        if self._inside is not None:
-            return f"in each replica, {self._inside.update_view}"
-        if not (size := self.layout.host_bytes_per_device()):
-            return self._view_on_device()
-        how = "block by block" if self._streamed else "whole, as not every optimizer can be run in blocks"
-        return f"{self._view_on_device()}; {size} bytes per device come from the host's memory and go back, {how}"
-
-    def _view_on_device(self) -> str:
-        if self.owned:
-            matrices = sum(one.count for one in self.layout.owners.stacks) if self.layout.owners else 0
-            return f"owners: {matrices} matrices are updated whole, each by one device (print(layout.owners))"
-        if self._totals_in_order:
-            return "stored view: the optimizer is elementwise but for sums over all parameters, which are ordered"
-        if self.elementwise is None:
-            return "stored view: every array is stored as the model knows it, so that the optimizer moves nothing"
-        if self.elementwise:
-            return "stored view: the optimizer is elementwise and moves nothing"
-        moved = [p for p in self.layout.placed() if p.role == "opt" and p.placement.view.stored != p.leaf.shape]
-        size = sum(p.placement.bytes_per_device(self.layout.mesh, p.leaf.dtype) for p in moved)
-        return (
-            f"logical view: the optimizer is {self.elementwise}; "
-            f"{len(moved)} padded arrays of its state, {size} bytes per device, are unpadded and padded every step"
-        )
+        return self._traced.update_view
 
     @waits_for_devices
     def __call__(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -302,10 +203,6 @@ class Step:
             self._first.check(*evidence)
             self._first = None
         return run, metrics
-
-    def _residuals_of(self, run: TrainState) -> tuple[PyTree, ...]:
-        """The argument of the engine's function for residuals; an engine without them takes none."""
-        return (run.residuals,) if jax.tree.leaves(self._residuals) else ()
 
     def with_residuals(self, run: TrainState) -> TrainState:
         """Return the run with residuals of zeros if the engine has feedback and the run has none; else the run itself.
@@ -392,7 +289,7 @@ class Step:
             options = self.engine.compiler_options(self.layout.mesh, self.layout.shapes.params)
             inputs = (shardings, self._rows)
             self._jitted = jax.jit(
-                self._step_with_evidence if compares else self._step,
+                self._traced if compares else self._step,
                 in_shardings=inputs,
                 out_shardings=(shardings, whole, whole) if compares else (shardings, whole),
                 donate_argnums=0 if self.donate else (),
@@ -401,7 +298,7 @@ class Step:
             )
             if compares:
                 self._first = FirstStep(
-                    self._find, self.layout, self._trained,
+                    self._traced.find, self.layout, self._traced.trained,
                     in_shardings=inputs, out_shardings=whole, compiler_options=options,
                 )  # fmt: skip
         elif shapes != self._batch:
@@ -416,85 +313,4 @@ class Step:
 
     def _step(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Take one step; traced under jit, in global view."""
-        return self._step_with_evidence(run, batch)[:2]
-
-    def trace(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take one step of arrays that are being traced, as a part of the program around it; nothing is checked."""
-        return self._step(run, batch)
-
-    def _find(self, run: TrainState, batch: PyTree) -> Evidence:
-        """Compute the loss and gradients that a step would, for their evidence alone."""
-        state, key = self._state_and_key(run)
-        outcome, grads = self._value_and_grad(run.params, state, batch, key, *self._residuals_of(run))
-        return Evidence(outcome.value, self._sum_squares(grads))
-
-    def _step_with_evidence(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Evidence]:
-        """Take one step, and tell apart the gradients that `metrics` has the norm of.
-
-        1. The engine computes loss and gradients. Gradients come as the layout's `grads` store them.
-        2. Their sums of squares give the norm, and say which of them are not finite.
-        3. The optimizer updates parameters and state where its state lives. The sums of squares of what changed give
-           the norm of the update, and say which parameters it spoiled.
-        4. Of parameters, optimizer state, model state and residuals the new ones are kept if the step was good, else
-           the old ones.
-        """
-        layout = self.layout
-        if self._inside is not None and layout.local is not None:
-            after, of_all = take_local_step(layout, layout.local, self._inside.trace, run, batch)
-            return after, of_all, Evidence(of_all["loss"], of_all["grad_norm"])  # of no first step
-        state, key = self._state_and_key(run)
-        with models_run() as runs:
-            outcome, grads = self._value_and_grad(run.params, state, batch, key, *self._residuals_of(run))
-        if any(one.model.stacked_for_user for one in runs):
-            self._check_stacking()
-
-        def loss_at(params: PyTree) -> tuple[jax.Array, PyTree]:
-            outcome, grads = self._value_and_grad(params, state, batch, key, *self._residuals_of(run))
-            return outcome.value, grads
-
-        squares = self._sum_squares(grads)
-        found = find_bad(outcome.value, squares)
-        ok = ~found.any() if self.guarded else jnp.ones((), bool)
-        # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
-        # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
-        # needed whole at once, and the gather could not write into the donated array.
-        params, opt_state, changes = self._update(run.params, grads, run.opt_state, ok, outcome.value, loss_at)
-        norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
-        metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
-        if self.guarded:
-            metrics["bad"] = Bad(jnp.concatenate([found, jnp.isnan(changes)]), self._trained)
-        metrics = jax.tree.map(partial(mean_over, axes=self._replicas), metrics)
-        metrics |= {name: combine_over(metric, self._replicas).value for name, metric in outcome.metrics.items()}
-        state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
-        # The step counts on in any case, so that the next one has the batch and the key that it would have had.
-        residuals = keep_old_unless(ok, outcome.residuals, run.residuals)
-        after = TrainState(run.step + 1, params, opt_state, state, run.key, residuals)
-        return after, metrics, Evidence(outcome.value, squares)
-
-    def _state_and_key(self, run: TrainState) -> tuple[PyTree, jax.Array]:
-        # Not split off a key that the run carries on: a restored or repeated step has the same key, bit for bit.
-        return use_stored(self.layout, self.layout.state, run.state), jax.random.fold_in(run.key, run.step)
-
-    def _sum_squares(self, grads: PyTree) -> jax.Array:
-        """Compute the sum of squares of each gradient, f32[trained parameters]; padding is zero and adds nothing."""
-        specs = [placement.store for placement in jax.tree.leaves(self.layout.grads)]
-        return self._sums.stack_totals(sum_of_squares, jax.tree.leaves(grads), specs, self.layout.mesh)
-
-    def _check_stacking(self) -> None:
-        """Refuse an optimizer that treats blocks that were stacked for the user differently from single blocks.
-
-        Done before anything is compiled: with the step where layout or loss tell that blocks were stacked, else when
-        the first step is traced and a model with stacked blocks has run inside the loss.
-        """
-        if self._checked_stacking:
-            return
-        if isinstance(self._params, dict) and BLOCKS in self._params:
-            require_same_stacked(self._tx, self._params)
-        elif not check_elementwise(self._tx, self._params):
-            raise ValueError(
-                "the blocks of a model in this loss were stacked, which may change what this optimizer does to them, "
-                f'and they are not found: the parameters have no "{BLOCKS}" at their top. Return what model.init '
-                "returns from init_fn, with other parameters beside it"
-            )
-        # Last, so that a step that was refused is refused again.
-        self._checked_stacking = True
+        return self._traced(run, batch)[:2]
