@@ -70,7 +70,7 @@ class Parallel(NamedTuple):
     def shown(self) -> dict[str, str]:
         """The facts that a command prints, by name."""
         about = self.about
-        engine = about["engine"] + (", sums in one order" if about.get("reduction") == "ordered" else "")
+        engine = about["engine"] + (", sums in one order" if about.get("reduction", "native") != "native" else "")
         engine += f", computes and reduces gradients in {dtype}" if (dtype := about.get("compute_dtype")) else ""
         for what, sent in (("gradients", self.engine.reduce_dtype), ("weights", self.engine.gather_dtype)):
             engine += f", {what} travel as {sent.name}" if isinstance(sent, Scaled) else ""

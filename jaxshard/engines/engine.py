@@ -31,7 +31,7 @@ from jaxshard.engines.just_in_time import Call, MakeMove, make_call
 
 Scatter = Literal["each", "end"]
 Precision = Literal["bf16"]
-Reduction = Literal["native", "ordered"]
+Reduction = Literal["native", "ordered", "checked"]
 Gathers = Literal["plain", "checked"]
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.objective import Objective
 from jaxshard.adapt.remat import RematPolicy
-from jaxshard.core.checked_gathers import checked_gather
+from jaxshard.core.checked_moves import CHECKED, checked_gather
 from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum
@@ -53,7 +53,8 @@ class Explicit(WholeModelEngine):
     """The engine of `js.explicit`, which issues exactly the collectives of the layout.
 
     Args:
-      reduction: sums over devices in whatever order the hardware likes ("native"), or in one order ("ordered").
+      reduction: sums over devices in whatever order the hardware likes ("native"), in one order ("ordered"), or that
+        with the bits of all shares compared with what was sent ("checked").
       gathers: weights are taken as they arrive ("plain"), or their bits are compared with what was sent ("checked").
     """
 
@@ -63,18 +64,18 @@ class Explicit(WholeModelEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.reduce_dtype, Scaled):
-            if self.reduction == "ordered":
+            if self.reduction != "native":
                 raise ValueError(
-                    f"reduction='ordered' orders the native sums, and reduce_dtype={self.reduce_dtype.name} adds in "
-                    "one order by itself; leave one of them out"
+                    f"reduction={self.reduction!r} orders the native sums, and reduce_dtype={self.reduce_dtype.name} "
+                    "adds in one order by itself; leave one of them out"
                 )
             if self.reduce_dtype.feedback and self.scatter != "end":
                 raise ValueError(
                     "reduce_dtype: with feedback each gradient is reduced once a step, from its whole sum; write "
                     "js.explicit(scatter='end', ...), or leave feedback out"
                 )
-        if self.reduction not in ("native", "ordered"):
-            raise ValueError(f"reduction must be 'native' or 'ordered', got {self.reduction!r}")
+        if self.reduction not in ("native", "ordered", "checked"):
+            raise ValueError(f"reduction must be 'native', 'ordered' or 'checked', got {self.reduction!r}")
         if self.gathers not in ("plain", "checked"):
             raise ValueError(f"gathers must be 'plain' or 'checked', got {self.gathers!r}")
         if self.gathers == "checked" and self.gather_dtype is not None:
@@ -104,16 +105,16 @@ class Explicit(WholeModelEngine):
         if axes or layout.pipeline is not None:
             what = f"a pipeline over {layout.pipeline.axis!r}" if layout.pipeline else f"weights used split over {axes}"
             raise ValueError(
-                f"reduction='ordered' orders the sums over the axes {list(layout.sum_axes)}, but the layout "
+                f"reduction={self.reduction!r} orders the sums over the axes {list(layout.sum_axes)}, but the layout "
                 f"has {what}, whose sums the compiler orders as it likes; use reduction='native', or data axes alone"
             )
         if layout.context is not None and layout.context.how in ("gather", "usp"):
             raise ValueError(
-                f"reduction='ordered' orders the sums over the axes {list(layout.sum_axes)}, but js.context gathers "
-                "keys and values, whose gradients the hardware sums as it likes; use reduction='native', or "
+                f"reduction={self.reduction!r} orders the sums over the axes {list(layout.sum_axes)}, but js.context "
+                "gathers keys and values, whose gradients the hardware sums as it likes; use reduction='native', or "
                 "js.context(..., how='ulysses')"
             )
-        return ORDERED
+        return CHECKED if self.reduction == "checked" else ORDERED
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's name and its choices, as commands print them and write them into JSON."""
@@ -239,11 +240,13 @@ def explicit(
         reduce-scatter is an all-to-all, and an all-reduce an all-to-all and an all-gather: as many bytes, but each
         result is as large as the whole gradient until it is added up. Not beside tensor axes; the optimizer must be
         elementwise but for sums over all parameters (a global norm). What the loss itself sums over devices by axis
-        name stays native.
+        name stays native. "checked" is that, and compares the bits of all shares that arrive with a checksum of what
+        the devices sent, one or two all-reduces of 4 bytes and two more passes over the share for each sum: where they
+        differ the gradient becomes NaN, and the step is a bad one that changes nothing (`bad_steps=` of `js.fit`).
       gathers: "checked" compares the bits of every floating weight that arrives with a checksum of what the devices
         sent, one all-reduce of 4 bytes and one more pass over the weight for each gather. Where they differ the weight
-        becomes NaN on that device, so that the step is a bad one and changes nothing (`bad_steps=` of `js.fit`). What
-        reductions of gradients compute is not checked: their sums have no checksum that is known before.
+        becomes NaN on that device, so that the step is a bad one and changes nothing (`bad_steps=` of `js.fit`). For
+        sums of gradients there is reduction="checked".
       options: of the compiler, by name: {"xla_...": True}. They win over those that the engine sets for the chips of
         the mesh, which `print(engine)` shows; None takes one of these away. A name that the compiler does not know is
         its own error.

@@ -46,7 +46,9 @@ class LocalStep:
         assert layout.local is not None
         one = layout.inside_replica()
         if engine.sums(layout).in_order:
-            raise ValueError("local: reduction='ordered' is not supported under js.local; use reduction='native'")
+            raise ValueError(
+                "local: reduction='ordered' and 'checked' are not supported under js.local; use reduction='native'"
+            )
         if jax.tree.leaves(engine.residuals(one)):
             raise ValueError(
                 "local: replicas that train by themselves keep no residuals of gradients; leave feedback out of "

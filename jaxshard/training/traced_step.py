@@ -80,8 +80,8 @@ class TracedStep:
         if self._totals_in_order:
             if extra.names:
                 raise ValueError(
-                    "reduction='ordered' orders the sums of an optimizer that takes gradients alone, but this one "
-                    f"asks for {', '.join(extra.names)} too; use reduction='native'"
+                    "reduction='ordered' and 'checked' order the sums of an optimizer that takes gradients alone, but "
+                    f"this one asks for {', '.join(extra.names)} too; use reduction='native'"
                 )
             tx, stored = with_ordered_sums(tx, params, layout), True
         self._streamed = self._can_stream(stored=stored, uses_gradients_alone=not extra.names)

@@ -225,7 +225,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     )
     refuse("fragments=9 of a model with 6 pieces", js.compose(js.ddp(), js.local("replica", every=9, fragments=9)))
     layout = js.layout(js.compose(js.ddp(), local), mesh, MODEL.init, CLIPPED)
-    with pytest.raises(ValueError, match=r"reduction='ordered' is not supported under js\.local"):
+    with pytest.raises(ValueError, match=r"reduction='ordered' and 'checked' are not supported under js\.local"):
         js.make_step(MODEL.loss, CLIPPED, layout, engine=js.explicit(reduction="ordered"))
     run = js.init(MODEL.init, CLIPPED, layout, 0)
     with pytest.raises(ValueError, match="holds what was made from the old parameters"):

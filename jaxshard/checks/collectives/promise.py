@@ -384,12 +384,17 @@ def _sums_of_the_loss(step: _Step) -> Iterator[Expected]:
 
 
 def _norm_gathers(step: _Step) -> Iterator[Expected]:
-    """The parts of the gradients' norm where sums have one order: every device gathers them, and adds them itself."""
+    """The parts of norms where sums have one order: every device gathers them, and adds them itself."""
     if step.sums_in_order:
-        grads = jax.tree.leaves(step.layout.grads)
-        axes = tuple({axis for placement in grads for axis in axes_of(placement.store)})
-        shape = (axis_size(step.layout.mesh, axes), len(grads))
-        yield Expected("all-gather", axes, shape, jnp.float32, 1, 1, "squares of the gradients, for their norm")
+        for tree, what in (
+            (step.layout.grads, "squares of the gradients, for their norm"),
+            (step.layout.opt_params, "squares of what the parameters changed by, for the norm of the update"),
+        ):
+            placements = jax.tree.leaves(tree)
+            axes = tuple({axis for placement in placements for axis in axes_of(placement.store)})
+            shape = (axis_size(step.layout.mesh, axes), len(placements))
+            if axes:
+                yield Expected("all-gather", axes, shape, jnp.float32, 1, 1, what)
 
 
 def _scalars(step: _Step) -> Iterator[Expected]:
