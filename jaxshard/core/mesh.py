@@ -154,6 +154,11 @@ def axis_size(mesh: Mesh, axis: AxisName | None) -> int:
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
+def shares_threads(mesh: Mesh) -> bool:
+    """Return whether the devices of a mesh are simulated, several of them, which compute with the same threads."""
+    return bool(mesh.size > 1 and mesh.devices.flat[0].platform == "cpu")
+
+
 def slice_indices(mesh: Mesh) -> np.ndarray:
     """Return for every device of a mesh, in its shape, the number of the TPU slice that it is in; 0 elsewhere."""
     numbers = [slice_index(device) for device in mesh.devices.flat]

@@ -16,7 +16,9 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxshard.core.jaxpr import open_jaxpr
 
-SAME = {"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "sharding_constraint", "device_put"}
+SAME = {
+    "copy", "copy_p", "device_put", "optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient",
+}  # fmt: skip
 """Primitives each of whose outputs is the input at the same place."""
 
 RESHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}

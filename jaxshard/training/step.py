@@ -17,7 +17,7 @@ from jaxshard.core.batch_rows import warn_of_patterns
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, select
-from jaxshard.core.mesh import check_is_here
+from jaxshard.core.mesh import check_is_here, shares_threads
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
 from jaxshard.core.transform import check_transform
@@ -196,7 +196,7 @@ class Step:
                     "without them: metrics['bad'] then names the loss or the parameters whose gradients are not "
                     "finite (js.fit(bad_steps='raise') does it for you), and a bad step changes nothing"
                 ) from None
-        if self.layout.mesh.devices.flat[0].platform == "cpu" and self.layout.mesh.size > 1:
+        if shares_threads(self.layout.mesh):
             # Simulated devices starve each other when two programs are in flight: the rendezvous aborts after 40 s.
             jax.block_until_ready(metrics)
         if self._first is not None:

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
+from jax.sharding import Mesh
 
 from jaxshard.core.collectives import Sums
+from jaxshard.core.factorizations import one_matrix_at_a_time
 from jaxshard.core.jaxpr import open_jaxpr, replace_values
 from jaxshard.core.layout import Layout, put_back, select
+from jaxshard.core.mesh import shares_threads
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
@@ -122,7 +125,7 @@ def make_update(
             updates, new_state = owned(grads, old_state, chosen)
             new_state = keep_old_unless(ok, new_state, old_state)
         else:
-            updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen)
+            updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen, layout.mesh)
         # Chosen before anything is gathered (see above); `hold_stored` keeps the compiler from gathering both first.
         new = keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)
         # Of the numbers that are written anyway, so that parameters are read once.
@@ -137,7 +140,7 @@ def make_update(
 
 
 def _update_with_kept_state(
-    tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree
+    tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree, mesh: Mesh
 ) -> tuple[PyTree, PyTree]:
     """Run `tx.update` such that each new array of its state is the old one unless `ok`, from where it is made on.
 
@@ -147,6 +150,8 @@ def _update_with_kept_state(
     """
     closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, old_state, params)
     _check_state(old_state, shapes[1])
+    if shares_threads(mesh):
+        closed = one_matrix_at_a_time(closed)
     jaxpr, _ = open_jaxpr(closed)
     old = jax.tree.leaves(old_state)
     state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old) :]

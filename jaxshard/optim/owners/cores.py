@@ -100,7 +100,8 @@ def find_cores(tx: Any, params: PyTree, leaves: Collection[int]) -> TracedUpdate
     if not (same_structure(updates, params) and same_structure(before, state)) or not _may_multiply(closed):
         return None
     flat, consts = open_jaxpr(inline_calls(closed))
-    jaxpr = replace_equations(flat, [*flat.constvars, *flat.invars], flat.outvars, flat.eqns).replace(constvars=())
+    needed, _ = needed_equations(flat.eqns, flat.outvars, set())
+    jaxpr = replace_equations(flat, [*flat.constvars, *flat.invars], flat.outvars, needed).replace(constvars=())
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     outputs = outputs_of(params, before)
     context = Context(tuple(map(path_str, paths)), (), (), __file__)
@@ -174,10 +175,13 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
     eqns = jaxpr.eqns
     mine = [number for number, eqn in enumerate(eqns) if any(map(flows, eqn.invars)) and any(map(flows, eqn.outvars))]
     whole = {number for number in mine if not _runs_on_parts(eqns[number], shape)}
-    before: set[Any] = set()
+    before, stays = set[Any](), {x for x in _new_states(made, leaf) if flows(x)}
     for number in reversed(mine):
+        used = {atom for atom in eqns[number].invars if flows(atom)}
         if number in whole or any(var in before for var in eqns[number].outvars):
-            before |= {atom for atom in eqns[number].invars if flows(atom)}
+            before |= used
+        if any(var in stays for var in eqns[number].outvars):
+            stays |= used
     after: set[Any] = set()
     for number in mine:
         if number in whole or any(not isinstance(x, Literal) and x in after for x in eqns[number].invars):
@@ -191,14 +195,22 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
 
     least = whole | {number for number in mine if leads(number) and follows(number)}
     front, back = {number for number in mine if leads(number)}, {number for number in mine if follows(number)}
+    # All that makes state: mapped over blocks, SOAP's average is made in one branch and goes around the other.
+    kept = {number for number in mine if any(var in stays for var in eqns[number].outvars)}
     parts = [
         part
-        for numbers in (least, whole | front, whole | back | least, whole | front | back)
+        for numbers in (least, whole | front, whole | back | least, whole | front | back, whole | front | kept)
         if (part := _bound(made, numbers, leaf, shape, flows)) is not None
     ]
     if not parts:
         return "its core uses state that is neither of its shape nor its own"
     return _extract(made, walked, leaf, min(parts, key=_bytes_moved))
+
+
+def _new_states(made: TracedUpdate, leaf: int) -> list[Any]:
+    """The variables of a parameter's state after the update."""
+    owners = made.outputs.owners[made.params :]
+    return [x for x, owner in zip(made.jaxpr.outvars[made.params :], owners, strict=True) if owner == leaf]
 
 
 def _bytes_moved(part: _Part) -> int:

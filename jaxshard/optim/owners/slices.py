@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxshard.core.compat import scan_counts
+from jaxshard.core.factorizations import FACTORIZATIONS
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.primitives import ELEMENTWISE, SAME
 from jaxshard.optim.owners.cores import Core
-from jaxshard.optim.proof.reach import FACTORIZATIONS
 
 _ALONG = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
 

@@ -16,8 +16,10 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.core.compat import fresh_variable, replace_equations
-from jaxshard.core.jaxpr import eliminate_dead_code, needed_equations
+from jaxshard.core.factorizations import one_matrix_at_a_time
+from jaxshard.core.jaxpr import eliminate_dead_code, needed_equations, replay
 from jaxshard.core.layout import Layout
+from jaxshard.core.mesh import shares_threads
 from jaxshard.core.owners import OwnedStack
 from jaxshard.core.placement import Placement, spec_entry, splits_per_dim
 from jaxshard.core.types import PyTree
@@ -96,6 +98,13 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
     """
     assert layout.owners is not None
     stacks = {one.leaves[0]: one for one in layout.owners.stacks}
+    programs = [one.matrices[0].program for one in groups]
+    if shares_threads(layout.mesh):
+        stages = stages._replace(before=one_matrix_at_a_time(stages.before), after=one_matrix_at_a_time(stages.after))
+        programs = [one_matrix_at_a_time(program) for program in programs]
+    members = [
+        _Member(stacks[one.matrices[0].core.leaf], one, program) for one, program in zip(groups, programs, strict=True)
+    ]
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         held = jax.tree.leaves(state)
@@ -103,14 +112,12 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
         present = [x for place, x in enumerate(inputs) if place not in stages.absent]
         names = [var for place, var in enumerate(made.jaxpr.invars) if place not in stages.absent]
         known = dict(zip(names, present, strict=True))
-        known |= dict(zip(stages.moved, jax.core.eval_jaxpr(stages.before, (), *present)))
+        known |= dict(zip(stages.moved, replay(stages.before, present)))
         new_state: dict[int, jax.Array] = {}
         for axes in dict.fromkeys(stack.axes for stack in stacks.values()):
-            together = [
-                _Member(stack, one) for one in groups if (stack := stacks[one.matrices[0].core.leaf]).axes == axes
-            ]
+            together = [one for one in members if one.stack.axes == axes]
             known |= _run(together, axes, known, held, new_state, layout.mesh)
-        rest = iter(jax.core.eval_jaxpr(stages.after, (), *present, *(known[var] for var in stages.made)))
+        rest = iter(replay(stages.after, [*present, *(known[var] for var in stages.made)]))
         new = {made.params + number: x for number, x in new_state.items()}
         results = [new[place] if place in new else next(rest) for place in range(made.tree.num_leaves)]
         done: tuple[PyTree, PyTree] = made.tree.unflatten(results)
@@ -120,18 +127,15 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
 
 
 class _Member(NamedTuple):
-    """A stack, the matrices in it, and the variables of their cores."""
+    """A stack, the matrices in it with the variables of their cores, and the program of one core."""
 
     stack: OwnedStack
     group: Group
+    program: Any
 
     @property
     def placement(self) -> Placement:
         return self.group.matrices[0].placement
-
-    @property
-    def program(self) -> Any:
-        return self.group.matrices[0].program
 
     @property
     def sliced(self) -> tuple[bool, ...]:
@@ -181,10 +185,10 @@ class _Member(NamedTuple):
             shared = [next(alike) if same and not sliced else next(others) for same, sliced in kinds]
             operands = [ins[number] for number in range(len(ins))]
             if not stack.slices:
-                return jax.core.eval_jaxpr(self.program, (), *operands, *states, *shared)
+                return replay(self.program, [*operands, *states, *shared])
             operands = [x[None] if x.ndim else x for x in operands]
             shared = [x[None] if sliced else x for x, sliced in zip(shared, self.sliced, strict=True)]
-            made = jax.core.eval_jaxpr(self.program, (), *operands, *(x[None] for x in states), *shared)
+            made = replay(self.program, [*operands, *(x[None] for x in states), *shared])
             return [x[0] for x in made]
 
         return _for_each_slot(stack, core, whole, rows, given.states)

@@ -20,15 +20,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxshard.core.compat import scan_counts
+from jaxshard.core.factorizations import FACTORIZATIONS
 from jaxshard.core.jaxpr import CALLS, open_jaxpr
 from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME
 from jaxshard.optim.proof.facts import Context, Origin, origin_of
-
-FACTORIZATIONS = frozenset({
-    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
-    "triangular_solve", "tridiagonal",
-})  # fmt: skip
-"""Primitives of linear algebra on whole matrices, besides products."""
 
 
 class Reach(NamedTuple):

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+import jaxshard as js
 from jaxshard.optim.owners.cores import find_cores
 from tests.optim.owners.shampoo import shampoo
+from tests.optim.owners.soap import soap
 
 
 def _params(*shapes: tuple[int, ...]) -> Any:
@@ -65,6 +67,15 @@ def test_work_behind_joins_the_core_where_fewer_arrays_travel_then() -> None:
     assert made is not None
     core = made.cores[0]
     assert (len(core.ins), core.states, len(core.outs)) == (1, (1,), 1)
+
+
+def test_of_soap_mapped_over_blocks_all_state_lives_with_the_owner() -> None:
+    """Its two branches become choices, element by element, before and behind; the average is made in one of them."""
+    params = {"blocks": {"w": jax.ShapeDtypeStruct((3, 4, 6), jnp.float32)}}
+    made = find_cores(js.optim.per_block(soap(0.1)), params, {0})
+    assert made is not None
+    core = made.cores[0]
+    assert (len(core.ins), len(core.states), len(core.outs)) == (1, 4, 1)
 
 
 def test_nothing_is_found_where_no_matrices_are_multiplied_or_parameters_meet() -> None:

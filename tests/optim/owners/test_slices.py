@@ -15,6 +15,7 @@ import jaxshard as js
 from jaxshard.optim.owners.cores import find_cores
 from jaxshard.optim.owners.slices import has_own_slices, is_program_of_one
 from tests.optim.owners.shampoo import shampoo
+from tests.optim.owners.soap import soap
 
 
 def _params(count: int) -> Any:
@@ -31,6 +32,7 @@ _thrice = jax.vmap(lambda x: x @ x.T @ x)
 OWN = {
     "muon per block": js.optim.per_block(contrib.muon(0.1)),
     "shampoo per block": js.optim.per_block(shampoo(0.1)),
+    "soap per block": js.optim.per_block(soap(0.1)),
     "muon by dimension numbers": contrib.muon(
         0.1, muon_weight_dimension_numbers={"blocks": {"w": contrib.MuonDimensionNumbers(1, 2)}}
     ),

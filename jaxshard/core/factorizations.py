@@ -1,0 +1,73 @@
+"""Factorizations of many matrices at once, and a loop over the matrices in their place, for simulated CPU devices.
+
+JAX's CPU backend divides a batch of matrices (`jax.numpy.linalg.eigh` of [L, n, n]) into tasks for the threads of the
+process, and waits for these tasks. Simulated devices share the threads. Where the other devices hold all of them,
+because they wait for this one in a collective or because they factorize batches too, the tasks never start, and the
+step never ends. A single matrix is factorized by the thread that asks for it. Seen with JAX 0.10.2 and 0.12.0.1 in
+`jax::ParallelBatchMap` of jaxlib's LAPACK kernels. To be deleted when that no longer waits for threads of the pool:
+tests/training/test_owners.py tries it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from jaxshard.core.jaxpr import bind, open_jaxpr, replay
+
+FACTORIZATIONS = frozenset({
+    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
+    "triangular_solve", "tridiagonal",
+})  # fmt: skip
+"""Primitives of linear algebra on whole matrices, besides products."""
+
+
+def one_matrix_at_a_time(program: Any) -> Any:
+    """Return a closed jaxpr with a loop over single matrices for every factorization of several; itself without any.
+
+    The results are the same, bit for bit where the library that factorizes them takes matrices one by one, as LAPACK
+    does. Calls are opened on the way.
+    """
+    return _with_loops(program) if _factorizes_several(program) else program
+
+
+def _with_loops(program: Any) -> Any:
+    return jax.make_jaxpr(lambda *args: replay(program, args, _loop))(*open_jaxpr(program)[0].in_avals)
+
+
+def _factorizes_several(program: Any) -> bool:
+    return any(
+        _batch(eqn) or any(map(_factorizes_several, jaxprs_in_params(eqn.params)))
+        for eqn in open_jaxpr(program)[0].eqns
+    )
+
+
+def _batch(eqn: Any) -> tuple[int, ...]:
+    """The leading dimensions of an equation that factorizes several matrices; () of any other equation."""
+    if eqn.primitive.name not in FACTORIZATIONS:
+        return ()
+    batch = tuple(eqn.invars[0].aval.shape[:-2])
+    return batch if math.prod(batch) > 1 else ()
+
+
+def _loop(eqn: Any, operands: list[Any]) -> list[Any] | None:
+    """The rule for `replay`: the results of an equation that factorizes several matrices, itself or in a branch."""
+    if batch := _batch(eqn):
+        flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
+        made = lax.map(lambda matrices: bind(eqn, matrices), flat)
+        return [x.reshape(*batch, *x.shape[1:]) for x in made]
+    if any(map(_factorizes_several, jaxprs_in_params(eqn.params))):
+        params = {name: _in_param(value) for name, value in eqn.params.items()}
+        return bind(eqn.replace(params=params), operands)
+    return None
+
+
+def _in_param(value: Any) -> Any:
+    """A parameter of an equation with loops in the programs that it holds: of a branch, or of a loop's turn."""
+    if type(value) is tuple:
+        return tuple(map(_in_param, value))
+    return one_matrix_at_a_time(value) if hasattr(value, "jaxpr") else value
