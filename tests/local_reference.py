@@ -67,7 +67,8 @@ def simulate(
 ) -> tuple[Any, list[Any], list[float]]:
     """Train replicas one after the other, and synchronise fragment k after the steps that are turns[k] modulo `every`.
 
-    After each of the first `warmup` steps the next fragment in turn is synchronised instead.
+    In the first `warmup` steps one replica takes all rows, as on one device, and the others and the shared parameters
+    become what it has.
 
     Returns:
       (the shared parameters, each replica's own, the losses averaged over replicas).
@@ -79,6 +80,13 @@ def simulate(
     gradient = jax.jit(jax.value_and_grad(lambda p, rows: _value(MODEL.loss(p, rows, jax.random.key(0)))))
     for step, batch in enumerate(given):
         values = []
+        if step < warmup:
+            value, grads = gradient(shared, batch)
+            updates, state = tx.update(grads, inner[0], shared)
+            shared = optax.apply_updates(shared, updates)
+            own, inner = [shared] * replicas, [state] * replicas
+            losses.append(float(value))
+            continue
         for r in range(replicas):
             rows = {name: np.split(x, replicas)[r] for name, x in batch.items()}
             value, grads = gradient(own[r], rows)
@@ -87,7 +95,7 @@ def simulate(
             values.append(float(value))
         losses.append(sum(values) / replicas)
         for at, part in enumerate(fragments):
-            if step % len(turns) == at if step < warmup else (step + 1) % every == turns[at]:
+            if (step + 1) % every == turns[at]:
                 old = of_fragment(part, Cut.take, shared)
                 mean = of_fragment(part, Cut.take, jax.tree.map(lambda *x: sum(x) / replicas, *own))
                 updates, states[at] = outer.update(jax.tree.map(jnp.subtract, old, mean), states[at], old)

@@ -91,8 +91,8 @@ class ShardingFlags:
         default, parameters too; hsdp is fsdp within each group of an axis replica.
       sync_every: let each group of an axis replica train by itself, and synchronise parameters every so many steps, as
         DiLoCo does.
-      sync_warmup: synchronise after each of so many steps at the start, too; the steps in which the learning rate rises
-        are a good number.
+      sync_warmup: in so many steps at the start groups average their gradients, as with ddp, and only then train by
+        themselves; the steps in which the learning rate rises are a good number.
       outer: what the replicas' mean does to the parameters that they share: by default average, which puts it in
         their place; rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs.
       fragments: synchronise these in so many parts, one after the other.

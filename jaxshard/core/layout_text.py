@@ -136,7 +136,9 @@ def _describe_replicas(contents: Contents) -> list[str]:
         return []
     parts = f", in {local.fragments} parts one after the other" if local.fragments > 1 else ""
     axes = " x ".join(local.axis)
-    return [f"{local.replicas(contents.mesh)} replicas over {axes}: synchronised every {local.every} steps{parts}"]
+    alike = f"; alike in the first {local.warmup} steps" if local.warmup else ""
+    often = f"synchronised every {local.every} steps{parts}{alike}"
+    return [f"{local.replicas(contents.mesh)} replicas over {axes}: {often}"]
 
 
 def _describe_stages(contents: Contents) -> list[str]:

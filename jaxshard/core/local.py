@@ -70,7 +70,7 @@ class Local:
         return cut_fragments(params, self.fragments)
 
     def due(self, step: jax.Array) -> jax.Array:
-        """Return 1 + the fragment that is synchronised after a step, 0 for none; `step` counts those before it."""
+        """Return what happens after a step, which `step` steps are before; see `due`."""
         return due(step, self.every, self.fragments, self.warmup)
 
     def start(self, tx: Any, params: PyTree, mesh: Mesh) -> LocalState:
@@ -99,11 +99,11 @@ def turns_of(every: int, fragments: int) -> tuple[int, ...]:
 def due(step: jax.Array, every: int, fragments: int, warmup: int) -> jax.Array:
     """Return 1 + the fragment that is synchronised after a step, 0 for none; `step` counts those before it.
 
-    After each of the first `warmup` steps one is, in turn.
+    After the first `warmup` steps, in which replicas stay alike, it is 1 + the number of fragments.
     """
     phase, turns = (step + 1) % every, turns_of(every, fragments)
     index: jax.Array = sum((at + 1) * (phase == turn) for at, turn in enumerate(turns)) + jnp.zeros((), jnp.int32)
-    return jnp.where(step < warmup, 1 + step % fragments, index)
+    return jnp.where(step < warmup, fragments + 1, index)
 
 
 @functools.cache
@@ -149,9 +149,11 @@ def local(
       fragments: the parameters are synchronised in so many parts of nearly equal bytes (by blocks of a `js.Stacked`
         model and by arrays), one at a time, `every / fragments` steps apart: the most that moves in one step is
         smaller, the bytes on average are the same. Each part has a state of `outer` of its own.
-      warmup: the number of steps at the start of the run after each of which one part is synchronised, in turn: all
-        parameters, with fragments=1. Replicas that part while the model has learned nothing lose most; take the
-        warm-up of the learning rate.
+      warmup: the number of steps at the start of the run that are those of `js.ddp`: gradients are averaged over
+        replicas too, weighed as rows are, before the inner optimizer sees them (its clip of a global norm included).
+        All replicas and the shared parameters are the same after each, and `outer` is not used. Replicas that part
+        while the model has learned nothing lose most; take the warm-up of the learning rate. As in every step under
+        js.local, a replica has a random key of its own.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis, rows or arrays are split over it anyway,

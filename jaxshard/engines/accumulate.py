@@ -25,6 +25,7 @@ from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import Outcome
+from jaxshard.engines.joint import Weights, joint_in_force
 
 LossOf = Callable[[PyTree, PyTree, PyTree, Any], Loss]
 """`loss_of(sinks, state, rows, row)`: the loss of some rows, `row` the global number of the first."""
@@ -60,7 +61,8 @@ def accumulate(
 
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
             loss = loss_of(sinks, state, rows, first_rows[0])
-            return _share_of_mean(loss, jax.tree.map(sum_over_devices, _weights(loss))), loss
+            weights = jax.tree.map(sum_over_devices, _weights(loss))
+            return _share_of_mean(loss, _of_all_replicas(weights)), loss
 
         (value, loss), grads = jax.value_and_grad(objective, has_aux=True)(sinks)
         return Outcome(value, loss.metrics, next_state(state, loss)), grads
@@ -91,7 +93,7 @@ def _accumulate_turns(
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example.value.weights)
     weights, _ = jax.lax.scan(weigh, zeros, (turns, first_rows))
-    weights = jax.tree.map(sum_over_devices, weights)
+    weights = _of_all_replicas(jax.tree.map(sum_over_devices, weights))
 
     def add(carry: tuple[PyTree, PyTree], turn: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         grads, state = carry
@@ -122,11 +124,16 @@ def next_state(state: PyTree, loss: Loss) -> PyTree:
     return loss.state
 
 
-def _weights(loss: Loss) -> tuple[jax.Array, ...]:
+def _weights(loss: Loss) -> Weights:
     return jax.lax.stop_gradient(loss.value.weights) if isinstance(loss.value, Mean) else ()
 
 
-def _share_of_mean(loss: Loss, weights: tuple[jax.Array, ...]) -> jax.Array:
+def _of_all_replicas(weights: Weights) -> Weights:
+    joint = joint_in_force()
+    return weights if joint is None else joint.weigh(weights)
+
+
+def _share_of_mean(loss: Loss, weights: Weights) -> jax.Array:
     return weighted_sum(loss.value, weights) if isinstance(loss.value, Mean) else loss.value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.core.layout import Layout
 from jaxshard.core.placement import Placement, axes_of, only_axes, splits_per_dim
 from jaxshard.core.types import PyTree
+from jaxshard.engines.joint import joint_in_force
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -44,9 +46,10 @@ def on_each_device(
     # Inside another `shard_map`, of the replicas of `js.local`, the mesh is that one's.
     mesh = None if _axes_outside() else layout.mesh
     # check_vma=False: the user's code may mix what varies over the axes with what does not, without casts.
-    mapped: Callable[..., Any] = jax.shard_map(
-        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
-    )
+    how: dict[str, Any] = {"mesh": mesh, "out_specs": out_specs, "axis_names": set(axes), "check_vma": False}
+    if (joint := joint_in_force()) is not None:
+        return partial(jax.shard_map(joint.inside(fn), in_specs=(PartitionSpec(), *in_specs), **how), joint.now)
+    mapped: Callable[..., Any] = jax.shard_map(fn, in_specs=in_specs, **how)
     return mapped
 
 

@@ -5,11 +5,13 @@ and the state holds the shared ones:
 
     inner step       every step, on the replica's own gradients; nothing moves
     outer step       every `every`-th: the mean of the replicas (one all-reduce), the outer optimizer, back to all
+    warm-up          the first steps: the mean of the replicas' gradients goes to the inner optimizer, nothing else
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +66,9 @@ def diloco(
     has the same bits.
 
     Per array: one all-reduce over the axis in one step of `every`, in a conditional that the count of steps decides,
-    so that all devices take the same branch. No other collectives of its own.
+    so that all devices take the same branch. In a step of the warm-up one of each gradient, and where `shard_map`
+    checks types (check_vma=True) one of each parameter too: no other operation tells it that replicas are alike. No
+    other collectives of its own.
 
     Args:
       tx: the inner optimizer, any transform.
@@ -74,7 +78,9 @@ def diloco(
         optax.sgd(0.7, momentum=0.9, nesterov=True).
       fragments: the parameters are synchronised in so many parts of nearly equal bytes, `every / fragments` steps
         apart.
-      warmup: after each of so many steps at the start one part is synchronised, in turn: all, with fragments=1.
+      warmup: in so many steps at the start `tx` is given the mean of the replicas' gradients, so that replicas stay
+        alike, as under data parallelism; `outer` is not used. The mean weighs replicas alike: where their rows weigh
+        differently, divide a replica's total by the mean weight of all replicas there.
       axis_name: the mesh axis of the replicas, or a tuple of axes.
 
     Returns:
@@ -112,12 +118,20 @@ def diloco(
         if params is None:
             raise ValueError("diloco: update needs the replica's parameters; call tx.update(grads, state, params)")
         _check_own(updates, axes)
+        if warmup:
+            updates = lax.cond(
+                state.steps < warmup,
+                lambda own: _vary(jax.tree.map(partial(_mean, axes=axes), own), axes),
+                lambda own: _vary(own, axes),
+                updates,
+            )
         changes, inner_state = inner.update(updates, state.inner, params, **extra)
         own = optax.apply_updates(params, changes)
         branches = [
             lambda own, shared, outer: (_vary(own, axes), shared, outer),
             *(_make_sync(shared_tx, at, part, axes) for at, part in enumerate(cut_fragments(params, fragments))),
         ]
+        branches += [partial(_adopt, axes)] if warmup else []
         index = due(state.steps, every, fragments, warmup)
         synchronised = lax.switch(index, branches, own, state.shared, state.outer)
         own, shared, outer_states = synchronised
@@ -132,18 +146,26 @@ def _make_sync(
 ) -> Callable[..., tuple[PyTree, PyTree, PyTree]]:
     """Make the function that synchronises one fragment."""
 
-    def mean(x: jax.Array) -> jax.Array:
-        return sum_scalar(x, axes) / lax.axis_size(axes)
-
     def sync(own: PyTree, shared: PyTree, outer: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, PyTree]:
         old = of_fragment(part, Cut.take, shared)
-        gradient = jax.tree.map(lambda x, mine: x - mean(mine), old, of_fragment(part, Cut.take, own))
+        gradient = jax.tree.map(lambda x, mine: x - _mean(mine, axes), old, of_fragment(part, Cut.take, own))
         updates, state = tx.update(gradient, outer[at], old)
         new = optax.apply_updates(old, updates)
         own = put_fragment(part, _vary(new, axes), _vary(own, axes))
         return own, put_fragment(part, new, shared), (*outer[:at], state, *outer[at + 1 :])
 
     return sync
+
+
+def _adopt(axes: tuple[str, ...], own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Share what each replica has, which is the same on all."""
+    del shared
+    mine = _vary(own, axes)
+    return mine, jax.tree.map(partial(_mean, axes=axes), mine) if types_are_checked(axes) else own, outer
+
+
+def _mean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return sum_scalar(x, axes) / lax.axis_size(axes)
 
 
 def _vary(tree: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -3,8 +3,9 @@
     on each replica       an ordinary step of its own parameters, on its rows: no collective over the replicas' axis
                           but the means of a few scalars
     for all, when due     mean over replicas, the outer optimizer's update of the shared parameters, and back to all
+    in the warm-up        replicas have taken the same step (`warm_up`): what each has now becomes the shared one
 
-The second is in a conditional, whose branch the step's number alone decides, so that all devices take the same.
+The last two are in a conditional, whose branch the step's number alone decides, so that all devices take the same.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LocalStep:
                 "reduce_dtype"
             )
         self.layout, self.local, self.residuals = layout, layout.local, ()
-        self.inside = TracedStep(loss_fn, tx, one, engine, guarded=guarded, replicas=self.local.axis)
+        self.inside = TracedStep(loss_fn, tx, one, engine, guarded=guarded, replica_of=self.local)
         self.objective, self.elementwise, self.owned = self.inside.objective, self.inside.elementwise, self.inside.owned
         self.guarded, self.trained = self.inside.guarded, self.inside.trained
 
@@ -138,7 +139,12 @@ def _synchronise(layout: Layout, local: Local, run: TrainState, own: PyTree) -> 
     def nothing(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         return own, shared, outer
 
+    def adopt(own: PyTree, shared: PyTree, outer: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        del shared
+        return own, _of_any_replica(layout, own), outer
+
     branches = [nothing, *(_make_sync(layout, local, at, part) for at, part in enumerate(parts))]
+    branches += [adopt] if local.warmup else []
     index = local.due(run.step)
     synchronised: tuple[PyTree, PyTree, PyTree] = lax.switch(index, branches, own, shared, outer)
     return synchronised
@@ -201,6 +207,19 @@ def _mean_over_replicas(layout: Layout, local: Local, own: PyTree, rests: PyTree
         mean, mesh=layout.mesh, in_specs=(specs(lifted),), out_specs=specs(seen), check_vma=False
     )(own)
     return averaged
+
+
+def _of_any_replica(layout: Layout, own: PyTree) -> PyTree:
+    """Take one replica's arrays where all have the same: every device the part that it has. Nothing moves."""
+
+    def specs(placements: PyTree) -> PyTree:
+        return jax.tree.map(lambda placement: placement.store, placements)
+
+    rests = select(layout.trainable, layout.params)
+    taken: PyTree = jax.shard_map(
+        _first, mesh=layout.mesh, in_specs=(specs(layout.opt_state.params),), out_specs=specs(rests), check_vma=False
+    )(own)
+    return taken
 
 
 def _first(tree: PyTree) -> PyTree:

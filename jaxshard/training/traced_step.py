@@ -14,9 +14,10 @@ from jaxshard.adapt.objective import resolve
 from jaxshard.core.collectives import all_max, sum_scalar
 from jaxshard.core.known_model import models_run
 from jaxshard.core.layout import Layout, select
+from jaxshard.core.local import Local
 from jaxshard.core.tree import BLOCKS, paths
 from jaxshard.core.types import LossFn, PyTree
-from jaxshard.engines.engine import Engine
+from jaxshard.engines.engine import Engine, Outcome
 from jaxshard.engines.explicit import combine_over
 from jaxshard.optim.ordered import with_ordered_sums
 from jaxshard.optim.owners.own import owned_update
@@ -30,6 +31,7 @@ from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_
 from jaxshard.training.state import TrainState
 from jaxshard.training.update import make_update
 from jaxshard.training.views import store, use_stored
+from jaxshard.training.warm_up import join_in_warm_up
 
 Metrics = dict[str, Any]
 """Scalars of the global batch by name, and under "bad" a `Bad`."""
@@ -55,9 +57,10 @@ class TracedStep:
         engine: Engine,
         *,
         guarded: bool,
-        replicas: tuple[str, ...] = (),
+        replica_of: Local | None = None,
     ):
-        self.layout, self._replicas = layout, replicas
+        self.layout, self._replica_of = layout, replica_of
+        self._replicas: tuple[str, ...] = () if replica_of is None else replica_of.axis
         params = select(layout.trainable, layout.shapes.params)
         self.objective, self.trained = resolve(loss_fn), tuple(paths(params))
         tx = take_fast_gradients(tx, params)
@@ -139,12 +142,12 @@ class TracedStep:
         layout = self.layout
         state, key = self._state_and_key(run)
         with models_run() as runs:
-            outcome, grads = self._value_and_grad(run.params, state, batch, key, *self._residuals_of(run))
+            outcome, grads = self._loss_and_grads(run, run.params, state, batch, key)
         if any(one.model.stacked_for_user for one in runs):
             self._check_stacking()
 
         def loss_at(params: PyTree) -> tuple[jax.Array, PyTree]:
-            outcome, grads = self._value_and_grad(params, state, batch, key, *self._residuals_of(run))
+            outcome, grads = self._loss_and_grads(run, params, state, batch, key)
             return outcome.value, grads
 
         squares = self._sum_squares(grads)
@@ -169,8 +172,15 @@ class TracedStep:
     def find(self, run: TrainState, batch: PyTree) -> Evidence:
         """Compute the loss and gradients that a step would, for their evidence alone."""
         state, key = self._state_and_key(run)
-        outcome, grads = self._value_and_grad(run.params, state, batch, key, *self._residuals_of(run))
+        outcome, grads = self._loss_and_grads(run, run.params, state, batch, key)
         return Evidence(outcome.value, self._sum_squares(grads))
+
+    def _loss_and_grads(self, run: TrainState, params: PyTree, *given: PyTree) -> tuple[Outcome, PyTree]:
+        """Compute the loss of these parameters and its gradients; of a replica, as the run's step asks for."""
+        value_and_grad = partial(self._value_and_grad, params, *given, *self._residuals_of(run))
+        if self._replica_of is None:
+            return value_and_grad()
+        return join_in_warm_up(self._replica_of, self.layout, run.step, value_and_grad)
 
     def _state_and_key(self, run: TrainState) -> tuple[PyTree, jax.Array]:
         # Not split off a key that the run carries on: a restored or repeated step has the same key, bit for bit.

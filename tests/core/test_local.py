@@ -16,8 +16,8 @@ from jaxshard.core.local import due
         (4, 2, 0, [0, 1, 0, 2, 0, 1, 0]),
         (1, 1, 0, [1, 1, 1, 1, 1, 1, 1]),
         # A warm-up changes nothing after it: which step synchronises depends on its number alone.
-        (3, 1, 2, [1, 1, 1, 0, 0, 1, 0]),
-        (4, 2, 3, [1, 2, 1, 2, 0, 1, 0]),
+        (3, 1, 3, [2, 2, 2, 0, 0, 1, 0]),
+        (4, 2, 3, [3, 3, 3, 2, 0, 1, 0]),
     ],
 )
 def test_after_which_steps_which_fragment_is_synchronised(every, fragments, warmup, expected):

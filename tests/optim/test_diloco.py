@@ -46,13 +46,16 @@ def make_loop(tx: Any, check_vma: bool) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_two_replicas_in_two_fragments_equal_the_plain_loop_to_1e_5(check_vma: bool) -> None:
-    given = batches(9)
-    loop, (params, state) = make_loop(js.optim.diloco(INNER, every=4, outer=NESTEROV, fragments=2, warmup=1), check_vma)
+def test_two_replicas_in_two_fragments_equal_the_plain_loop_to_1e_5(check_vma: bool, warmup: int) -> None:
+    # Rows that weigh as much on one replica as on the other, of which the warm-up knows no weights.
+    given = [batch | {"weights": np.tile(batch["weights"][:8], 2)} for batch in batches(9)]
+    tx = js.optim.diloco(INNER, every=4, outer=NESTEROV, fragments=2, warmup=warmup)
+    loop, (params, state) = make_loop(tx, check_vma)
     for batch in given:
         params, state = loop(params, state, batch)
-    shared, own, _ = simulate(INNER, NESTEROV, given, replicas=2, every=4, turns=(2, 0), warmup=1)
+    shared, own, _ = simulate(INNER, NESTEROV, given, replicas=2, every=4, turns=(2, 0), warmup=warmup)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), state.shared, shared)
     for r in range(2):
         mine = jax.tree.map(lambda x: x[r], params)  # noqa: B023
@@ -69,6 +72,20 @@ def test_the_only_collectives_over_replicas_are_the_all_reduces_in_the_condition
         ("all-reduce", True, 2688),  # 2 blocks of 16 x 16 and 16 numbers, embed [8, 16]
         ("all-reduce", True, 2240),  # 2 blocks and the head [16]
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma, parameters", [(True, [4928]), (False, [])])
+def test_in_the_warm_up_gradients_move_and_where_types_are_checked_parameters_too(
+    check_vma: bool, parameters: list[int]
+) -> None:
+    loop, (params, state) = make_loop(js.optim.diloco(INNER, every=4, warmup=3), check_vma)
+    text = loop.lower(params, state, batches(1)[0]).compile()
+    mesh = js.make_mesh(jax.devices()[:4], replica=2, data=2)
+    found = [one for one in js.collectives(text, mesh) if "replica" in one.axes]
+    assert all(one.conditional and one.kind == "all-reduce" for one in found)
+    # Gradients, the mean every 4 steps, and what the warm-up shares.
+    assert sorted(sum(one.sizes) for one in found) == [4928, 4928, *parameters]
 
 
 def test_bad_arguments_are_refused_by_name() -> None:

@@ -56,9 +56,17 @@ MESH = {"replica": 2, "data": 4}
 
 
 def compare(
-    inside: Any, axes: dict[str, int], engine: Any, every: int, fragments: int, turns: Any, tx: Any, warmup: int = 0
+    inside: Any,
+    axes: dict[str, int],
+    engine: Any,
+    every: int,
+    fragments: int,
+    turns: Any,
+    tx: Any,
+    warmup: int = 0,
+    rows: int = 16,
 ) -> None:
-    given = batches(2 * every + 1)
+    given = [{name: x[:rows] for name, x in batch.items()} for batch in batches(2 * every + 1 + warmup)]
     layout, step = made(inside, mesh_of(**axes), tx, engine, every, fragments, warmup=warmup)
     run, seen = train(layout, step, tx, given)
     shared, own, losses = simulate(
@@ -75,9 +83,27 @@ def test_two_replicas_under_fsdp_in_two_fragments_equal_the_plain_loop_to_1e_6()
     compare(FSDP, MESH, EXPLICIT, 4, 2, (2, 0), CLIPPED)
 
 
+def test_a_warm_up_is_that_of_one_device_reduces_gradients_in_a_conditional_and_keeps_replicas_alike() -> None:
+    layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2, warmup=3)
+    compiled = step.compile(batches(1)[0])
+    assert arrays((compiled, layout.mesh)) == [
+        ("all-reduce", ("replica",), ((4, 4), (4, 4, 16), (8, 4), (4,)), True),  # the gradients of one device
+        ("all-reduce", ("replica",), ((2, 4), (2, 4, 16), (8, 4)), True),
+        ("all-reduce", ("replica",), ((2, 4), (2, 4, 16), (4,)), True),
+    ]
+    run, seen = train(layout, step, CLIPPED, batches(3))
+    shared, _, losses = simulate(CLIPPED, NESTEROV, batches(3), replicas=2, every=4, turns=(2, 0), warmup=3)
+    np.testing.assert_allclose([float(m["loss"]) for m in seen], losses, rtol=1e-6)
+    assert worst(js.logical(run, layout).params, shared) < 1e-5
+    jax.tree.map(lambda own, one: np.testing.assert_array_equal(own, [one, one]), run.opt_state.params, run.params)
+    trace = run.opt_state.inner[1][0].trace["embed"]
+    np.testing.assert_array_equal(trace[0], trace[1])
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(run.opt_state.outer))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fragments, turns", [(1, (0,)), (2, (2, 0))])
-def test_a_warm_up_in_which_every_step_synchronises_equals_the_plain_loop_to_1e_6(fragments: int, turns: Any) -> None:
+def test_a_warm_up_is_that_of_one_device_and_then_the_plain_loop_to_1e_6(fragments: int, turns: Any) -> None:
     compare(FSDP, MESH, EXPLICIT, 4, fragments, turns, CLIPPED, warmup=3)
 
 
@@ -102,6 +128,82 @@ def test_every_strategy_inside_equals_the_plain_loop_to_1e_6(inside: Any, axes: 
     if axes["replica"] == 8 and engine.microbatches > 1:
         engine = js.explicit(microbatches=2)  # two rows on each device
     compare(inside, axes, engine, 3, 1, (0,), CLIPPED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [js.ddp("data"), js.zero2("data", min_size=0), FSDP], ids=["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "engine",
+    [js.explicit(microbatches=2), js.explicit(scatter="end"), js.auto(), js.auto(microbatches=2)],
+    ids=["turns", "end", "auto", "auto turns"],
+)
+def test_a_warm_up_inside_every_strategy_is_that_of_one_device_to_1e_6(inside: Any, engine: Any) -> None:
+    compare(inside, MESH, engine, 2, 1, (0,), CLIPPED, warmup=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "inside, axes",
+    [
+        (js.zero1("data", min_size=0), {"replica": 3, "data": 2}),
+        (js.compose(FSDP, js.tensor([("w", (None, "mlp")), ("embed", (None, None)), *js.RULES])),
+         {"replica": 2, "data": 2, "tensor": 2}),
+        (js.without_rows(), {"replica": 4}),
+    ],
+    ids=["zero1", "tensor", "alone"],
+)  # fmt: skip
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
+def test_a_warm_up_on_other_meshes_is_that_of_one_device_to_1e_6(
+    inside: Any, axes: dict[str, int], engine: Any
+) -> None:
+    compare(inside, axes, engine, 2, 1, (0,), CLIPPED, warmup=3, rows=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mean", "sum of means", "scalar"])
+def test_a_warm_up_weighs_each_term_of_a_loss_as_one_device_does_to_1e_6(kind: str) -> None:
+    """Two terms whose weights are in other proportions on the replicas; a scalar is a mean of its rows."""
+
+    def loss_fn(params: Any, batch: Any, key: Any) -> Any:
+        error = (batch["x"] @ params["w"] - batch["y"]) ** 2
+        if kind == "scalar":
+            return error.mean()
+        one = js.Mean((batch["weights"] * error).sum(), batch["weights"].sum())
+        return one if kind == "mean" else one + 0.1 * js.Mean((batch["other"] * error).sum(), batch["other"].sum())
+
+    def init(key: Any) -> Any:
+        return {"w": jax.random.normal(key, (8,))}
+
+    given = [batch | {"other": np.arange(16, dtype=np.float32)} for batch in batches(3)]
+    mesh = mesh_of(replica=2, data=2)
+    engine = js.auto() if kind == "scalar" else EXPLICIT
+    strategy = js.compose(js.ddp("data"), js.local("replica", every=4, warmup=3))
+
+    def run(strategy: Any, mesh: Any) -> tuple[Any, Any]:
+        layout = js.layout(strategy, mesh, init, CLIPPED)
+        step, state, seen = js.make_step(loss_fn, CLIPPED, layout, engine=engine), js.init(init, CLIPPED, layout, 0), []
+        for batch in given:
+            state, metrics = step(state, batch)
+            seen.append([float(metrics[name]) for name in ("loss", "grad_norm", "update_norm")])
+        return seen, state.params["w"]
+
+    found, expected = run(strategy, mesh), run(js.ddp("data"), mesh_of(data=1))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_bad_step_of_one_replica_in_the_warm_up_is_one_of_all() -> None:
+    layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2, warmup=3)
+    (batch,) = batches(1)
+    spoiled = batch | {"y": np.where(np.arange(16) == 1, np.nan, batch["y"]).astype(np.float32)}
+    before = js.init(MODEL.init, CLIPPED, layout, jax.random.key(0))
+    kept = js.logical(before, layout)
+    after, metrics = step(before, spoiled)
+    assert bool(metrics["bad"])
+    now = js.logical(after, layout)
+    jax.tree.map(np.testing.assert_array_equal, now.opt_state, kept.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, now.params, kept.params)
 
 
 @pytest.mark.slow

@@ -182,16 +182,18 @@ class Comparison:
         return f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
 
     def _seldom(self) -> str:
-        """Say how much of what is promised happens in one step of several alone."""
-        sums: Counter[tuple[int, str, str]] = Counter()
+        """Say how much of what is promised happens in some steps alone: in one of several, or in the first ones."""
+        sums: Counter[tuple[int, int, str, str]] = Counter()
         for one in self.promised:
-            if one.every > 1:
-                sums[one.every, one.kind, "+".join(one.axes)] += one.bytes or 0
-        lines = [
-            f"of these once in {every} steps: {kind} over {axes}, {human_bytes(size)}, "
-            f"{human_bytes(size / every)} a step"
-            for (every, kind, axes), size in sums.items()
-        ]
+            if one.every > 1 or one.until:
+                sums[one.until, one.every, one.kind, "+".join(one.axes)] += one.bytes or 0
+        lines = []
+        for (until, every, kind, axes), size in sums.items():
+            moved = f"{kind} over {axes}, {human_bytes(size)}"
+            if until:
+                lines.append(f"of these in the first {until} steps alone: {moved}")
+            else:
+                lines.append(f"of these once in {every} steps: {moved}, {human_bytes(size / every)} a step")
         return "\n".join(lines)
 
     def _table(self) -> Table:

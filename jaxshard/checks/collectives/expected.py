@@ -39,6 +39,7 @@ class Expected:
       pooled: True if only the elements of all such collectives together are compared, because the compiler cuts and
         joins their arrays.
       every: it happens in one step of so many alone: `least` and `most` are those of that step.
+      until: it happens in the first so many steps alone: `least` and `most` are those of such a step; 0 for all steps.
       instead_of: the `what` of the promise that this is another form of, whose bytes are counted there; "" for one of
         its own.
 
@@ -60,6 +61,7 @@ class Expected:
     pooled: bool = False
     instead_of: str = ""
     every: int = 1
+    until: int = 0
 
     @property
     def elements(self) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""What `js.local` adds to the promise of a replica's own step: the synchronisation every so many steps."""
+"""What `js.local` adds to the promise of a replica's own step: the synchronisation every so many steps, and before it
+the reduction of gradients in the warm-up."""
 
 from __future__ import annotations
 
@@ -45,16 +46,32 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
             yield from over_several(layout.mesh, [replace(one, axes=local.axis, least=0)])
     leaves = partial(jax.tree_util.tree_leaves_with_path, is_leaf=lambda x: x is None)
     seen, rests = (dict(leaves(placements)) for placements in (layout.opt_params, layout.params))
+    yield from _reductions_in_warm_up(layout, local, trained)
     for part in local.cut(trained):
         for path, x, cut in cut_leaves(part, trained):
             opt, own, name = cut.placement(seen[path]), cut.placement(rests[path]), path_str(path)
-            often = f"every {local.every} steps"
-            wide = x.dtype if x.dtype.itemsize > 2 else jnp.float32
-            mean = _over(local, opt.shard_shape(layout.mesh), wide, 1, f"mean of {name} over replicas, {often}")
+            often, shape = f"every {local.every} steps", opt.shard_shape(layout.mesh)
+            mean = _over(local, shape, _wide(x.dtype), 1, f"mean of {name} over replicas, {often}")
             back = Expected("all-gather", (), (), x.dtype, 1, 1, f"shared {name}, {often}")
             keep = [axis for dim, axis in split_dims(opt.store) if (dim, axis) in split_dims(own.store)]
             for one in (mean, *gather_stages(layout.mesh, opt, keep, back)):
                 yield from over_several(layout.mesh, [replace(one, every=local.every)])
+
+
+def _reductions_in_warm_up(layout: Layout, local: Local, trained: PyTree) -> Iterator[Expected]:
+    """List the sums of gradients over replicas in the first steps: of what one device of a replica has."""
+    if not local.warmup:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(trained)
+    for (path, x), grad in zip(leaves, jax.tree.leaves(layout.grads), strict=True):
+        what = f"gradient of {path_str(path)} over replicas, in the first {local.warmup} steps"
+        one = _over(local, grad.shard_shape(layout.mesh), _wide(x.dtype), 1, what)
+        yield from over_several(layout.mesh, [replace(one, until=local.warmup)])
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which arrays are added over replicas: f32 at least."""
+    return dtype if dtype.itemsize > 2 else jnp.float32
 
 
 def _over(local: Local, shape: tuple[int, ...], dtype: Any, least: int, what: str) -> Expected:

@@ -39,6 +39,17 @@ def test_fsdp_inside_moves_a_shard_of_each_parameter_over_the_replicas() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
+def test_a_warm_up_reduces_a_shard_of_each_gradient_in_its_steps_alone(engine: Any) -> None:
+    found = audit(js.fsdp("data", min_size=0), engine, every=8, warmup=80)
+    assert found.ok, str(found)
+    assert rows(found)[0] == ("all-reduce", "replica", 2500, 2500)  # the flags, and a quarter of the parameters twice
+    assert "of these in the first 80 steps alone: all-reduce over replica, 1.23 kB" in str(found)
+    assert "of these once in 8 steps: all-reduce over replica, 1.23 kB, 154 B a step" in str(found)
+    assert "promised, but not found" not in str(found)
+
+
+@pytest.mark.slow
 def test_zero2_inside_gathers_the_shared_parameters_too_once_in_so_many_steps() -> None:
     found = audit(js.zero2("data", min_size=0), every=8)
     assert found.ok, str(found)
