@@ -24,6 +24,7 @@ from jaxshard.checks.replicas import (
 from jaxshard.core.tree import Leaf
 from tests.checks.flips import flipped, flipped_copies
 from tests.engines.programs import tpu
+from tests.optim.owners.shampoo import shampoo
 
 
 def init_fn(key):
@@ -117,6 +118,19 @@ def test_a_flipped_bit_is_found_with_leaf_and_device(name):
         assert len(found.differ) == (1 if len(found.copies) == 8 else 2)
         assert flipped_copies(wrong) == {path}
         assert caught.value.step == (None if path == "step" else 1)
+
+
+def test_factors_that_live_with_owners_are_watched():
+    """Of two groups of four devices each has an owner of every matrix: two copies of its factors."""
+    tx, init_fn = shampoo(0.1), lambda key: {f"w{i}": jnp.ones((8, 8)) for i in range(4)}
+    layout = js.layout(js.hsdp("replica", "data", min_size=0), js.make_mesh(replica=2, data=4), init_fn, tx)
+    run = js.init(init_fn, tx, layout, 0)
+    js.check_replicas(run, layout)
+    with pytest.raises(js.ReplicasDiffer) as caught:
+        js.check_replicas(flipped(run, "opt_state/left/w0", device=6, element=9, bit=3), layout)
+    (found,) = caught.value.differences
+    assert (found.leaf.path, found.leaf.shape) == ("opt_state/left/w0", (4, 8, 8))
+    assert [device.id for device in found.copies] == [2, 6]
 
 
 def test_the_message_names_arrays_devices_and_the_way_back():

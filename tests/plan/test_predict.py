@@ -12,6 +12,7 @@ import pytest
 import jaxshard as js
 from jaxshard.plan.prediction import ROLES
 from tests.notebook_page import check_shows_text
+from tests.optim.owners.shampoo import shampoo
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 TX = optax.adamw(1e-3)
@@ -109,6 +110,24 @@ def test_micro_batches_compute_what_one_turn_computes():
         return js.plan.predict(layout, loss, batch, js.explicit(microbatches=turns), tx=tx).flops
 
     assert flops(1) == flops(2) > 0
+
+
+def test_matrices_with_owners_are_predicted():
+    """Eight matrices over eight devices: two all-to-alls of one matrix, an eighth of the state and of the products."""
+
+    def loss(params, batch, key):
+        return js.Mean(sum((batch["x"] @ w).sum() for w in params.values()), batch["x"].shape[0])
+
+    tx, mesh = shampoo(0.1), js.plan.planned_mesh("v5e:2x4", data=8)
+    layout = js.layout(js.fsdp(min_size=0), mesh, lambda key: {f"w{i}": jnp.ones((128, 128)) for i in range(8)}, tx)
+    batch = {"x": jax.ShapeDtypeStruct((8, 128), jnp.float32)}
+    found = js.plan.predict(layout, loss, batch, js.explicit(), tx=tx)
+    one = 128 * 128 * 4
+    moved = [cost.bytes for cost in found.collectives if cost.kind == "all-to-all"]
+    assert moved == [one * 7 // 8] * 2
+    assert found.peak.by_role["optimizer state"] == 2 * one + 512  # two factors of one matrix, and the count in a tile
+    products = [cost for cost in found.products if cost.where.startswith("shampoo.py")]
+    assert sum(cost.flops for cost in products) == 6 * 2 * 128**3  # of one matrix
 
 
 @pytest.mark.slow

@@ -203,6 +203,50 @@ def test_steps_that_factorize_whole_stacks_end(owners: bool) -> None:
     assert not metrics["bad"]
 
 
+def _piped() -> tuple[js.Stacked, js.Layout, Any]:
+    def init(key: jax.Array) -> Any:
+        embed, block, head = (jax.random.normal(k, (16, 16)) / 4 for k in jax.random.split(key, 3))
+        return {"embed": embed, "block": {"w": block}, "head": head}
+
+    model = js.Stacked(
+        embed=lambda params, batch, key: batch["x"] @ params["embed"],
+        block=lambda params, x, key: x + jnp.tanh(x @ params["w"]),
+        head=lambda params, x, batch, key: js.Mean(jnp.square(x @ params["head"]).sum(), x.shape[0]),
+        num_blocks=4,
+        init=init,
+    )
+    tx, strategy = js.optim.per_block(contrib.muon(0.1)), js.compose(js.fsdp(min_size=0), js.pipeline())
+    return model, js.layout(strategy, js.make_mesh(data=4, pipe=2), model.init, tx), tx
+
+
+def test_blocks_of_a_pipeline_have_no_owners_and_are_named() -> None:
+    _, layout, _ = _piped()
+    assert str(layout.owners) == (
+        "owners of whole matrices:\n"
+        "  embed and 1 more: 2 matrices [16, 16], 0 to 1 on each of 4 devices of data, 2 of 4 places empty\n"
+        "  blocks/w has no owner: its blocks are in the order of a pipeline"
+    )
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_owners_of_its_other_matrices_equals_one_device() -> None:
+    """1e-5."""
+    model, layout, tx = _piped()
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+    step = js.make_step(model.loss, tx, layout, engine=js.pipelined(microbatches=2))
+    assert step.owned
+    run = js.init(model.init, tx, layout, 0)
+    params = jax.device_get(js.logical(run, layout).params)
+    state = tx.init(params)
+    for _ in range(STEPS):
+        run, _ = step(run, batch)
+        grads = jax.grad(lambda params: model.loss(params, batch, jax.random.key(0)).value)(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for x, y in zip(jax.tree.leaves(js.logical(run, layout).params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * float(np.abs(y).max()))
+
+
 @pytest.mark.slow
 def test_another_update_with_the_same_state_runs_without_owners() -> None:
     """The layout was made for one transform, the step for another: its state is taken out of the stacks for it."""

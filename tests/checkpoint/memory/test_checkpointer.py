@@ -3,6 +3,7 @@
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from jaxshard.checkpoint.memory.blocks import Blocks
 from jaxshard.checkpoint.memory.checkpointer import MemoryCheckpointer
 from tests.checkpoint import small
 from tests.checkpoint.runs import assert_same, made
+from tests.optim.owners.shampoo import shampoo
 
 
 @pytest.mark.parametrize("name", ["hsdp", pytest.param("three", marks=pytest.mark.slow)])
@@ -43,6 +45,22 @@ def test_a_training_goes_on_from_the_newest_step(tmp_path):
     begin, run = train(6)
     assert begin == 4
     assert_same(run, whole)
+
+
+def test_matrices_that_live_with_owners_come_back_to_them(tmp_path):
+    def layout():
+        return js.layout(js.fsdp(min_size=0), mesh, lambda key: {"w": jnp.ones((8, 8)), "v": jnp.eye(8)}, shampoo(0.1))
+
+    mesh = js.make_mesh(jax.devices()[:2], data=2)
+    run = js.init(lambda key: {"w": jnp.ones((8, 8)), "v": jnp.eye(8)}, shampoo(0.1), layout(), 0)
+    MemoryCheckpointer(layout(), dir=tmp_path).save(run)
+    found, _ = MemoryCheckpointer(layout(), dir=tmp_path).restore()
+    assert_same(found, run)
+    assert found.opt_state.left["v"].shape == (2, 8, 8) and layout().owners.owner_of("w") == (1,)
+    with pytest.raises(
+        ValueError, match=r"delete the folder, or give each run its own\n  - opt_state/left/v: float32\["
+    ):
+        MemoryCheckpointer(layout().without_owners, dir=tmp_path)
 
 
 def flip_last(segment, slot):
