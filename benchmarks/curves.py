@@ -1,13 +1,13 @@
 """The default training under seven strategies: every loss curve in one picture, and how far each is from one device's.
 
-    python benchmarks/curves.py [--steps 100] [--json benchmarks/curves.json] [--pictures docs/pictures]
+    python benchmarks/curves.py [--steps 320] [--json benchmarks/curves.json] [--pictures docs/pictures]
     python benchmarks/curves.py --draw           only the pictures, from the recorded curves
 
 Each run is the command `jaxshard train` with its defaults (gpt-1m, the standard library's source text, 64 rows a step,
-AdamW, all in f32) but for the number of steps, in a process of its own, on simulated CPU devices: once on one device,
-then sharded. Model, seed, data and order of the batches are the same, so that the curves differ by the order in which
-sums are added up alone. The spread of a run is its largest relative difference from the loss of one device in any step;
-more than `ALLOWED` ends the command with an error.
+AdamW, all in f32), in a process of its own, on simulated CPU devices: once on one device, then sharded. Model, seed,
+data and order of the batches are the same, so that the curves differ by the order in which sums are added up alone. The
+spread of a run is its largest relative difference from the loss of one device in any step; more than `ALLOWED` ends the
+command with an error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PICTURES = ROOT / "docs" / "pictures"
 ALLOWED = 1e-4
 """The largest relative difference from one device in any step."""
 
-STEPS = 100
-"""Enough to see a curve: the recipe's 80 steps of warm-up, and then the decay. By default the command takes 320."""
+STEPS = 320
+"""All of the command's default: the recipe's 80 steps of warm-up, and then the decay."""
 
 ONE = "one device"
 
