@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,35 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxshard.core.placement import Placement, View, spec_entry
+
+
+class Rows(NamedTuple):
+    """The rows of parts that every device sends to the owners, one to each, and that they send back.
+
+    Each owner's matrices lie in its row one after the other:
+
+        device 0   w0 w0 w0 w0          owns a large matrix
+        device 1   v0 v0 v1 v1          owns two small ones
+
+    Attributes:
+      firsts: for each kind of matrices, where they begin in the row of each device.
+      width: the elements of a row, the same for all.
+    """
+
+    firsts: tuple[tuple[int, ...], ...]
+    width: int
+
+
+def lay_rows(kinds: Sequence[tuple[Sequence[int], int, int]]) -> Rows:
+    """Lay out the rows of (matrices of each device, places on each device, elements of a part) for each kind."""
+    used, width = [0] * len(kinds[0][0]), 0
+    firsts = []
+    for counts, slots, size in kinds:
+        firsts.append(tuple(used))
+        # As many places as the fullest device has are read and written, whatever comes behind.
+        width = max(width, *(first + slots * size for first, count in zip(used, counts, strict=True) if count))
+        used = [first + count * size for first, count in zip(used, counts, strict=True)]
+    return Rows(tuple(firsts), width)
 
 
 @dataclass(frozen=True)

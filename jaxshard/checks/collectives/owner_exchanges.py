@@ -11,23 +11,24 @@ import jax.numpy as jnp
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
+from jaxshard.core.owners import lay_rows
 
 
 def owner_exchanges(layout: Layout) -> Iterator[Expected]:
     """List them: one for what goes to the owners, and one for what comes back, of each dtype.
 
-    Each is as large as the places of one device: [devices, this device's parts of the matrices of one owner]. Places
-    that are empty travel too.
+    Each is as large as the row of the device that owns most: [devices, this device's parts of the matrices of one
+    owner].
     """
     if layout.owners is None:
         return
     placements = jax.tree.leaves(layout.opt_params)
-    sizes: dict[tuple[tuple[str, ...], str, str], int] = {}
+    kinds: dict[tuple[tuple[str, ...], str, str], list[tuple[tuple[int, ...], int, int]]] = {}
     for stack in layout.owners.stacks:
         part = placements[stack.leaves[0]].shard_shape(layout.mesh)[1 if stack.slices else 0 :]
         for dtypes, what in zip(stack.moved, ("matrices to their owners", "updates from the owners"), strict=True):
             for dtype in dtypes:
-                key = stack.axes, dtype, what
-                sizes[key] = sizes.get(key, 0) + stack.slots * math.prod(part)
-    for (axes, dtype, what), size in sizes.items():
-        yield Expected("all-to-all", axes, (axis_size(layout.mesh, axes), size), jnp.dtype(dtype), 1, 1, what)
+                kinds.setdefault((stack.axes, dtype, what), []).append((stack.counts, stack.slots, math.prod(part)))
+    for (axes, dtype, what), some in kinds.items():
+        shape = axis_size(layout.mesh, axes), lay_rows(some).width
+        yield Expected("all-to-all", axes, shape, jnp.dtype(dtype), 1, 1, what)

@@ -97,14 +97,12 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
     are in their stacks, the others logical; so are those of the new state.
     """
     assert layout.owners is not None
-    stacks = {one.leaves[0]: one for one in layout.owners.stacks}
     programs = [one.matrices[0].program for one in groups]
     if shares_threads(layout.mesh):
         stages = stages._replace(before=one_matrix_at_a_time(stages.before), after=one_matrix_at_a_time(stages.after))
         programs = [one_matrix_at_a_time(program) for program in programs]
-    members = [
-        _Member(stacks[one.matrices[0].core.leaf], one, program) for one, program in zip(groups, programs, strict=True)
-    ]
+    of_stack = {one.matrices[0].core.leaf: (one, program) for one, program in zip(groups, programs, strict=True)}
+    members = [_Member(stack, *of_stack[stack.leaves[0]]) for stack in layout.owners.stacks]
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         held = jax.tree.leaves(state)
@@ -114,7 +112,7 @@ def make_owned_update(made: TracedUpdate, groups: Sequence[Group], stages: Stage
         known = dict(zip(names, present, strict=True))
         known |= dict(zip(stages.moved, replay(stages.before, present)))
         new_state: dict[int, jax.Array] = {}
-        for axes in dict.fromkeys(stack.axes for stack in stacks.values()):
+        for axes in dict.fromkeys(one.stack.axes for one in members):
             together = [one for one in members if one.stack.axes == axes]
             known |= _run(together, axes, known, held, new_state, layout.mesh)
         rest = iter(replay(stages.after, [*present, *(known[var] for var in stages.made)]))
@@ -149,7 +147,8 @@ class _Member(NamedTuple):
         """How the matrices are split over the devices."""
         dims = 1 if self.stack.slices else 0
         part = self.placement.shard_shape(mesh)[dims:]
-        return Split(self.stack.slots, part, splits_per_dim(mesh, self.placement.store)[dims:])
+        cuts = splits_per_dim(mesh, self.placement.store)[dims:]
+        return Split(self.stack.places, self.stack.counts, self.stack.slots, part, cuts)
 
     def given(self, known: dict[Any, jax.Array], held: Sequence[jax.Array], mesh: Mesh) -> _Given:
         """Look up what the cores read."""
@@ -224,14 +223,14 @@ def _run(
     splits = [one.split(mesh) for one in members]
 
     def run(given: list[_Given]) -> list[tuple[list[list[jax.Array]], list[jax.Array]]]:
-        ready = [one.stack.place(one.stack.units(parts)) for one, g in zip(members, given) for parts in g.split]
+        ready = [one.stack.units(parts) for one, g in zip(members, given) for parts in g.split]
         whole = iter(to_owners(ready, [split for split, g in zip(splits, given) for _ in g.split], axes))
         made = [one.update([next(whole) for _ in g.split], g) for one, g in zip(members, given)]
         counts = [len(one.group.matrices[0].core.outs) for one in members]
         wide = [_pad(one, x) for one, xs, count in zip(members, made, counts) for x in xs[:count]]
         parts = iter(from_owners(wide, [split for split, count in zip(splits, counts) for _ in range(count)], axes))
         return [
-            ([one.stack.arrays(one.stack.unplace(next(parts))) for _ in range(count)], xs[count:])
+            ([one.stack.arrays(next(parts)) for _ in range(count)], xs[count:])
             for one, xs, count in zip(members, made, counts)
         ]
 
