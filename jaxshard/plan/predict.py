@@ -94,6 +94,7 @@ def predict(
         vocab=frozenset(vocab),
         folded=folded,
         joins_gathers=device.device_kind in _WITHOUT_SPARSE_CORES,
+        chip=chip if tpu else None,
         room=usable - sum(arguments.values()) if tpu and usable is not None else None,
     )
     promised = promise(layout, engine, loss_fn, batch)

@@ -79,6 +79,8 @@ class Op:
       params: of the equation.
       unread: the operands, by number, that the body of a loop does not use.
       folded: a collective over an axis that covers several dimensions of a torus.
+      everywhere: a collective over all axes of the mesh at once.
+      summed: a product over a dimension that an axis splits which does not split the batch: activations to be summed.
     """
 
     name: str
@@ -90,6 +92,8 @@ class Op:
     params: Mapping[str, Any] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
     folded: bool = False
+    everywhere: bool = False
+    summed: bool = False
 
     @property
     def reads(self) -> list[Value]:
@@ -151,7 +155,8 @@ class Builder:
         if name == "shard_map":
             return self._shard_map(region, eqn, operands, automatic, path)
         op = Op(name, [one for one in operands if one is not None], [], path, params=params)
-        op.folded = not self.folded.isdisjoint(_axes_of(params))
+        over = _axes_of(params)
+        op.folded, op.everywhere = not self.folded.isdisjoint(over), self.axes.issubset(over)
         region.ops.append(op)
         if name == "scan":
             self._scan(op, eqn, operands, automatic)
@@ -185,11 +190,16 @@ class Builder:
             elif op is not None and op.name in ("scan", "while", "cond"):
                 self._refine_inside(op, value, split)
             elif op is not None and (
-                op.name in _KEEP_SPLIT or not any(one.shape for one in op.ins) or _repeats(op, split)
+                op.name in _KEEP_SPLIT or _is_constant(op) or _repeats(op, split) or self._holds_constant(op)
             ):
                 self._set_split(value, split)
                 alike = [one for one in op.ins if one.shape == value.shape]
                 self._refine(alike, [split] * len(alike))
+
+    def _holds_constant(self, op: Op) -> bool:
+        """True for a constraint of zeros and the like, whatever it says: each device makes those that it needs."""
+        maker = self.maker.get(op.ins[0]) if op.name == "sharding_constraint" else None
+        return maker is not None and _is_constant(maker)
 
     def _set_split(self, value: Value, split: Split) -> None:
         value.split, value.shard = split, shard_shape(value.shape, split, self.sizes)
@@ -309,6 +319,11 @@ class Builder:
             op.outs.append(self.value(var.aval, merge(made), path=op.path))
 
 
+def _is_constant(op: Op) -> bool:
+    """True for an operation that makes an array of numbers alone."""
+    return not any(one.shape for one in op.ins)
+
+
 def _repeats(op: Op, split: Split) -> bool:
     """True for a broadcast that is split along the dimensions that it adds: each device makes its copies alone."""
     kept = op.params.get("broadcast_dimensions", ()) if op.name == "broadcast_in_dim" else range(len(split))
@@ -342,7 +357,17 @@ def build(
     ]
     region = builder.region(closed, inputs, builder.axes)
     eliminate(region, set(region.outputs))
+    rows = {axis for one in inputs if one.role == "batch" for entry in one.split for axis in entry}
+    for op in every_op(region):
+        op.summed = op.name == "dot_general" and not rows.issuperset(_contracted_axes(op))
     return region
+
+
+def _contracted_axes(product: Op) -> set[str]:
+    """The axes that split the dimensions over which a product sums."""
+    contracted = product.params["dimension_numbers"][0]
+    pairs = zip(product.ins, contracted, strict=False)
+    return {axis for one, dims in pairs for dim in dims for axis in one.split[dim]}
 
 
 def eliminate(region: Region, wanted: set[Value]) -> None:

@@ -19,9 +19,7 @@ from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.shards import SCATTERS, is_reduction
 from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
-
-SUBLANES, LANES = 8, 128
-"""The tile of a TPU's arrays."""
+from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
 
 class Live(NamedTuple):
@@ -73,6 +71,7 @@ class Liveness(Storage):
         self.stored_as: dict[Value, Any] = {}
         self.copies: defaultdict[int, list[Value]] = defaultdict(list)
         self.away: defaultdict[Value, list[tuple[int, int]]] = defaultdict(list)
+        self.on_chip: set[Value] = set()
         self._find_narrow()
         self._copy_overwritten()
 
@@ -108,6 +107,14 @@ class Liveness(Storage):
             self.copies[min(self.place[op] for op in readers)].append(copy)
             self.last[copy] = max(self.runs[op] for op in readers)
 
+    def keep_on_chip(self, values: set[Value]) -> None:
+        """Let values lie in the chip's own memory, here and in the bodies of loops: they take none of the device's."""
+        self.on_chip = values
+        self.moments = {}
+        for bodies in self.inner.values():
+            for body in bodies:
+                body.keep_on_chip(values)
+
     # The fullest moment.
 
     def peak(self) -> Moment:
@@ -124,11 +131,13 @@ class Liveness(Storage):
                 for number, one in enumerate(op.outs):
                     if one in self.stored and one not in self.inputs and one in self.last:
                         dying = self._overwritten(op, number, i, taken)
+                        if dying is not None and (dying in self.on_chip or one in self.on_chip):
+                            dying = None
                         old = None if dying is None else live.pop(dying, Live(dying, 0))
                         new = self._new(op, number, one)
                         live[one] = new if old is None else new._replace(bytes=old.bytes)
                         taken.add(dying)
-                for one in self.copies[i]:
+                for one in [copy for copy in self.copies[i] if copy not in self.on_chip]:
                     live[one] = Live(one, self.size(one), "converted")
                 inner = self._inside(op)
                 there = (
@@ -155,7 +164,7 @@ class Liveness(Storage):
         return {one: self._new(first, first.outs.index(one), one) for one in stacks}
 
     def _new(self, op: Op, number: int, value: Value) -> Live:
-        if value in self.in_place:
+        if value in self.in_place or value in self.on_chip:
             return Live(value, 0)
         stacked = op.name == "scan" and number >= op.counts[1]
         carried = op.name in ("scan", "while") and not stacked
@@ -183,19 +192,22 @@ class Liveness(Storage):
             return []
         if op.name == "scan":
             return self._gathered_stacks(op)
+        if op.summed:  # an all-reduce beside other operations, from one array into another
+            return [Live(out, self._bytes(out), "copy")]
         if out in self.apart and op.name in COMPUTED_IN_F32:  # its operand in both shapes, before it is there itself
             wide = replace(out, dtype=jnp.dtype(jnp.float32))
             return [Live(wide, size, "copy") for size in (self.size(wide), self.size(wide) - self.size(out))]
-        # A gather of counts adds a dimension.
-        if op.name == "all_gather" and len(out.shard) == len(op.ins[0].shard) == 2:
-            parts = zip(op.ins[0].shard, out.shard, (SUBLANES, LANES), strict=True)
+        # A gather of counts adds a dimension. One that the compiler chose for a step's results is made in their layout.
+        gathers = op.name == "all_gather" or (op.name == "sharding_constraint" and self.find(out) not in self.results)
+        if gathers and len(out.shard) == len(op.ins[0].shard) == 2:
+            parts = zip(op.ins[0].shard, out.shard, (SUBLANES if op.name == "all_gather" else 1, LANES), strict=True)
             odd = any(part < whole and part % tile for part, whole, tile in parts)
             return [Live(out, max(self.size(out), _joined_bytes(op)), "copy")] if odd else []
         if op.folded and op.name in SCATTERS and len(op.ins[0].shard) == 2 and self.size(op.ins[0]) > 2**20:
             return [Live(op.ins[0], self.size(op.ins[0]), "copy")]  # an all-reduce that runs beside other operations
         fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
         if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
-            return [] if self._scatters_after(out) > 1 else [Live(out, self.size(out), "copy")]
+            return [] if self._is_scattered_in_parts(out) else [Live(out, self.size(out), "copy")]
         return []
 
     def _gathered_stacks(self, op: Op) -> list[Live]:
@@ -219,13 +231,13 @@ class Liveness(Storage):
         (body,) = op.regions
         return [Live(one, self.size(one), "copy") for inner in body.ops if inner.name in SCATTERS for one in inner.ins]
 
-    def _scatters_after(self, value: Value) -> int:
-        """Count the collectives one after the other that scatter a value: one for each step over axes of the mesh."""
-        count, found = 0, self.readers[self.find(value)]
+    def _is_scattered_in_parts(self, value: Value) -> bool:
+        """True where a value is scattered over some axes of the mesh only, or over one after the other."""
+        scatters, found = [], self.readers[self.find(value)]
         while len(found) == 1 and len(found[0].outs) == 1:
-            count += found[0].name in SCATTERS
+            scatters += [found[0]] if found[0].name in SCATTERS else []
             found = self.readers[self.find(found[0].outs[0])]
-        return count
+        return len(scatters) > 1 or any(not one.everywhere for one in scatters)
 
     def _overwritten(self, op: Op, number: int, i: int, taken: set[Value | None]) -> Value | None:
         """Return the operand over which a result is written, because nothing reads it later."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits, every_op
 from jaxshard.plan.memory.shards import SCATTERS
+from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
 _SUMS = ("psum", "psum2", "psum_invariant")
+SUMS = frozenset((*_SUMS, *SCATTERS))
+"""Collectives that sum."""
+
 _SAME = ("optimization_barrier", "enter", "reshape", "convert_element_type", "name")
 
 
@@ -60,3 +64,16 @@ def join_scatters(region: Region) -> None:
                 joined.add(scatter)
                 break
     region.ops = [op for op in region.ops if op not in joined]
+
+
+def scatter_on_sparse_cores(region: Region) -> None:
+    """Let scatters over some axes of the mesh be what they are, where parts fill more than one tile of a TPU.
+
+    SparseCores run them beside other operations. Without them, over all devices at once, and for smaller parts, what
+    runs there is an all-reduce, of which each device takes its part.
+    """
+    for op in every_op(region):
+        if op.folded and op.name in SCATTERS and not op.everywhere and len(op.outs[0].shard) == 2:
+            parts, wholes, packed = op.outs[0].shard, op.ins[0].shard, max(1, 32 // dtype_bits(op.outs[0].dtype))
+            part, tile = (parts[0], SUBLANES * packed) if parts[0] < wholes[0] else (parts[1], LANES)
+            op.folded = part % tile > 0 or part == tile

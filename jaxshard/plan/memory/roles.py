@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Moment
-from jaxshard.plan.memory.order import join_scatters
+from jaxshard.plan.memory.onchip import values_on_chip
+from jaxshard.plan.memory.order import join_scatters, scatter_on_sparse_cores
 from jaxshard.plan.memory.recompute import Recomputing
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import Traced
@@ -65,6 +67,7 @@ def step_peak(
     vocab: frozenset[int] = frozenset(),
     folded: frozenset[str] = frozenset(),
     joins_gathers: bool = False,
+    chip: Chip | None = None,
     room: int | None = None,
 ) -> Peak:
     """Find the fullest moment of a traced step.
@@ -76,11 +79,14 @@ def step_peak(
       vocab: sizes of vocabularies, by which logits are known.
       folded: the mesh's axes that cover several dimensions of a TPU's torus.
       joins_gathers: a gather is one operation with what the chip computes meanwhile, as on TPUs without SparseCores.
+      chip: a TPU, on which values lie that take nothing of the device's memory; None for other devices.
       room: bytes beside the arguments that the compiler brings a step below, by computing values again.
     """
     region = build(traced.closed, traced.arguments, sizes, folded)
     if tiled:
         join_scatters(region)
+    if tiled and not joins_gathers:
+        scatter_on_sparse_cores(region)
     kernels = any(op.name == "pallas_call" for op in every_op(region))
     parameters = [one for one in region.inputs if one.role == "parameters"]
     weights = frozenset(shape for one in parameters for shape in _forms(one))
@@ -94,6 +100,8 @@ def step_peak(
     # The run that goes in is donated: what comes out is written into its arrays.
     in_place = set(region.outputs) - (gathered_apart(region) if joins_gathers else set())
     liveness = Recomputing(region, size, in_place, narrow_products=tiled)
+    if chip is not None and chip.vmem_bytes:
+        liveness.keep_on_chip(values_on_chip(liveness, chip, sums_in_hbm=not joins_gathers))
     moment = liveness.peak() if room is None else liveness.peak_within(room)
     parts = {count // split for count in vocab for split in sizes.values() if count % split == 0}
     return Peak(region, moment, weights, vocab | parts)

@@ -145,9 +145,10 @@ class Storage:
         for op in ops:
             if not self.is_elementwise(op):
                 for one in op.outs:
-                    if op.name in PRODUCTS and self._continues(one):
+                    continues = op.name in PRODUCTS and self._continues(one)
+                    if continues:
                         pending.add(one)
-                    else:
+                    if op.summed or not continues:
                         self.stored.add(one)
             elif any(self.find(one) in pending for one in op.ins):
                 for one in op.outs:

@@ -20,7 +20,7 @@ from jaxshard.core.keys import words_of
 from jaxshard.core.layout import Layout
 from jaxshard.core.types import PyTree
 
-_LANES, _SUBLANES = 128, 8
+LANES, SUBLANES = 128, 8
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
@@ -56,13 +56,13 @@ def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     packed = max(1, 32 // bits)
     if len(shape) < 2:
         size = math.prod(shape)
-        least, most = _LANES * packed, max(_LANES * _SUBLANES, _LANES * packed)
+        least, most = LANES * packed, max(LANES * SUBLANES, LANES * packed)
         return _round_up(size, max(least, min(_next_power(size), most))) * bits // 8
 
     def count_padded(lanes: int, sublanes: int) -> int:
-        tile = max(packed, min(_next_power(shape[sublanes]), _SUBLANES))
+        tile = max(packed, min(_next_power(shape[sublanes]), SUBLANES))
         rest = math.prod(shape) // (shape[lanes] * shape[sublanes])
-        return rest * _round_up(shape[lanes], _LANES) * _round_up(shape[sublanes], tile)
+        return rest * _round_up(shape[lanes], LANES) * _round_up(shape[sublanes], tile)
 
     return min(count_padded(*pair) for pair in itertools.permutations(range(len(shape)), 2)) * bits // 8
 

@@ -42,6 +42,42 @@ def test_a_gradient_is_split_as_the_sum_over_micro_batches_to_which_it_is_added(
     assert [op.outs[0].shard for op in loop.regions[0].ops if op.name.startswith("scatter")] == [(8, 16)]
 
 
+def test_zeros_that_are_constrained_to_be_whole_are_split_as_the_loop_carries_them():
+    # Sums over micro-batches begin with zeros in the parameters' layout; each device makes those that it adds to.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, split = (jax.sharding.NamedSharding(mesh, spec) for spec in (P(), P("data")))
+
+    def step(rows):
+        start = jax.lax.with_sharding_constraint(jnp.zeros((64, 16)), whole)
+
+        def turn(total, one):
+            return jax.lax.with_sharding_constraint(total + one, split), None
+
+        return jax.lax.scan(turn, start, rows)[0]
+
+    rows = jax.ShapeDtypeStruct((2, 64, 16), jnp.float32)
+    region = build(jax.make_jaxpr(step)(rows), [(((),) * 3, "batch", "")], dict(mesh.shape))
+    made = [op.outs[0].shard for op in region.ops if op.name in ("broadcast_in_dim", "sharding_constraint")]
+    assert made == [(8, 16), (8, 16)]
+
+
+def test_a_product_over_a_split_dimension_is_known_to_be_summed_unless_the_batch_is_split_so():
+    mesh = {"data": 2, "tensor": 4}
+
+    def step(x, w):
+        return x @ w, x.T @ x
+
+    args = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    splits = [((("data",), ("tensor",)), "batch", ""), ((("tensor",), ()), "parameters", "")]
+
+    def summed(batch):
+        region = build(jax.make_jaxpr(step)(*args), [(batch, "batch", ""), splits[1]], mesh)
+        return [op.summed for op in region.ops if op.name == "dot_general"]
+
+    assert summed((("data",), ())) == [True, False]  # of activations; the other one is a gradient, summed once
+    assert summed((("data",), ("tensor",))) == [False, False]
+
+
 def test_a_collective_is_known_to_be_over_an_axis_that_covers_two_dimensions_of_a_torus():
     mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
-from jaxshard.plan.memory.order import join_scatters, sums_stacks_twice
+from jaxshard.plan.memory.order import join_scatters, scatter_on_sparse_cores, sums_stacks_twice
 
 N = 64
 
@@ -57,3 +57,21 @@ def test_a_scatter_writes_into_what_it_is_added_to():
     joined, apart = names(None), names(x)
     assert joined.count("scatter-add") == 1
     assert apart.count("add") == joined.count("add") + 1  # what it would be written over is there already
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "folded"),
+    [((64, 1024), ("data",), False), ((64, 512), ("data",), True), ((64, 1024), ("data", "tensor"), True)],
+)
+def test_sparse_cores_scatter_over_some_axes_in_parts_of_more_than_one_tile(shape, axes, folded):
+    # What is no scatter there is an all-reduce, of which each device takes its part.
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def add(x):
+        return lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
+
+    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(), out_specs=P(None, axes), check_vma=False)
+    closed = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    region = build(closed, [(((), ()), "", "")], dict(mesh.shape), frozenset({"data"}))
+    scatter_on_sparse_cores(region)
+    assert [op.folded for op in region.ops if op.name in ("reduce_scatter", "psum_scatter")] == [folded]

@@ -1,0 +1,68 @@
+"""Values that a TPU's compiler keeps on the chip take nothing of the device's memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxshard.cost.hardware import chip
+from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.liveness import Liveness
+from jaxshard.plan.memory.onchip import values_on_chip
+from jaxshard.plan.memory.roles import temporary_bytes
+
+MIB = 2**20
+SQUARE = jax.ShapeDtypeStruct((512, 512), jnp.float32)  # a MiB
+V5E = chip("v5e")
+
+
+def live(fn, *args, capacity, sums_in_hbm=False, mesh=None):
+    """The bytes of temporaries in the device's memory at the fullest moment, with so many bytes on the chip."""
+    region = build(jax.make_jaxpr(fn)(*args), [(((),) * len(x.shape), "batch", "") for x in args], dict(mesh or {}))
+    step = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    step.keep_on_chip(values_on_chip(step, V5E._replace(vmem_bytes=capacity), sums_in_hbm=sums_in_hbm))
+    return step.peak().total
+
+
+def chain(x, w):
+    return jnp.sin(jnp.cos(x @ w) @ w).sum()
+
+
+@pytest.mark.parametrize(("capacity", "bytes_left"), [(0, MIB), (MIB, 0), (112 * MIB, 0)])
+def test_a_value_that_fits_on_the_chip_takes_nothing(capacity, bytes_left):
+    assert live(chain, SQUARE, SQUARE, capacity=capacity) // MIB * MIB == bytes_left
+
+
+def test_two_values_lie_side_by_side_where_both_fit_and_else_the_one_that_is_read_more():
+    def pair(x, w):
+        first = lax.optimization_barrier(lax.cumsum(x))
+        second = lax.optimization_barrier(lax.cumsum(first @ w))
+        return lax.cumsum(second + first), lax.cumsum(second * 2)
+
+    sizes = [live(pair, SQUARE, SQUARE, capacity=count * MIB) for count in (0, 1, 2, 3)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[1] > sizes[-1]
+
+
+def test_a_value_that_lies_unread_while_the_chip_could_be_filled_many_times_is_copied_out():
+    def loss(turns, x, w):
+        kept = jnp.sin(lax.cumsum(x))
+        y = lax.scan(lambda y, _: (jnp.cos(y @ w), None), x, None, length=turns)[0]
+        return lax.cumsum(y @ lax.cumsum(kept))
+
+    # Five turns are counted, whatever the loop has: what a turn takes decides.
+    small, large = SQUARE, jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    assert live(lambda x, w: loss(4, x, w), small, small, capacity=112 * MIB) < 2 * MIB
+    assert live(lambda x, w: loss(4, x, w), large, large, capacity=112 * MIB) >= 64 * MIB
+
+
+@pytest.mark.parametrize("sums_in_hbm", [False, True])
+def test_what_sparse_cores_sum_lies_in_the_devices_memory(sums_in_hbm):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def add(x):
+        return lax.cumsum(lax.psum(lax.cumsum(x), "data"))
+
+    step = jax.shard_map(add, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    found = live(step, SQUARE, capacity=16 * MIB, sums_in_hbm=sums_in_hbm, mesh=mesh.shape)
+    assert (found >= MIB) == sums_in_hbm
