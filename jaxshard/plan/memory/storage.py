@@ -214,9 +214,10 @@ class Storage:
     def _mixed(self, value: Value, sources: dict[Value, set[Value]]) -> Any:
         """Return the narrower dtype of a value that products read so and a reduction reads as it is; else None.
 
-        One pass writes both, where no product can: a sum over rows that is read beside a product is a part of it.
+        One pass writes both, where no product can: a sum over rows that is read beside a product is a part of it. What
+        is f32 in the program, and bf16 in products alone, each of its readers computes.
         """
-        if not self.needs_pass(value, sources) or "transpose" not in value.path:
+        if not self.needs_pass(value, sources) or "transpose" not in value.path or not self._read_beside_bf16(value):
             return None
         readers = self.readers[value]
         found = {dtype for one in readers if (dtype := narrower(one, value, self.narrow_products)) is not None}

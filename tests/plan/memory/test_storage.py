@@ -127,3 +127,15 @@ def test_a_narrow_product_that_is_read_in_f32_is_stored_as_it_is():
 
     x, w = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
     assert kept(loss, x, w, shape=(ROWS, WIDTH)) == [2 * ROWS * WIDTH]
+
+
+def test_the_gradient_of_f32_logits_is_computed_by_each_that_reads_it_a_bias_too():
+    def loss(x, w, bias):
+        logits = x @ w + bias
+        return (jax.nn.logsumexp(logits, axis=-1) - logits[:, 0]).sum()
+
+    rows, vocab = 2048, 2**14
+    x, w = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, vocab), jnp.float32)
+    found = liveness(jax.grad(loss, argnums=(0, 1, 2)), x, w, jax.ShapeDtypeStruct((vocab,), jnp.float32))
+    large = [one for op in found.ops for one in op.outs if one.shard == (rows, vocab) and one in found.stored]
+    assert ["transpose" in one.path for one in large] == [False]
