@@ -30,7 +30,7 @@ def one_matrix_at_a_time(program: Any) -> Any:
     """Return a closed jaxpr with a loop over single matrices for every factorization of several; itself without any.
 
     The results are the same, bit for bit where the library that factorizes them takes matrices one by one, as LAPACK
-    does. Calls are opened on the way.
+    does. Calls are opened on the way. Where the compiler would have split the batch over devices, it gathers it.
     """
     return _with_loops(program) if _factorizes_several(program) else program
 
