@@ -77,7 +77,7 @@ class Parallel(NamedTuple):
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
         if replicas := local_of(self.strategy):
             parts = f", in {replicas.fragments} parts" if replicas.fragments > 1 else ""
-            alike = f"; alike in the first {replicas.warmup} steps" if replicas.warmup else ""
+            alike = f"; alike in the first {replicas.warmup}" if replicas.warmup else ""
             shown["replicas"] = f"synchronised every {replicas.every} steps{parts}{alike}"
         if context := context_of(self.strategy):
             shown["context"] = f"{context.how} over {' x '.join(context.axis)}"

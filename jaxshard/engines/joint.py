@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
 from jaxshard.core.collectives import sum_scalar
 
@@ -35,9 +35,17 @@ class Joint:
     asked: list[bool] = field(default_factory=list)
 
     def weigh(self, weights: Weights) -> Weights:
-        """Return the weights of all replicas' rows, in such a step; else those of this one's. An all-reduce of each."""
+        """Return the weights of all replicas' rows, in such a step; else those of this one's, and nothing moves."""
         self.asked.append(bool(weights))
-        return tuple(jnp.where(self.now, sum_scalar(one, self.axes), one) for one in weights)
+        if not weights:
+            return ()
+
+        def add(weights: Weights) -> Weights:
+            return tuple(sum_scalar(one, self.axes) for one in weights)
+
+        # In a conditional: in other steps replicas may ask for losses in another number, as a line search does.
+        weighed: Weights = lax.cond(self.now, add, lambda own: own, weights)
+        return weighed
 
     def inside(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return `fn(*given)` as `fn(now, *given)` for a nested `shard_map`, which takes no arrays but as arguments."""

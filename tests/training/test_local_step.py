@@ -99,6 +99,7 @@ def test_a_warm_up_is_that_of_one_device_reduces_gradients_in_a_conditional_and_
     trace = run.opt_state.inner[1][0].trace["embed"]
     np.testing.assert_array_equal(trace[0], trace[1])
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(run.opt_state.outer))
+    assert "in 2 parts in turn; alike in the first 3" in str(layout)
 
 
 @pytest.mark.slow
@@ -190,6 +191,27 @@ def test_a_warm_up_weighs_each_term_of_a_loss_as_one_device_does_to_1e_6(kind: s
     found, expected = run(strategy, mesh), run(js.ddp("data"), mesh_of(data=1))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_line_search_tries_as_many_losses_on_all_replicas_in_the_warm_up_and_its_own_number_after_it() -> None:
+    """After the warm-up a collective inside the search would wait for replicas that are done with theirs."""
+    tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=15))
+
+    def run(strategy: Any, mesh: Any, steps: int) -> tuple[Any, list[Any]]:
+        layout = js.layout(strategy, mesh, MODEL.init, tx)
+        step, state, seen = js.make_step(MODEL.loss, tx, layout), js.init(MODEL.init, tx, layout, jax.random.key(0)), []
+        for batch in batches(steps):
+            # Rows of the second replica are larger, so that its search is longer.
+            state, _ = step(state, batch | {"x": batch["x"] * np.repeat([1, 4], 8)[:, None].astype(np.float32)})
+            seen.append(np.asarray(jax.tree.leaves(state.opt_state.inner[1].learning_rate)[0]) if layout.local else 0)
+        return js.logical(state, layout).params, seen
+
+    strategy = js.compose(js.ddp("data"), js.local("replica", every=2, warmup=2))
+    found, expected = run(strategy, mesh_of(replica=2, data=2), 2)[0], run(js.ddp("data"), mesh_of(data=1), 2)[0]
+    assert worst(found, expected) < 1e-5
+    _, rates = run(strategy, mesh_of(replica=2, data=2), 5)
+    assert rates[1][0] == rates[1][1] and rates[2][0] != rates[2][1]
 
 
 @pytest.mark.slow
