@@ -7,8 +7,8 @@ Bytes are those of the compiled program, per device and step, of the collectives
 inside a slice ("data") or across ("replica"). An all-reduce counts twice, because it is a reduce-scatter and an
 all-gather. Losses are those of `jaxshard train` (gpt-1m on the standard library's source text, 64 rows a step, 8
 simulated devices), each run in a process of its own: the loss on held-out text after the last step, over that of f32
-with the same seed. A mean over the seeds of more than `ALLOWED` from it, or less than `FEWER` times fewer bytes of gradients in 8 bits, ends the
-command with an error.
+with the same seed. A mean over the seeds of more than `ALLOWED` from it, or less than `FEWER` times fewer bytes of
+gradients in 8 bits, ends the command with an error.
 """
 
 from __future__ import annotations
