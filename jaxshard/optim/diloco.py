@@ -67,7 +67,7 @@ def diloco(
 
     Per array: one all-reduce over the axis in one step of `every`, in a conditional that the count of steps decides,
     so that all devices take the same branch. In a step of the warm-up one of each gradient, and where `shard_map`
-    checks types (check_vma=True) one of each parameter too: no other operation tells it that replicas are alike. No
+    checks types (`check_vma=True`) one of each parameter too: no other operation tells it that replicas are alike. No
     other collectives of its own.
 
     Args:
