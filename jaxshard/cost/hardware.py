@@ -230,11 +230,10 @@ def _tpu(
     reached: float = 0.9,
     link: float = 15e9,
     host: float = 0,
-    vmem: int = 0,
 ) -> Chip:
     """A TPU's figures: f32 products run as one bf16 pass by default."""
     memory, own, beside = gibibytes * _GIB, int(usable * _GIB), int(host * _GIB)
-    return Chip(name, peak, memory, bandwidth, own, network, peak, fp8, int8, mxu, reached, link, beside, vmem * 2**20)
+    return Chip(name, peak, memory, bandwidth, own, network, peak, fp8, int8, mxu, reached, link, beside)
 
 
 # device_kind: (the whole chip, its cores, how many of these JAX shows as one device by default).
@@ -248,22 +247,27 @@ def _tpu(
 # Memory of a host: 512 GiB for 8 chips of v5e, 1536 for 8 of v6e, 448 GB for 4 of v5p (Google's pages of each).
 # On a core are 128 MiB on v5e and v6e and 64 on v5p (JAX, jax/_src/pallas/mosaic/tpu_info.py), of which libtpu 0.0.42
 # keeps 16, 32 and 16 MiB for what single operations need: it assigns up to 112, 96 and 48 MiB to arrays.
-_V5E = (_tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12, host=64, vmem=112), 1, 1)
+_V5E = (
+    _tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12, host=64)._replace(
+        vmem_bytes=112 * 2**20
+    ),
+    1,
+    1,
+)
 _V5P = (
-    _tpu(
-        "TPU v5p", 459e12, 95, 2765e9, 95.74, _torus(100e9, 3, 6.25e9), fp8=459e12, int8=918e12, host=104, vmem=48,
+    _tpu("TPU v5p", 459e12, 95, 2765e9, 95.74, _torus(100e9, 3, 6.25e9), fp8=459e12, int8=918e12, host=104)._replace(
+        vmem_bytes=48 * 2**20
     ),
     2,
     2,
-)  # fmt: skip
+)
 _V6E = (
     _tpu(
-        "TPU v6e", 918e12, 32, 1640e9, 31.25, _torus(100e9, 2, 12.5e9), int8=1836e12, mxu=256, link=32e9, host=192,
-        vmem=96,
-    ),
+        "TPU v6e", 918e12, 32, 1640e9, 31.25, _torus(100e9, 2, 12.5e9), int8=1836e12, mxu=256, link=32e9, host=192
+    )._replace(vmem_bytes=96 * 2**20),
     1,
     1,
-)  # fmt: skip
+)
 _TPUS: dict[str, tuple[Chip, int, int]] = {
     "TPU v2": (_tpu("TPU v2", 46e12, 16, 700e9, 14.96, None), 2, 1),
     "TPU v3": (_tpu("TPU v3", 123e12, 32, 900e9, 30.96, None), 2, 1),

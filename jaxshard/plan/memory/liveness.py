@@ -168,13 +168,13 @@ class Liveness(Storage):
             return Live(value, 0)
         stacked = op.name == "scan" and number >= op.counts[1]
         carried = op.name in ("scan", "while") and not stacked
-        taken = self._bytes(value)
+        taken = self.stored_bytes(value)
         if stacked and not self.narrow_products and is_reduced(op.regions[0], op.regions[0].outputs[number]):
             # XLA for GPUs moves a sum over devices one turn on, and peels that turn off: the zeros stay beside it.
             taken *= 2
         return Live(value, taken, "stacked" if stacked else "carried" if carried else "")
 
-    def _bytes(self, value: Value) -> int:
+    def stored_bytes(self, value: Value) -> int:
         """The bytes of a value as it is stored."""
         again = self._mixed(value, self.sources) if value in self.sources else None
         copy = 0 if again is None else self.size(replace(value, dtype=again))
@@ -193,7 +193,7 @@ class Liveness(Storage):
         if op.name == "scan":
             return self._gathered_stacks(op)
         if op.summed:  # an all-reduce beside other operations, from one array into another
-            return [Live(out, self._bytes(out), "copy")]
+            return [Live(out, self.stored_bytes(out), "copy")]
         if out in self.apart and op.name in COMPUTED_IN_F32:  # its operand in both shapes, before it is there itself
             wide = replace(out, dtype=jnp.dtype(jnp.float32))
             return [Live(wide, size, "copy") for size in (self.size(wide), self.size(wide) - self.size(out))]
@@ -264,7 +264,7 @@ class Liveness(Storage):
         return -1 if maker is None else self.place[maker]
 
     def _same_bytes(self, one: Value, other: Value) -> bool:
-        return self._bytes(one) == self._bytes(other) and one.dtype == other.dtype
+        return self.stored_bytes(one) == self.stored_bytes(other) and one.dtype == other.dtype
 
     def _bodies(self, op: Op) -> list[Liveness]:
         # Results of a body are written into the arrays that the loop or branch makes, and may be written over what the
@@ -354,7 +354,7 @@ class Liveness(Storage):
         again: dict[Value, int] = {}
         for op in self.ops:
             if is_reduction(op.name) and not self.is_alias(op):
-                roots = self._roots_of(op)
+                roots = self.roots_of(op)
                 for value in roots:
                     if first[value] & roots:
                         again[value] = self.place[op]

@@ -76,7 +76,7 @@ class _Spans:
             at += 1
         clock = self.clock(live)
         for value, place in _stored(live):
-            last, size = live.last.get(value, -1), live._bytes(value)
+            last, size = live.last.get(value, -1), live.stored_bytes(value)
             if not place <= last < len(live.ops) or not size or self.is_left_unread(live, clock, value, place):
                 continue
             uses = _uses(live, value)
@@ -101,7 +101,7 @@ class _Spans:
             return turns * max((self.clock(body)[-1] for body in live.inner[op]), default=0.0), 0.0
         if live.is_alias(op) or not any(one in live.stored for one in op.outs):
             return 0.0, 0.0
-        moved = sum(live.size(one) for one in (*op.outs, *live._roots_of(op)))
+        moved = sum(live.size(one) for one in (*op.outs, *live.roots_of(op)))
         return _multiplied(op) / self.chip.peak_flops, moved / self.chip.hbm_bandwidth
 
     def saved(self, live: Liveness, op: Op, size: int) -> float:

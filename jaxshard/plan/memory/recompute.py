@@ -69,4 +69,4 @@ class Recomputing(Liveness):
         maker = self.makers[value]
         if not (maker.name in PRODUCTS or self.is_elementwise(maker)):
             return False
-        return all(root in self.inputs or root in there for root in self._roots_of(maker))
+        return all(root in self.inputs or root in there for root in self.roots_of(maker))

@@ -277,12 +277,12 @@ class Storage:
         made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
         read: defaultdict[Value, int] = defaultdict(int)
         for i, op in enumerate(self.ops):
-            for value in self._roots_of(op):
+            for value in self.roots_of(op):
                 read[value] = max(read[value], i)
         places: dict[Op, float] = {}
         for i, op in enumerate(self.ops):
             at: float = i
-            if op.name in PRODUCTS and (roots := self._roots_of(op)):
+            if op.name in PRODUCTS and (roots := self.roots_of(op)):
                 earliest = max(made.get(one, -1) for one in roots)
                 freed = sum(self.size(one) for one in roots if read[one] == i and one not in self.inputs)
                 if any(earliest < loop < i for loop in self.loops) and freed > self.size(op.outs[0]):
@@ -318,7 +318,7 @@ class Storage:
         found = {self.find(one) for one in op.ins}
         return bool(found & self.pending) and all(one in self.pending or one in self.inputs for one in found)
 
-    def _roots_of(self, op: Op) -> set[Value]:
+    def roots_of(self, op: Op) -> set[Value]:
         """The stored arrays that an operation reads, also through what is computed where it is read."""
         found: set[Value] = set()
         for one in op.reads:

@@ -22,7 +22,7 @@ def kept(fn, *args, shape):
     """The bytes of what the forward pass of a gradient stores in a shape, in the order in which it is made."""
     found = liveness(jax.grad(fn, argnums=tuple(range(len(args)))), *args)
     return [
-        found._bytes(one)
+        found.stored_bytes(one)
         for op in found.ops
         for one in op.outs
         if one in found.stored and one.shard == shape and "transpose" not in one.path
