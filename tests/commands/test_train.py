@@ -280,6 +280,7 @@ def test_the_bar_of_a_terminal_shows_step_loss_speed_and_time_left():
     assert "step 2: held-out loss 4.5000" in shown
 
 
+@pytest.mark.slow
 def test_a_fresh_process_simulates_eight_devices_and_keeps_standard_output_pure(data, expected, tmp_path):
     """Even where the environment asks for a platform that is not there; losses within 1e-5 of one device, relative."""
     flags = ["--data", str(data / "text.py"), "--json", "-", *TINY]

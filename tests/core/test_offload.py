@@ -57,6 +57,7 @@ def test_devices_without_that_memory_are_refused_by_name(monkeypatch: pytest.Mon
     check_host_memory(Mesh(np.array(jax.devices()), "data"))
 
 
+@pytest.mark.slow
 def test_matrices_that_rest_with_owners_are_refused() -> None:
     toy = gpt_toy()
     strategy = js.compose(js.fsdp(min_size=0), js.offload(min_size=0))

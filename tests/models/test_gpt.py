@@ -210,7 +210,7 @@ def test_no_position_sees_a_later_one(position):
     assert (before[:, position:] != after[:, position:]).any()
 
 
-@pytest.mark.parametrize("vocab", [65, 5000])
+@pytest.mark.parametrize("vocab", [pytest.param(65, marks=pytest.mark.slow), 5000])
 def test_an_untrained_model_knows_nothing(vocab):
     model = small(vocab=vocab)
     loss = compiled(model.loss)(born(model), batch_of(rows=16, vocab=vocab), KEY)

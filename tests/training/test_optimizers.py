@@ -210,7 +210,7 @@ FAST = [name for name in CASES if name in TYPICAL or name not in ALIASES | WRAPP
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        pytest.param(name, [*STRATEGIES][i % 2], marks=[pytest.mark.slow] * (name == "noisy_sgd"))
+        pytest.param(name, [*STRATEGIES][i % 2], marks=[pytest.mark.slow] * (name in ("noisy_sgd", "lars")))
         for i, name in enumerate(FAST)
     ],
 )
