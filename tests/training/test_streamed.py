@@ -58,7 +58,7 @@ def test_a_bad_step_changes_nothing_and_checkpoints_know_no_memory(tmp_path: Pat
     before = jax.device_get(run)
     bad = toy.batch | {"weights": np.full_like(toy.batch["weights"], np.nan)}
     run, metrics = step(run, bad)
-    assert metrics["bad"].any()
+    assert metrics["bad"]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((run.params, run.opt_state)), before[1:3])
     other = js.layout(split, js.make_mesh(data=8), toy.init_fn, tx)
     restored = js.restore(tmp_path / "run", other)
