@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxshard.core.placement import Placement
-from jaxshard.core.tree import BLOCKS, bytes_of, map_with_path
+from jaxshard.core.tree import bytes_of, is_stacked, map_with_path
 from jaxshard.core.types import PyTree
 
 
@@ -68,10 +68,10 @@ def cut_fragments(params: PyTree, count: int) -> tuple[Fragment, ...]:
         first, second = cut_fragments(shapes, 2)
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    stacked = [x for path, x in leaves if _is_stacked(path, x)]
+    stacked = [x for path, x in leaves if x.shape and is_stacked(path)]
     blocks = min((x.shape[0] for x in stacked), default=0)
     blocks = blocks if all(x.shape[0] == blocks for x in stacked) else 0
-    sizes = {path: bytes_of(x.shape, x.dtype) for path, x in leaves if not (blocks and _is_stacked(path, x))}
+    sizes = {path: bytes_of(x.shape, x.dtype) for path, x in leaves if not (blocks and x.shape and is_stacked(path))}
     of_block = sum(bytes_of(x.shape, x.dtype) for x in stacked) // blocks if blocks else 0
     # The largest first, each to where the least is so far.
     pieces: list[tuple[int, Any]] = [*((size, path) for path, size in sizes.items()), *[(of_block, None)] * blocks]
@@ -102,10 +102,6 @@ def _fragment(params: PyTree, at: int, runs: list[int], owner: dict[Any, int]) -
         return Cut() if runs[at] == blocks else Cut(first, first + runs[at])
 
     return map_with_path(cut, params)
-
-
-def _is_stacked(path: tuple[Any, ...], x: Any) -> bool:
-    return bool(path) and getattr(path[0], "key", None) == BLOCKS and bool(x.shape)
 
 
 def of_fragment(fragment: Fragment, fn: Callable[..., Any], *trees: PyTree) -> PyTree:

@@ -55,6 +55,11 @@ class Leaf(NamedTuple):
         return jnp.issubdtype(self.dtype, jnp.inexact)
 
 
+def is_stacked(path: tuple[Any, ...]) -> bool:
+    """Return whether a parameter's key path is that of stacked blocks: below "blocks" at the top of the parameters."""
+    return bool(path) and getattr(path[0], "key", None) == BLOCKS
+
+
 def path_str(path: tuple[Any, ...]) -> str:
     """Join a key path with slashes: params["a"][0].b is "a/0/b"."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"

@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxshard.core.jaxpr import Program, needed_equations, variables
 from jaxshard.core.placement import Placement
-from jaxshard.core.tree import abstract
+from jaxshard.core.tree import abstract, is_stacked
 from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.trace import param_at_end
 from jaxshard.training.non_finite import keep_old_unless
@@ -58,8 +58,8 @@ def update_streamed(
       grads: the gradients.
       state: the optimizer's state.
       params: the parameters.
-      placements: where the arrays of the state rest. Those on the host are streamed along their first dimension if no
-        axis splits it, else brought to the device whole.
+      placements: where the arrays of the state rest. Those of stacked blocks that are on the host are streamed along
+        their first dimension if no axis splits it; all others come to the device whole.
 
     Returns:
       (updates, new state): of the state what was streamed is on the host, all else on the device.
@@ -95,14 +95,18 @@ def _find_streamed(grads: PyTree, state: PyTree, placements: PyTree) -> list[_St
     leaves = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(placements), strict=True)
     for index, ((path, x), placement) in enumerate(leaves):
         owner = param_at_end(path, [path for path, _ in paths])
-        if owner is not None and paths[owner][1].shape == x.shape and _has_blocks(placement):
+        if owner is None or not is_stacked(paths[owner][0]) or paths[owner][1].shape != x.shape:
+            continue
+        if _has_blocks(placement):
             owned.setdefault(owner, []).append(index)
     return [_Streamed(param, tuple(indices)) for param, indices in owned.items()]
 
 
 def _has_blocks(placement: Placement) -> bool:
+    """Whether a stacked array rests on the host in blocks that are there whole, one or several on every device."""
     sizes = placement.view.stored
-    return bool(placement.memory) and not placement.view.is_padded and sizes[0] > 1 and placement.store[0] is None
+    whole = bool(sizes) and sizes[0] > 1 and placement.store[0] is None
+    return bool(placement.memory) and not placement.view.is_padded and whole
 
 
 def _cut(tree: PyTree, chosen: Sequence[int]) -> PyTree:

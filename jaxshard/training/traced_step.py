@@ -95,17 +95,20 @@ class TracedStep:
         self.residuals: PyTree = engine.residuals(layout)
 
     def _can_stream(self, *, stored: bool, uses_gradients_alone: bool) -> bool:
-        """Whether state on the host is brought to the devices block by block: elementwise optimizers alone can be."""
+        """Whether stacked state on the host comes to the devices block by block: of elementwise optimizers it can."""
         on_host = self.layout.host_bytes_per_device() > 0
         plain = stored and uses_gradients_alone and not self._totals_in_order
-        return on_host and plain and bool(check_elementwise(self._tx, self._params))
+        has_blocks = isinstance(self._params, dict) and BLOCKS in self._params
+        return on_host and plain and has_blocks and bool(check_elementwise(self._tx, self._params))
 
     @property
     def update_view(self) -> str:
         """The arrays on which the optimizer runs, stored or logical, with the reason and the cost, as text."""
         if not (size := self.layout.host_bytes_per_device()):
             return self._view_on_device()
-        how = "block by block" if self._streamed else "whole, as not every optimizer can be run in blocks"
+        how = "whole: only stacked blocks of an elementwise optimizer come one at a time"
+        if self._streamed:
+            how = "stacked arrays block by block, others whole"
         return f"{self._view_on_device()}; {size} bytes per device come from the host's memory and go back, {how}"
 
     def _view_on_device(self) -> str:

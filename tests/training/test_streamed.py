@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import jaxshard as js
+from jaxshard.core.jaxpr import open_jaxpr
+from jaxshard.training.state import run_shapes
 from tests.toys import gpt_toy
 
 
@@ -46,6 +50,53 @@ def test_parameters_and_state_are_those_of_state_on_the_device_within_1e_6(tx: A
     for one, other in zip(jax.tree.leaves(there.params), jax.tree.leaves(here.params), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
     assert jax.tree.map(np.shape, there.opt_state) == jax.tree.map(np.shape, here.opt_state)
+
+
+def loops(jaxpr: Any) -> set[int]:
+    """The turns of all loops of a program."""
+    here = {e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"}
+    return here.union(*(loops(open_jaxpr(one)[0]) for e in jaxpr.eqns for one in jaxprs_in_params(e.params)))
+
+
+@pytest.mark.parametrize("split", [js.fsdp(min_size=0), js.ddp()])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_only_stacked_blocks_come_one_at_a_time(split: js.Strategy, stacked: bool) -> None:
+    """Turns of loops as literals: 3 of the blocks [3, 8, 16]; none of embed [1003, 16], bias [77] and the scalar."""
+
+    def init_fn(key: jax.Array) -> Any:
+        rest = {"embed": jnp.ones((1003, 16)), "bias": jnp.ones(77), "scale": jnp.ones(())}
+        return rest | ({"blocks": {"w": jnp.ones((3, 8, 16))}} if stacked else {})
+
+    def loss_fn(params: Any, batch: Any, key: Any) -> js.Mean:
+        total = sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+        return js.Mean(total * jnp.sum(batch["x"]), batch["x"].shape[0])
+
+    tx = optax.adam(1e-2)
+    layout = js.layout(js.compose(split, js.offload(min_size=0)), js.make_mesh(data=8), init_fn, tx)
+    step, batch = js.make_step(loss_fn, tx, layout), {"x": jax.ShapeDtypeStruct((8,), np.float32)}
+    assert loops(jax.make_jaxpr(step)(run_shapes(layout), batch).jaxpr) == ({3} if stacked else set())
+    assert ("stacked arrays block by block, others whole" in step.update_view) == stacked
+
+
+@pytest.mark.slow
+def test_a_scalar_on_the_host_is_updated() -> None:
+    """In the logical view, next to state on the device: exact."""
+    found = []
+    for more in ((), (js.offload(min_size=0),)):
+        tx = optax.adam(1e-2)
+
+        def init_fn(key: jax.Array) -> Any:
+            return {"blocks": {"w": jnp.ones((3, 8, 16))}, "scale": jnp.ones(())}
+
+        def loss_fn(params: Any, batch: Any, key: Any) -> js.Mean:
+            return js.Mean(jnp.sum(params["blocks"]["w"] * params["scale"]) * jnp.sum(batch["x"]), batch["x"].shape[0])
+
+        layout = js.layout(js.compose(js.fsdp(min_size=0), *more), js.make_mesh(data=8), init_fn, tx)
+        run, step = js.init(init_fn, tx, layout, 0), js.make_step(loss_fn, tx, layout)
+        for _ in range(2):
+            run, _ = step(run, {"x": np.arange(8, dtype=np.float32)})
+        found.append(jax.device_get((run.params, run.opt_state)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.slow
