@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxshard.checkpoint.leaves import Entry
 from jaxshard.core.keys import words_of
@@ -136,7 +137,8 @@ def put_back(layout: Layout, blocks: Blocks, found: dict[str, np.ndarray[Any, An
         shards = []
         for device, block in parts:
             part = found[block.name].view(dtype).reshape([stop - start for start, stop in block.where])
-            shards.append(jax.device_put(part, device, may_alias=False))
+            there = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)  # the host's, under js.offload
+            shards.append(jax.device_put(part, there, may_alias=False))
         arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype))
         jax.block_until_ready(shards)
         for _, block in parts:

@@ -47,6 +47,17 @@ def test_a_training_goes_on_from_the_newest_step(tmp_path):
     assert_same(run, whole)
 
 
+def test_state_of_the_hosts_memory_comes_back_to_it(tmp_path):
+    strategy = js.compose(js.fsdp(min_size=0), js.offload(min_size=0))
+    layout = js.layout(strategy, small.layout().mesh, small.init_fn, small.TX)
+    run = js.init(small.init_fn, small.TX, layout, 0)
+    MemoryCheckpointer(layout, dir=tmp_path).save(run)
+    found, _ = MemoryCheckpointer(layout, dir=tmp_path).restore()
+    assert_same(found, run)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(found.opt_state) if x.ndim}
+    assert kinds == {"pinned_host"}
+
+
 def test_matrices_that_live_with_owners_come_back_to_them(tmp_path):
     def layout():
         return js.layout(js.fsdp(min_size=0), mesh, lambda key: {"w": jnp.ones((8, 8)), "v": jnp.eye(8)}, shampoo(0.1))
