@@ -68,8 +68,9 @@ def update_streamed(
     of_state = [index for one in streamed for index in one.state]
     of_params = [one.param for one in streamed]
     cut_params, cut_state = _cut(grads, of_params), _cut(state, of_state)
-    block = Program.trace(tx.update, cut_params, cut_state, _cut(params, of_params))
-    whole = Program.trace(tx.update, *map(abstract, (grads, state, params)))  # as on the device
+    # Calls are opened: one that updates all arrays, as JAX 0.12 leaves them, would need those on the host as well.
+    block = Program.trace(tx.update, cut_params, cut_state, _cut(params, of_params)).inline_calls()
+    whole = Program.trace(tx.update, *map(abstract, (grads, state, params))).inline_calls()  # as on the device
     places = jax.tree.leaves(placements)
     there = [places[i].on_device() if i in of_state else place for i, place in enumerate(places)]
     tree: Any = jax.tree.structure(state)
