@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_only_stacked_blocks_come_one_at_a_time(split: js.Strategy, stacked: boo
 
 @pytest.mark.slow
 def test_a_scalar_on_the_host_is_updated() -> None:
-    """In the logical view, next to state on the device: exact."""
+    """In the logical view, next to state on the device; products are fused otherwise there, which may cost a last bit."""
     found = []
     for more in ((), (js.offload(min_size=0),)):
         tx = optax.adam(1e-2)
@@ -96,7 +97,7 @@ def test_a_scalar_on_the_host_is_updated() -> None:
         for _ in range(2):
             run, _ = step(run, {"x": np.arange(8, dtype=np.float32)})
         found.append(jax.device_get((run.params, run.opt_state)))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *found)
 
 
 @pytest.mark.slow
