@@ -105,15 +105,14 @@ def round_stochastic(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"])
     """Round each number to one of its two neighbours in bf16, the nearer one more often: its mean is the number.
 
     Args:
-      x: the numbers. What is infinite, NaN, or would be rounded to infinity is rounded towards zero.
+      x: the numbers. Infinities and NaN stay; what would be rounded to infinity is rounded towards zero.
       bits: random numbers, of which the lower 16 bits are used.
     """
     word = lax.bitcast_convert_type(x, jnp.uint32)
     # bf16 is the upper half of f32: a carry out of the lower half goes up by one, with the probability of that half.
     upper = (word + (bits & jnp.uint32(0xFFFF))) & jnp.uint32(0xFFFF0000)
-    rounded = lax.bitcast_convert_type(upper, jnp.float32)
-    rounded = jnp.where(jnp.isfinite(x) & ~jnp.isfinite(rounded), _truncated(word), rounded)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+    upper = jnp.where(_is_finite(upper), upper, word & jnp.uint32(0xFFFF0000))
+    return jnp.where(_is_finite(word), lax.bitcast_convert_type(upper, jnp.float32), x).astype(jnp.bfloat16)
 
 
 def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
@@ -140,8 +139,14 @@ def _mix(x: jax.Array) -> jax.Array:
     return mixed
 
 
-def _truncated(word: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(word & jnp.uint32(0xFFFF0000), jnp.float32)
+def _is_finite(word: jax.Array) -> jax.Array:
+    """Whether the f32 numbers with these bits are finite.
+
+    From the exponent, as integers: `jnp.isfinite` of what depends on gradients would be taken for an optimizer's own
+    rule for bad steps (`proof/non_finite.py`), beside which `js.make_step` has none.
+    """
+    finite: jax.Array = word & jnp.uint32(0x7F800000) != jnp.uint32(0x7F800000)
+    return finite
 
 
 def _belonging(state: PyTree, params: PyTree) -> PyTree:

@@ -12,6 +12,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.core.tree import bytes_of
+from jaxshard.optim.proof.non_finite import handles_non_finite
 from jaxshard.optim.stochastic import random_bits, round_stochastic
 
 from . import fast_jit
@@ -33,7 +34,8 @@ def test_numbers_of_bf16_infinities_and_the_largest_stay() -> None:
     x = jnp.asarray([0.0, 1.5, -2.0, np.inf, -np.inf, np.finfo(np.float32).max])
     np.testing.assert_array_equal(round_stochastic(x, bits)[:5], x[:5].astype(jnp.bfloat16))
     assert np.isfinite(np.float32(round_stochastic(x, bits)[5]))
-    assert jnp.isnan(round_stochastic(jnp.asarray([np.nan]), bits[:1])).all()
+    nans = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    assert jnp.isnan(round_stochastic(jnp.asarray(nans), bits[:3])).all()
 
 
 def test_bits_look_random() -> None:
@@ -58,6 +60,14 @@ def test_small_steps_add_up_that_rounding_to_nearest_loses() -> None:
     assert after["w"].dtype == jnp.bfloat16 and int(state.steps) == 1000
     assert abs(float(after["w"].astype(jnp.float32).mean()) - 0.9) < 0.001
     assert jnp.bfloat16(1) - jnp.bfloat16(1e-4) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rounding_is_no_rule_for_bad_steps(dtype: Any) -> None:
+    """So the step's own guard stays on; that of an optimizer inside still counts."""
+    params = {"w": jax.ShapeDtypeStruct((4, 3), dtype)}
+    assert not handles_non_finite(js.optim.stochastic_round(optax.adam(1e-3)), params)
+    assert handles_non_finite(js.optim.stochastic_round(optax.apply_if_finite(optax.adam(1e-3), 3)), params)
 
 
 def test_state_has_4_bytes_per_parameter() -> None:
