@@ -72,26 +72,27 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
         if params is None:
             raise ValueError("master: update needs the parameters; call tx.update(grads, state, params)")
         originals = _merge(state.master, params)
-        grads = jax.tree.map(lambda g, p: g.astype(jnp.float32) if _is_low(p) else g, updates, params)
+        grads = jax.tree.map(lambda g, p: g.astype(jnp.float32) if is_low(p) else g, updates, params)
         steps, inner = tx.update(grads, state.inner, originals, **extra_args)
         new = jax.tree.map(lambda original, step: original + step.astype(original.dtype), originals, steps)
-        updates = jax.tree.map(lambda p, x, step: _rounded_difference(x, p) if _is_low(p) else step, params, new, steps)
+        updates = jax.tree.map(lambda p, x, step: _rounded_difference(x, p) if is_low(p) else step, params, new, steps)
         return updates, MasterState(jax.tree.map(_mask_others, params, new), inner)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _is_low(x: Any) -> bool:
+def is_low(x: Any) -> bool:
+    """Return whether an array is of a float type of less than 32 bits, such as bf16."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
 def _mask_others(param: jax.Array, original: jax.Array) -> jax.Array | optax.MaskedNode:
-    return original if _is_low(param) else optax.MaskedNode()
+    return original if is_low(param) else optax.MaskedNode()
 
 
 def _merge(originals: PyTree, params: PyTree) -> PyTree:
     """The parameters with their f32 originals where there are any."""
-    return jax.tree.map(lambda p, original: original if _is_low(p) else p, params, originals)
+    return jax.tree.map(lambda p, original: original if is_low(p) else p, params, originals)
 
 
 def _rounded_difference(new: jax.Array, param: jax.Array) -> jax.Array:

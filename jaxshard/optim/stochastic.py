@@ -14,6 +14,7 @@ from jaxtyping import Array, BFloat16, Float32, UInt32
 from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import find_by_suffix, map_with_path
 from jaxshard.core.types import PyTree
+from jaxshard.optim.master import is_low
 
 
 class StochasticState(NamedTuple):
@@ -38,10 +39,12 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
     bf16 has 8 bits of precision: rounded to nearest, a step below 1/256 of a parameter changes nothing, and a second
     moment that decays by 0.999 stands still. Here a number between two of bf16 becomes the upper one with the
     probability that says how near it is, so that its mean is the number (Gupta et al. 2015, "Deep Learning with Limited
-    Numerical Precision", section 3). `tx` computes in f32 with what is stored.
+    Numerical Precision", section 3). `tx` computes in f32: it is given f32 copies of bf16 and f16
+    parameters, of their gradients, and of what is stored.
 
     Every f32 array of the state that has a parameter's place and shape is stored as bf16: 4 bytes per parameter for
-    Adam instead of 8. Parameters in bf16 are rounded so; those in f32 are updated as ever.
+    Adam instead of 8, whatever type the parameter has. Parameters in bf16 are rounded so; those in f32 and f16 are
+    updated as ever.
 
     The random bits are a hash of the seed, the step, the array and the element's index in it, so that they are the same
     on every mesh, and after a restart. They are computed where the element is: no collectives. As they depend on the
@@ -52,8 +55,8 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
       seed: Of the random bits.
 
     Returns:
-      A transform with a `StochasticState`. The update of a bf16 parameter is f32; `optax.apply_updates` adds it exactly
-      as long as a step does not shrink the parameter by more than a factor of 2**16.
+      A transform with a `StochasticState`. The update of a bf16 or f16 parameter is f32; `optax.apply_updates` adds
+      that of a bf16 parameter exactly as long as a step does not shrink it by more than a factor of 2**16.
 
     Raises:
       ValueError: From `update`, without `params`.
@@ -65,7 +68,7 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
     tx = as_transform(tx)
 
     def init_fn(params: PyTree) -> StochasticState:
-        inner = tx.init(params)
+        inner = tx.init(_widened(params))
         chosen = _belonging(inner, params)
         lowered = jax.tree.map(lambda x, low: x.astype(jnp.bfloat16) if low else x, inner, chosen)
         return StochasticState(jnp.zeros((), jnp.int32), lowered)
@@ -75,27 +78,26 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
     ) -> tuple[PyTree, StochasticState]:
         if params is None:
             raise ValueError("stochastic_round: update needs the parameters; call tx.update(grads, state, params)")
-        shapes = jax.eval_shape(tx.init, params)
+        originals = _widened(params)
+        shapes = jax.eval_shape(tx.init, originals)
         chosen = _belonging(shapes, params)
         wide = jax.tree.map(lambda x, like: x.astype(like.dtype), state.inner, shapes)
-        steps, inner = tx.update(updates, wide, params, **extra_args)
+        steps, inner = tx.update(_widened(updates), wide, originals, **extra_args)
         key = _mix(_mix(jnp.uint32(seed % 2**32)) ^ state.steps.astype(jnp.uint32))
         number = iter(range(2**31))
 
         def lower(x: jax.Array, low: bool) -> jax.Array:
             return round_stochastic(x, random_bits(key, next(number), x.shape)) if low else x
 
-        def step_of(param: jax.Array, step: jax.Array) -> jax.Array:
+        def step_of(param: jax.Array, original: jax.Array, step: jax.Array) -> jax.Array:
             if param.dtype != jnp.bfloat16:
                 return step
-            new = param.astype(jnp.float32) + step.astype(jnp.float32)
-            rounded: jax.Array = lax.optimization_barrier(
-                round_stochastic(new, random_bits(key, next(number), param.shape))
-            )
-            return rounded.astype(jnp.float32) - param.astype(jnp.float32)
+            bits = random_bits(key, next(number), param.shape)
+            rounded: jax.Array = lax.optimization_barrier(round_stochastic(original + step.astype(jnp.float32), bits))
+            return rounded.astype(jnp.float32) - original
 
         lowered = jax.tree.map(lower, inner, chosen)
-        steps = jax.tree.map(step_of, params, steps)
+        steps = jax.tree.map(step_of, params, originals, steps)
         return steps, StochasticState(optax.safe_increment(state.steps), lowered)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -147,6 +149,10 @@ def _is_finite(word: jax.Array) -> jax.Array:
     """
     finite: jax.Array = word & jnp.uint32(0x7F800000) != jnp.uint32(0x7F800000)
     return finite
+
+
+def _widened(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_low(x) else x, tree)
 
 
 def _belonging(state: PyTree, params: PyTree) -> PyTree:

@@ -63,6 +63,40 @@ def test_small_steps_add_up_that_rounding_to_nearest_loses() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_second_moments_move_on_average(dtype: Any) -> None:
+    """2,000 steps of gradients of 0.5: 0.2162 within 0.2 %, where optax's in bf16 stand still at 0.125."""
+    params = {"w": jnp.ones((64, 64), dtype)}
+    grads = {"w": jnp.full((64, 64), 0.5, dtype)}
+    tx = js.optim.stochastic_round(optax.scale_by_adam())
+    state = fast_jit(
+        lambda: jax.lax.fori_loop(0, 2000, lambda _, state: tx.update(grads, state, params)[1], tx.init(params))
+    )()
+    assert state.inner.mu["w"].dtype == state.inner.nu["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(state.inner.nu["w"].astype(jnp.float32).mean(), 0.25 * (1 - 0.999**2000), rtol=2e-3)
+
+
+def test_the_transform_sees_f32_alone() -> None:
+    """Parameters, gradients and its own state; the update of f16 is added in f32 and rounded to nearest."""
+    seen = []
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        seen.extend(str(x.dtype) for x in jax.tree.leaves((grads, state, params)))
+        return jax.tree.map(lambda g: -0.25 * g, grads), state
+
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16), "c": jnp.ones(2)}
+    tx = js.optim.stochastic_round(optax.GradientTransformation(lambda params: params, update))
+    updates, state = tx.update(params, tx.init(params), params)
+    assert seen == ["float32"] * 9
+    assert {str(x.dtype) for x in jax.tree.leaves(state.inner)} == {"bfloat16"}
+    after = optax.apply_updates(params, updates)
+    assert {k: (str(x.dtype), float(x[0])) for k, x in after.items()} == {
+        "a": ("bfloat16", 0.75),
+        "b": ("float16", 0.75),
+        "c": ("float32", 0.75),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_rounding_is_no_rule_for_bad_steps(dtype: Any) -> None:
     """So the step's own guard stays on; that of an optimizer inside still counts."""
     params = {"w": jax.ShapeDtypeStruct((4, 3), dtype)}
