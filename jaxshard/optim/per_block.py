@@ -18,6 +18,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.optim.proof.elementwise import coupled_leaves
 from jaxshard.optim.proof.marked import has_marks
 from jaxshard.optim.proof.report import describe
+from jaxshard.optim.stochastic import StochasticState
 
 
 class PerBlockState(NamedTuple):
@@ -58,7 +59,7 @@ def per_block(tx: optax.GradientTransformation, stacked: str = BLOCKS) -> optax.
     Raises (from init):
       ValueError: Nothing under `stacked`; leading dimensions that differ; a transform that couples parameters, such
         as clipping by the global norm (put it before: `optax.chain(clip, per_block(tx))`), or that draws random
-        numbers, which would be the same in every block.
+        numbers, which would be the same in every block (of `js.optim.stochastic_round`, which goes around it, too).
 
     Example:
         # params: {"embed": [V, D], "blocks": {"w": [24, D, F]}}. The trust ratio of LAMB is one number per block.
@@ -129,7 +130,17 @@ def _check(tx: optax.GradientTransformationExtraArgs, params: PyTree, stacked: s
             f"{describe(coupled)}. Put that part in front: "
             "optax.chain(optax.clip_by_global_norm(1.0), js.optim.per_block(tx))"
         )
-    if draws_random_bits(jax.make_jaxpr(tx.update)(probe, jax.eval_shape(tx.init, probe), probe)):
+    state = jax.eval_shape(tx.init, probe)
+    if any(map(_is_rounded, jax.tree.leaves(state, is_leaf=_is_rounded))):
+        raise ValueError(
+            "per_block: stochastic_round inside it would round every block by the same random bits; put it around: "
+            "js.optim.stochastic_round(js.optim.per_block(tx))"
+        )
+    if draws_random_bits(jax.make_jaxpr(tx.update)(probe, state, probe)):
         raise ValueError(
             "per_block: tx draws random numbers, which would be the same in every block; put it before per_block"
         )
+
+
+def _is_rounded(node: Any) -> bool:
+    return isinstance(node, StochasticState)

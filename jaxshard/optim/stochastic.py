@@ -15,6 +15,7 @@ from jaxshard.core.transform import as_transform
 from jaxshard.core.tree import find_by_suffix, map_with_path
 from jaxshard.core.types import PyTree
 from jaxshard.optim.master import is_low
+from jaxshard.optim.proof.marked import has_marks
 
 
 class StochasticState(NamedTuple):
@@ -48,7 +49,8 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
 
     The random bits are a hash of the seed, the step, the array and the element's index in it, so that they are the same
     on every mesh, and after a restart. They are computed where the element is: no collectives. As they depend on the
-    index, `js.make_step` runs the transform on the logical view of arrays that are stored in another shape.
+    index, `js.make_step` runs the transform on the logical view of arrays that are stored in another shape. Around
+    `js.optim.per_block`, not inside it, every block has its own bits.
 
     Args:
       tx: The transform to wrap.
@@ -67,15 +69,18 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
     """
     tx = as_transform(tx)
 
-    def init_fn(params: PyTree) -> StochasticState:
+    def init_fn(params: PyTree) -> Any:
+        if has_marks(params):
+            return tx.init(params)
         inner = tx.init(_widened(params))
         chosen = _belonging(inner, params)
         lowered = jax.tree.map(lambda x, low: x.astype(jnp.bfloat16) if low else x, inner, chosen)
         return StochasticState(jnp.zeros((), jnp.int32), lowered)
 
-    def update_fn(
-        updates: PyTree, state: StochasticState, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, StochasticState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        if has_marks(updates):  # `stacking_changes` looks for what stacking changes: of rounding, no more than the bits
+            plain: tuple[PyTree, Any] = tx.update(updates, state, params, **extra_args)
+            return plain
         if params is None:
             raise ValueError("stochastic_round: update needs the parameters; call tx.update(grads, state, params)")
         originals = _widened(params)

@@ -138,6 +138,18 @@ def test_refused() -> None:
         optim.per_block(optax.noisy_sgd(0.1, key=0)).init(arrays(0))
 
 
+def test_rounding_at_random_goes_around_it() -> None:
+    """Inside, every block would be rounded by the same bits; around it, a quarter of each block's elements moves."""
+    match = r"put it around: js.optim.stochastic_round\(js.optim.per_block\(tx\)\)"
+    with pytest.raises(ValueError, match=match):
+        optim.per_block(optax.chain(optim.stochastic_round(optax.lamb(0.1)), optax.scale(1.0))).init(arrays(0))
+    params = {"blocks": {"w": jnp.ones((2, 64, 64), jnp.bfloat16)}}
+    tx = optim.stochastic_round(optim.per_block(optax.sgd(2**-10)))
+    updates = fast_jit(lambda: tx.update(params, tx.init(params), params)[0])()
+    one, two = np.asarray(updates["blocks"]["w"]) != 0
+    assert abs(one.mean() - 0.25) < 0.04 and abs(two.mean() - 0.25) < 0.04 and abs((one & two).mean() - 1 / 16) < 0.02
+
+
 @pytest.mark.parametrize(
     ("name", "tx"),
     [

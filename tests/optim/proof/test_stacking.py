@@ -88,6 +88,8 @@ UNCHANGED = {
         optax.lamb(0.1), lambda p: jax.tree_util.tree_map_with_path(lambda path, x: path[0].key == "embed", p)
     ),
     "averaged": lambda: optim.averaged(optax.adam(0.1), 0.9),
+    "stochastic_round": lambda: optim.stochastic_round(optax.adam(0.1)),
+    "stochastic_round of per_block": lambda: optim.stochastic_round(optim.per_block(optax.lamb(0.1))),
     "per_block": lambda: clipped(optim.per_block(optax.lamb(0.1))),
     "per_block, factored": lambda: optim.per_block(optax.adafactor(0.1, min_dim_size_to_factor=4)),
     "per_block in multi_steps": lambda: Multi(optim.per_block(contrib.muon(0.1)), 2),
@@ -101,6 +103,7 @@ CHANGED = {
     "clip_by_block_rms": lambda: optax.adafactor(0.1),
     "scale_by_param_block_rms": lambda: optax.adafactor(0.1, clipping_threshold=None),
     "factorized": lambda: optax.adafactor(0.1, min_dim_size_to_factor=4, clipping_threshold=None),
+    "scale_by_trust_ratio   ": lambda: optim.stochastic_round(optax.lamb(0.1)),
     "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "clip_by_block_rms ": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.adam(0.1)),
     "scale_by_novograd": lambda: optax.novograd(0.1),
@@ -264,6 +267,7 @@ PER_BLOCK = {
     "lamb": lambda: optax.lamb(0.01),
     "lars": lambda: optax.lars(0.1),
     "adafactor": lambda: optax.adafactor(0.01, min_dim_size_to_factor=4),
+    "scale_by_trust_ratio   ": lambda: optim.stochastic_round(optax.lamb(0.1)),
     "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.001), optax.sgd(0.1)),
 }
