@@ -66,7 +66,9 @@ def adam8bit(
         tx = js.optim.adam8bit(3e-4, weight_decay=0.1)
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
     """
-    decay = [optax.add_decayed_weights(weight_decay, mask)] if weight_decay else []
+    # `optax.inject_hyperparams` makes an array of it, whose number is not known here.
+    decays = isinstance(weight_decay, jax.Array) or bool(weight_decay)
+    decay = [optax.add_decayed_weights(weight_decay, mask)] if decays else []
     return optax.with_extra_args_support(
         optax.chain(scale_by_adam8bit(b1, b2, eps), *decay, optax.scale_by_learning_rate(learning_rate))
     )

@@ -88,7 +88,7 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
         chosen = _belonging(shapes, params)
         wide = jax.tree.map(lambda x, like: x.astype(like.dtype), state.inner, shapes)
         steps, inner = tx.update(_widened(updates), wide, originals, **extra_args)
-        key = _mix(_mix(jnp.uint32(seed % 2**32)) ^ state.steps.astype(jnp.uint32))
+        key = _mix(_mix(_seed_word(seed)) ^ state.steps.astype(jnp.uint32))
         number = iter(range(2**31))
 
         def lower(x: jax.Array, low: bool) -> jax.Array:
@@ -136,6 +136,11 @@ def random_bits(key: UInt32[Array, ""], number: int, shape: tuple[int, ...]) -> 
         rows += lax.broadcasted_iota(jnp.uint32, rows.shape, dim) * jnp.uint32(weight)
     columns = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return _mix(_mix(seed ^ rows) + columns * jnp.uint32(0x9E3779B9))
+
+
+def _seed_word(seed: int | jax.Array) -> jax.Array:
+    """The seed modulo 2**32; `optax.inject_hyperparams` makes an int32 array of it."""
+    return seed.astype(jnp.uint32) if isinstance(seed, jax.Array) else jnp.uint32(seed % 2**32)
 
 
 def _mix(x: jax.Array) -> jax.Array:

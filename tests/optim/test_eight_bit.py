@@ -180,6 +180,16 @@ def test_first_update_is_adam_s() -> None:
     assert int(state.steps) == 1
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_hyperparameters_can_be_injected(weight_decay: float) -> None:
+    """1e-4 of the update that numbers give: one more rounding of 1 - b2. 0 is no decay."""
+    params = {"w": jnp.ones((64, 128)), "bias": jnp.ones(3)}
+    plain = js.optim.adam8bit(1e-3, weight_decay=weight_decay)
+    injected = optax.inject_hyperparams(js.optim.adam8bit)(1e-3, weight_decay=weight_decay)
+    one, other = (fast_jit(lambda tx=tx: tx.update(params, tx.init(params), params)[0])() for tx in (plain, injected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), one, other)
+
+
 def test_200_steps_with_outliers_stay_finite_and_bounded() -> None:
     """Every step a few elements of the gradient are 1e6 times the others; updates are at most 10 in size, as Adam's."""
     shapes = {"w": (64, 256)}

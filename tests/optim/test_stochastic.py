@@ -110,6 +110,15 @@ def test_state_has_4_bytes_per_parameter() -> None:
     assert sum(bytes_of(x.shape, x.dtype) for x in jax.tree.leaves(state) if x.shape) == 4 * (64 * 65 + 65)
 
 
+@pytest.mark.parametrize("seed", [7, -7])
+def test_an_injected_seed_gives_the_same_bits(seed: int) -> None:
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    make = js.optim.stochastic_round
+    transforms = [make(optax.sgd(1e-3), seed=seed), optax.inject_hyperparams(make)(optax.sgd(1e-3), seed=seed)]
+    one, other = (fast_jit(lambda tx=tx: tx.update(params, tx.init(params), params)[0])()["w"] for tx in transforms)
+    np.testing.assert_array_equal(one, other)
+
+
 def test_without_parameters_it_says_so() -> None:
     tx = js.optim.stochastic_round(optax.sgd(0.1))
     with pytest.raises(ValueError, match="update needs the parameters"):
