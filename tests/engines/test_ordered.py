@@ -237,6 +237,18 @@ def test_scalars_are_a_part_of_the_sum_over_all_parameters(total, allowed):
     assert is_elementwise_except_totals(scaled(total), params, views) == allowed
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_sum_that_is_rounded_is_a_sum(dtype):
+    """As a global norm over parameters in bf16 rounds it; rounded to an integer it is none."""
+    params = {"w": jnp.ones((4, 3)), "v": jnp.ones((2,), dtype)}
+    for rounded, allowed in ((dtype, True), ("int32", False)):
+
+        def total(g, to=rounded):
+            return jnp.sum(g["w"] ** 2).astype(to).astype("float32") + jnp.sum(g["v"] ** 2).astype("float32") + 1
+
+        assert is_elementwise_except_totals(scaled(total), params, params | {"w": jnp.ones((8, 3))}) == allowed
+
+
 def test_what_the_compiler_would_order_is_refused_by_name():
     toy = gpt_toy(vocab=64)
     tensor = js.compose(js.zero2(), js.tensor())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.core.primitives import ELEMENTWISE, RESHAPES, SAME, evaluate
@@ -119,7 +120,7 @@ def _linear(eqn: Any, facts: list[Fact]) -> Fact | None:
         or (name == "mul" and set(kinds) == {Kind.PARTIAL_SUM, Kind.UNIFORM})
         or (name == "div" and kinds == [Kind.PARTIAL_SUM, Kind.UNIFORM])
         or name in ("neg", "real")
-        or (name == "convert_element_type" and np.issubdtype(eqn.params["new_dtype"], np.inexact))
+        or (name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], np.inexact))
     )
     if term is None or not linear:
         return None
