@@ -18,7 +18,7 @@ from jaxshard.checkpoint.leaves import entries, list_differences
 from jaxshard.checkpoint.memory.agreement import POINT, Recalled, recall
 from jaxshard.checkpoint.memory.blocks import Blocks, copy_out, describe, put_back
 from jaxshard.checkpoint.memory.exchange import fetch
-from jaxshard.checkpoint.memory.segment import SLOTS, Header, Record, Segment, create_segment, open_segment
+from jaxshard.checkpoint.memory.segment import SLOTS, Bytes, Header, Record, Segment, create_segment, open_segment
 from jaxshard.checkpoint.residuals import refuse_residuals
 from jaxshard.checkpoint.writer import check_data
 from jaxshard.core.keys import keys_of
@@ -28,6 +28,7 @@ from jaxshard.core.mesh import mesh_str
 from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import gather_texts
+from jaxshard.training.non_finite import is_finite
 from jaxshard.training.state import TrainState, check_is_run, check_run
 
 _FILE = re.compile(r"process-(\d+)")
@@ -50,6 +51,9 @@ class MemoryCheckpointer:
     there completely, which is at most one step before the last one that was taken (`every`, if that is more). Where the
     memory of a machine is gone or damaged, its shards come from other processes that hold the same: under `js.hsdp` or
     `js.ddp` there are some, under `js.fsdp` there are none, and then a checkpoint on disk is needed.
+
+    A run whose parameters have become infinite or NaN is not copied: what is there is the last good one. Steps that are
+    taken again, after a `js.Rollback`, are copied again, in place of those that were given up.
 
     A copy blocks the training until the arrays are in memory: on accelerators as long as the shards of a host need from
     its devices, so choose `every` by that. It needs twice the bytes of these shards. The frozen parameters of `js.lora`
@@ -99,6 +103,8 @@ class MemoryCheckpointer:
         )
         self._run: str | None = None
         self._slot, self._saves, self._saved = 0, 0, -1
+        self._copied: jax.Array | None = None  # the `step` of the run that was copied last, by which it is known again
+        self._was_finite = False
         self._segment = _together(self._open_or_create, "js.MemoryCheckpointer")
 
     def __call__(self, step: int, run: TrainState) -> None:
@@ -107,16 +113,21 @@ class MemoryCheckpointer:
             self.save(run)
 
     def save(self, run: TrainState) -> None:
-        """Copy the run into memory, unless its step is the one that was copied last. Every process calls this.
+        """Copy the run into memory, unless it is the one that was copied last. Every process calls this.
+
+        A run is passed over that has infinite or NaN parameters, where the one that was copied last had none.
 
         Raises:
           ValueError: the run is not one of the layout; the position of the data is too long, or nothing for JSON.
         """
         check_is_run(run)
         refuse_residuals(run, "js.MemoryCheckpointer")
-        step = int(run.step)
-        if step == self._saved:
+        if run.step is self._copied:
             return
+        finite = is_finite(run.params)
+        if self._was_finite and not finite:
+            return
+        step = int(run.step)
         data = self._data() if self._data else None
         check_data(data)
         with own_settings(self._layout.mesh):
@@ -124,10 +135,10 @@ class MemoryCheckpointer:
                 check_run(self._layout, run)
                 self._begin()
             assert self._run is not None
-            slot, saves = 1 - self._slot, self._saves + 1
-            arrays = jax.tree.leaves(run)
-            self._segment.write(slot, Record(self._run, step, saves, data, []), copy_out(self._blocks, arrays))
-        self._slot, self._saves, self._saved = slot, saves, step
+            record = Record(self._run, step, self._saves + 1, data, [])
+            write = self._write_again if step <= self._saved else self._write
+            self._slot = write(record, copy_out(self._blocks, jax.tree.leaves(run)))
+        self._saves, self._saved, self._copied, self._was_finite = record.saves, step, run.step, finite
 
     def restore(self) -> tuple[TrainState, Any] | None:
         """Return the newest run of which all is in memory; None where none was kept. Every process calls this.
@@ -154,6 +165,7 @@ class MemoryCheckpointer:
             self._keep(recalled)
             run = self._make_run(recalled)
             gather_texts(f"{process} of {count}", POINT)  # nobody overwrites what another one may still need
+        self._copied, self._was_finite = run.step, is_finite(run.params)
         return run, recalled.data
 
     def _open_or_create(self) -> Segment:
@@ -205,6 +217,29 @@ class MemoryCheckpointer:
         for slot in range(SLOTS):
             self._segment.clear(slot)
         gather_texts(self._run, "js.MemoryCheckpointer.save")  # no step of this run beside one of another
+
+    def _write(self, record: Record, blocks: list[Bytes]) -> int:
+        """Write a step in place of the older one; return its slot."""
+        slot = 1 - self._slot
+        self._segment.write(slot, record, blocks)
+        return slot
+
+    def _write_again(self, record: Record, blocks: list[Bytes]) -> int:
+        """Write a step that is taken again, and forget the given up ones from there on; return its slot.
+
+        Of two given up steps the later one goes when the new one is there in all processes. Nothing is written where a
+        step of the same number still is in some process: it would be taken for a part of the new one.
+        """
+        records = [self._segment.record(slot) for slot in range(SLOTS)]
+        given_up = sorted((one.step, slot) for slot, one in enumerate(records) if one and one.step >= record.step)
+        slot = given_up[0][1] if given_up else 1 - self._slot
+        self._segment.clear(slot)
+        gather_texts(self._run or "", "js.MemoryCheckpointer.save")
+        self._segment.write(slot, record, blocks)
+        gather_texts(self._run or "", "js.MemoryCheckpointer.save")
+        for _, later in given_up[1:]:
+            self._segment.clear(later)
+        return slot
 
     def _keep(self, recalled: Recalled) -> None:
         """See to it that this process's segment holds the step that all go on from, and no later one."""

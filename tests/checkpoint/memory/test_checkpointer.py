@@ -47,6 +47,49 @@ def test_a_training_goes_on_from_the_newest_step(tmp_path):
     assert_same(run, whole)
 
 
+def held(memory):
+    """The steps in memory, with how often the run was saved until then."""
+    return sorted((one.step, one.saves) for one in map(memory._segment.record, (0, 1)) if one)
+
+
+def test_steps_that_are_taken_again_replace_those_that_were_given_up(tmp_path):
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
+    first = small.at(1)
+    for run in (first, small.at(2), small.at(3)):
+        memory.save(run)
+        memory.save(run)  # the same one: no copy
+    assert held(memory) == [(2, 2), (3, 3)]
+    memory.save(small.at(3))  # back from 2 to 3
+    assert held(memory) == [(2, 2), (3, 4)]
+    memory.save(small.at(2))  # from 1 to 2: neither is of this training any more
+    assert held(memory) == [(2, 5)]
+    memory.save(small.at(3))
+    assert held(memory) == [(2, 5), (3, 6)]
+    memory.save(first)
+    assert held(memory) == [(1, 7)]
+    assert MemoryCheckpointer(small.layout(), dir=tmp_path).restore()[0].step == 1
+
+
+def test_a_run_that_is_spoiled_is_not_copied(tmp_path):
+    def spoiled(step):
+        run = small.at(step)
+        return run._replace(params=run.params | {"w": run.params["w"] * jnp.nan})
+
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
+    for run in (small.at(1), spoiled(2), spoiled(3)):
+        memory.save(run)
+    assert held(memory) == [(1, 1)]
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path)
+    assert memory.restore()[0].step == 1
+    memory.save(spoiled(2))
+    memory.save(small.at(2))
+    assert held(memory) == [(1, 1), (2, 2)]
+    memory = MemoryCheckpointer(small.layout(), dir=tmp_path / "other")
+    memory.save(spoiled(1))  # as it began: no number of it became infinite
+    memory.save(spoiled(2))
+    assert held(memory) == [(1, 1), (2, 2)]
+
+
 def test_state_of_the_hosts_memory_comes_back_to_it(tmp_path):
     strategy = js.compose(js.fsdp(min_size=0), js.offload(min_size=0))
     layout = js.layout(strategy, small.layout().mesh, small.init_fn, small.TX)
