@@ -154,7 +154,8 @@ def local(
         replicas too, weighed as rows are, before the inner optimizer sees them (its clip of a global norm included).
         All replicas and the shared parameters are the same after each, and `outer` is not used. Replicas that part
         while the model has learned nothing lose most; take the warm-up of the learning rate. As in every step under
-        js.local, a replica has a random key of its own.
+        js.local, a replica has a random key of its own. The loss must be a `js.Mean` (or a `js.Loss` of one): the
+        first step refuses a scalar, which does not say how replicas' rows make one loss.
 
     Returns:
       A strategy. Applied, it raises ValueError if the mesh has no such axis, rows or arrays are split over it anyway,

@@ -17,6 +17,7 @@ from jaxshard.core.collectives import sum_scalar
 from jaxshard.core.layout import Layout
 from jaxshard.core.local import Local
 from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import Outcome
 from jaxshard.engines.joint import Joint, joining
 
@@ -38,6 +39,7 @@ def join_in_warm_up(
       The outcome, whose value is joined and whose metrics are this replica's, and the gradients as stored.
 
     Raises:
+      Unsuited: the loss is a scalar, which says no weight.
       ValueError: the engine does not say how much the rows of a replica weigh.
     """
     if not local.warmup:
@@ -50,11 +52,15 @@ def join_in_warm_up(
             "local: warmup joins the gradients of all replicas by the weights of their losses, which this engine does "
             "not show; use js.auto() or js.explicit(), or warmup=0"
         )
-    # A loss without weights is the mean of a replica's rows, of which each has as many.
-    share = 1 if joint.asked[0] else 1 / local.replicas(layout.mesh)
+    # A scalar of all rows does not follow from those of each replica's: it may be a sum, a mean or neither.
+    if not all(joint.asked):
+        raise Unsuited(
+            "local: warmup needs a loss that says its weight, so that the rows of all replicas make one mean: return "
+            "js.Mean(total, weight) instead of a scalar, or use warmup=0"
+        )
 
     def add(value: jax.Array, grads: PyTree) -> tuple[jax.Array, PyTree]:
-        return sum_scalar(value, local.axis) * share, jax.tree.map(lambda x: x * share, _sum(layout, local, grads))
+        return sum_scalar(value, local.axis), _sum(layout, local, grads)
 
     def leave(value: jax.Array, grads: PyTree) -> tuple[jax.Array, PyTree]:
         return value, grads
