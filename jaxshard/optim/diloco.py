@@ -90,7 +90,8 @@ def diloco(
 
     Raises (from this function and from update):
       ValueError: `every`, `fragments` or `warmup` is no whole number in range, or there are more fragments than
-        steps or pieces of the model; `update` without `params`; gradients that were summed over the axis of the
+        steps or pieces of the model; `update` without `params`, or outside `shard_map` over the axis, as in
+        `js.make_step`, where `js.local` is meant; gradients that were summed over the axis of the
         replicas.
       TypeError: `tx` or `outer` is no optax transform.
 
@@ -111,12 +112,15 @@ def diloco(
 
     def init_fn(params: PyTree) -> DilocoState:
         parts = cut_fragments(params, fragments)
+        # A copy: a loop may donate parameters and state, and no array can be donated twice.
+        shared = jax.tree.map(jnp.array, params)
         states = tuple(shared_tx.init(of_fragment(part, Cut.take, params)) for part in parts)
-        return DilocoState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.asarray, params), inner.init(params), states)
+        return DilocoState(jnp.zeros((), jnp.int32), shared, inner.init(params), states)
 
     def update_fn(updates: PyTree, state: DilocoState, params: PyTree | None = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError("diloco: update needs the replica's parameters; call tx.update(grads, state, params)")
+        _check_bound(axes)
         _check_own(updates, axes)
         if warmup:
             updates = lax.cond(
@@ -178,6 +182,18 @@ def _vary(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
+
+
+def _check_bound(axes: tuple[str, ...]) -> None:
+    try:
+        lax.axis_size(axes)
+    except NameError as error:
+        name = axes[0] if len(axes) == 1 else axes
+        raise ValueError(
+            f"diloco: update is not inside a jax.shard_map over {name!r}, the axis of the replicas. It is for a loop "
+            f"of your own; for js.make_step put js.local({name!r}, every=...) into the strategy of the layout, and "
+            "give the inner optimizer alone"
+        ) from error
 
 
 def _check_own(grads: PyTree, axes: tuple[str, ...]) -> None:

@@ -101,3 +101,14 @@ def test_bad_arguments_are_refused_by_name() -> None:
     params = {"w": jnp.ones(3)}
     with pytest.raises(ValueError, match="update needs the replica's parameters"):
         tx.update(params, tx.init(params))
+    layout = js.layout(js.ddp(), js.make_mesh(data=8), lambda key: params, tx)
+    step = js.make_step(lambda params, batch, key: js.Mean((params["w"] * batch["x"]).sum(), 8.0), tx, layout)
+    with pytest.raises(ValueError, match=r"diloco: update is not inside .* put js\.local\('replica', every="):
+        step.lower({"x": jnp.ones((8, 3))})
+
+
+def test_parameters_and_state_may_both_be_donated() -> None:
+    params = {"w": jnp.ones(3)}
+    state = js.optim.diloco(optax.sgd(0.1), every=2).init(params)
+    doubled = jax.jit(lambda *x: jax.tree.map(lambda x: 2 * x, x), donate_argnums=(0, 1))(params, state)
+    np.testing.assert_array_equal(doubled[1].shared["w"], 2)
