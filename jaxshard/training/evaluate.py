@@ -176,7 +176,8 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
       layout: the layout that it was made with.
 
     Raises:
-      ValueError: the optimizer keeps no average, or several; a run that does not fit the layout.
+      ValueError: the optimizer keeps no average, or several; a run that does not fit the layout; under `js.local`,
+        where averages are of each replica's own parameters.
 
     Example:
         tx = js.optim.averaged(optax.adamw(3e-4), 0.999)
@@ -184,6 +185,11 @@ def averaged(run: TrainState, layout: Layout) -> TrainState:
         js.evaluate(eval_step, js.averaged(run, layout), held_out)
     """
     check_run(layout, run)
+    if layout.local is not None:
+        raise ValueError(
+            "averaged: replicas that train by themselves (js.local) keep an average each, of their own parameters, and "
+            "none of the shared ones; evaluate the run itself, whose parameters are the shared ones"
+        )
     given, run = run, split_owned(run, layout)
 
     @partial(jax.jit, out_shardings=layout.shardings(layout.params))

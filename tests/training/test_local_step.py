@@ -365,7 +365,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         js.replace_params(run, MODEL.init(jax.random.key(1)), CLIPPED, layout, opt_state="keep")
 
 
-def test_parity_and_prediction_say_that_they_know_no_replicas() -> None:
+def test_what_knows_no_replicas_says_so() -> None:
     mesh = mesh_of(**MESH)
     strategy = js.compose(js.ddp(), js.local("replica", every=4))
     (batch,) = batches(1)
@@ -374,6 +374,8 @@ def test_parity_and_prediction_say_that_they_know_no_replicas() -> None:
     layout = js.layout(strategy, mesh, MODEL.init, CLIPPED)
     with pytest.raises(ValueError, match="predict: replicas that train by themselves"):
         js.plan.predict(layout, MODEL.loss, batch, tx=CLIPPED)
+    with pytest.raises(ValueError, match=r"averaged: .* evaluate the run itself"):
+        js.averaged(js.init(MODEL.init, CLIPPED, layout, 0), layout)
 
 
 def test_matrices_inside_a_replica_have_no_owners() -> None:
