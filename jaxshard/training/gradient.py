@@ -17,6 +17,7 @@ from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
 from jaxshard.training.batch import check_batch
+from jaxshard.training.residuals import check_residuals, with_residuals
 from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import unstore, use_stored
 
@@ -33,12 +34,14 @@ def value_and_grad(
 
     Returns:
       The function. It does not donate the run. The gradients are in model order without padding, as `jax.grad` gives
-      them on one device, with None for frozen parameters; the compiler chooses how they are split. Collectives: those
-      of the engine. The first call for a batch of some shape compiles.
+      them on one device, with None for frozen parameters; the compiler chooses how they are split. Residuals of an
+      engine with feedback are added, as the next step would add them, and stay in the run. Collectives: those of the
+      engine. The first call for a batch of some shape compiles.
 
     Raises:
       TypeError: `loss_fn` is no function, or `engine` no engine.
-      ValueError: by a call, a run or batch that does not fit the layout.
+      ValueError: a layout with `js.local`; by a call, a run or batch that does not fit the layout, or a run with
+        residuals of gradients that the engine does not keep.
 
     Example:
         gradient = js.value_and_grad(loss_fn, layout, js.explicit())
@@ -47,7 +50,12 @@ def value_and_grad(
     engine = engine or auto()
     check_engine(engine)
     check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
-    compute = engine.value_and_grad(resolve(loss_fn), layout)
+    if layout.local is not None:
+        raise ValueError(
+            "value_and_grad: replicas that train by themselves (js.local) have a loss and gradients each, of their own "
+            "parameters; make the layout of the strategy inside a replica, without js.local"
+        )
+    compute, residuals = engine.value_and_grad(resolve(loss_fn), layout), engine.residuals(layout)
 
     def run_once(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         state, key = use_stored(layout, layout.state, run.state), jax.random.fold_in(run.key, run.step)
@@ -62,6 +70,8 @@ def value_and_grad(
         check_batch(layout, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
         check_narrowing(batch, "the batch")
         with own_settings(layout.mesh):
+            run = with_residuals(run, layout, residuals)
+            check_residuals(run, layout, residuals)
             results: tuple[jax.Array, PyTree] = jitted(run, jax.device_put(batch, layout.batch_shardings(batch)))
         jax.block_until_ready(results)
         return results

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.core.layout import Layout
+from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.training.state import TrainState, check_is_run, residual_shapes
 
@@ -30,14 +31,22 @@ def with_residuals(run: TrainState, layout: Layout, placements: PyTree) -> Train
     return run if found or not wanted else run._replace(residuals=zero_residuals(layout, placements))
 
 
-def check_has_residuals(run: TrainState, placements: PyTree) -> None:
-    """Raise ValueError if a run inside a program has other residuals than the engine places."""
+def check_residuals(run: TrainState, layout: Layout, placements: PyTree) -> None:
+    """Raise ValueError if a run has other residuals than the engine places, or none yet; names every leaf."""
     wanted, found = (bool(jax.tree.leaves(tree)) for tree in (placements, run.residuals))
     if wanted and not found:
         raise ValueError(
             "the engine has feedback, and the run no residuals yet; before the program of your own that has the step "
             "in it, call run = step.with_residuals(run)"
         )
+    with_residuals(run, layout, placements)
+    check_same_tree(
+        abstract(residual_shapes(layout, placements)),
+        abstract(run.residuals),
+        "the run's residuals of gradients are of another layout or trainable=",
+        "go on with the layout that made them, or drop them, and the next step makes new ones: "
+        "run._replace(residuals=())",
+    )
 
 
 def zero_residuals(layout: Layout, placements: PyTree) -> PyTree:

@@ -31,7 +31,7 @@ from jaxshard.engines.engine import Engine, check_engine
 from jaxshard.training.batch import check_batch
 from jaxshard.training.first_step import FirstStep, exchanges_ragged
 from jaxshard.training.local_step import LocalStep
-from jaxshard.training.residuals import check_has_residuals, with_residuals
+from jaxshard.training.residuals import check_residuals, with_residuals
 from jaxshard.training.state import (
     TrainState,
     check_batch_not_donated,
@@ -189,6 +189,7 @@ class Step:
                 run, metrics, *evidence = program(run, batch)
             except (TypeError, ValueError):
                 check_run(self.layout, run)
+                check_residuals(run, self.layout, self._residuals)
                 raise
             except NonFiniteResult as found:
                 raise FloatingPointError(
@@ -218,7 +219,7 @@ class Step:
     def _call_inside(self, run: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Take one step as a part of the program that the user traces: nothing is compiled, donated or waited for."""
         check_run(self.layout, run)
-        check_has_residuals(run, self._residuals)
+        check_residuals(run, self.layout, self._residuals)
         check_batch(self.layout, abstract(batch), self.engine.microbatches, whole=self.engine.shows_whole_batch)
         shardings = run_shardings(self.layout, self._residuals)
         in_shardings, everywhere = (shardings, self.layout.batch_shardings(batch)), self._whole()
@@ -282,6 +283,7 @@ class Step:
             warn_of_patterns(self.layout.strategy, shapes)
             check_batch(self.layout, shapes, self.engine.microbatches, whole=self.engine.shows_whole_batch)
             check_run(self.layout, run)
+            check_residuals(run, self.layout, self._residuals)
             shardings = run_shardings(self.layout, self._residuals)
             self._batch, self._rows = shapes, self.layout.batch_shardings(shapes)
             compares = self.check_exchange and exchanges_ragged(self.layout)

@@ -202,6 +202,19 @@ def test_residuals_are_not_dropped_without_a_word():
     other = js.make_step(toy.loss_fn, optax.sgd(0.1), layout, engine=js.explicit())
     with pytest.raises(ValueError, match=r"run._replace\(residuals=\(\)\)"):
         other(run, toy.batch)
+    for engine in (js.auto(), js.explicit()):
+        with pytest.raises(ValueError, match=r"run._replace\(residuals=\(\)\)"):
+            js.value_and_grad(toy.loss_fn, layout, engine)(run, toy.batch)
+
+
+def test_residuals_of_other_trained_parameters_are_refused_by_name():
+    toy = linen_toy()
+    layout, step, run = step_of(js.fsdp(min_size=0), FEEDBACK, toy, data=8)
+    run = step.with_residuals(run)
+    fewer = run._replace(residuals=run.residuals | {"Dense_2": dict.fromkeys(run.residuals["Dense_2"])})
+    for use in (step, js.value_and_grad(toy.loss_fn, layout, FEEDBACK), jax.jit(step).lower):
+        with pytest.raises(ValueError, match=r"residuals=\(\)\)\n  - Dense_2/bias: missing, expected float32\[8, 8\]"):
+            use(fewer, toy.batch)
 
 
 # What is refused.

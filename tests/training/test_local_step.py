@@ -374,6 +374,8 @@ def test_what_knows_no_replicas_says_so() -> None:
     layout = js.layout(strategy, mesh, MODEL.init, CLIPPED)
     with pytest.raises(ValueError, match="predict: replicas that train by themselves"):
         js.plan.predict(layout, MODEL.loss, batch, tx=CLIPPED)
+    with pytest.raises(ValueError, match="value_and_grad: replicas that train by themselves"):
+        js.value_and_grad(MODEL.loss, layout)
     with pytest.raises(ValueError, match=r"averaged: .* evaluate the run itself"):
         js.averaged(js.init(MODEL.init, CLIPPED, layout, 0), layout)
 
