@@ -70,8 +70,8 @@ def replace_params(
       model: parameters, or a `js.Model` with state, as `init_fn` returns them: NumPy or JAX arrays in model order.
       tx: the optax transform of the run.
       layout: its layout.
-      opt_state: "keep" leaves the optimizer's state as it is: moments, counters, schedules go on. "reset" makes the one
-        that `tx.init` gives for the new parameters.
+      opt_state: "keep" leaves the optimizer's state as it is: moments, counters, schedules and residuals of gradients
+        go on. "reset" makes the one that `tx.init` gives for the new parameters, and drops residuals.
 
     Returns:
       The run with the new parameters, stored as the layout says.
@@ -97,8 +97,11 @@ def replace_params(
         )
     whole = isinstance(model, Model)
     params, state = place_model(model, layout, "the model", with_state=whole)
-    opt = run.opt_state if opt_state == "keep" else init_opt_state(tx, layout, params)
-    return run._replace(params=params, opt_state=opt, state=state if whole else run.state)
+    run = run._replace(params=params, state=state if whole else run.state)
+    if opt_state == "keep":
+        return run
+    # What rounding took from gradients of the old parameters is of no more use than their moments.
+    return run._replace(opt_state=init_opt_state(tx, layout, params), residuals=())
 
 
 def _made_from_params(start: Callable[[PyTree], PyTree], params: PyTree) -> Iterable[str]:

@@ -78,6 +78,9 @@ def test_other_meshes_and_guards_make_no_difference():
         replaced = js.replace_params(run, params, tx, layout, opt_state="reset")
     for one in (copied, back, replaced):
         assert_same(one, run)
+    kept = run._replace(residuals={"b": jnp.ones(3)})
+    for opt_state, expected in (("keep", kept.residuals), ("reset", ())):
+        assert js.replace_params(kept, params, tx, layout, opt_state=opt_state).residuals is expected
     assert float(loss) == float(gradient(run, BATCH)[0])
 
 
