@@ -97,7 +97,9 @@ def read_run(
     without = layout.shapes.opt_state is None
     left = ("opt_state/", RESIDUALS) if without else ()  # of no use without an optimizer
     saved = [array for array in manifest.arrays if not array.path.startswith(left)]
-    residuals = saved_residuals(layout, saved)
+    # First the model and optimizer, which tell more than residuals do, if these differ too.
+    _check_same_arrays(folder, [array for array in saved if not array.path.startswith(RESIDUALS)], wanted)
+    residuals = saved_residuals(folder, layout, saved)
     _check_same_arrays(folder, saved, [*wanted, *residuals])
     _check_same_base(folder, manifest.base or {}, base, layout)
     check_intact(folder, manifest, verify=verify)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxshard.checkpoint.leaves import Entry, encode_path
 from jaxshard.checkpoint.manifest import SavedArray
 from jaxshard.core.layout import Layout
 from jaxshard.core.placement import Placement
+from jaxshard.core.tree import raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.engines.moves import place_residual, stack_view
 from jaxshard.training.state import TrainState
@@ -41,14 +43,27 @@ def residual_entries(layout: Layout, residuals: PyTree) -> list[Entry]:
     return [_entry(path, placement) for path, placement in _placements(layout)]
 
 
-def saved_residuals(layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
-    """List the residuals in a checkpoint as they are read: in the number of devices that saved them."""
+def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) -> list[Entry]:
+    """List the residuals in a checkpoint as they are read: in the number of devices that saved them.
+
+    Raises:
+      ValueError: they are of other parameters than the layout trains; names every one.
+    """
     counts = {array.path: array.shape[0] for array in arrays if array.path.startswith(RESIDUALS) and array.shape}
     if not counts:
         return []
     own = [_entry(path, placement) for path, placement in _placements(layout)]
+    names = {entry.path for entry in own}
+    raise_all(
+        [f"{path}: not in the checkpoint, and trained by the layout" for path in sorted(names - counts.keys())]
+        + [f"{path}: in the checkpoint, and not trained by the layout" for path in sorted(counts.keys() - names)],
+        ValueError,
+        f"{folder}: the residuals of gradients in the checkpoint are of other trained parameters than the layout's; restore with "
+        "the trainable= that it was saved with, drop them, run._replace(residuals=()), and save that run: it restores "
+        "with another trainable=, and the next step makes new ones",
+    )
     grads = jax.tree.leaves(layout.grads)
-    return [_of_count(entry, grad, counts.get(entry.path, 0)) for entry, grad in zip(own, grads, strict=True)]
+    return [_of_count(entry, grad, counts[entry.path]) for entry, grad in zip(own, grads, strict=True)]
 
 
 def place_residuals(layout: Layout, read: Callable[[Entry], jax.Array], found: Sequence[Entry]) -> PyTree:

@@ -56,3 +56,25 @@ def test_bytes_of_a_run_do_not_leave_them_out_in_silence():
     layout, step, run = made(js.fsdp(min_size=0), data=8)
     with pytest.raises(ValueError, match=r"use js\.save, or leave them out"):
         js.run_to_bytes(step.with_residuals(run), layout)
+
+
+def test_residuals_of_other_trained_parameters_are_named_with_what_to_do(tmp_path):
+    def init_fn(key):
+        return {"a": jnp.ones((16, 8)), "b": jnp.ones((16, 8))}
+
+    def made(trainable, tx):
+        layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, tx, trainable=trainable)
+        step = js.make_step(lambda params, batch, key: js.Mean(batch.sum(), 8.0), tx, layout, engine=ENGINE)
+        return layout, step.with_residuals(js.init(init_fn, tx, layout, 0))
+
+    tx = optax.sgd(0.1)
+    (some, run), (every, _) = made(lambda path: path == "a", tx), made(None, tx)
+    js.save(tmp_path / "some", run, some)
+    with pytest.raises(ValueError, match=r"restore with the trainable= .*\n  - residuals/b: not in the checkpoint"):
+        js.restore(tmp_path / "some", every)
+    other = js.layout(js.fsdp(min_size=0), every.mesh, init_fn, tx, trainable=lambda path: path == "b")
+    with pytest.raises(ValueError, match="residuals/a: in the checkpoint, and not trained by the layout"):
+        js.restore(tmp_path / "some", other)
+    # What the message advises.
+    js.save(tmp_path / "dropped", js.restore(tmp_path / "some", some)._replace(residuals=()), some)
+    assert js.restore(tmp_path / "dropped", every).residuals == ()
