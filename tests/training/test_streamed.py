@@ -81,7 +81,7 @@ def test_only_stacked_blocks_come_one_at_a_time(split: js.Strategy, stacked: boo
 
 @pytest.mark.slow
 def test_a_scalar_on_the_host_is_updated() -> None:
-    """In the logical view, next to state on the device; products are fused otherwise there, which may cost a last bit."""
+    """In the logical view, beside state on the device; products are fused otherwise there, which costs a last bit."""
     found = []
     for more in ((), (js.offload(min_size=0),)):
         tx = optax.adam(1e-2)
