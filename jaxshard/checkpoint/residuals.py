@@ -59,8 +59,8 @@ def saved_residuals(folder: Path, layout: Layout, arrays: Sequence[SavedArray]) 
         + [f"{path}: in the checkpoint, and not trained by the layout" for path in sorted(counts.keys() - names)],
         ValueError,
         f"{folder}: the residuals of gradients in the checkpoint are of other trained parameters than the layout's; "
-        "restore with the trainable= that it was saved with, drop them, run._replace(residuals=()), and save that run: it restores "
-        "with another trainable=, and the next step makes new ones",
+        "restore with the trainable= that it was saved with, drop them, run._replace(residuals=()), and save that run: "
+        "it restores with another trainable=, and the next step makes new ones",
     )
     grads = jax.tree.leaves(layout.grads)
     return [_of_count(entry, grad, counts[entry.path]) for entry, grad in zip(own, grads, strict=True)]
