@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32, UInt8
 from jaxshard.core.types import PyTree
 from jaxshard.optim.blocks import largest_per_block, scales_shape, spread
 from jaxshard.optim.dynamic_map import decode_magnitude, decode_signed, encode_magnitude, encode_signed
+from jaxshard.optim.master import is_low
 
 SMALL = 4096
 """Arrays of at most so many elements keep their moments in f32: norms and biases, which are few and matter."""
@@ -101,7 +102,8 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
       eps: Added to the root of the second moment.
 
     Returns:
-      A transform with an `Adam8bitState`. Its updates are f32.
+      A transform with an `Adam8bitState`. Its updates are f32; those of bf16 and f16 parameters have the type of the
+      gradient, as optax's do (without `params` in `update`, which tell, they are f32 too).
 
     Example:
         tx = optax.chain(optax.clip_by_global_norm(1.0), js.optim.scale_by_adam8bit(), optax.scale(-3e-4))
@@ -122,7 +124,7 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
     def update_fn(
         updates: PyTree, state: Adam8bitState, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Adam8bitState]:
-        del params, extra_args
+        del extra_args
         count = optax.safe_increment(state.steps)
         first, second = 1 - b1**count, 1 - b2**count
 
@@ -145,6 +147,8 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
         rows = zip(leaves, *(tree.flatten_up_to(part) for part in trees), strict=True)
         columns = zip(*(update(*row) for row in rows), strict=True) if leaves else [[]] * 5
         made, *parts = (tree.unflatten(column) for column in columns)
+        if params is not None:
+            made = jax.tree.map(lambda step, g, p: step.astype(g.dtype) if is_low(p) else step, made, updates, params)
         return made, Adam8bitState(count, *parts)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -34,7 +34,6 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
     After each step a parameter is its f32 copy, rounded.
 
-
     Micikevicius et al. 2018, "Mixed Precision Training", section 3.1. The originals are optimizer state, so that every
     strategy that splits that splits them. For Adam and bf16 parameters the state is 12 bytes per parameter (original,
     mean, variance) next to the 2 of the parameter (the K = 12 of Rajbhandari et al. 2020, section 3.1). Parameters of
@@ -45,7 +44,7 @@ def master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     `optax.apply_updates(params, updates)`, which adds in f32 and rounds, gives the rounded original bit for bit as
     long as one step does not shrink a parameter by more than a factor of 2**16 (bf16) or 2**13 (f16); beyond that it
     is off by at most 2**-24 of the old parameter. Errors do not add up: each update starts from the parameters that
-    there are.
+    there are. What needs updates of the gradients' type goes inside: `master(optax.apply_if_finite(tx, 3))`.
 
     Args:
       tx: The transform to wrap.

@@ -58,7 +58,9 @@ def stochastic_round(tx: optax.GradientTransformation, *, seed: int = 0) -> opta
 
     Returns:
       A transform with a `StochasticState`. The update of a bf16 or f16 parameter is f32; `optax.apply_updates` adds
-      that of a bf16 parameter exactly as long as a step does not shrink it by more than a factor of 2**16.
+      that of a bf16 parameter exactly as long as a step does not shrink it by more than a factor of 2**16. bf16 cannot
+      hold it, so what needs updates of the gradients' type goes inside:
+      `stochastic_round(optax.apply_if_finite(tx, 3))`, not around.
 
     Raises:
       ValueError: From `update`, without `params`.

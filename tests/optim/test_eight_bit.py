@@ -180,6 +180,21 @@ def test_first_update_is_adam_s() -> None:
     assert int(state.steps) == 1
 
 
+def test_apply_if_finite_goes_around_it() -> None:
+    """Types of updates are those of `optax.adam`: by that of the parameter, and of the gradient where that is low."""
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16), "half": jnp.ones(3, jnp.float16), "norm": jnp.ones(3)}
+
+    def types(tx: Any, grads: PyTree) -> PyTree:
+        updates = jax.eval_shape(lambda: tx.update(grads, tx.init(params), params)[0])
+        return jax.tree.map(lambda x: str(x.dtype), updates)
+
+    eight, full = js.optim.adam8bit(1e-3), optax.adam(1e-3)
+    assert types(optax.apply_if_finite(eight, 3), params) == {"w": "bfloat16", "half": "float16", "norm": "float32"}
+    for grads in (params, jax.tree.map(lambda x: x.astype(jnp.float32), params)):
+        assert types(eight, grads) == types(full, grads)
+    assert types(eight, params | {"norm": params["norm"].astype(jnp.bfloat16)})["norm"] == "float32"
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_hyperparameters_can_be_injected(weight_decay: float) -> None:
     """1e-4 of the update that numbers give: one more rounding of 1 - b2. 0 is no decay."""

@@ -104,6 +104,23 @@ def test_rounding_is_no_rule_for_bad_steps(dtype: Any) -> None:
     assert handles_non_finite(js.optim.stochastic_round(optax.apply_if_finite(optax.adam(1e-3), 3)), params)
 
 
+def test_apply_if_finite_goes_inside() -> None:
+    """A bad gradient leaves bf16 parameters and moments as they are, bit for bit."""
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 64)), jnp.bfloat16)}
+    tx = js.optim.stochastic_round(optax.apply_if_finite(optax.adam(1e-2), 3))
+
+    def two_steps() -> Any:
+        updates, state = tx.update(params, tx.init(params), params)
+        after = optax.apply_updates(params, updates)
+        bad, later = tx.update(jax.tree.map(lambda x: x * jnp.nan, params), state, after)
+        return (after, state), (optax.apply_updates(after, bad), later)
+
+    (after, state), (again, later) = fast_jit(two_steps)()
+    assert (np.asarray(after["w"]) != np.asarray(params["w"])).any()
+    np.testing.assert_array_equal(after["w"], again["w"])
+    jax.tree.map(np.testing.assert_array_equal, state.inner.inner_state, later.inner.inner_state)
+
+
 def test_state_has_4_bytes_per_parameter() -> None:
     params = {"w": jax.ShapeDtypeStruct((64, 65), jnp.bfloat16), "norm": jax.ShapeDtypeStruct((65,), jnp.float32)}
     state = jax.eval_shape(js.optim.stochastic_round(optax.adamw(1e-3)).init, params)
