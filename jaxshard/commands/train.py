@@ -89,6 +89,10 @@ def run(
         saves = make_saving(saving, others=files)
         if recipe.bad_steps == "rollback" and recipe.lora is not None:
             raise ValueError("--bad-steps rollback: the frozen model of --lora is in no checkpoint; use skip or raise")
+        if recipe.bad_steps == "rollback" and sharding.sync_every:
+            raise ValueError(
+                "--bad-steps rollback leaves out steps, also those after which --sync-every synchronises; use skip"
+            )
         if recipe.bad_steps == "rollback" and saving.checkpoint is None:
             raise ValueError("--bad-steps rollback goes back to a saved run: add --checkpoint DIR")
         how = make_parallel(

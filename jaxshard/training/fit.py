@@ -89,7 +89,8 @@ def fit(
         one that goes on being bad; at the end, if all steps were bad.
       ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1; a
         `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` beside `stop`, or
-        with an evaluation that has no "loss"; a run that was donated to an earlier step.
+        with an evaluation that has no "loss"; a run that was donated to an earlier step; `js.Rollback` for a run under
+        `js.local`.
       TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
 
     Example:
@@ -106,7 +107,7 @@ def fit(
     devices = run.step.sharding.device_set
     reader = Reader(devices, tokens=tokens, flops=flops)
     feed = Feed(batches, start, steps)
-    recovery = Recovery(bad_steps, feed, reader)
+    recovery = Recovery(bad_steps, feed, reader, run)
     traced = ends = False
 
     with finishing((*callbacks, *on_run)), contextlib.ExitStack() as trace:

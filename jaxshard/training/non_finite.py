@@ -93,7 +93,8 @@ class BadStep(FloatingPointError):
 class Rollback:
     """The policy of `js.fit` that goes back to a saved run and takes its steps again without the batch that was bad.
 
-    Batches that were left out are remembered as long as the call of `js.fit` lasts.
+    Batches that were left out are remembered as long as the call of `js.fit` lasts. Not under `js.local`, whose
+    replicas meet after certain steps, which would be left out too.
 
     Attributes:
       restore: `restore() -> (run, position)`, the method of a `js.Checkpointer`. The position is what the batches saved

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxshard.core.local import LocalState
 from jaxshard.core.types import PyTree
 from jaxshard.training.non_finite import IN_A_ROW, Bad, BadStep, BadSteps, Rollback, advise, describe_bad
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
@@ -63,13 +64,14 @@ class Feed(Iterator[tuple[int, PyTree]]):
 class Recovery:
     """The policy of one `fit` about bad steps, with what it remembers of them."""
 
-    def __init__(self, policy: BadSteps, feed: Feed, reader: Reader):
+    def __init__(self, policy: BadSteps, feed: Feed, reader: Reader, run: TrainState):
         if policy not in ("raise", "skip") and not isinstance(policy, Rollback):
             raise ValueError(f"fit: bad_steps must be 'raise', 'skip' or js.Rollback(restore), got {policy!r}")
         self._policy, self._feed, self._reader = policy, feed, reader
         self._bad_in_a_row, self._worked = 0, False
         self._returns: Counter[int] = Counter()
         if isinstance(policy, Rollback):
+            _check_takes_every_step(run)
             feed.check_can_go_back()
 
     def leave_out(self, run: TrainState) -> tuple[TrainState, Metrics]:
@@ -144,3 +146,13 @@ class Recovery:
         # On accelerators a later step may have run already and wait to be read: it is taken again, so its record goes.
         self._reader.forget()
         return saved
+
+
+def _check_takes_every_step(run: TrainState) -> None:
+    """Raise ValueError for replicas that train by themselves: a step that is left out would synchronise nothing."""
+    if isinstance(run.opt_state, LocalState):
+        raise ValueError(
+            "fit: bad_steps=js.Rollback(...) leaves out steps, also those after which the replicas of js.local "
+            "are synchronised; use bad_steps='skip', under which a replica with a bad batch keeps what it had and the "
+            "others go on"
+        )

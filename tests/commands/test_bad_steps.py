@@ -33,6 +33,10 @@ def test_a_bad_step_ends_the_training_with_one_line(data, capsys):
     ("flags", "message"),
     [
         (["--bad-steps", "rollback"], "--bad-steps rollback goes back to a saved run: add --checkpoint DIR"),
+        (
+            ["--bad-steps", "rollback", "--checkpoint", "run", "--sync-every", "4"],
+            "--bad-steps rollback leaves out steps, also those after which --sync-every synchronises; use skip",
+        ),
         (["--ordered", "--engine", "auto"], "--ordered: only the engine explicit adds in one order, .*--engine auto"),
         (
             ["--ordered", "--mesh", "data=4,tensor=2"],

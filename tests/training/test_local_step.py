@@ -376,8 +376,11 @@ def test_what_knows_no_replicas_says_so() -> None:
         js.plan.predict(layout, MODEL.loss, batch, tx=CLIPPED)
     with pytest.raises(ValueError, match="value_and_grad: replicas that train by themselves"):
         js.value_and_grad(MODEL.loss, layout)
+    run = js.init(MODEL.init, CLIPPED, layout, 0)
     with pytest.raises(ValueError, match=r"averaged: .* evaluate the run itself"):
-        js.averaged(js.init(MODEL.init, CLIPPED, layout, 0), layout)
+        js.averaged(run, layout)
+    with pytest.raises(ValueError, match=r"js\.Rollback.* replicas of js\.local .* use bad_steps='skip'"):
+        js.fit(run, lambda run, batch: (run, {}), [batch], steps=1, bad_steps=js.Rollback(lambda: (run, 0)))
 
 
 def test_matrices_inside_a_replica_have_no_owners() -> None:
