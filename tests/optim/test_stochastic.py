@@ -62,7 +62,7 @@ def test_small_steps_add_up_that_rounding_to_nearest_loses() -> None:
     assert jnp.bfloat16(1) - jnp.bfloat16(1e-4) == 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 def test_second_moments_move_on_average(dtype: Any) -> None:
     """2,000 steps of gradients of 0.5: 0.2162 within 0.2 %, where optax's in bf16 stand still at 0.125."""
     params = {"w": jnp.ones((64, 64), dtype)}
@@ -85,10 +85,14 @@ def test_the_transform_sees_f32_alone() -> None:
 
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16), "c": jnp.ones(2)}
     tx = js.optim.stochastic_round(optax.GradientTransformation(lambda params: params, update))
-    updates, state = tx.update(params, tx.init(params), params)
+
+    def step() -> Any:
+        updates, state = tx.update(params, tx.init(params), params)
+        return optax.apply_updates(params, updates), state
+
+    after, state = fast_jit(step)()
     assert seen == ["float32"] * 9
     assert {str(x.dtype) for x in jax.tree.leaves(state.inner)} == {"bfloat16"}
-    after = optax.apply_updates(params, updates)
     assert {k: (str(x.dtype), float(x[0])) for k, x in after.items()} == {
         "a": ("bfloat16", 0.75),
         "b": ("float16", 0.75),

@@ -137,6 +137,7 @@ def test_what_stacking_leaves_alone(name: str) -> None:
         "MultiSteps",
         "scale_by_novograd",
         "scale_by_trust_ratio",
+        "scale_by_trust_ratio   ",
         "adaptive_grad_clip",
         "factorized",
     ),
