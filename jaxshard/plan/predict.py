@@ -162,7 +162,7 @@ def _tokens(batch: PyTree) -> int:
 
 
 def _argument_bytes(layout: Layout, engine: Engine, batch: PyTree) -> dict[str, int]:
-    """Count the bytes of the step's arguments on one device by role, in tiles on a TPU."""
+    """Count the bytes of the step's arguments on one device by role, in tiles on a TPU; without those on the host."""
     mesh = layout.mesh
     tiled = mesh.devices.flat[0].platform == "tpu"
 
@@ -175,7 +175,7 @@ def _argument_bytes(layout: Layout, engine: Engine, batch: PyTree) -> dict[str, 
     found = dict.fromkeys(("parameters", "optimizer state", "model state", "batch"), 0)
     roles = {"param": "parameters", "opt": "optimizer state", "state": "model state"}
     for one in layout.placed():
-        if one.role != "grad":
+        if one.role != "grad" and not one.placement.memory:
             found[roles[one.role]] += size(one.placement.shard_shape(mesh), one.leaf.dtype)
     for placement, x in zip(jax.tree.leaves(layout.batch_placements(batch)), jax.tree.leaves(batch), strict=True):
         found["batch"] += size(placement.shard_shape(mesh), x.dtype)

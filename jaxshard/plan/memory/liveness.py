@@ -306,7 +306,7 @@ class Liveness(Storage):
         wanted: defaultdict[Value, list[tuple[Op, Any]]] = defaultdict(list)
         for op in self.ops:
             for number, one in enumerate(op.ins):
-                if op in self.inner and op.name == "scan":
+                if op in self.inner and op.name == "scan" and not _updates_on_host(op):
                     wanted[self.find(one)].append((op, self._narrow(op, number)))
         carried = {one for op in self.inner for one in (op.outs[: op.counts[1]] if op.name == "scan" else op.outs)}
         for value, found in wanted.items():
@@ -360,6 +360,15 @@ class Liveness(Storage):
                         again[value] = self.place[op]
                     first[value] |= {self.find(one) for one in op.outs}
         return again
+
+
+def _updates_on_host(op: Op) -> bool:
+    """True for a loop that carries arrays of the host's memory: it updates optimizer state, and reads weights wide.
+
+    The loops of the model have converted copies of those weights all the same.
+    """
+    consts, carries = op.counts
+    return any(one.on_host for one in op.ins[consts : consts + carries])
 
 
 def _joined_bytes(gather: Op) -> int:
