@@ -32,6 +32,12 @@ def gathered_apart(region: Region) -> set[Value]:
     return {gather.outs[0] for _, gather in _compared_gathers(region) if gather.name != "all_gather"}
 
 
+def is_put_in_order(gather: Op) -> bool:
+    """Return True for a gather of parts that do not lie one behind the other in the array that they make."""
+    part, made = gather.ins[0].shard, gather.outs[0].shard
+    return math.prod(part) < math.prod(made) and part[1:] != made[1:]
+
+
 def _compared_gathers(region: Region) -> Iterator[tuple[Value, Op]]:
     """Yield the parameters whose updated parts are compared with them, and what gathers the parts to a result."""
     makers = {one: op for op in region.ops for one in op.outs}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxshard.plan.memory.donated import overwritten_early
+from jaxshard.plan.memory.donated import is_put_in_order, overwritten_early
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.shards import SCATTERS, is_reduction
@@ -197,7 +197,9 @@ class Liveness(Storage):
         if out in self.apart and op.name in COMPUTED_IN_F32:  # its operand in both shapes, before it is there itself
             wide = replace(out, dtype=jnp.dtype(jnp.float32))
             return [Live(wide, size, "copy") for size in (self.size(wide), self.size(wide) - self.size(out))]
-        # A gather of counts adds a dimension. One that the compiler chose for a step's results is made in their layout.
+        if op.name == "sharding_constraint" and self.find(out) in self.in_place:
+            return self._gathered_result(op)
+        # A gather of counts adds a dimension.
         gathers = op.name == "all_gather" or (op.name == "sharding_constraint" and self.find(out) not in self.results)
         if gathers and len(out.shard) == len(op.ins[0].shard) == 2:
             parts = zip(op.ins[0].shard, out.shard, (SUBLANES if op.name == "all_gather" else 1, LANES), strict=True)
@@ -209,6 +211,20 @@ class Liveness(Storage):
         if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
             return [] if self._is_scattered_in_parts(out) else [Live(out, self.size(out), "copy")]
         return []
+
+    def _gathered_result(self, gather: Op) -> list[Live]:
+        """What a gather needs that makes a result of the step, which is written over an argument in the end.
+
+        Parts along another dimension than the first are gathered into an array of their own, whose slowest dimension is
+        the gathered one. Those of a matrix that do not fill tiles along it are joined to that from padded ones.
+        """
+        if not is_put_in_order(gather):
+            return []
+        (part, *_), (made,) = gather.ins, gather.outs
+        found = [Live(made, self.size(made), "copy")]
+        if len(made.shard) == 2 and part.shard[1] % SUBLANES:
+            found.append(Live(made, max(self.size(made), _joined_bytes(gather)), "copy"))
+        return found
 
     def _gathered_stacks(self, op: Op) -> list[Live]:
         """What a loop over arrays gathers that are split over its turns: each of them whole, to take one slice."""

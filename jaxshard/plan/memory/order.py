@@ -14,6 +14,11 @@ SUMS = frozenset((*_SUMS, *SCATTERS))
 
 _SAME = ("optimization_barrier", "enter", "reshape", "convert_element_type", "name")
 
+_PASSED_ON = frozenset(
+    {"enter", "enter_moved", "reshape", "transpose", "convert_element_type", "name", "sharding_constraint"}
+)
+"""Operations that pass an array on: in another form, or gathered by the compiler's choice."""
+
 
 def sums_stacks_twice(region: Region) -> bool:
     """Return True where what a loop stacks is scattered behind it, and the parts are summed over other axes.
@@ -64,6 +69,38 @@ def join_scatters(region: Region) -> None:
                 joined.add(scatter)
                 break
     region.ops = [op for op in region.ops if op not in joined]
+
+
+def gather_late(region: Region) -> None:
+    """Gather arguments where they are first read, in loops too, as far as the compiler chooses the gathers.
+
+    A traced step has those of all weights in front of the model's first operation, and XLA's scheduler, which looks at
+    memory, a table's where rows are looked up, then those of the blocks, then that of the output matrix. Collectives
+    that the program itself states are begun earlier, beside what runs before.
+    """
+    ready, late = set(region.inputs), dict[Value, Op]()
+    for op in region.ops:
+        for inner in op.regions:
+            gather_late(inner)
+        if op.name in _PASSED_ON and ready.issuperset(op.ins) and len(op.ins) == len(op.outs) == 1:
+            ready.update(op.outs)
+            late[op.outs[0]] = op
+    ordered: list[Op] = []
+
+    def gather(value: Value) -> None:
+        if (op := late.pop(value, None)) is not None:
+            gather(op.ins[0])
+            ordered.append(op)
+
+    delayed = set(late.values())
+    for op in region.ops:
+        if op not in delayed:
+            for one in op.ins:
+                gather(one)
+            ordered.append(op)
+    for one in list(late):
+        gather(one)
+    region.ops = ordered
 
 
 def scatter_on_sparse_cores(region: Region) -> None:

@@ -41,3 +41,20 @@ def test_a_gather_along_the_first_dimension_writes_over_a_parameter_that_its_upd
     assert copies == {False: [4 * N * N] * len(expected), True: []}
     # One operation of a TPU gathers a parameter and measures another one's update: arguments are read till the end.
     assert gathered_apart(region) == ({region.outputs[0]} if measured else set())
+
+
+@pytest.mark.parametrize(
+    ("spec", "width", "beside"), [(("data",), 80, 0), ((None, "data"), 512, 1), ((None, "data"), 80, 2.6)]
+)
+def test_parts_of_a_result_that_are_put_in_order_are_gathered_into_an_array_of_their_own(spec, width, beside):
+    # Over 8 devices parts are 64 wide, which fills tiles of 8, or 10 wide: those are joined from parts padded to 16.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    parts, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (spec, ()))
+
+    def step(w):
+        return jax.lax.with_sharding_constraint(1.1 * jax.lax.with_sharding_constraint(w, parts), whole)
+
+    closed = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((128, width), jnp.float32))
+    region = build(closed, [(((), ()), "parameters", "w")], dict(mesh.shape))
+    live = Liveness(region, lambda one: 4 * math.prod(one.shard), set(region.outputs), narrow_products=True).peak().live
+    assert sum(one.bytes for one in live if one.note == "copy") == beside * 4 * 128 * width

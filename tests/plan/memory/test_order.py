@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
-from jaxshard.plan.memory.order import join_scatters, scatter_on_sparse_cores, sums_stacks_twice
+from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, sums_stacks_twice
 
 N = 64
 
@@ -75,3 +76,32 @@ def test_sparse_cores_scatter_over_some_axes_in_parts_of_more_than_one_tile(shap
     region = build(closed, [(((), ()), "", "")], dict(mesh.shape), frozenset({"data"}))
     scatter_on_sparse_cores(region)
     assert [op.folded for op in region.ops if op.name in ("reduce_scatter", "psum_scatter")] == [folded]
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_weight_that_the_compiler_gathers_is_gathered_where_it_is_first_read(chosen):
+    # Both gathers stand in front: a compiler that looks at memory runs the second one behind the first product.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = NamedSharding(mesh, P())
+
+    def loss(first, last, x):
+        first, last = (lax.with_sharding_constraint(one, whole) for one in (first, last))
+        return jnp.sin(x @ first) @ last
+
+    def stated(first, last, x):
+        first, last = (lax.all_gather(one, "data", tiled=True) for one in (first, last))
+        return jnp.sin(x @ first) @ last
+
+    mapped = jax.shard_map(stated, mesh=mesh, in_specs=(P("data"), P("data"), P()), out_specs=P(), check_vma=False)
+    square = jax.ShapeDtypeStruct((N, N), jnp.float32)
+    closed = jax.make_jaxpr(loss if chosen else mapped)(square, square, square)
+    splits = [(("data",), ()), (("data",), ()), ((), ())]
+    region = build(closed, [(split, "parameters", "w") for split in splits], dict(mesh.shape))
+
+    def order():
+        return [op.name for op in region.ops if op.name in ("sharding_constraint", "all_gather", "dot_general")]
+
+    name = "sharding_constraint" if chosen else "all_gather"
+    assert order() == [name, name, "dot_general", "dot_general"]
+    gather_late(region)
+    assert order() == ([name, "dot_general"] * 2 if chosen else [name, name, "dot_general", "dot_general"])
