@@ -8,6 +8,7 @@ from jaxshard.core.pictures.canvas import drawing, write_picture
 from jaxshard.core.pictures.style import DARK, LIGHT, PALETTE, SIZE
 
 matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib.style")  # alone, `import matplotlib` does not import it
 
 
 def draw():
