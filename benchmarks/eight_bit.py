@@ -91,7 +91,8 @@ def training(seeds: int, steps: int) -> dict[str, Any]:
         full, eight = (statistics.mean(train(seed, steps, eight)[-LAST:]) for eight in (False, True))
         rows.append({"seed": seed, "f32": full, "eight_bit": eight, "apart": eight / full - 1})
         print(f"seed {seed}: f32 {full:.4f}, 8 bits {eight:.4f}, {rows[-1]['apart']:+.2%}", flush=True)
-    return {"steps": steps, "seeds": rows, "default": abs(rows[0]["apart"]), "highest": max(row["apart"] for row in rows)}
+    apart = [row["apart"] for row in rows]
+    return {"steps": steps, "seeds": rows, "default": abs(apart[0]), "highest": max(apart)}
 
 
 def outliers(steps: int = 200, size: float = 1e4) -> dict[str, Any]:
