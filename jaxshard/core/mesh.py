@@ -155,8 +155,8 @@ def axis_size(mesh: Mesh, axis: AxisName | None) -> int:
 
 
 def shares_threads(mesh: Mesh) -> bool:
-    """Return whether the devices of a mesh are simulated, several of them, which compute with the same threads."""
-    return bool(mesh.size > 1 and mesh.devices.flat[0].platform == "cpu")
+    """Return True for a mesh of several CPU devices, which compute with the same threads; False without devices."""
+    return not isinstance(mesh, AbstractMesh) and mesh.size > 1 and bool(mesh.devices.flat[0].platform == "cpu")
 
 
 def slice_indices(mesh: Mesh) -> np.ndarray:

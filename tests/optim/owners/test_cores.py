@@ -59,7 +59,10 @@ def test_work_behind_joins_the_core_where_fewer_arrays_travel_then() -> None:
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         count, factors = state
-        choose = lambda x, y: jnp.where(jnp.broadcast_to(count == 0, x.shape), x, y)  # noqa: E731
+
+        def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.where(jnp.broadcast_to(count == 0, x.shape), x, y)
+
         new = jax.tree.map(lambda g, f: choose(g @ g.T, f @ g), grads, factors)
         return jax.tree.map(lambda g, f: choose(f @ g, g @ f), grads, factors), (count + 1, new)
 
