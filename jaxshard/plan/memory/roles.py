@@ -12,7 +12,7 @@ from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.onchip import values_on_chip
-from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores
+from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, sum_within_turns
 from jaxshard.plan.memory.recompute import Recomputing
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import Traced
@@ -86,6 +86,7 @@ def step_peak(
     if tiled:
         join_scatters(region)
         gather_late(region)
+        sum_within_turns(region)
     if tiled and not joins_gathers:
         scatter_on_sparse_cores(region)
     kernels = any(op.name == "pallas_call" for op in every_op(region))
