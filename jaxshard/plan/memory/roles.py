@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxshard.cost.hardware import Chip
+from jaxshard.plan.memory.accumulated import scatter_behind_loops
 from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Moment
@@ -84,6 +85,7 @@ def step_peak(
     """
     region = build(traced.closed, traced.arguments, sizes, folded)
     if tiled:
+        scatter_behind_loops(region)
         join_scatters(region)
         gather_late(region)
         sum_within_turns(region)
