@@ -9,6 +9,7 @@ turns.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class Liveness(Storage):
         self.moments: dict[Op, Moment] = {}
         self.stored_as: dict[Value, Any] = {}
         self.copies: defaultdict[int, list[Value]] = defaultdict(list)
+        self.copied: dict[Value, tuple[int, Value]] = {}
         self.away: defaultdict[Value, list[tuple[int, int]]] = defaultdict(list)
         self.on_chip: set[Value] = set()
         self._find_narrow()
@@ -311,7 +313,36 @@ class Liveness(Storage):
         consts, carries = op.counts
         if op.name != "scan" or consts <= number < consts + carries or number in op.unread:
             return None
-        return self.inner[op][0].read_as(op.regions[0].inputs[number])
+        found = self.inner[op][0].taken_as(op.regions[0].inputs[number])
+        return found.pop() if len(found) == 1 else None
+
+    def taken_as(self, value: Value) -> set[Any]:
+        """The narrower dtypes to which all that reads a value converts it first; None among them where one does not.
+
+        Loops and branches inside read it as their bodies do, and what takes a slice of it as those that read the slice.
+        """
+        if value in self.results:
+            return {None}
+        found: set[Any] = set()
+        for op in self.readers[value]:
+            if op.name == "dynamic_slice" and self.find(op.ins[0]) is value:
+                found |= self.taken_as(self.find(op.outs[0]))
+            elif op.name == "cond":
+                found |= {dtype for body, one in self._given(op, value) for dtype in body.taken_as(one)}
+            elif op.name == "scan":
+                numbers = [i for i, one in enumerate(op.ins) if self.find(one) is value and i not in op.unread]
+                found |= {self._narrow(op, number) for number in numbers}
+            else:
+                found.add(narrower(op, value, self.narrow_products))
+        return found
+
+    def _given(self, op: Op, value: Value) -> Iterator[tuple[Liveness, Value]]:
+        """Yield the bodies of a loop or branch, and what a value is in them."""
+        operands = op.ins[1:] if op.name == "cond" else op.ins
+        for body in self.inner[op]:
+            for one, inside in zip(operands, body.region.inputs, strict=False):
+                if self.find(one) is value:
+                    yield body, inside
 
     def _find_narrow(self) -> None:
         """Find what loops convert: compilers do it before the loop, to the stacked array of all turns.
@@ -332,8 +363,11 @@ class Liveness(Storage):
             (dtype,) = narrowed
             if value in self.inputs:
                 copy = Value(value.shape, dtype, value.split, value.shard, path=value.path)
+                self.copied[value] = self.place[found[0][0]], copy
                 self.copies[self.place[found[0][0]]].append(copy)
                 self.last[copy] = max(self.place[op] for op, _ in found)
+                for op, _ in found:
+                    self._convert_before(op, value)
             elif value not in self.results:
                 others = {
                     narrower(one, value, self.narrow_products) for one in self.readers[value] if one.name != "scan"
@@ -348,6 +382,20 @@ class Liveness(Storage):
                 self.stored_as[value] = dtype
             elif (dtypes := self.widened(value)) is not None:
                 self._store_widened(value, *dtypes, again.get(value))
+
+    def _convert_before(self, op: Op, value: Value) -> None:
+        """Drop the copies that the bodies of a loop or branch make of what was converted before it."""
+        for body, one in self._given(op, value):
+            body.take_converted(one)
+
+    def take_converted(self, value: Value) -> None:
+        """Let an input of a region come in the type in which all read it: it makes no copy, nor do bodies inside."""
+        if value in self.copied:
+            place, copy = self.copied.pop(value)
+            self.copies[place].remove(copy)
+            del self.last[copy]
+        for op in {one for one in self.readers[value] if one in self.inner}:
+            self._convert_before(op, value)
 
     def _store_widened(self, value: Value, narrow: Any, wide: Any, again: int | None) -> None:
         """Store a product's result that all its readers convert to a wider type.

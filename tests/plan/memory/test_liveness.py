@@ -160,3 +160,26 @@ def test_a_loop_gathers_a_stack_that_is_split_over_its_turns():
 
     assert copies((("tensor",), (), ())) == [8 * 4 * 128 * 128]
     assert copies(((), ("tensor",), ())) == []
+
+
+@pytest.mark.parametrize("read_wide", [False, True])
+def test_weights_that_a_branch_in_a_loop_slices_and_multiplies_are_converted_once_before_it(read_wide):
+    def step(weights, x):
+        def multiply(x):
+            def block(x, number):
+                return x @ lax.dynamic_index_in_dim(weights, number, keepdims=False), None
+
+            return lax.scan(block, x, jnp.arange(2))[0]
+
+        def turn(x, number):
+            x = lax.cond(number > 1, multiply, jnp.sin, x)
+            return (x + weights[0] if read_wide else x), None
+
+        return lax.scan(turn, x, jnp.arange(3))[0]
+
+    args = jax.ShapeDtypeStruct((2, N, N), jnp.float32), SQUARE
+    region = build(jax.make_jaxpr(step)(*args), [(((),) * len(x.shape), "", "") for x in args], {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=False), set(), narrow_products=True)
+    assert [one.shard for copies in found.copies.values() for one in copies] == ([] if read_wide else [(2, N, N)])
+    copies = [one.bytes for one in found.peak().live if one.note == "converted"]
+    assert copies == [BYTES]  # both matrices in half their bytes; not again in the loops inside
