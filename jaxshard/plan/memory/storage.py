@@ -333,10 +333,16 @@ class Storage:
 
         Products on TPUs imply bf16; without `implied` only conversions that the program writes count.
         """
-        found = {narrower(reader, value, self.narrow_products and implied) for reader in self.readers[value]}
+        found = {self._narrowed_by(reader, value, implied) for reader in self.readers[value]}
         if value in self.results or len(found) != 1:
             return None
         return found.pop()
+
+    def _narrowed_by(self, reader: Op, value: Value, implied: bool) -> Any:
+        """As `narrower`, for slices too that a turn takes of what its loop was given: casts move before them."""
+        if reader.name == "dynamic_slice" and value.role == "inner":
+            return self.read_as(self.find(reader.outs[0]), implied=implied)
+        return narrower(reader, value, self.narrow_products and implied)
 
     def widened(self, value: Value) -> tuple[Any, Any] | None:
         """Return the dtype of a product's result and the wider one in which all read it; None if they are the same."""

@@ -72,6 +72,20 @@ def test_a_matrix_that_is_an_argument_is_converted_by_the_products_that_read_it(
     assert any(one.shard == (WIDTH, WIDTH) for one in liveness(loss, MATRIX, x, role="batch").stored)
 
 
+def test_a_matrix_of_which_turns_multiply_slices_is_converted_whole_before_their_loop():
+    # So are the parts of a table, if a loop makes logits: casts move before slices, and out of the loop.
+    def logits(w, x, read):
+        def turn(total, i):
+            return total + x @ read(lax.dynamic_slice_in_dim(w, i * WIDTH, WIDTH)).T, None
+
+        return 2 * lax.scan(turn, jnp.zeros((8, WIDTH)), jnp.arange(4))[0]
+
+    w, x = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    for read, expected in ((lambda part: part, [jnp.bfloat16]), (jnp.sin, [])):
+        found = liveness(lambda w, x, read=read: logits(w, x, read), w, x)
+        assert [one.dtype for copies in found.copies.values() for one in copies if one.shard == w.shape] == expected
+
+
 def test_a_product_that_is_converted_at_the_end_runs_where_it_frees_its_operands():
     # The gradients of a bf16 computation are cast to f32 in the end: two of the large products' results are enough.
     def step(x, *weights):
