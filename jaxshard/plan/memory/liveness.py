@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxshard.plan.memory.donated import is_put_in_order, overwritten_early
-from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
+from jaxshard.plan.memory.gathered import joined_bytes
+from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.shards import SCATTERS, is_reduction
 from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
@@ -206,7 +207,7 @@ class Liveness(Storage):
         if gathers and len(out.shard) == len(op.ins[0].shard) == 2:
             parts = zip(op.ins[0].shard, out.shard, (SUBLANES if op.name == "all_gather" else 1, LANES), strict=True)
             odd = any(part < whole and part % tile for part, whole, tile in parts)
-            return [Live(out, max(self.size(out), _joined_bytes(op)), "copy")] if odd else []
+            return [Live(out, max(self.size(out), joined_bytes(op)), "copy")] if odd else []
         if op.folded and op.name in SCATTERS and len(op.ins[0].shard) == 2 and self.size(op.ins[0]) > 2**20:
             return [Live(op.ins[0], self.size(op.ins[0]), "copy")]  # an all-reduce that runs beside other operations
         fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
@@ -225,7 +226,7 @@ class Liveness(Storage):
         (part, *_), (made,) = gather.ins, gather.outs
         found = [Live(made, self.size(made), "copy")]
         if len(made.shard) == 2 and part.shard[1] % SUBLANES:
-            found.append(Live(made, max(self.size(made), _joined_bytes(gather)), "copy"))
+            found.append(Live(made, max(self.size(made), joined_bytes(gather)), "copy"))
         return found
 
     def _gathered_stacks(self, op: Op) -> list[Live]:
@@ -433,14 +434,3 @@ def _updates_on_host(op: Op) -> bool:
     """
     consts, carries = op.counts
     return any(one.on_host for one in op.ins[consts : consts + carries])
-
-
-def _joined_bytes(gather: Op) -> int:
-    """The bytes of gathered matrices one behind the other, each padded to tiles: along the dimension that is split."""
-    (part, *_), (made,) = gather.ins, gather.outs
-    split = 0 if part.shard[0] < made.shard[0] else 1
-    count = -(-made.shard[split] // part.shard[split])
-    size, other = part.shard[split], made.shard[1 - split]
-    tile = min(1 << (size - 1).bit_length(), SUBLANES)
-    rows, lanes = size + -size % tile, other + -other % LANES
-    return count * rows * lanes * dtype_bits(made.dtype) // 8

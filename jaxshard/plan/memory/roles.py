@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.accumulated import scatter_behind_loops
 from jaxshard.plan.memory.donated import gathered_apart
+from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.onchip import values_on_chip
@@ -95,9 +96,13 @@ def step_peak(
     parameters = [one for one in region.inputs if one.role == "parameters"]
     weights = frozenset(shape for one in parameters for shape in _forms(one))
 
+    gathered = gathered_along(region) if tiled else {}
+
     def size(value: Value) -> int:
         if value.on_host:
             return 0
+        if value in gathered:
+            return gathered_bytes(value, gathered[value])
         free = not kernels or _plain(value.shape) in weights or _plain(value.shard) in weights
         return temporary_bytes(value, tiled=tiled, free=free)
 

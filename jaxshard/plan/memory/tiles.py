@@ -59,12 +59,15 @@ def tiled_bytes(shape: tuple[int, ...], dtype: Any) -> int:
         least, most = LANES * packed, max(LANES * SUBLANES, LANES * packed)
         return _round_up(size, max(least, min(_next_power(size), most))) * bits // 8
 
-    def count_padded(lanes: int, sublanes: int) -> int:
-        tile = max(packed, min(_next_power(shape[sublanes]), SUBLANES))
-        rest = math.prod(shape) // (shape[lanes] * shape[sublanes])
-        return rest * _round_up(shape[lanes], LANES) * _round_up(shape[sublanes], tile)
+    return min(padded_bytes(shape, dtype, *pair) for pair in itertools.permutations(range(len(shape)), 2))
 
-    return min(count_padded(*pair) for pair in itertools.permutations(range(len(shape)), 2)) * bits // 8
+
+def padded_bytes(shape: tuple[int, ...], dtype: Any, lanes: int, sublanes: int) -> int:
+    """Count the bytes of an array of two or more dimensions, of which one lies along the lanes, one along sublanes."""
+    bits = jax.dtypes.itemsize_bits(dtype)
+    tile = max(32 // bits, min(_next_power(shape[sublanes]), SUBLANES))
+    rest = math.prod(shape) // (shape[lanes] * shape[sublanes])
+    return rest * _round_up(shape[lanes], LANES) * _round_up(shape[sublanes], tile) * bits // 8
 
 
 def tiled_argument_bytes(layout: Layout, batch: PyTree) -> int:
