@@ -19,8 +19,9 @@ from jaxshard.plan.memory.donated import is_put_in_order, overwritten_early
 from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
+from jaxshard.plan.memory.scattered import is_linear, is_selection
 from jaxshard.plan.memory.shards import SCATTERS, is_reduction
-from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, is_selection, narrower
+from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, narrower
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
 
@@ -210,6 +211,8 @@ class Liveness(Storage):
             return [Live(out, max(self.size(out), joined_bytes(op)), "copy")] if odd else []
         if op.folded and op.name in SCATTERS and len(op.ins[0].shard) == 2 and self.size(op.ins[0]) > 2**20:
             return [Live(op.ins[0], self.size(op.ins[0]), "copy")]  # an all-reduce that runs beside other operations
+        if is_linear(op):  # the array to which it adds, in one dimension
+            return [Live(op.ins[0], max(0, self.size(op.ins[0]) - self.stored_bytes(out)), "copy")]
         fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
         if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
             return [] if self._is_scattered_in_parts(out) else [Live(out, self.size(out), "copy")]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS, written_apart
 from jaxshard.plan.memory.order import sums_stacks_twice
+from jaxshard.plan.memory.scattered import is_selection, keeps_type
 from jaxshard.plan.memory.shards import is_reduction
 
 _SAME_MEMORY = frozenset({
@@ -334,7 +335,8 @@ class Storage:
         Products on TPUs imply bf16; without `implied` only conversions that the program writes count.
         """
         found = {self._narrowed_by(reader, value, implied) for reader in self.readers[value]}
-        if value in self.results or len(found) != 1:
+        maker = self.makers.get(value)
+        if value in self.results or len(found) != 1 or (maker is not None and keeps_type(maker)):
             return None
         return found.pop()
 
@@ -386,18 +388,6 @@ def is_reduced(body: Region, value: Value) -> bool:
             return False
         (value,) = alike
     return False
-
-
-def is_selection(op: Op) -> bool:
-    """Return True for a scatter of one element per row, the gradient of `take_along_axis`, which is a selection."""
-    if not op.name.startswith("scatter"):
-        return False
-    numbers: Any = op.params["dimension_numbers"]
-    made, updates = op.outs[0].shape, op.ins[-1].shape
-    if numbers.operand_batching_dims:
-        return all(updates[dim] == 1 for dim in numbers.update_window_dims)
-    one_per_row = bool(made) and math.prod(updates) * made[-1] == math.prod(made)
-    return one_per_row and not numbers.update_window_dims
 
 
 def _count(value: Value) -> int:
