@@ -154,8 +154,9 @@ class Builder:
             return self._inline(region, inner, operands, automatic, path)
         if name == "shard_map":
             return self._shard_map(region, eqn, operands, automatic, path)
-        op = Op(name, [one for one in operands if one is not None], [], path, params=params)
-        over = _axes_of(params)
+        over, ins = _axes_of(params), [one for one in operands if one is not None]
+        alone = bool(over and ins) and self.axes.isdisjoint(over)  # a collective over one device: the same memory
+        op = Op("enter" if alone else name, ins, [], path, params=params)
         op.folded, op.everywhere = not self.folded.isdisjoint(over), self.axes.issubset(over)
         region.ops.append(op)
         if name == "scan":

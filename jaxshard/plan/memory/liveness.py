@@ -315,7 +315,7 @@ class Liveness(Storage):
     def _narrow(self, op: Op, number: int) -> Any:
         """Return the narrower dtype to which the body of a scan converts an operand before all else; None if not."""
         consts, carries = op.counts
-        if op.name != "scan" or consts <= number < consts + carries or number in op.unread:
+        if consts <= number < consts + carries:
             return None
         found = self.inner[op][0].taken_as(op.regions[0].inputs[number])
         return found.pop() if len(found) == 1 else None
@@ -357,7 +357,7 @@ class Liveness(Storage):
         wanted: defaultdict[Value, list[tuple[Op, Any]]] = defaultdict(list)
         for op in self.ops:
             for number, one in enumerate(op.ins):
-                if op in self.inner and op.name == "scan" and not _updates_on_host(op):
+                if op.name == "scan" and number not in op.unread and not _updates_on_host(op):
                     wanted[self.find(one)].append((op, self._narrow(op, number)))
         carried = {one for op in self.inner for one in (op.outs[: op.counts[1]] if op.name == "scan" else op.outs)}
         for value, found in wanted.items():
@@ -398,8 +398,11 @@ class Liveness(Storage):
             place, copy = self.copied.pop(value)
             self.copies[place].remove(copy)
             del self.last[copy]
-        for op in {one for one in self.readers[value] if one in self.inner}:
-            self._convert_before(op, value)
+        for op in self.readers[value]:
+            if op in self.inner:
+                self._convert_before(op, value)
+            elif op.name == "convert_element_type":
+                self.inputs.add(op.outs[0])  # the converted copy itself
 
     def _store_widened(self, value: Value, narrow: Any, wide: Any, again: int | None) -> None:
         """Store a product's result that all its readers convert to a wider type.

@@ -88,3 +88,18 @@ def test_a_collective_is_known_to_be_over_an_axis_that_covers_two_dimensions_of_
     closed = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((64,), jnp.float32))
     region = build(closed, [(((),), "", "")], dict(mesh.shape), frozenset({"data"}))
     assert [op.folded for op in region.ops if op.name in ("reduce_scatter", "psum_scatter")] == [True, False]
+
+
+def test_a_collective_over_one_device_is_the_same_memory():
+    mesh = jax.make_mesh((8, 1), ("replica", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def names(axis):
+        gather = jax.shard_map(
+            lambda x: jax.lax.all_gather(x, axis, tiled=True),
+            mesh=mesh, in_specs=P(axis), out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        region = build(jax.make_jaxpr(gather)(jnp.zeros((16,))), [(((),), "", "")], dict(mesh.shape))
+        return {op.name for op in region.ops} - {"enter", "enter_moved"}
+
+    assert names("data") == set()
+    assert names("replica") == {"all_gather"}

@@ -183,3 +183,17 @@ def test_weights_that_a_branch_in_a_loop_slices_and_multiplies_are_converted_onc
     assert [one.shard for copies in found.copies.values() for one in copies] == ([] if read_wide else [(2, N, N)])
     copies = [one.bytes for one in found.peak().live if one.note == "converted"]
     assert copies == [BYTES]  # both matrices in half their bytes; not again in the loops inside
+
+
+def test_a_copy_that_is_converted_before_a_loop_is_what_the_loop_gathers_from():
+    def step(table, tokens, counts):
+        total = lax.scan(lambda sum_, one: (sum_ + one[1], None), 0, (table, counts))[0]  # does not use the table
+
+        def turn(x, row):
+            return x + table.astype(jnp.bfloat16)[row], None
+
+        return lax.scan(turn, jnp.zeros((N, N), jnp.bfloat16), tokens)[0], total
+
+    args = SQUARE, jax.ShapeDtypeStruct((3, N), jnp.int32), jax.ShapeDtypeStruct((N,), jnp.int32)
+    converted = [one for one in fullest(step, *args).live if one.bytes == BYTES // 2 and one.value.role == ""]
+    assert len(converted) == 3 and [one.note for one in converted].count("converted") == 1  # x, its rows, the table
