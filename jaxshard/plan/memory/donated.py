@@ -24,10 +24,11 @@ def overwritten_early(region: Region) -> list[Value]:
 
 
 def gathered_apart(region: Region) -> set[Value]:
-    """Find the results that XLA for TPUs gathers into arrays of their own, and copies in the end.
+    """Find the results that XLA for TPUs gathers into arrays of their own, and copies over the arguments.
 
     They are those of `overwritten_early`, split along any dimension, where the compiler chooses the collectives: the
-    gather of one parameter and the norm of another one's update are one operation, and arguments are read till the end.
+    norm of an update reads both arrays whole. Where the gather of one parameter and the norm of another one's update
+    are one operation, all copies come in the end; where SparseCores gather, each follows its norm as a rule.
     """
     return {gather.outs[0] for _, gather in _compared_gathers(region) if gather.name != "all_gather"}
 

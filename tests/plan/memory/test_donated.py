@@ -58,3 +58,20 @@ def test_parts_of_a_result_that_are_put_in_order_are_gathered_into_an_array_of_t
     region = build(closed, [(((), ()), "parameters", "w")], dict(mesh.shape))
     live = Liveness(region, lambda one: 4 * math.prod(one.shard), set(region.outputs), narrow_products=True).peak().live
     assert sum(one.bytes for one in live if one.note == "copy") == beside * 4 * 128 * width
+
+
+@pytest.mark.parametrize(("rows", "beside"), [(128, [1]), (40, [1, 1.6])])
+def test_a_result_whose_update_is_measured_is_gathered_into_an_array_of_its_own(rows, beside):
+    # Parts of 16 rows lie one behind the other in tiles of 8; those of 5 rows are padded to 8, and joined from there.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    parts, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+
+    def step(w):
+        part = jax.lax.with_sharding_constraint(w, parts)
+        new = part - 0.1 * jnp.sin(part)
+        return jax.lax.with_sharding_constraint(new, whole), jnp.sum((new - part) ** 2)
+
+    closed = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((rows, 128), jnp.float32))
+    region = build(closed, [(((), ()), "parameters", "w")], dict(mesh.shape))
+    live = Liveness(region, lambda one: 4 * math.prod(one.shard), set(region.outputs), narrow_products=True).peak().live
+    assert [one.bytes for one in live if one.note == "copy"] == [size * 4 * rows * 128 for size in beside]
