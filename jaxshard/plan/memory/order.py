@@ -136,6 +136,49 @@ def sum_within_turns(region: Region) -> None:
         body.ops = [inner for inner in body.ops if inner not in last] + last
 
 
+def scatter_whole(region: Region) -> None:
+    """Scatter rows of all devices into a whole array, or gather them, where the array's rows are split over the same.
+
+    The gradient of a table is split as the parameter is. Where fewer rows are added to it than it has, the compiler
+    gathers these, and each device adds those of its part. Else each adds its rows to zeros of the whole size, all
+    devices' arrays are summed, and each cuts its part.
+    """
+    for inner in (inner for op in region.ops for inner in op.regions):
+        scatter_whole(inner)
+    makers = {one: op for op in region.ops for one in op.outs}
+    ops: list[Op] = []
+    for op in region.ops:
+        zeros = makers.get(op.ins[0]) if op.name in ("scatter-add", "scatter_add") else None
+        if zeros is None or zeros.ins or not (axes := _rows_over(op)):
+            ops.append(op)
+            continue
+        (part,), updates, numbers = op.outs, op.ins[-1], op.params["dimension_numbers"]
+        added = math.prod(size for dim, size in enumerate(updates.shape) if dim not in numbers.update_window_dims)
+        if added < math.prod(part.shape[dim] for dim in numbers.scatter_dims_to_operand_dims):
+            gathered = _whole_over(axes, updates)
+            op.ins = [*op.ins[:-1], gathered]
+            ops += [Op("all_gather", [updates], [gathered], op.path), op]
+            continue
+        zeros.outs = [_whole_over(axes, op.ins[0])]
+        op.ins, op.outs = [*zeros.outs, *op.ins[1:]], [_whole_over(axes, part)]
+        ops += [op, Op("slice", op.outs, [part], op.path)]
+    region.ops = ops
+
+
+def _rows_over(scatter: Op) -> set[str]:
+    """The axes over which both the rows that are added and those of the array that they are added to are split."""
+    updates, numbers = scatter.ins[-1], scatter.params["dimension_numbers"]
+    rows = {axis for dim, entry in enumerate(updates.split) if dim not in numbers.update_window_dims for axis in entry}
+    return rows & {axis for dim in numbers.scatter_dims_to_operand_dims for axis in scatter.outs[0].split[dim]}
+
+
+def _whole_over(axes: set[str], value: Value) -> Value:
+    """The same array, not split over some axes."""
+    split = tuple(tuple(axis for axis in entry if axis not in axes) for entry in value.split)
+    sizes = zip(value.shape, value.shard, value.split, split, strict=True)
+    return replace(value, split=split, shard=tuple(part if old == new else size for size, part, old, new in sizes))
+
+
 def scatter_on_sparse_cores(region: Region) -> None:
     """Let scatters over some axes of the mesh be what they are, where parts fill more than one tile of a TPU.
 

@@ -14,7 +14,13 @@ from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.onchip import values_on_chip
-from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, sum_within_turns
+from jaxshard.plan.memory.order import (
+    gather_late,
+    join_scatters,
+    scatter_on_sparse_cores,
+    scatter_whole,
+    sum_within_turns,
+)
 from jaxshard.plan.memory.recompute import Recomputing
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import Traced
@@ -88,6 +94,7 @@ def step_peak(
     if tiled:
         scatter_behind_loops(region)
         join_scatters(region)
+        scatter_whole(region)
         gather_late(region)
         sum_within_turns(region)
     if tiled and not joins_gathers:

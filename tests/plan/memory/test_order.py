@@ -15,6 +15,7 @@ from jaxshard.plan.memory.order import (
     gather_late,
     join_scatters,
     scatter_on_sparse_cores,
+    scatter_whole,
     sum_within_turns,
     sums_stacks_twice,
 )
@@ -139,3 +140,22 @@ def test_a_turn_holds_whole_gradients_until_their_parts_are_stacked():
     found = Liveness(region, lambda one: 4 * math.prod(one.shard), set(region.outputs), narrow_products=True)
     (inside,) = found.inner[next(op for op in reversed(found.ops) if op.regions)]
     assert inside.last[summed.outs[0]] >= max(inside.place[op] for op in body.ops if op.name == "dot_general")
+
+
+@pytest.mark.parametrize("rows", [8 * 8, 8 * 32])
+def test_rows_of_all_devices_are_gathered_or_added_to_a_whole_array_whichever_are_fewer(rows):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, P("data"))
+
+    def step(tokens, updates):
+        return lax.with_sharding_constraint(jnp.zeros((128, N)).at[tokens].add(updates), split)
+
+    args = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, N), jnp.float32)
+    closed = jax.make_jaxpr(step)(*args)
+    region = build(closed, [((("data",), *((),) * (len(x.shape) - 1)), "batch", "x") for x in args], dict(mesh.shape))
+    scatter_whole(region)
+    (scatter,) = (op for op in region.ops if op.name.startswith("scatter"))
+    zeros, _, updates = scatter.ins
+    gathered = rows < 128
+    assert (zeros.shard, updates.shard) == (((16, N), (rows, N)) if gathered else ((128, N), (rows // 8, N)))
+    assert [op.outs[0].shard for op in region.ops if op.name == "slice"] == ([] if gathered else [(16, N)])
