@@ -72,6 +72,7 @@ class Chip(NamedTuple):
       host_bandwidth: bytes per second between the chip and the memory of its host, in each direction.
       host_bytes: of its host's memory the part of one chip; 0 where it is not known.
       vmem_bytes: of the memory on a TPU's core what a program's arrays may take; 0 where it is not known, and of GPUs.
+      cores: of a TPU, as many as JAX shows as one device, which run every operation together.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Chip(NamedTuple):
     host_bandwidth: float = 15e9
     host_bytes: int = 0
     vmem_bytes: int = 0
+    cores: int = 1
 
     def rate(self, dtype: str, passes: int = 1) -> float:
         """Return the FLOPs per second of products of a dtype.
@@ -161,7 +163,8 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     if found is None:
         return None
     whole, cores, shown = found
-    return whole.part((shown if num_cores is None else num_cores) / cores)
+    together = shown if num_cores is None else num_cores
+    return whole.part(together / cores)._replace(cores=together)
 
 
 def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: int | None = None) -> float | None:

@@ -9,7 +9,7 @@ turns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.scattered import is_linear, is_selection
 from jaxshard.plan.memory.shards import SCATTERS, is_reduction
+from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, narrower
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
@@ -53,6 +54,7 @@ class Liveness(Storage):
     Args:
       region, size, in_place, narrow_products: as for `Storage`.
       reusable: inputs that results may be written over.
+      stacks_first: what the first loop stacks is allocated before weights are gathered.
     """
 
     def __init__(
@@ -63,9 +65,10 @@ class Liveness(Storage):
         *,
         reusable: set[Value] | None = None,
         narrow_products: bool = False,
+        stacks_first: bool = False,
     ):
         super().__init__(region, size, in_place, narrow_products=narrow_products)
-        self.reusable = reusable or set()
+        self.reusable, self.stacks_first = reusable or set(), stacks_first
         self.inner = {op: self._bodies(op) for op in region.ops if op.regions}
         self.runs: dict[Op, int] = {}
         self.last: dict[Value, int] = {}
@@ -79,6 +82,9 @@ class Liveness(Storage):
         self.compared = gathered_apart(region) if narrow_products else set()
         self._find_narrow()
         self._copy_overwritten()
+        for loop, bodies in self.inner.items():
+            for body in bodies if self.narrow_products else ():
+                body.take_slices(slices_of_stacks(loop, self.makers, self.find))
 
     # Where everything runs, and is read last.
 
@@ -111,6 +117,21 @@ class Liveness(Storage):
             readers = self.readers[one]
             self.copies[min(self.place[op] for op in readers)].append(copy)
             self.last[copy] = max(self.runs[op] for op in readers)
+
+    def take_slices(self, numbers: Iterable[int]) -> None:
+        """Store the inputs of a body, by number, that several of its operations read, from the first to the last.
+
+        They are slices of what another loop stacked. One that a single operation reads is taken where it is read.
+        """
+        for number in numbers:
+            one = self.find(self.region.inputs[number])
+            places = [
+                self.place[op] for op, at in self.runs.items() if at == self.place[op] and one in self.roots_of(op)
+            ]
+            if len(places) > 1:
+                taken = replace(one, role="")
+                self.copies[min(places)].append(taken)
+                self.last[taken] = max(places)
 
     def keep_on_chip(self, values: set[Value]) -> None:
         """Let values lie in the chip's own memory, here and in the bodies of loops: they take none of the device's."""
@@ -161,9 +182,9 @@ class Liveness(Storage):
         return not any(before < at < after for before, after in self.away.get(value, ()))
 
     def _early(self) -> dict[Value, Live]:
-        """Values of the start: TPU compilers allocate what the first loop stacks before they gather other weights."""
+        """Values of the start: what the first loop stacks is allocated while gathers of weights run beside."""
         first = next((op for op in self.ops if op.name == "scan"), None)
-        if first is None or not self.narrow_products:
+        if first is None or not self.stacks_first:
             return {}
         stacks = [one for one in first.outs[first.counts[1] :] if one in self.last and one not in self.in_place]
         return {one: self._new(first, first.outs.index(one), one) for one in stacks}
@@ -207,7 +228,7 @@ class Liveness(Storage):
         # A gather of counts adds a dimension.
         gathers = op.name == "all_gather" or (op.name == "sharding_constraint" and self.find(out) not in self.results)
         if gathers and len(out.shard) == len(op.ins[0].shard) == 2:
-            parts = zip(op.ins[0].shard, out.shard, (SUBLANES if op.name == "all_gather" else 1, LANES), strict=True)
+            parts = zip(op.ins[0].shard, out.shard, (SUBLANES, LANES), strict=True)
             odd = any(part < whole and part % tile for part, whole, tile in parts)
             return [Live(out, max(self.size(out), joined_bytes(op)), "copy")] if odd else []
         if op.folded and op.name in SCATTERS and len(op.ins[0].shard) == 2 and self.size(op.ins[0]) > 2**20:

@@ -3,7 +3,9 @@
 XLA's memory space assignment gives a place there to one value after the other: first to those whose reads and writes it
 shortens most for their size (`CostAnalysis::GetMemoryBoundedness` in memory_space_assignment/cost_analysis.cc; what a
 loop does counts five times). A value stays for its whole life if nothing else lies there meanwhile and it is read often
-enough (`CostAnalysisPrefetchIntervalPicker`): one that lies unread for long is copied out.
+enough (`CostAnalysisPrefetchIntervalPicker`): one that lies unread for long is copied out. What the loops of a step
+stack lies in the device's memory in all programs that were looked at. Where two cores run as one device, each has a
+memory of its own: what products, collectives and kernels make, each core a part of it, lies in the device's.
 """
 
 from __future__ import annotations
@@ -80,11 +82,18 @@ class _Spans:
             if not place <= last < len(live.ops) or not size or self.is_left_unread(live, clock, value, place):
                 continue
             uses = _uses(live, value)
-            if self.sums_in_hbm and any(op.name in SUMS for op in uses):
+            if self.is_in_hbm(live, value, uses) or (times == 1 and _is_stacked(live, value)):
                 continue
             worth = times * sum(self.saved(live, op, size) for op in uses)
             found.append(_Span(value, begins[place], ends[last], size, worth / math.sqrt(size)))
         return found, at
+
+    def is_in_hbm(self, live: Liveness, value: Value, uses: list[Op]) -> bool:
+        """True for what lies in the device's memory because of the unit that makes or reads it."""
+        if self.sums_in_hbm and any(op.name in SUMS for op in uses):
+            return True
+        maker = live.makers.get(value)
+        return self.chip.cores > 1 and (maker is None or _is_made_by_both_cores(live, maker))
 
     def clock(self, live: Liveness) -> list[float]:
         """Return the seconds at which the operations of a region begin, counted from its beginning."""
@@ -95,12 +104,16 @@ class _Spans:
         return self.clocks[live]
 
     def seconds(self, live: Liveness, op: Op) -> tuple[float, float]:
-        """Return how long an operation computes, and how long it reads and writes memory."""
+        """Return how long an operation computes, or sends over links, and how long it reads and writes memory."""
         if op in live.inner:
             turns = _TURNS if op.name in ("scan", "while") else 1
             return turns * max((self.clock(body)[-1] for body in live.inner[op]), default=0.0), 0.0
         if live.is_alias(op) or not any(one in live.stored for one in op.outs):
             return 0.0, 0.0
+        if _is_collective(op) and self.chip.network is not None:
+            whole = max(live.size(one) for one in (*op.ins, *op.outs))
+            links = 2 * self.chip.network.dims * self.chip.network.bandwidth
+            return (2 if op.name in SUMS else 1) * whole / links, 0.0
         moved = sum(live.size(one) for one in (*op.outs, *live.roots_of(op)))
         return _multiplied(op) / self.chip.peak_flops, moved / self.chip.hbm_bandwidth
 
@@ -135,6 +148,23 @@ def _stored(live: Liveness) -> Iterator[tuple[Value, int]]:
 def _uses(live: Liveness, value: Value) -> list[Op]:
     maker = live.makers.get(value)
     return [*([] if maker is None else [maker]), *live.readers[value]]
+
+
+def _is_made_by_both_cores(live: Liveness, maker: Op) -> bool:
+    """True for a product, with what is computed in one with it, a collective or a kernel."""
+    if maker.regions:
+        return False
+    return not live.is_elementwise(maker) or any(live.find(one) in live.pending for one in maker.ins)
+
+
+def _is_stacked(live: Liveness, value: Value) -> bool:
+    maker = live.makers.get(value)
+    return maker is not None and maker.name == "scan" and maker.outs.index(value) >= maker.counts[1]
+
+
+def _is_collective(op: Op) -> bool:
+    chosen = op.name == "sharding_constraint" and op.ins[0].split != op.outs[0].split
+    return chosen or op.name == "all_gather" or op.name in SUMS
 
 
 def _multiplied(op: Op) -> float:

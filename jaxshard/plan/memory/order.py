@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits, every_op
-from jaxshard.plan.memory.moved import PRODUCTS
 from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
@@ -17,7 +16,7 @@ SUMS = frozenset((*_SUMS, *SCATTERS))
 
 _SAME = ("optimization_barrier", "enter", "reshape", "convert_element_type", "name")
 
-_PASSED_ON = frozenset(
+PASSED_ON = frozenset(
     {"enter", "enter_moved", "reshape", "transpose", "convert_element_type", "name", "sharding_constraint"}
 )
 """Operations that pass an array on: in another form, or gathered by the compiler's choice."""
@@ -85,7 +84,7 @@ def gather_late(region: Region) -> None:
     for op in region.ops:
         for inner in op.regions:
             gather_late(inner)
-        if op.name in _PASSED_ON and ready.issuperset(op.ins) and len(op.ins) == len(op.outs) == 1:
+        if op.name in PASSED_ON and ready.issuperset(op.ins) and len(op.ins) == len(op.outs) == 1:
             ready.update(op.outs)
             late[op.outs[0]] = op
     ordered: list[Op] = []
@@ -104,36 +103,6 @@ def gather_late(region: Region) -> None:
     for one in list(late):
         gather(one)
     region.ops = ordered
-
-
-def sum_within_turns(region: Region) -> None:
-    """Sum gradients that loops stack in parts in each turn, and cut the parts from them at its end.
-
-    Of such a gradient the program has only the product, of one device's rows, and the parts that are stacked, where the
-    compiler chooses the collectives. It sums the whole of it over devices in between, beside what follows in the turn.
-    """
-    for op in every_op(region):
-        if op.name != "scan":
-            continue
-        (body,) = op.regions
-        makers = {one: inner for inner in body.ops for one in inner.outs}
-        last: list[Op] = []
-        for number, stack in enumerate(op.outs[op.counts[1] :], op.counts[1]):
-            value, passed = body.outputs[number], list[Op]()
-            while (maker := makers.get(value)) is not None and maker.name in _PASSED_ON and len(maker.ins) == 1:
-                passed.append(maker)
-                value = maker.ins[0]
-            if maker is None or maker.name not in PRODUCTS or math.prod(value.shard) <= math.prod(stack.shard[1:]):
-                continue
-            whole = replace(value)
-            body.ops.insert(body.ops.index(maker) + 1, Op("psum", [value], [whole], maker.path))
-            if passed:
-                passed[-1].ins = [whole]
-            made = body.outputs[number] if passed else whole
-            body.outputs[number] = replace(made, split=stack.split[1:], shard=stack.shard[1:])
-            cut = Op("slice", [made], [body.outputs[number]], maker.path)
-            last = [*passed[::-1], cut, *last]
-        body.ops = [inner for inner in body.ops if inner not in last] + last
 
 
 def scatter_whole(region: Region) -> None:

@@ -19,9 +19,9 @@ from jaxshard.plan.memory.order import (
     join_scatters,
     scatter_on_sparse_cores,
     scatter_whole,
-    sum_within_turns,
 )
 from jaxshard.plan.memory.recompute import Recomputing
+from jaxshard.plan.memory.stacks import sum_within_turns
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import Traced
 
@@ -115,7 +115,7 @@ def step_peak(
 
     # The run that goes in is donated: what comes out is written into its arrays.
     in_place = set(region.outputs) - (gathered_apart(region) if joins_gathers else set())
-    liveness = Recomputing(region, size, in_place, narrow_products=tiled)
+    liveness = Recomputing(region, size, in_place, narrow_products=tiled, stacks_first=tiled and joins_gathers)
     if chip is not None and chip.vmem_bytes:
         liveness.keep_on_chip(values_on_chip(liveness, chip, sums_in_hbm=not joins_gathers))
     moment = liveness.peak() if room is None else liveness.peak_within(room)

@@ -66,3 +66,20 @@ def test_what_sparse_cores_sum_lies_in_the_devices_memory(sums_in_hbm):
     step = jax.shard_map(add, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     found = live(step, SQUARE, capacity=16 * MIB, sums_in_hbm=sums_in_hbm, mesh=mesh.shape)
     assert (found >= MIB) == sums_in_hbm
+
+
+def test_two_cores_that_are_one_device_leave_what_products_make_in_its_memory():
+    # Each core has an on-chip memory of its own, and makes a part of the product.
+    region = build(jax.make_jaxpr(chain)(SQUARE, SQUARE), [(((), ()), "batch", "")] * 2, {})
+    step = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    assert values_on_chip(step, V5E, sums_in_hbm=False)
+    assert not values_on_chip(step, V5E._replace(cores=2), sums_in_hbm=False)
+    assert (chip("v5e").cores, chip("v5p").cores, chip("v5p", num_cores=1).cores) == (1, 2, 1)
+
+
+def test_what_the_loops_of_a_step_stack_lies_in_the_devices_memory():
+    def stacked(x, w):
+        ys = lax.scan(lambda y, _: (jnp.cos(y @ w), y), x, None, length=2)[1]
+        return lax.cumsum(ys, axis=1)
+
+    assert live(stacked, SQUARE, SQUARE, capacity=112 * MIB) >= 2 * MIB

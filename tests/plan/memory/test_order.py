@@ -16,7 +16,6 @@ from jaxshard.plan.memory.order import (
     join_scatters,
     scatter_on_sparse_cores,
     scatter_whole,
-    sum_within_turns,
     sums_stacks_twice,
 )
 
@@ -112,34 +111,6 @@ def test_a_weight_that_the_compiler_gathers_is_gathered_where_it_is_first_read(c
     assert order() == [name, name, "dot_general", "dot_general"]
     gather_late(region)
     assert order() == ([name, "dot_general"] * 2 if chosen else [name, name, "dot_general", "dot_general"])
-
-
-def test_a_turn_holds_whole_gradients_until_their_parts_are_stacked():
-    # Under js.auto the program has no collective there: XLA sums a block's products over devices and cuts the parts.
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def step(weights, x):
-        gathered = lax.with_sharding_constraint(weights, NamedSharding(mesh, P()))
-        grads = jax.grad(lambda w: jnp.sum(lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, w)[0]))(gathered)
-        return lax.with_sharding_constraint(grads, NamedSharding(mesh, P(None, "data")))
-
-    shapes = ((3, N, N), (8 * N, N))
-    closed = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
-    splits = [((), ("data",), ()), (("data",), ())]
-    region = build(
-        closed, [(one, role, "x") for one, role in zip(splits, ("parameters", "batch"), strict=True)], {"data": 8}
-    )
-    sum_within_turns(region)
-    (body,) = [op for op in region.ops if op.name == "scan"][-1].regions
-    product, summed = (
-        next(op for op in body.ops if op.name == name and op.outs[0].shard == (N, N))
-        for name in ("dot_general", "psum")
-    )
-    assert summed.ins == product.outs
-    assert body.outputs[-1].shard == (N // 8, N)
-    found = Liveness(region, lambda one: 4 * math.prod(one.shard), set(region.outputs), narrow_products=True)
-    (inside,) = found.inner[next(op for op in reversed(found.ops) if op.regions)]
-    assert inside.last[summed.outs[0]] >= max(inside.place[op] for op in body.ops if op.name == "dot_general")
 
 
 @pytest.mark.parametrize("rows", [8 * 8, 8 * 32])
