@@ -394,7 +394,7 @@ class Liveness(Storage):
                 self.copies[self.place[found[0][0]]].append(copy)
                 self.last[copy] = max(self.place[op] for op, _ in found)
                 for op, _ in found:
-                    self._convert_before(op, value)
+                    self._convert_before(op, value, dtype)
             elif value not in self.results:
                 others = {
                     narrower(one, value, self.narrow_products) for one in self.readers[value] if one.name != "scan"
@@ -410,22 +410,24 @@ class Liveness(Storage):
             elif (dtypes := self.widened(value)) is not None:
                 self._store_widened(value, *dtypes, again.get(value))
 
-    def _convert_before(self, op: Op, value: Value) -> None:
+    def _convert_before(self, op: Op, value: Value, dtype: Any) -> None:
         """Drop the copies that the bodies of a loop or branch make of what was converted before it."""
         for body, one in self._given(op, value):
-            body.take_converted(one)
+            body.take_converted(one, dtype)
 
-    def take_converted(self, value: Value) -> None:
+    def take_converted(self, value: Value, dtype: Any) -> None:
         """Let an input of a region come in the type in which all read it: it makes no copy, nor do bodies inside."""
         if value in self.copied:
             place, copy = self.copied.pop(value)
             self.copies[place].remove(copy)
             del self.last[copy]
         for op in self.readers[value]:
+            made = op.outs[0] if op.name == "convert_element_type" else None
             if op in self.inner:
-                self._convert_before(op, value)
-            elif op.name == "convert_element_type":
-                self.inputs.add(op.outs[0])  # the converted copy itself
+                self._convert_before(op, value, dtype)
+            elif made is not None and self.stored_as.get(made, made.dtype) == dtype:
+                self.inputs.add(made)  # the converted copy itself, also where the program widens it again
+                self.take_converted(made, dtype)
 
     def _store_widened(self, value: Value, narrow: Any, wide: Any, again: int | None) -> None:
         """Store a product's result that all its readers convert to a wider type.

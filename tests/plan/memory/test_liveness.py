@@ -197,3 +197,17 @@ def test_a_copy_that_is_converted_before_a_loop_is_what_the_loop_gathers_from():
     args = SQUARE, jax.ShapeDtypeStruct((3, N), jnp.int32), jax.ShapeDtypeStruct((N,), jnp.int32)
     converted = [one for one in fullest(step, *args).live if one.bytes == BYTES // 2 and one.value.role == ""]
     assert len(converted) == 3 and [one.note for one in converted].count("converted") == 1  # x, its rows, the table
+
+
+def test_a_weight_that_a_loop_narrows_and_widens_again_is_the_copy_before_the_loop():
+    def step(weight, xs):
+        def turn(total, x):
+            w = weight.astype(jnp.bfloat16).astype(jnp.float32)
+            return total + jnp.sin(x @ w) @ w.T, None
+
+        return lax.scan(turn, jnp.zeros((8, N)), xs)[0]
+
+    args = SQUARE, jax.ShapeDtypeStruct((3, 8, N), jnp.float32)
+    region = build(jax.make_jaxpr(step)(*args), [(((),) * len(x.shape), "", "") for x in args], {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=False), set(), narrow_products=True).peak()
+    assert [one.note for one in found.live if one.bytes == BYTES // 2] == ["converted"]
