@@ -24,8 +24,11 @@ _KEEP_SPLIT = frozenset({
 })  # fmt: skip
 """Operations through which a split goes backward, from a result to the operands of its shape."""
 
-_SUMS = frozenset({"add", "add_any"})
-"""Operations whose terms are split alike: of a sum over micro-batches a gradient is split as the sum so far."""
+_CUT = frozenset({"pad", "slice", "concatenate"})
+"""Operations through which the split of a dimension goes backward that has the same size in operand and result."""
+
+_ALIKE = frozenset({"add", "add_any", "mul", "sub", "div", "select_n", "max", "min"})
+"""Operations whose operands are split alike: of a sum over micro-batches a gradient is split as the sum so far."""
 
 
 @dataclass(eq=False)
@@ -172,8 +175,8 @@ class Builder:
             op.outs = [self.value(var.aval, split, path=path)]
         else:
             op.outs = [self.value(var.aval, self._split(name, params, operands, var), path=path) for var in eqn.outvars]
-            if name in _SUMS:
-                self._refine(op.ins, [op.outs[0].split] * len(op.ins))
+            if name in _ALIKE:
+                self._refine_alike(op.ins, op.outs[0])
         self.maker.update((one, op) for one in op.outs)
         return list(op.outs)
 
@@ -194,8 +197,18 @@ class Builder:
                 op.name in _KEEP_SPLIT or _is_constant(op) or _repeats(op, split) or self._holds_constant(op)
             ):
                 self._set_split(value, split)
-                alike = [one for one in op.ins if one.shape == value.shape]
-                self._refine(alike, [split] * len(alike))
+                self._refine_alike(op.ins, value)
+            elif op is not None and op.name in _CUT:
+                self._set_split(value, split)
+                alike = [one for one in op.ins if len(one.shape) == len(value.shape)]
+                self._refine(alike, [_of_same_size(split, value.shape, one.shape) for one in alike])
+            elif op is not None and op.name == "dot_general":
+                self._set_split(value, split)  # each device computes its part of what it has whole
+
+    def _refine_alike(self, values: Sequence[Value], result: Value) -> None:
+        """Split operands as a result of their shape is split: whichever comes first, the compiler joins the two."""
+        alike = [one for one in values if one.shape == result.shape]
+        self._refine(alike, [result.split] * len(alike))
 
     def _holds_constant(self, op: Op) -> bool:
         """True for a constraint of zeros and the like, whatever it says: each device makes those that it needs."""
@@ -323,6 +336,10 @@ class Builder:
 def _is_constant(op: Op) -> bool:
     """True for an operation that makes an array of numbers alone."""
     return not any(one.shape for one in op.ins)
+
+
+def _of_same_size(split: Split, shape: Sequence[int], other: Sequence[int]) -> Split:
+    return tuple(entry if size == its else () for entry, size, its in zip(split, shape, other, strict=True))
 
 
 def _repeats(op: Op, split: Split) -> bool:

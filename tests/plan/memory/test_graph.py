@@ -61,6 +61,21 @@ def test_zeros_that_are_constrained_to_be_whole_are_split_as_the_loop_carries_th
     assert made == [(8, 16), (8, 16)]
 
 
+def test_a_product_is_computed_in_parts_where_it_is_multiplied_by_what_is_split():
+    # No rule splits the matrix w; its product is padded and cut, and then meets one of a matrix that is split.
+    def gated(x, w, gate):
+        inner = jnp.pad(x @ w, ((3, 0), (0, 0)))[2:-1]
+        return (1 - jax.nn.sigmoid(x @ gate)) * inner
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 8), (8, 64), (8, 64))]
+    whole = ((), ())
+    region = build(
+        jax.make_jaxpr(gated)(*args), [(whole, "", ""), (whole, "", ""), (((), ("tensor",)), "", "")], {"tensor": 8}
+    )
+    assert [op.outs[0].shard for op in region.ops if op.name == "dot_general"] == [(16, 8), (16, 8)]
+    assert [one.shard for one in region.inputs] == [(16, 8), (8, 64), (8, 8)]
+
+
 def test_a_product_over_a_split_dimension_is_known_to_be_summed_unless_the_batch_is_split_so():
     mesh = {"data": 2, "tensor": 4}
 
