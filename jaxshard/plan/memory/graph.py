@@ -377,11 +377,11 @@ def build(
     eliminate(region, set(region.outputs))
     rows = {axis for one in inputs if one.role == "batch" for entry in one.split for axis in entry}
     for op in every_op(region):
-        op.summed = op.name == "dot_general" and not rows.issuperset(_contracted_axes(op))
+        op.summed = op.name == "dot_general" and not rows.issuperset(contracted_axes(op))
     return region
 
 
-def _contracted_axes(product: Op) -> set[str]:
+def contracted_axes(product: Op) -> set[str]:
     """The axes that split the dimensions over which a product sums."""
     contracted = product.params["dimension_numbers"][0]
     pairs = zip(product.ins, contracted, strict=False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits, every_op
+from jaxshard.plan.memory.graph import Op, Region, Value, contracted_axes, dtype_bits, every_op
 from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
@@ -46,18 +47,25 @@ def sums_stacks_twice(region: Region) -> bool:
     return any(followed(part, _SUMS) for one in stacked for op in followed(one, SCATTERS) for part in op.outs)
 
 
-def join_scatters(region: Region) -> None:
+def join_scatters(region: Region, *, sums_apart: bool = False) -> None:
     """Let scatters write into what their result is added to: XLA turns x + scatter(zeros, ...) into scatter(x, ...).
 
-    So the gradient of a table that is looked up and, as output matrix, multiplied is one array.
+    So the gradient of a table that is looked up and, as output matrix, multiplied is one array. Where the compiler
+    chooses the collectives it sums the product over devices first, if the table is whole on each of them.
+
+    Args:
+      region: a step or the body of a loop.
+      sums_apart: such a sum is one operation with what the chip computes meanwhile, from one array into another, as on
+        TPUs without SparseCores.
     """
     for op in region.ops:
         for inner in op.regions:
-            join_scatters(inner)
+            join_scatters(inner, sums_apart=sums_apart)
     makers = {one: op for op in region.ops for one in op.outs}
     uses = Counter(one for op in region.ops for one in op.ins)
     uses.update(region.outputs)
     joined: set[Op] = set()
+    apart: list[Op] = []
     for op in region.ops:
         if op.name not in ("add", "add_any") or len(op.ins) != 2:
             continue
@@ -66,11 +74,35 @@ def join_scatters(region: Region) -> None:
             if scatter is None or scatter.name not in ("scatter-add", "scatter_add") or uses[made] > 1:
                 continue
             zeros, whole = makers.get(scatter.ins[0]), made.shard == other.shard == op.outs[0].shard
+            product = _summed_product(other, makers) if sums_apart and whole else None
+            if product is not None:
+                apart.append(product)
+                break
             if zeros is not None and not zeros.ins and whole and made.dtype == other.dtype and scatter not in joined:
                 op.name, op.params, op.ins = scatter.name, scatter.params, [other, *scatter.ins[1:]]
                 joined.add(scatter)
                 break
     region.ops = [op for op in region.ops if op not in joined]
+    for product in apart:
+        _sum(product, region)
+
+
+def _summed_product(value: Value, makers: Mapping[Value, Op]) -> Op | None:
+    """Return the product of which this is the result, if the compiler sums it over devices; None if it is no such."""
+    while (op := makers.get(value)) is not None and op.name in PASSED_ON and len(op.ins) == 1:
+        value = op.ins[0]
+    if op is None or op.name != "dot_general" or any(op.outs[0].split):
+        return None
+    return op if contracted_axes(op) else None
+
+
+def _sum(product: Op, region: Region) -> None:
+    """Sum a product's result over devices, into an array of its own."""
+    (part,) = product.outs
+    whole = replace(part)
+    for op in region.ops:
+        op.ins = [whole if one is part else one for one in op.ins]
+    region.ops.insert(region.ops.index(product) + 1, Op("psum", [part], [whole], product.path))
 
 
 def gather_late(region: Region) -> None:

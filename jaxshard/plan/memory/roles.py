@@ -93,7 +93,7 @@ def step_peak(
     region = build(traced.closed, traced.arguments, sizes, folded)
     if tiled:
         scatter_behind_loops(region)
-        join_scatters(region)
+        join_scatters(region, sums_apart=joins_gathers)
         scatter_whole(region)
         gather_late(region)
         sum_within_turns(region)

@@ -66,6 +66,22 @@ def test_a_scatter_writes_into_what_it_is_added_to():
     assert apart.count("add") == joined.count("add") + 1  # what it would be written over is there already
 
 
+@pytest.mark.parametrize(("rows", "sums_apart", "summed"), [("data", True, 1), ("data", False, 0), (None, True, 0)])
+def test_a_product_that_the_compiler_sums_over_devices_is_no_part_of_a_scatter(rows, sums_apart, summed):
+    def grad(x, w, tokens, updates):
+        return x.T @ w + jnp.zeros((N, N)).at[tokens].add(updates)
+
+    args = [jax.ShapeDtypeStruct((N, N), jnp.float32)] * 4
+    args[2] = jax.ShapeDtypeStruct((N,), jnp.int32)
+    splits = [(((rows,) if rows else ()), *((),) * (len(one.shape) - 1)) for one in args]
+    region = build(jax.make_jaxpr(grad)(*args), [(split, "batch", "") for split in splits], {"data": 4})
+    join_scatters(region, sums_apart=sums_apart)
+    names = [op.name for op in region.ops]
+    assert names.count("psum") == summed
+    if summed:
+        assert names[names.index("psum") - 1] == "dot_general"
+
+
 @pytest.mark.parametrize(
     ("shape", "axes", "folded"),
     [((64, 1024), ("data",), False), ((64, 512), ("data",), True), ((64, 1024), ("data", "tensor"), True)],
