@@ -19,10 +19,10 @@ from jaxshard.plan.memory.donated import gathered_apart, is_put_in_order, overwr
 from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
-from jaxshard.plan.memory.scattered import is_linear, is_selection
+from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection
 from jaxshard.plan.memory.shards import SCATTERS, is_reduction
 from jaxshard.plan.memory.stacks import slices_of_stacks
-from jaxshard.plan.memory.storage import FUSES_UPDATE, Size, Storage, is_reduced, narrower
+from jaxshard.plan.memory.storage import Size, Storage, is_reduced, narrower
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from jaxshard.plan.memory.graph import Op
 
+FUSES_UPDATE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
+"""Operations that write into their first operand where nothing else needs it."""
+
 _LINEAR = 1024
 """A scatter of so many elements, a tile of an array with one dimension, is done in such an array."""
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS, written_apart
 from jaxshard.plan.memory.order import sums_stacks_twice
-from jaxshard.plan.memory.scattered import is_selection, keeps_type
+from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_selection, keeps_type
 from jaxshard.plan.memory.shards import is_reduction
 
 _SAME_MEMORY = frozenset({
@@ -35,9 +35,6 @@ _STORED = PRODUCTS | _COLLECTIVES | frozenset({
     "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft", "cholesky", "qr", "svd", "eigh",
 })  # fmt: skip
 """Operations whose results are stored, and which read operands from memory."""
-
-FUSES_UPDATE = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
-"""Operations that write into their first operand where nothing else needs it."""
 
 _ON_CHIP = 32 * 2**20
 """Arrays up to so many bytes are still in the chip's own memory when the next operation reads them."""
@@ -292,6 +289,32 @@ class Storage:
                 at = max(places[maker] for one in op.ins if (maker := self.makers.get(self.find(one))) is not None)
             places[op] = at
         self.ops = sorted(self.ops, key=places.__getitem__)
+        self._leave_tables()
+
+    def _leave_tables(self) -> None:
+        """Move a product into whose result a later operation scatters there, if it makes more than it frees.
+
+        So is the gradient of a table that is looked up and, as output matrix, multiplied: it is left to the end, but
+        where a loop over blocks comes first, which stacks the gradients of all of them.
+        """
+        first: dict[Value, int] = {}
+        uses: defaultdict[Value, set[int]] = defaultdict(set)
+        for i, op in enumerate(self.ops):
+            if not self.is_alias(op):
+                for one in op.reads:
+                    first.setdefault(self.find(one), i)
+                for one in self.roots_of(op):
+                    uses[one].add(i)
+        places: dict[Op, float] = {}
+        for i, op in enumerate(self.ops):
+            places[op] = i
+            at = first.get(self.find(op.outs[0]), i) if op.name in PRODUCTS else i
+            if self.ops[at].name in FUSES_UPDATE and not any(one.regions for one in self.ops[i:at]):
+                roots = [one for one in self.roots_of(op) if one not in self.inputs]
+                freed = [one for one in roots if max(uses[one] - {i}, default=0) < at]
+                if sum(self._read_bytes(one) for one in freed) < self.size(op.outs[0]):
+                    places[op] = at - 0.5
+        self.ops = sorted(self.ops, key=places.__getitem__)
 
     def _delay_products(self) -> None:
         """Move products behind a loop where their results are first read after it: XLA schedules them late.
@@ -345,6 +368,11 @@ class Storage:
         if reader.name == "dynamic_slice" and value.role == "inner":
             return self.read_as(self.find(reader.outs[0]), implied=implied)
         return narrower(reader, value, self.narrow_products and implied)
+
+    def _read_bytes(self, value: Value) -> int:
+        """The bytes of a value in the type in which it is read."""
+        dtype = self.read_as(value)
+        return self.size(value if dtype is None else replace(value, dtype=dtype))
 
     def widened(self, value: Value) -> tuple[Any, Any] | None:
         """Return the dtype of a product's result and the wider one in which all read it; None if they are the same."""

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
+from jaxshard.plan.memory.order import join_scatters
 from jaxshard.plan.memory.roles import temporary_bytes
 
 ROWS, WIDTH, LARGE = 256, 128, 2**16
@@ -153,3 +155,40 @@ def test_the_gradient_of_f32_logits_is_computed_by_each_that_reads_it_a_bias_too
     found = liveness(jax.grad(loss, argnums=(0, 1, 2)), x, w, jax.ShapeDtypeStruct((vocab,), jnp.float32))
     large = [one for op in found.ops for one in op.outs if one.shard == (rows, vocab) and one in found.stored]
     assert ["transpose" in one.path for one in large] == [False]
+
+
+TIED, VOCAB, BLOCKS = 128, 1024, 3
+
+
+def tied(table, weights, tokens, *, loop):
+    x = table[tokens]
+    if loop:
+        x = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)[0]
+    else:
+        for i in range(BLOCKS):
+            x = x + jnp.tanh(x @ weights[i])
+    logits = (x @ table.T).astype(jnp.float32)
+    return jnp.sum(jnp.sin(logits))
+
+
+def products_behind_the_table(rows, *, loop):
+    """Count the products and loops of the backward pass that run behind the product of the table's gradient."""
+    args = (
+        jax.ShapeDtypeStruct((VOCAB, TIED), jnp.bfloat16),
+        jax.ShapeDtypeStruct((BLOCKS, TIED, TIED), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    closed = jax.make_jaxpr(jax.grad(lambda *args: tied(*args, loop=loop), argnums=(0, 1)))(*args)
+    region = build(closed, [(((),) * len(one.shape), "", "") for one in args], {})
+    join_scatters(region)
+    live = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    late = [op for op in live.ops if op.name in ("dot_general", "scan") and "transpose" in op.path]
+    (table,) = (i for i, op in enumerate(late) if op.name == "dot_general" and VOCAB in op.outs[0].shard)
+    return len(late) - 1 - table
+
+
+@pytest.mark.parametrize(("rows", "loop", "behind"), [(16, False, 0), (256, False, 2 * BLOCKS + 1), (16, True, 2)])
+def test_the_gradient_of_a_table_that_is_looked_up_and_multiplied_is_left_to_the_end_if_it_makes_more_than_it_frees(
+    rows, loop, behind
+):
+    assert products_behind_the_table(rows, loop=loop) == behind
