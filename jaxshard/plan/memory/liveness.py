@@ -19,7 +19,7 @@ from jaxshard.plan.memory.donated import gathered_apart, is_put_in_order, overwr
 from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
-from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection
+from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
 from jaxshard.plan.memory.shards import SCATTERS, is_reduction
 from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size, Storage, is_reduced, narrower
@@ -103,10 +103,22 @@ class Liveness(Storage):
                 at = max((need.get(one, -1) for one in op.outs), default=here)
                 at = here if at < 0 else at
             self.runs[op] = at
+            at = end - 1 if self._waits_for_sum(op) else at
             for one in op.reads:
                 root = self.find(one)
                 need[root] = max(need.get(root, -1), at)
         self.last = need
+
+    def _waits_for_sum(self, op: Op) -> bool:
+        """True for a gather of elements along a split dimension, the labels' logits, that frees nothing.
+
+        Its result is summed over the axis, for the loss alone: compilers leave it to the end, if the logits are read
+        later anyway, and are no copy in a wider type.
+        """
+        if not is_summed_gather(op) or not self.narrow_products:
+            return False
+        inner = any(one.role == "inner" for one in self.region.inputs)
+        return not inner and self.widened(self.find(op.ins[0])) is None
 
     def _copy_overwritten(self) -> None:
         """Copy arguments that are written over early, which compilers do before they are first read."""

@@ -1,4 +1,4 @@
-"""Scatters: which of them compilers turn into selections, and where a TPU's work in arrays of one dimension."""
+"""Scatters, and gathers of elements: which are selections, which a TPU does in one dimension, which are summed."""
 
 from __future__ import annotations
 
@@ -47,3 +47,10 @@ def _scatters_elements(op: Op) -> bool:
         return False
     numbers: Any = op.params["dimension_numbers"]
     return bool(numbers.operand_batching_dims)
+
+
+def is_summed_gather(op: Op) -> bool:
+    """Return True for a gather of single elements along a dimension that an axis splits: one device has each."""
+    if op.name != "gather" or math.prod(op.params["slice_sizes"]) != 1:
+        return False
+    return any(op.ins[0].split[dim] for dim in op.params["dimension_numbers"].collapsed_slice_dims)

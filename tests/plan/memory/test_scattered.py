@@ -48,3 +48,22 @@ def test_along_an_only_row_it_is_scattered_in_f32_and_from_a_tile_of_elements_on
     assert made in found.stored
     assert found.stored_bytes(made) == bytes_after * positions * VOCAB
     assert sum(one.bytes for one in found._extra(scatter)) == beside * positions * VOCAB
+
+
+@pytest.mark.parametrize(
+    ("dtype", "split", "kept"), [("float32", True, True), ("float32", False, False), ("bfloat16", True, False)]
+)
+def test_f32_logits_wait_for_the_labels_own_where_a_tensor_axis_splits_the_vocabulary(dtype, split, kept):
+    # The devices' parts are summed for the loss alone; a copy in a wider type is read early, since that frees it.
+    args = (
+        jax.ShapeDtypeStruct((2, 256, WIDTH), dtype),
+        jax.ShapeDtypeStruct((WIDTH, VOCAB), dtype),
+        jax.ShapeDtypeStruct((2, 256), jnp.int32),
+    )
+    closed = jax.make_jaxpr(jax.value_and_grad(label_loss, argnums=(0, 1)))(*args)
+    columns = ("tensor",) if split else ()
+    region = build(closed, [(((),) * 3, "", ""), (((), columns), "", ""), (((),) * 2, "", "")], {"tensor": 8})
+    join_scatters(region)
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    (gather,) = [op for op in region.ops if op.name == "gather" and op.ins[0].shape[-1] == VOCAB]
+    assert (found.last[found.find(gather.ins[0])] == len(found.ops) - 1) == kept
