@@ -9,20 +9,21 @@ turns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxshard.plan.memory.converted import Converted
 from jaxshard.plan.memory.donated import gathered_apart, is_put_in_order, overwritten_early
 from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
-from jaxshard.plan.memory.shards import SCATTERS, is_reduction
+from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.stacks import slices_of_stacks
-from jaxshard.plan.memory.storage import Size, Storage, is_reduced, narrower
+from jaxshard.plan.memory.storage import Size, is_reduced
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 
 
@@ -48,7 +49,7 @@ class Moment:
         return sum(one.bytes for one in self.live)
 
 
-class Liveness(Storage):
+class Liveness(Converted):
     """When the stored values of a region live.
 
     Args:
@@ -69,7 +70,7 @@ class Liveness(Storage):
     ):
         super().__init__(region, size, in_place, narrow_products=narrow_products)
         self.reusable, self.stacks_first = reusable or set(), stacks_first
-        self.inner = {op: self._bodies(op) for op in region.ops if op.regions}
+        self.inner: dict[Op, list[Liveness]] = {op: self._bodies(op) for op in region.ops if op.regions}
         self.runs: dict[Op, int] = {}
         self.last: dict[Value, int] = {}
         self._place_reads()
@@ -344,136 +345,3 @@ class Liveness(Storage):
             moments = [body.peak() for body in self.inner.get(op, ())]
             self.moments[op] = max(moments, key=lambda one: one.total, default=Moment())
         return self.moments[op]
-
-    # What loops convert.
-
-    def _narrow(self, op: Op, number: int) -> Any:
-        """Return the narrower dtype to which the body of a scan converts an operand before all else; None if not."""
-        consts, carries = op.counts
-        if consts <= number < consts + carries:
-            return None
-        found = self.inner[op][0].taken_as(op.regions[0].inputs[number])
-        return found.pop() if len(found) == 1 else None
-
-    def taken_as(self, value: Value) -> set[Any]:
-        """The narrower dtypes to which all that reads a value converts it first; None among them where one does not.
-
-        Loops and branches inside read it as their bodies do, and what takes a slice of it as those that read the slice.
-        """
-        if value in self.results:
-            return {None}
-        found: set[Any] = set()
-        for op in self.readers[value]:
-            if op.name == "dynamic_slice" and self.find(op.ins[0]) is value:
-                found |= self.taken_as(self.find(op.outs[0]))
-            elif op.name == "cond":
-                found |= {dtype for body, one in self._given(op, value) for dtype in body.taken_as(one)}
-            elif op.name == "scan":
-                numbers = [i for i, one in enumerate(op.ins) if self.find(one) is value and i not in op.unread]
-                found |= {self._narrow(op, number) for number in numbers}
-            else:
-                found.add(narrower(op, value, self.narrow_products))
-        return found
-
-    def _given(self, op: Op, value: Value) -> Iterator[tuple[Liveness, Value]]:
-        """Yield the bodies of a loop or branch, and what a value is in them."""
-        operands = op.ins[1:] if op.name == "cond" else op.ins
-        for body in self.inner[op]:
-            for one, inside in zip(operands, body.region.inputs, strict=False):
-                if self.find(one) is value:
-                    yield body, inside
-
-    def _find_narrow(self) -> None:
-        """Find what loops convert: compilers do it before the loop, to the stacked array of all turns.
-
-        What a loop stacks is then stacked in the narrower type; of an argument a narrower copy is made, which lives
-        from the first loop that reads it to the last.
-        """
-        wanted: defaultdict[Value, list[tuple[Op, Any]]] = defaultdict(list)
-        for op in self.ops:
-            for number, one in enumerate(op.ins):
-                if op.name == "scan" and number not in op.unread and not _updates_on_host(op):
-                    wanted[self.find(one)].append((op, self._narrow(op, number)))
-        carried = {one for op in self.inner for one in (op.outs[: op.counts[1]] if op.name == "scan" else op.outs)}
-        for value, found in wanted.items():
-            narrowed = {dtype for _, dtype in found}
-            if len(narrowed) != 1 or None in narrowed:
-                continue
-            (dtype,) = narrowed
-            if value in self.inputs:
-                copy = Value(value.shape, dtype, value.split, value.shard, path=value.path)
-                self.copied[value] = self.place[found[0][0]], copy
-                self.copies[self.place[found[0][0]]].append(copy)
-                self.last[copy] = max(self.place[op] for op, _ in found)
-                for op, _ in found:
-                    self._convert_before(op, value, dtype)
-            elif value not in self.results:
-                others = {
-                    narrower(one, value, self.narrow_products) for one in self.readers[value] if one.name != "scan"
-                }
-                if others <= {dtype}:
-                    self.stored_as[value] = dtype
-        again = self._read_again() if self.narrow_products else {}
-        for value in self.stored:
-            if value in wanted or value in carried:
-                continue
-            if (dtype := self.read_as(value)) is not None:
-                self.stored_as[value] = dtype
-            elif (dtypes := self.widened(value)) is not None:
-                self._store_widened(value, *dtypes, again.get(value))
-
-    def _convert_before(self, op: Op, value: Value, dtype: Any) -> None:
-        """Drop the copies that the bodies of a loop or branch make of what was converted before it."""
-        for body, one in self._given(op, value):
-            body.take_converted(one, dtype)
-
-    def take_converted(self, value: Value, dtype: Any) -> None:
-        """Let an input of a region come in the type in which all read it: it makes no copy, nor do bodies inside."""
-        if value in self.copied:
-            place, copy = self.copied.pop(value)
-            self.copies[place].remove(copy)
-            del self.last[copy]
-        for op in self.readers[value]:
-            made = op.outs[0] if op.name == "convert_element_type" else None
-            if op in self.inner:
-                self._convert_before(op, value, dtype)
-            elif made is not None and self.stored_as.get(made, made.dtype) == dtype:
-                self.inputs.add(made)  # the converted copy itself, also where the program widens it again
-                self.take_converted(made, dtype)
-
-    def _store_widened(self, value: Value, narrow: Any, wide: Any, again: int | None) -> None:
-        """Store a product's result that all its readers convert to a wider type.
-
-        On a TPU the product writes its own type. Where a second reduction follows that reads it together with the
-        first one's result, as in a softmax, it writes the wider one too: that lives till then, the other one longer.
-        """
-        if not self.narrow_products or self.last.get(value) == again:
-            self.stored_as[value] = wide
-            return
-        self.stored_as[value] = narrow
-        if again is not None:
-            copy = replace(value, dtype=wide)
-            self.copies[self.place[self.makers[value]]].append(copy)
-            self.last[copy] = again
-
-    def _read_again(self) -> dict[Value, int]:
-        """Find what is reduced twice, the second time together with the first result, and where that is."""
-        first: defaultdict[Value, set[Value]] = defaultdict(set)
-        again: dict[Value, int] = {}
-        for op in self.ops:
-            if is_reduction(op.name) and not self.is_alias(op):
-                roots = self.roots_of(op)
-                for value in roots:
-                    if first[value] & roots:
-                        again[value] = self.place[op]
-                    first[value] |= {self.find(one) for one in op.outs}
-        return again
-
-
-def _updates_on_host(op: Op) -> bool:
-    """True for a loop that carries arrays of the host's memory: it updates optimizer state, and reads weights wide.
-
-    The loops of the model have converted copies of those weights all the same.
-    """
-    consts, carries = op.counts
-    return any(one.on_host for one in op.ins[consts : consts + carries])
