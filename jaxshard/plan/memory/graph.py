@@ -202,7 +202,11 @@ class Builder:
                 self._set_split(value, split)
                 alike = [one for one in op.ins if len(one.shape) == len(value.shape)]
                 self._refine(alike, [_of_same_size(split, value.shape, one.shape) for one in alike])
-            elif op is not None and op.name == "dot_general":
+            elif (
+                op is not None
+                and op.name == "dot_general"
+                and contracted_axes(op).isdisjoint(axis for entry in split for axis in entry)
+            ):
                 self._set_split(value, split)  # each device computes its part of what it has whole
 
     def _refine_alike(self, values: Sequence[Value], result: Value) -> None:

@@ -21,7 +21,7 @@ from jaxshard.plan.memory.order import (
     scatter_whole,
 )
 from jaxshard.plan.memory.recompute import Recomputing
-from jaxshard.plan.memory.stacks import sum_within_turns
+from jaxshard.plan.memory.stacks import sum_beside_products, sum_within_turns
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import Traced
 
@@ -97,6 +97,7 @@ def step_peak(
         scatter_whole(region)
         gather_late(region)
         sum_within_turns(region)
+        sum_beside_products(region)
     if tiled and not joins_gathers:
         scatter_on_sparse_cores(region)
     kernels = any(op.name == "pallas_call" for op in every_op(region))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from jaxshard.plan.memory.graph import Op, Region, Value, every_op
+from jaxshard.plan.memory.graph import Op, Region, Value, contracted_axes, every_op
 from jaxshard.plan.memory.moved import PRODUCTS
 from jaxshard.plan.memory.order import PASSED_ON
 
@@ -39,6 +39,38 @@ def sum_within_turns(region: Region) -> None:
             cut = Op("slice", [made], [body.outputs[number]], maker.path)
             last = [*passed[::-1], cut, *last]
         body.ops = [inner for inner in body.ops if inner not in last] + last
+
+
+def sum_beside_products(region: Region) -> None:
+    """Sum gradients of which a turn adds a part to the sum so far as soon as their operands are there.
+
+    The sum over devices runs beside the products that follow, which read the same operands, and is cut behind them.
+    """
+    for op in every_op(region):
+        if op.name != "scan":
+            continue
+        (body,) = op.regions
+        makers = {one: inner for inner in body.ops for one in inner.outs}
+        for cut in [inner for inner in body.ops if inner.name == "sharding_constraint"]:
+            value, passed = cut.ins[0], [cut]
+            while (maker := makers.get(value)) is not None and maker.name in PASSED_ON and len(maker.ins) == 1:
+                passed.append(maker)
+                value = maker.ins[0]
+            if maker is None or maker.name not in PRODUCTS or math.prod(value.shard) <= math.prod(cut.outs[0].shard):
+                continue
+            if not contracted_axes(maker):
+                continue
+            behind = body.ops[: body.ops.index(maker)]
+            operands = set(maker.ins)
+            ready = max((i + 1 for i, inner in enumerate(behind) if operands.intersection(inner.outs)), default=0)
+            if not any(inner.name in PRODUCTS and operands.intersection(inner.ins) for inner in behind[ready:]):
+                continue
+            ahead = [inner for inner in body.ops[len(behind) + 1 :] if inner not in passed]
+            whole = replace(value)
+            passed[-1].ins = [whole]
+            cut.ins = [*cut.ins, value]
+            summed = Op("psum", [value], [whole], maker.path)
+            body.ops = [*behind[:ready], maker, summed, *behind[ready:], *passed[::-1], *ahead]
 
 
 def slices_of_stacks(loop: Op, makers: Mapping[Value, Op], find: Callable[[Value], Value]) -> Iterator[int]:

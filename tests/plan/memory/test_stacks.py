@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
-from jaxshard.plan.memory.stacks import slices_of_stacks, sum_within_turns
+from jaxshard.plan.memory.stacks import slices_of_stacks, sum_beside_products, sum_within_turns
 
 N = 64
 
@@ -65,3 +65,28 @@ def test_a_slice_that_several_operations_read_lies_beside_its_stack(shared):
     taken = [one for found in body.copies.values() for one in found]
     assert bool(taken) == shared
     assert all(one.shard == (N, N) for one in taken)
+
+
+@pytest.mark.parametrize("read_again", [True, False])
+def test_a_sum_of_a_turn_begins_before_the_products_that_read_the_same(read_again):
+    # The gradient of a part of an output matrix, and that of what is multiplied by it, which read the logits' gradient.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(matrix, x):
+        def turn(total, logits):
+            back = logits @ matrix if read_again else x
+            part = lax.with_sharding_constraint(
+                jnp.einsum("rn,rm->nm", logits, x), NamedSharding(mesh, P(None, "data"))
+            )
+            return total + part, back
+
+        return lax.scan(turn, jnp.zeros((N, N)), jnp.ones((3, 8 * N, N)) * x)
+
+    args = (jax.ShapeDtypeStruct((N, N), jnp.float32), jax.ShapeDtypeStruct((8 * N, N), jnp.float32))
+    splits = [(((), ()), "parameters", "w"), ((("data",), ()), "batch", "x")]
+    region = build(jax.make_jaxpr(step)(*args), splits, {"data": 8})
+    sum_beside_products(region)
+    (body,) = next(op for op in region.ops if op.name == "scan").regions
+    names = [op.name for op in body.ops if op.name in ("dot_general", "psum", "sharding_constraint")]
+    overlapped = ["dot_general", "psum", "dot_general", "sharding_constraint"]
+    assert names == (overlapped if read_again else ["dot_general", "sharding_constraint"])
