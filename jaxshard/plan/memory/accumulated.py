@@ -84,8 +84,25 @@ def _sums(loop: Op) -> Iterator[tuple[int, _Sum]]:
         while (op := makers.get(one)) is not None and op.name in _PASSED_ON and uses[one] == 1:
             between.append(op)
             one = op.ins[0]
-        if op is not None and op.name in SCATTERS and uses[one] == uses[carried] == uses[out] == 1:
+        if op is None or op.name not in SCATTERS or _is_gathered_across(op, makers):
+            continue
+        if uses[one] == uses[carried] == uses[out] == 1:
             yield number, _Sum(add, between, op)
+
+
+def _is_gathered_across(scatter: Op, makers: dict[Value, Op]) -> bool:
+    """True for a scatter of what was gathered along another dimension: compilers scatter first, and add parts."""
+    op = makers.get(scatter.ins[0])
+    while op is not None and op.name in _PASSED_ON and op.ins:
+        op = makers.get(op.ins[0])
+    if op is None or op.name != "enter_moved":
+        return False
+    gathered = _changed(op.ins[0], op.outs[0])
+    return bool(gathered) and gathered.isdisjoint(_changed(scatter.ins[0], scatter.outs[0]))
+
+
+def _changed(one: Value, other: Value) -> set[int]:
+    return {dim for dim, (a, b) in enumerate(zip(one.shard, other.shard, strict=False)) if a != b}
 
 
 def _is_zero(value: Value, makers: dict[Value, Op]) -> bool:

@@ -50,3 +50,28 @@ def test_what_a_loop_only_adds_up_is_scattered_behind_it(summed, carried, behind
     found = [op for op in region.ops if op.name in ("reduce_scatter", "psum_scatter")]
     assert len(found) == behind
     assert all(op.ins == [loop.outs[0]] and op.ins[0].dtype == jnp.float32 for op in found)
+
+
+@pytest.mark.parametrize(("split", "carried"), [(("tensor", None), (N, N)), ((None, "tensor"), (N // 4, N))])
+def test_what_is_gathered_along_another_dimension_is_scattered_before_that_in_each_turn(split, carried):
+    # Where the loop adds whole gradients, all of them would be gathered over the tensor axis.
+    mesh = jax.make_mesh((2, 4), ("tensor", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(weights, rows):
+        whole = jax.shard_map(
+            lambda grad: _scattered(grad, "data"), in_specs=P(), out_specs=P(), axis_names={"tensor"}, check_vma=False
+        )
+
+        def turn(total, x):
+            return total + whole(weights * jnp.sum(x)), None
+
+        return lax.scan(turn, jnp.zeros((N // 4, N)), rows)[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P("data"), axis_names={"data"}, check_vma=False)
+    args = (jax.ShapeDtypeStruct((N, N), jnp.float32), jax.ShapeDtypeStruct((3, 8, N), jnp.float32))
+    entries = tuple(() if axis is None else (axis,) for axis in split)
+    closed = jax.make_jaxpr(jax.jit(mapped))(*args)
+    region = build(closed, [(entries, "parameters", "x"), (((),) * 3, "batch", "y")], dict(mesh.shape))
+    scatter_behind_loops(region)
+    (loop,) = (op for op in region.ops if op.name == "scan")
+    assert loop.outs[0].shard == carried
