@@ -55,7 +55,7 @@ class Liveness(Converted):
     Args:
       region, size, in_place, narrow_products: as for `Storage`.
       reusable: inputs that results may be written over.
-      stacks_first: what the first loop stacks is allocated before weights are gathered.
+      stacks_first: what loops stack or write is allocated long before, while gathers of weights run.
     """
 
     def __init__(
@@ -246,8 +246,9 @@ class Liveness(Converted):
             return [Live(out, max(self.size(out), joined_bytes(op)), "copy")] if odd else []
         if op.folded and op.name in SCATTERS and len(op.ins[0].shard) == 2 and self.size(op.ins[0]) > 2**20:
             return [Live(op.ins[0], self.size(op.ins[0]), "copy")]  # an all-reduce that runs beside other operations
-        if is_linear(op):  # the array to which it adds, in one dimension
-            return [Live(op.ins[0], max(0, self.size(op.ins[0]) - self.stored_bytes(out)), "copy")]
+        if is_linear(op):  # what it adds to once more, with rows in order, and then in one dimension
+            whole = self.size(op.ins[0])
+            return [Live(op.ins[0], 2 * whole if self.stacks_first else max(0, whole - self.stored_bytes(out)), "copy")]
         fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
         if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
             return [] if self._is_scattered_in_parts(out) else [Live(out, self.size(out), "copy")]

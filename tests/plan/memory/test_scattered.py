@@ -18,7 +18,7 @@ def label_loss(x, w, labels):
     return (jax.nn.logsumexp(logits, axis=-1) - own).mean()
 
 
-def gradient(rows, positions):
+def gradient(rows, positions, stacks_first=False):
     args = (
         jax.ShapeDtypeStruct((rows, positions, WIDTH), jnp.bfloat16),
         jax.ShapeDtypeStruct((WIDTH, VOCAB), jnp.bfloat16),
@@ -27,7 +27,10 @@ def gradient(rows, positions):
     closed = jax.make_jaxpr(jax.grad(label_loss, argnums=(0, 1)))(*args)
     region = build(closed, [(((),) * len(one.shape), "batch", "") for one in args], {})
     join_scatters(region)
-    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    found = Liveness(
+        region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs),
+        narrow_products=True, stacks_first=stacks_first,
+    )  # fmt: skip
     (scatter,) = [op for op in region.ops if op.name.startswith("scatter")]
     return found, scatter
 
@@ -48,6 +51,11 @@ def test_along_an_only_row_it_is_scattered_in_f32_and_from_a_tile_of_elements_on
     assert made in found.stored
     assert found.stored_bytes(made) == bytes_after * positions * VOCAB
     assert sum(one.bytes for one in found._extra(scatter)) == beside * positions * VOCAB
+
+
+def test_where_gathers_run_beside_both_arrays_of_such_a_scatter_are_there_from_the_start():
+    found, scatter = gradient(1, 1024, stacks_first=True)
+    assert sum(one.bytes for one in found._extra(scatter)) == 2 * 4 * 1024 * VOCAB
 
 
 @pytest.mark.parametrize(
