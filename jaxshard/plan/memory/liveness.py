@@ -336,7 +336,7 @@ class Liveness(Converted):
             bodies.append(
                 Liveness(
                     body, self.size, set(body.outputs),
-                    reusable=reusable, narrow_products=self.narrow_products,
+                    reusable=reusable, narrow_products=self.narrow_products, stacks_first=self.stacks_first,
                 )
             )  # fmt: skip
         return bodies
