@@ -159,7 +159,7 @@ def weigh_gradient(params, batch, key):
             "numbers moved apart between devices",
             marks=pytest.mark.slow,
         ),
-        (branch_on_labels, ("gradient", "loss"), "rows sorted by"),
+        pytest.param(branch_on_labels, ("gradient", "loss"), "rows sorted by", marks=pytest.mark.slow),
         pytest.param(weigh_gradient, ("gradient",), "numbers moved apart between devices", marks=pytest.mark.slow),
     ],
 )

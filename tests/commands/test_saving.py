@@ -39,6 +39,7 @@ def folder(whole, tmp_path):
     return shutil.copytree(whole[0], tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_every_so_many_steps_and_the_last_one_are_saved(whole):
     assert sorted(path.name for path in whole[0].iterdir()) == ["2", "3"]
     assert whole[1]["start"] == 0 and len(whole[1]["losses"]) == 3

@@ -173,7 +173,7 @@ def two_part_reference() -> Trace:
     return one_device(two_part_toy())
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
     toy, engine = two_part_toy(), ENGINES[engine](microbatches=microbatches)

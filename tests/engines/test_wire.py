@@ -79,7 +79,7 @@ LITERALS = {
 }
 
 
-@pytest.mark.parametrize("name", ["fsdp", *(pytest.param(x, marks=pytest.mark.slow) for x in [*LITERALS][1:])])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) for x in LITERALS])
 def test_a_step_moves_what_is_promised(name):
     strategy, axes, engine, expected = LITERALS[name]
     _, step, _ = step_of(strategy, engine, **axes)

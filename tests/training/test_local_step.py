@@ -79,6 +79,7 @@ def compare(
         assert worst(jax.tree.map(lambda x: x[r], logical.opt_state.params), one) < 1e-5  # noqa: B023
 
 
+@pytest.mark.slow
 def test_two_replicas_under_fsdp_in_two_fragments_equal_the_plain_loop_to_1e_6() -> None:
     compare(FSDP, MESH, EXPLICIT, 4, 2, (2, 0), CLIPPED)
 

@@ -203,8 +203,8 @@ def check_split(run: js.TrainState, layout: js.Layout) -> None:
 
 
 STRATEGIES = {"zero2": js.zero2, "fsdp": js.fsdp}
-FAST = [name for name in CASES if name in TYPICAL or name not in ALIASES | WRAPPERS][::2]
-"""Every second of the typical ones and of what this package makes itself; the slow test runs every case."""
+FAST = [name for name in CASES if name in TYPICAL or name not in ALIASES | WRAPPERS][::3]
+"""Every third of the typical ones and of what this package makes itself; the slow test runs every case."""
 
 
 @pytest.mark.parametrize(

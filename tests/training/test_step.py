@@ -62,6 +62,7 @@ def test_the_run_that_goes_in_is_donated():
     assert all(x.is_deleted() for x in jax.tree.leaves((run.params, run.opt_state)))
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_steps_and_another_seed_others():
     def noisy(params, batch, key):
         return loss_fn(params, batch, key) + js.Mean(jax.random.normal(key) * params["b"].sum(), 1.0)

@@ -35,7 +35,7 @@ def kinds(run: js.TrainState) -> set[str]:
 @pytest.mark.parametrize(
     ("tx", "how"),
     [
-        (optax.adamw(1e-2, eps=1e-3), "block by block"),
+        pytest.param(optax.adamw(1e-2, eps=1e-3), "block by block", marks=pytest.mark.slow),
         pytest.param(js.optim.adam8bit(1e-2, eps=1e-3), "whole", marks=pytest.mark.slow),
         pytest.param(
             optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3)), "whole", marks=pytest.mark.slow

@@ -82,6 +82,7 @@ def test_every_layout_on_every_number_of_devices(place, tmp_path):
     round_trip(*place, place, tmp_path / "many", max_bytes=20_000)
 
 
+@pytest.mark.slow
 def test_several_files_and_an_index(tmp_path):
     files = round_trip("fsdp", 8, ("pipeline", 4), tmp_path, max_bytes=20_000)
     assert [file.name for file in files] == [f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)]

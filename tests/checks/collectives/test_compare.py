@@ -124,7 +124,7 @@ def test_two_data_axes_on_simulated_devices(strategy):
     assert_exact(audited(gpt_toy(vocab=48), torus_setups(0)[strategy], js.make_mesh(x=2, y=4)))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "fsdp"])
 def test_the_automatic_engine_stays_within_the_promise(strategy):
     """The CPU compiler reduces everywhere, unpadded, and slices."""
     axes, made = setups(0)[strategy]

@@ -55,10 +55,10 @@ class Cell(NamedTuple):
 FAST = [
     pytest.param(Cell("gpipe", 4, 1, 3, "layer", 8, True), marks=pytest.mark.slow),  # fewer than devices
     pytest.param(Cell("gpipe", 8, 1, 32, "stage", 9, False), marks=pytest.mark.slow),
-    Cell("one_f_one_b", 4, 1, 16, "function", 9, False),
+    pytest.param(Cell("one_f_one_b", 4, 1, 16, "function", 9, False), marks=pytest.mark.slow),
     Cell("one_f_one_b", 8, 1, 8, "everything", 8, True),
     pytest.param(Cell("interleaved", 2, 4, 3, "layer", 9, False), marks=pytest.mark.slow),
-    Cell("interleaved", 4, 2, 8, "stage", 8, True),
+    pytest.param(Cell("interleaved", 4, 2, 8, "stage", 8, True), marks=pytest.mark.slow),
     pytest.param(Cell("interleaved", 8, 1, 12, "dots", 9, False), marks=pytest.mark.slow),
     pytest.param(Cell("zero_bubble", 2, 4, 2, "everything", 9, False), marks=pytest.mark.slow),
     Cell("zero_bubble", 4, 2, 6, "layer", 9, False),
