@@ -79,6 +79,9 @@ class _Signal(NamedTuple):
 
 _Events = SimpleQueue[_Ended | _Signal]
 
+_GIVEN: set[int] = set()
+"""Ports that this process gave before: what is left of processes that ended may still ask there."""
+
 
 def run_together(
     command: Sequence[str], *, count: int, restarts: int, grace: float, more: Mapping[str, str] = MappingProxyType({})
@@ -272,16 +275,21 @@ def _signals_to(events: _Events) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Yield a port that nobody else on this machine is given, while process 0 can listen on it.
+    """Yield a port that nobody else on this machine is given, and we were not before, while process 0 can listen on it.
 
     The socket here is bound and never listens. Process 0 binds the same port, which Linux allows to the same user if
     both sockets have SO_REUSEPORT.
     """
     kind, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
-    with socket.socket(kind) as reserved:
-        if kind == socket.AF_INET6:
-            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if hasattr(socket, "SO_REUSEPORT"):
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind((host, 0))
-        yield reserved.getsockname()[1]
+    with contextlib.ExitStack() as reserved:
+        port = 0
+        while not port or port in _GIVEN:  # one that was given before stays bound meanwhile
+            one = reserved.enter_context(socket.socket(kind))
+            if kind == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            if hasattr(socket, "SO_REUSEPORT"):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            one.bind((host, 0))
+            port = one.getsockname()[1]
+        _GIVEN.add(port)
+        yield port

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,6 +89,22 @@ def test_those_that_ignore_sigterm_are_killed(monkeypatch):
     monkeypatch.setattr(supervisor, "SECONDS_TO_END", 0.3)
     script = "trap '' TERM; if [ $JAXSHARD_PROCESS_ID = 0 ]; then exit 3; fi; while true; do sleep 0.05; done"
     assert launch("-n", "2", script=script) == 3
+
+
+def test_a_port_is_given_once(monkeypatch):
+    ports = iter([4001, 4001, 4002])
+
+    class Bound(socket.socket):
+        def getsockname(self):
+            return "", next(ports)
+
+    monkeypatch.setattr(supervisor, "_GIVEN", set())
+    monkeypatch.setattr(socket, "socket", Bound)
+    found = []
+    for _ in range(2):
+        with supervisor._reserved_port() as port:
+            found.append(port)
+    assert found == [4001, 4002]
 
 
 def test_all_are_started_again_on_another_port(capfd):
