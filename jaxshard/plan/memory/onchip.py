@@ -3,9 +3,11 @@
 XLA's memory space assignment gives a place there to one value after the other: first to those whose reads and writes it
 shortens most for their size (`CostAnalysis::GetMemoryBoundedness` in memory_space_assignment/cost_analysis.cc; what a
 loop does counts five times). A value stays for its whole life if nothing else lies there meanwhile and it is read often
-enough (`CostAnalysisPrefetchIntervalPicker`): one that lies unread for long is copied out. What the loops of a step
-stack lies in the device's memory in all programs that were looked at. Where two cores run as one device, each has a
-memory of its own: what products, collectives and kernels make, each core a part of it, lies in the device's.
+enough (`CostAnalysisPrefetchIntervalPicker`): one that lies unread for long is copied out.
+
+What the loops of a step stack is taken to lie in the device's memory, as in nearly all programs that were looked at.
+Where two cores run as one device, each has a memory of its own on the chip: what products, collectives and kernels
+make, each core a part of it, lies in the device's.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ SUMS = frozenset((*_SUMS, *SCATTERS))
 
 _SAME = ("optimization_barrier", "enter", "reshape", "convert_element_type", "name")
 
-PASSED_ON = frozenset(
+_PASSED_ON = frozenset(
     {"enter", "enter_moved", "reshape", "transpose", "convert_element_type", "name", "sharding_constraint"}
 )
 """Operations that pass an array on: in another form, or gathered by the compiler's choice."""
@@ -87,10 +87,18 @@ def join_scatters(region: Region, *, sums_apart: bool = False) -> None:
         _sum(product, region)
 
 
+def passed_on(value: Value, makers: Mapping[Value, Op]) -> tuple[Op | None, list[Op]]:
+    """Return the operation that makes an array, and those that pass it on until it is this value, the last first."""
+    passed: list[Op] = []
+    while (op := makers.get(value)) is not None and op.name in _PASSED_ON and len(op.ins) == 1:
+        passed.append(op)
+        value = op.ins[0]
+    return op, passed
+
+
 def _summed_product(value: Value, makers: Mapping[Value, Op]) -> Op | None:
     """Return the product of which this is the result, if the compiler sums it over devices; None if it is no such."""
-    while (op := makers.get(value)) is not None and op.name in PASSED_ON and len(op.ins) == 1:
-        value = op.ins[0]
+    op, _ = passed_on(value, makers)
     if op is None or op.name != "dot_general" or any(op.outs[0].split):
         return None
     return op if contracted_axes(op) else None
@@ -116,7 +124,7 @@ def gather_late(region: Region) -> None:
     for op in region.ops:
         for inner in op.regions:
             gather_late(inner)
-        if op.name in PASSED_ON and ready.issuperset(op.ins) and len(op.ins) == len(op.outs) == 1:
+        if op.name in _PASSED_ON and ready.issuperset(op.ins) and len(op.ins) == len(op.outs) == 1:
             ready.update(op.outs)
             late[op.outs[0]] = op
     ordered: list[Op] = []

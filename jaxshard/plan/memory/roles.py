@@ -14,12 +14,7 @@ from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.onchip import values_on_chip
-from jaxshard.plan.memory.order import (
-    gather_late,
-    join_scatters,
-    scatter_on_sparse_cores,
-    scatter_whole,
-)
+from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, scatter_whole
 from jaxshard.plan.memory.recompute import Recomputing
 from jaxshard.plan.memory.stacks import sum_beside_products, sum_within_turns
 from jaxshard.plan.memory.tiles import tiled_bytes

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from jaxshard.plan.memory.graph import Op, Region, Value, contracted_axes, every_op
 from jaxshard.plan.memory.moved import PRODUCTS
-from jaxshard.plan.memory.order import PASSED_ON
+from jaxshard.plan.memory.order import passed_on
 
 
 def sum_within_turns(region: Region) -> None:
@@ -24,11 +24,11 @@ def sum_within_turns(region: Region) -> None:
         makers = {one: inner for inner in body.ops for one in inner.outs}
         last: list[Op] = []
         for number, stack in enumerate(op.outs[op.counts[1] :], op.counts[1]):
-            value, passed = body.outputs[number], list[Op]()
-            while (maker := makers.get(value)) is not None and maker.name in PASSED_ON and len(maker.ins) == 1:
-                passed.append(maker)
-                value = maker.ins[0]
-            if maker is None or maker.name not in PRODUCTS or math.prod(value.shard) <= math.prod(stack.shard[1:]):
+            maker, passed = passed_on(body.outputs[number], makers)
+            if maker is None or maker.name not in PRODUCTS:
+                continue
+            (value,) = maker.outs
+            if math.prod(value.shard) <= math.prod(stack.shard[1:]):
                 continue
             whole = replace(value)
             body.ops.insert(body.ops.index(maker) + 1, Op("psum", [value], [whole], maker.path))
@@ -52,13 +52,11 @@ def sum_beside_products(region: Region) -> None:
         (body,) = op.regions
         makers = {one: inner for inner in body.ops for one in inner.outs}
         for cut in [inner for inner in body.ops if inner.name == "sharding_constraint"]:
-            value, passed = cut.ins[0], [cut]
-            while (maker := makers.get(value)) is not None and maker.name in PASSED_ON and len(maker.ins) == 1:
-                passed.append(maker)
-                value = maker.ins[0]
-            if maker is None or maker.name not in PRODUCTS or math.prod(value.shard) <= math.prod(cut.outs[0].shard):
+            maker, between = passed_on(cut.ins[0], makers)
+            if maker is None or maker.name not in PRODUCTS or not contracted_axes(maker):
                 continue
-            if not contracted_axes(maker):
+            (value,), passed = maker.outs, [cut, *between]
+            if math.prod(value.shard) <= math.prod(cut.outs[0].shard):
                 continue
             behind = body.ops[: body.ops.index(maker)]
             operands = set(maker.ins)
