@@ -24,6 +24,7 @@ from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
 from jaxshard.training.streamed import update_streamed
 from jaxshard.training.views import (
     bring_to_device,
+    gather_updated,
     hold_stored,
     move_stored,
     send_to_host,
@@ -133,7 +134,7 @@ def make_update(
         changes = sums.stack_totals(sum_of_squares, steps, specs, layout.mesh)
         fresh = hold_stored(layout, restore_view(seen, new), seen)
         # Here parameters are gathered that rest split less than their optimizer state.
-        fresh = move_stored(layout, fresh, seen, old_params)
+        fresh = gather_updated(layout, fresh, seen, old_params)
         return put_back(layout.trainable, fresh, params), restore_state(new_state), changes
 
     return update

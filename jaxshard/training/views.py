@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.core.layout import Layout
@@ -71,6 +72,36 @@ def move_stored(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) ->
         return _constrain(x, layout, new.store)
 
     return jax.tree.map(move, tree, source, target)
+
+
+def gather_updated(layout: Layout, tree: PyTree, source: PyTree, target: PyTree) -> PyTree:
+    """Move updated arrays to where they rest; what is split less there is gathered into the array that it replaces.
+
+    Two things keep a second copy of all parameters out of memory. What compares an updated part with the old one (the
+    norm of the update) reads it in front of a barrier: else the partitioner has it read a slice of what is gathered,
+    and the old array is needed beside that. And the result is chosen elementwise from what is gathered, by a condition
+    that always holds, which a barrier hides: XLA for TPUs gathers what is itself a result into memory of its own, and
+    copies it over the donated array at the program's end, when all others are gathered too.
+
+    Args:
+      layout: says where everything lives.
+      tree: stored arrays.
+      source: the placements that they have.
+      target: the placements that they get.
+    """
+    always = jax.lax.optimization_barrier(jnp.ones((), bool))
+
+    def gather(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
+        if old.store == new.store:
+            return move(x, old, new)
+        gathered = move(jax.lax.optimization_barrier(x), old, new)
+        return jnp.where(always, gathered, jnp.zeros((), gathered.dtype))
+
+    def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
+        moved: jax.Array = move_stored(layout, x, old, new)
+        return moved
+
+    return jax.tree.map(gather, tree, source, target)
 
 
 def hold_stored(layout: Layout, tree: PyTree, placements: PyTree) -> PyTree:
