@@ -195,19 +195,21 @@ class Storage:
 
     def _narrow_size(self, value: Value, sources: dict[Value, set[Value]]) -> int:
         """The bytes of a value in the type that its readers take it in, where that can be known before."""
-        implied = "transpose" in value.path or not self.needs_pass(value, sources)
-        dtype = self.read_as(value, implied=implied or self._read_beside_bf16(value))
+        implied = "transpose" in value.path or self._read_beside_bf16(value)
+        dtype = self.read_as(value, implied=implied)
         return self.size(value if dtype is None else replace(value, dtype=dtype))
 
     def _read_beside_bf16(self, value: Value) -> bool:
-        """True if a product multiplies a value by numbers that are bf16: it is then converted, once for all readers."""
+        """True if a product multiplies a value by bf16 numbers that the compiler gathers: it is converted for all."""
         products = [one for one in self.readers[value] if one.name == "dot_general"]
         return any(self._is_bf16(other) for one in products for other in one.ins if self.find(other) is not value)
 
     def _is_bf16(self, value: Value) -> bool:
+        """True for bf16 numbers that the compiler gathers, also where the program widens them again."""
         maker = self.makers.get(self.find(value))
         source = maker.ins[0] if maker is not None and maker.name == "convert_element_type" and maker.ins else value
-        return dtype_bits(source.dtype) == 16
+        made = self.makers.get(self.find(source))
+        return dtype_bits(source.dtype) == 16 and made is not None and made.name == "sharding_constraint"
 
     def _mixed(self, value: Value, sources: dict[Value, set[Value]]) -> Any:
         """Return the narrower dtype of a value that products read so and a reduction reads as it is; else None.

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
@@ -14,15 +16,17 @@ ROWS, WIDTH, LARGE = 256, 128, 2**16
 MATRIX = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
 
 
-def liveness(fn, *args, role="parameters"):
+def liveness(fn, *args, role="parameters", devices=1):
+    """What is stored of a function whose arguments are split over so many devices along their first dimension."""
     closed = jax.make_jaxpr(fn)(*args)
-    region = build(closed, [(((),) * len(x.shape), role, "") for x in args], {})
+    first = ("data",) if devices > 1 else ()
+    region = build(closed, [((first, *((),) * len(x.shape[1:])), role, "") for x in args], {"data": devices})
     return Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
 
 
-def kept(fn, *args, shape):
+def kept(fn, *args, shape, devices=1):
     """The bytes of what the forward pass of a gradient stores in a shape, in the order in which it is made."""
-    found = liveness(jax.grad(fn, argnums=tuple(range(len(args)))), *args)
+    found = liveness(jax.grad(fn, argnums=tuple(range(len(args)))), *args, devices=devices)
     return [
         found.stored_bytes(one)
         for op in found.ops
@@ -31,8 +35,8 @@ def kept(fn, *args, shape):
     ]
 
 
-def test_a_product_writes_its_activation_beside_its_result_in_half_the_bytes():
-    # The activation's derivative reads h in f32; two products read the activation, as bf16.
+def test_an_activation_that_f32_products_read_is_computed_by_each_of_them():
+    # The activation's derivative reads h; the two products that read the activation compute it from h, too.
     def loss(x, w1, w2):
         h = x @ w1
         return jnp.sum((jnp.sin(h) @ w2) ** 2)
@@ -40,7 +44,7 @@ def test_a_product_writes_its_activation_beside_its_result_in_half_the_bytes():
     shape = (ROWS, 2 * WIDTH)
     x, w1 = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), jnp.float32)
     w2 = jax.ShapeDtypeStruct((2 * WIDTH, WIDTH), jnp.float32)
-    assert kept(loss, x, w1, w2, shape=shape) == [4 * ROWS * 2 * WIDTH, 2 * ROWS * 2 * WIDTH]
+    assert kept(loss, x, w1, w2, shape=shape) == [4 * ROWS * 2 * WIDTH]
 
 
 def softmax_loss(q, k, v):
@@ -54,14 +58,22 @@ def test_large_attention_weights_are_computed_again_from_the_scores():
     assert kept(softmax_loss, *args, shape=(tokens, tokens)) == [4 * tokens * tokens]
 
 
-def test_what_a_product_of_bf16_reads_is_stored_as_bf16_where_it_is_made_on_the_chip():
-    def loss(x, w1, w2):
-        y = (x @ w1.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.float32)
-        h = (y - y.mean(-1, keepdims=True)) * 3
-        return jnp.sum((h @ w2.astype(jnp.bfloat16).astype(jnp.float32)) ** 2) + jnp.sum(y**3)
+@pytest.mark.parametrize(("devices", "copies"), [(8, [2 * ROWS * WIDTH]), (1, [])])
+def test_what_is_multiplied_by_bf16_numbers_that_the_compiler_gathers_is_stored_as_bf16_too(devices, copies):
+    # A module of f32 widens such weights again: what products read is then converted, once for all of them.
+    whole = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), P())
 
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    assert kept(loss, x, MATRIX, MATRIX, shape=(ROWS, WIDTH))[:2] == [4 * ROWS * WIDTH, 2 * ROWS * WIDTH]
+    def widened(w):
+        return lax.with_sharding_constraint(w.astype(jnp.bfloat16), whole).astype(w.dtype)
+
+    def loss(x, w1, w2):
+        y = x @ widened(w1)
+        h = (y - y.mean(-1, keepdims=True)) * 3
+        return jnp.sum((h @ widened(w2)) ** 2) + jnp.sum(y**3)
+
+    x = jax.ShapeDtypeStruct((ROWS * devices, WIDTH), jnp.float32)
+    expected = [4 * ROWS * WIDTH, *copies]
+    assert kept(loss, x, MATRIX, MATRIX, shape=(ROWS, WIDTH), devices=devices) == expected
 
 
 def test_a_matrix_that_is_an_argument_is_converted_by_the_products_that_read_it():
