@@ -175,7 +175,7 @@ class Storage:
             return False
         if self._mixed(value, sources) is not None:
             return True
-        if self._is_cast_of_argument(value, sources):
+        if self._is_cast_of_argument(value):
             return False
         size = self._narrow_size(value, sources)
         read = sum(large for one in sources[value] if (large := self.size(one)) > size / 8)
@@ -184,14 +184,26 @@ class Storage:
             return len(sinks) * read > read + size + len(sinks) * size
         return read > 1.25 * size
 
-    def _is_cast_of_argument(self, value: Value, sources: dict[Value, set[Value]]) -> bool:
+    def _is_cast_of_argument(self, value: Value) -> bool:
         """True for a matrix in another type, read by products alone: they convert it, since the argument stays there.
 
         With more dimensions it is stored once, in the layout that the products want.
         """
-        maker = self.makers[value]
-        cast = maker.name == "convert_element_type" and any(self.find(one).role == "parameters" for one in maker.ins)
-        return cast and len(value.shard) == 2 and {one.name for one in self.readers[value]} <= PRODUCTS
+        if len(value.shard) != 2 or not self._read_by(value) <= PRODUCTS:
+            return False
+        maker = self.makers.get(value)
+        while maker is not None and maker.name == "convert_element_type" and maker.ins:
+            source = self.find(maker.ins[0])
+            if source.role == "parameters":
+                return True
+            maker = self.makers.get(source)
+        return False
+
+    def _read_by(self, value: Value) -> set[str]:
+        """The names of the operations that read a value, casts aside."""
+        casts = [one for one in self.readers[value] if one.name == "convert_element_type"]
+        others = {one.name for one in self.readers[value] if one not in casts}
+        return others.union(*(self._read_by(self.find(one.outs[0])) for one in casts))
 
     def _narrow_size(self, value: Value, sources: dict[Value, set[Value]]) -> int:
         """The bytes of a value in the type that its readers take it in, where that can be known before."""

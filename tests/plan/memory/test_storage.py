@@ -76,12 +76,16 @@ def test_what_is_multiplied_by_bf16_numbers_that_the_compiler_gathers_is_stored_
     assert kept(loss, x, MATRIX, MATRIX, shape=(ROWS, WIDTH), devices=devices) == expected
 
 
-def test_a_matrix_that_is_an_argument_is_converted_by_the_products_that_read_it():
+@pytest.mark.parametrize("widened", [False, True])
+def test_a_matrix_that_is_an_argument_is_converted_by_the_products_that_read_it(widened):
+    # A module of f32 widens again what a step in bf16 converts.
+    dtype = jnp.float32 if widened else jnp.bfloat16
+
     def loss(w, x):
-        matrix = w.astype(jnp.bfloat16)
+        matrix = w.astype(jnp.bfloat16).astype(dtype)
         return jnp.sum(((x @ matrix) @ matrix).astype(jnp.float32))
 
-    x = jax.ShapeDtypeStruct((8, WIDTH), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((8, WIDTH), dtype)
     assert not any(one.shard == (WIDTH, WIDTH) for one in liveness(loss, MATRIX, x).stored)
     assert any(one.shard == (WIDTH, WIDTH) for one in liveness(loss, MATRIX, x, role="batch").stored)
 
