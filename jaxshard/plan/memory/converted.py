@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from jaxshard.plan.memory.graph import Op, Value
+from jaxshard.plan.memory.placed import Placed
 from jaxshard.plan.memory.shards import is_reduction
-from jaxshard.plan.memory.storage import Storage, narrower
+from jaxshard.plan.memory.storage import narrower
 
 
-class Converted(Storage):
+class Converted(Placed):
     """The types in which a region's values are stored, and its converted copies of arguments.
 
     Attributes:

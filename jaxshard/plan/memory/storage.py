@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS, written_apart
-from jaxshard.plan.memory.order import sums_stacks_twice
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_selection, keeps_type
 from jaxshard.plan.memory.shards import is_reduction
 
@@ -77,8 +76,6 @@ class Storage:
         self.stored: set[Value] = set()
         self._choose_stored()
         self.sources = self._find_sources([op for op in region.ops if not self.is_alias(op)], set())
-        self._hoist_products()
-        self.place = {op: i for i, op in enumerate(self.ops)}
 
     def find(self, value: Value) -> Value:
         """Return the value whose memory this one is."""
@@ -276,85 +273,6 @@ class Storage:
         if reader.name in FUSES_UPDATE:
             return self.find(reader.ins[0]) is value
         return reader.name in _STORED or bool(reader.regions)
-
-    def _hoist_products(self) -> None:
-        """Move products to the place where their operands are there, if they are the last to read more than they make.
-
-        A gradient of a matrix stands in a traced program where the matrix was used first; compilers that save memory
-        compute it before a loop through which its operands would live.
-        """
-        if not self.narrow_products or sums_stacks_twice(self.region):
-            self._delay_products()
-            return
-        made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
-        read: defaultdict[Value, int] = defaultdict(int)
-        for i, op in enumerate(self.ops):
-            for value in self.roots_of(op):
-                read[value] = max(read[value], i)
-        places: dict[Op, float] = {}
-        for i, op in enumerate(self.ops):
-            at: float = i
-            if op.name in PRODUCTS and (roots := self.roots_of(op)):
-                earliest = max(made.get(one, -1) for one in roots)
-                freed = sum(self.size(one) for one in roots if read[one] == i and one not in self.inputs)
-                if any(earliest < loop < i for loop in self.loops) and freed > self.size(op.outs[0]):
-                    at = earliest + 0.5
-            elif self._continued(op):
-                at = max(places[maker] for one in op.ins if (maker := self.makers.get(self.find(one))) is not None)
-            places[op] = at
-        self.ops = sorted(self.ops, key=places.__getitem__)
-        self._leave_tables()
-
-    def _leave_tables(self) -> None:
-        """Move a product into whose result a later operation scatters there, if it makes more than it frees.
-
-        So is the gradient of a table that is looked up and, as output matrix, multiplied: it is left to the end, but
-        where a loop over blocks comes first, which stacks the gradients of all of them.
-        """
-        first: dict[Value, int] = {}
-        uses: defaultdict[Value, set[int]] = defaultdict(set)
-        for i, op in enumerate(self.ops):
-            if not self.is_alias(op):
-                for one in op.reads:
-                    first.setdefault(self.find(one), i)
-                for one in self.roots_of(op):
-                    uses[one].add(i)
-        places: dict[Op, float] = {}
-        for i, op in enumerate(self.ops):
-            places[op] = i
-            at = first.get(self.find(op.outs[0]), i) if op.name in PRODUCTS else i
-            if self.ops[at].name in FUSES_UPDATE and not any(one.regions for one in self.ops[i:at]):
-                roots = [one for one in self.roots_of(op) if one not in self.inputs]
-                freed = [one for one in roots if max(uses[one] - {i}, default=0) < at]
-                if sum(self._read_bytes(one) for one in freed) < self.size(op.outs[0]):
-                    places[op] = at - 0.5
-        self.ops = sorted(self.ops, key=places.__getitem__)
-
-    def _delay_products(self) -> None:
-        """Move products behind a loop where their results are first read after it: XLA schedules them late.
-
-        They then run beside the collectives behind the backward pass. On GPUs a result that is added to what the loop
-        makes is no such; one inside a block is none anywhere.
-        """
-        if all(one.role == "inner" for one in self.region.inputs):
-            return
-        read: dict[Value, Op] = {}
-        for op in reversed(self.ops):
-            if not self.is_alias(op):
-                read.update((self.find(one), op) for one in op.reads)
-        places: dict[Op, float] = {}
-        for i, op in enumerate(self.ops):
-            places[op] = i
-            reader = read.get(self.find(op.outs[0])) if op.name in PRODUCTS else None
-            if reader is not None and (self.narrow_products or not self._waits(reader, op.outs[0])):
-                at = self.traced[reader]
-                places[op] = at - 0.5 if any(i < loop < at for loop in self.loops) else i
-        self.ops = sorted(self.ops, key=places.__getitem__)
-
-    def _continued(self, op: Op) -> bool:
-        """True for an operation on a product's result that is a part of that product."""
-        found = {self.find(one) for one in op.ins}
-        return bool(found & self.pending) and all(one in self.pending or one in self.inputs for one in found)
 
     def roots_of(self, op: Op) -> set[Value]:
         """The stored arrays that an operation reads, also through what is computed where it is read."""
