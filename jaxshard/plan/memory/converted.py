@@ -16,6 +16,12 @@ from jaxshard.plan.memory.placed import Placed
 from jaxshard.plan.memory.shards import is_reduction
 from jaxshard.plan.memory.storage import narrower
 
+_FORMS = frozenset({"dynamic_slice", "reshape", "transpose"})
+"""Operations that make a slice or another form of what they read."""
+
+_PASSES_ON = frozenset({"dynamic_update_slice", "select_n"})
+"""Operations that write elements as they are into others of the same type."""
+
 
 class Converted(Placed):
     """The types in which a region's values are stored, and its converted copies of arguments.
@@ -42,17 +48,24 @@ class Converted(Placed):
         found = self.inner[op][0].taken_as(op.regions[0].inputs[number])
         return found.pop() if len(found) == 1 else None
 
-    def taken_as(self, value: Value) -> set[Any]:
+    def taken_as(self, value: Value, carried: Value | None = None) -> set[Any]:
         """The narrower dtypes to which all that reads a value converts it first; None among them where one does not.
 
         Loops and branches inside read it as their bodies do, and what takes a slice of it as those that read the slice.
+
+        Args:
+          value: of this region.
+          carried: the result that is the value of the next turn: what passes the value on to it converts nothing.
         """
-        if value in self.results:
+        if value in self.results and value is not carried:
             return {None}
         found: set[Any] = set()
         for op in self.readers[value]:
-            if op.name == "dynamic_slice" and self.find(op.ins[0]) is value:
-                found |= self.taken_as(self.find(op.outs[0]))
+            made = self.find(op.outs[0]) if op.outs else value
+            if op.name in _FORMS and self.find(op.ins[0]) is value:
+                found |= self.taken_as(made, carried)
+            elif carried is not None and op.name in _PASSES_ON:
+                found |= set() if made is carried else self.taken_as(made, carried)
             elif op.name == "cond":
                 found |= {dtype for body, one in self._given(op, value) for dtype in body.taken_as(one)}
             elif op.name == "scan":
@@ -81,6 +94,7 @@ class Converted(Placed):
             for number, one in enumerate(op.ins):
                 if op.name == "scan" and number not in op.unread and not _updates_on_host(op):
                     wanted[self.find(one)].append((op, self._narrow(op, number)))
+        self._find_narrow_carries()
         carried = {one for op in self.inner for one in (op.outs[: op.counts[1]] if op.name == "scan" else op.outs)}
         for value, found in wanted.items():
             narrowed = {dtype for _, dtype in found}
@@ -109,6 +123,39 @@ class Converted(Placed):
             elif (dtypes := self.widened(value)) is not None:
                 self._store_widened(value, *dtypes, again.get(value))
 
+    def _find_narrow_carries(self) -> None:
+        """Find the arrays that a loop carries, and writes slices of, of which nothing reads more than a narrower type.
+
+        So are the activations that the stages of a pipeline keep for their backward passes. XLA for TPUs carries them
+        in that type from the beginning (`BFloat16Propagation`).
+        """
+        for op in self.ops if self.narrow_products else ():
+            if op.name != "scan":
+                continue
+            (consts, carries), (body,) = op.counts, self.inner[op]
+            for begin, end, inside, out in zip(
+                op.ins[consts:][:carries], op.outs, op.regions[0].inputs[consts:], op.regions[0].outputs, strict=False
+            ):
+                start, behind = self.find(begin), self.find(end)
+                dtype = body.carried_as(inside, out)
+                alone = start not in self.inputs | self.results and set(self.readers[start]) == {op}
+                if dtype is not None and alone and self.taken_as(behind) <= {dtype}:
+                    self.stored_as[start] = self.stored_as[behind] = dtype
+                    body.take_converted(body.find(inside), dtype)
+
+    def carried_as(self, inside: Value, out: Value) -> Any:
+        """Return the narrower dtype to which all turns convert what is carried, None if there is none.
+
+        Args:
+          inside: the carried input of this region.
+          out: the result that is its value of the next turn.
+        """
+        value, carried = self.find(inside), self.find(out)
+        if value is carried or sum(self.find(one) is carried for one in self.region.outputs) > 1:
+            return None
+        found = self.taken_as(value, carried) | self.taken_as(carried, carried)
+        return found.pop() if len(found) == 1 else None
+
     def _convert_before(self, op: Op, value: Value, dtype: Any) -> None:
         """Drop the copies that the bodies of a loop or branch make of what was converted before it."""
         for body, one in self._given(op, value):
@@ -124,6 +171,8 @@ class Converted(Placed):
             made = op.outs[0] if op.name == "convert_element_type" else None
             if op in self.inner:
                 self._convert_before(op, value, dtype)
+            elif op.name == "dynamic_update_slice" and self.find(op.ins[0]) is value:
+                self.take_converted(self.find(op.outs[0]), dtype)
             elif made is not None and self.stored_as.get(made, made.dtype) == dtype:
                 self.inputs.add(made)  # the converted copy itself, also where the program widens it again
                 self.take_converted(made, dtype)

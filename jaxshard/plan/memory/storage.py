@@ -327,9 +327,18 @@ def narrower(reader: Op, value: Value, products: bool) -> Any:
     if reader.name == "convert_element_type":
         dtype = reader.outs[0].dtype
         return dtype if dtype_bits(dtype) < dtype_bits(value.dtype) else None
-    if products and reader.name == "dot_general" and str(value.dtype) == "float32":
+    if products and _is_product(reader) and str(value.dtype) == "float32":
         return jnp.dtype(jnp.bfloat16) if _is_default(reader.params.get("precision")) else None
     return None
+
+
+def _is_product(op: Op) -> bool:
+    """True for a product that a matrix unit does; one of rows with rows is a sum of what is multiplied elementwise."""
+    if op.name != "dot_general":
+        return False
+    contracted, batched = op.params["dimension_numbers"]
+    summed = [len(dims) + len(batch) for dims, batch in zip(contracted, batched, strict=True)]
+    return any(len(one.shape) > count for one, count in zip(op.ins, summed, strict=False))
 
 
 def _is_default(precision: Any) -> bool:
