@@ -9,7 +9,7 @@ turns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size, is_reduced
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
+from jaxshard.plan.memory.turned import added_in_turned_layouts
 
 
 class Live(NamedTuple):
@@ -56,6 +57,7 @@ class Liveness(Converted):
       region, size, in_place, narrow_products: as for `Storage`.
       reusable: inputs that results may be written over.
       stacks_first: what loops stack or write is allocated long before, while gathers of weights run.
+      turned: additions for which a table is copied to another layout, with the bytes of what they copy.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class Liveness(Converted):
         reusable: set[Value] | None = None,
         narrow_products: bool = False,
         stacks_first: bool = False,
+        turned: Mapping[Op, tuple[int, ...]] | None = None,
     ):
         super().__init__(region, size, in_place, narrow_products=narrow_products)
         self.reusable, self.stacks_first = reusable or set(), stacks_first
+        self.turned = added_in_turned_layouts(region) if turned is None else turned
         self.inner: dict[Op, list[Liveness]] = {op: self._bodies(op) for op in region.ops if op.regions}
         self.runs: dict[Op, int] = {}
         self.last: dict[Value, int] = {}
@@ -229,6 +233,8 @@ class Liveness(Converted):
         out = op.outs[0] if op.outs else None
         if out is None or not self.narrow_products:
             return []
+        if op in self.turned:
+            return [Live(out, size, "copy") for size in self.turned[op]]
         if op.name == "scan":
             return self._gathered_stacks(op)
         if op.summed:  # an all-reduce beside other operations, from one array into another
@@ -337,6 +343,7 @@ class Liveness(Converted):
                 Liveness(
                     body, self.size, set(body.outputs),
                     reusable=reusable, narrow_products=self.narrow_products, stacks_first=self.stacks_first,
+                    turned=self.turned,
                 )
             )  # fmt: skip
         return bodies

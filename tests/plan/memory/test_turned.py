@@ -1,0 +1,43 @@
+"""A pipeline's branches add to the gradient of a tied table in two layouts, where its width does not fill the lanes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxshard.plan.memory.graph import build, every_op
+from jaxshard.plan.memory.turned import added_in_turned_layouts
+
+ROWS, TOKENS = 4096, 64
+
+
+def additions(width):
+    """The bytes of the copies of each addition that two branches of a turn make, in order."""
+
+    def step(ids, logits, h):
+        def turn(total, i):
+            def head(total):
+                return total + jnp.where(i > 1, 0, logits.T @ h)
+
+            def look_up(total):
+                rows = jnp.zeros((ROWS, width), jnp.bfloat16).at[ids].add(h.astype(jnp.bfloat16))
+                return total + rows.astype(jnp.float32)
+
+            total = lax.cond(i > 2, head, lambda total: total, total)
+            return lax.cond(i > 3, look_up, lambda total: total, total), None
+
+        return lax.scan(turn, jnp.zeros((ROWS, width)), jnp.arange(4))[0]
+
+    shapes = ((TOKENS,), jnp.int32), ((TOKENS, ROWS), jnp.float32), ((TOKENS, width), jnp.float32)
+    args = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    region = build(jax.make_jaxpr(step)(*args), [(((),) * len(x.shape), "batch", "") for x in args], {})
+    found = added_in_turned_layouts(region)
+    return [found[op] for op in every_op(region) if op in found]
+
+
+LEAST, BY_ROWS = 4 * ROWS * 64, 4 * ROWS * 128
+
+
+@pytest.mark.parametrize(("width", "copies"), [(64, [(LEAST, LEAST), (BY_ROWS, BY_ROWS)]), (128, [])])
+def test_each_branch_copies_the_table_to_its_layout_and_adds_to_another_array(width, copies):
+    assert additions(width) == copies
