@@ -1,12 +1,9 @@
-"""Where products run whose results nothing needs soon: those of gradients.
-
-The gradient of a matrix stands in a traced program where the matrix was used. Compilers move it to where that saves
-memory.
-"""
+"""The places of products: compilers run them where their operands are there, or where their results are needed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import PRODUCTS
@@ -16,7 +13,7 @@ from jaxshard.plan.memory.storage import Size, Storage
 
 
 class Placed(Storage):
-    """The stored results of a region, with its operations in the order in which compilers run them.
+    """The operations of a region in the order in which they run, products where compilers move them.
 
     Args:
       region, size, in_place, narrow_products: as for `Storage`.
@@ -24,7 +21,12 @@ class Placed(Storage):
 
     def __init__(self, region: Region, size: Size, in_place: set[Value], *, narrow_products: bool):
         super().__init__(region, size, in_place, narrow_products=narrow_products)
-        self._hoist_products()
+        if not self.narrow_products or sums_stacks_twice(self.region):
+            self._delay_products()
+        else:
+            self._hoist_products()
+            self._leave_tables()
+            self._free_first()
         self.place = {op: i for i, op in enumerate(self.ops)}
 
     def _hoist_products(self) -> None:
@@ -33,9 +35,6 @@ class Placed(Storage):
         A gradient of a matrix stands in a traced program where the matrix was used first; compilers that save memory
         compute it before a loop through which its operands would live.
         """
-        if not self.narrow_products or sums_stacks_twice(self.region):
-            self._delay_products()
-            return
         made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
         read: defaultdict[Value, int] = defaultdict(int)
         for i, op in enumerate(self.ops):
@@ -49,11 +48,10 @@ class Placed(Storage):
                 freed = sum(self.size(one) for one in roots if read[one] == i and one not in self.inputs)
                 if any(earliest < loop < i for loop in self.loops) and freed > self.size(op.outs[0]):
                     at = earliest + 0.5
-            elif self._continued(op):
+            elif self.is_part_of_product(op):
                 at = max(places[maker] for one in op.ins if (maker := self.makers.get(self.find(one))) is not None)
             places[op] = at
         self.ops = sorted(self.ops, key=places.__getitem__)
-        self._leave_tables()
 
     def _leave_tables(self) -> None:
         """Move a product into whose result a later operation scatters there, if it makes more than it frees.
@@ -76,9 +74,49 @@ class Placed(Storage):
             if self.ops[at].name in FUSES_UPDATE and not any(one.regions for one in self.ops[i:at]):
                 roots = [one for one in self.roots_of(op) if one not in self.inputs]
                 freed = [one for one in roots if max(uses[one] - {i}, default=0) < at]
-                if sum(self._read_bytes(one) for one in freed) < self.size(op.outs[0]):
+                if sum(self.read_bytes(one) for one in freed) < self.size(op.outs[0]):
                     places[op] = at - 0.5
         self.ops = sorted(self.ops, key=places.__getitem__)
+
+    def _free_first(self) -> None:
+        """Let of two products that read the same array the one run first that frees more than it makes.
+
+        So do a product with a gathered matrix, whose last reader it is, and the one that makes the matrix's gradient.
+        """
+        last = self._last_readers()
+
+        def frees(product: Op, shared: set[Value]) -> bool:
+            freed = [one for one in self.roots_of(product) - self.inputs - shared if last[one] is product]
+            return sum(map(self.size, freed)) > self.size(product.outs[0])
+
+        for first, other in pairwise([op for op in self.ops if op.name in PRODUCTS]):
+            shared = self.roots_of(first) & self.roots_of(other)
+            if not shared or frees(first, shared) or not frees(other, shared):
+                continue
+            start, end = self.ops.index(first), self.ops.index(other)
+            between, needed = self.ops[start + 1 : end], [other]
+            wanted = set(other.ins)
+            for op in reversed(between):
+                if wanted.intersection(op.outs):
+                    wanted.update(op.ins)
+                    needed.append(op)
+            computed = all(self.is_alias(op) or self.is_elementwise(op) for op in needed[1:])
+            if computed and wanted.isdisjoint(first.outs) and not any(op.regions for op in between):
+                rest = [op for op in between if op not in needed]
+                self.ops[start : end + 1] = [*needed[::-1], first, *rest]
+
+    def _last_readers(self) -> dict[Value, Op]:
+        """The last operation that reads each stored array, products with what is computed in one with them."""
+        last: dict[Value, Op] = {}
+        part: dict[Op, Op] = {}
+        for op in self.ops:
+            if self.is_alias(op):
+                continue
+            makers = [self.makers.get(self.find(one)) for one in op.ins] if self.is_part_of_product(op) else []
+            found = [part[maker] for maker in makers if maker in part]
+            part[op] = found[0] if op.name not in PRODUCTS and len(found) == 1 else op
+            last.update((one, part[op]) for one in self.roots_of(op))
+        return last
 
     def _delay_products(self) -> None:
         """Move products behind a loop where their results are first read after it: XLA schedules them late.
@@ -96,12 +134,7 @@ class Placed(Storage):
         for i, op in enumerate(self.ops):
             places[op] = i
             reader = read.get(self.find(op.outs[0])) if op.name in PRODUCTS else None
-            if reader is not None and (self.narrow_products or not self._waits(reader, op.outs[0])):
+            if reader is not None and (self.narrow_products or not self.waits(reader, op.outs[0])):
                 at = self.traced[reader]
                 places[op] = at - 0.5 if any(i < loop < at for loop in self.loops) else i
         self.ops = sorted(self.ops, key=places.__getitem__)
-
-    def _continued(self, op: Op) -> bool:
-        """True for an operation on a product's result that is a part of that product."""
-        found = {self.find(one) for one in op.ins}
-        return bool(found & self.pending) and all(one in self.pending or one in self.inputs for one in found)

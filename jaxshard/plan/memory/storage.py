@@ -256,11 +256,11 @@ class Storage:
         if len(readers) != 1 or value in self.results or not self.narrow_products:
             return False
         (reader,) = readers
-        if not self.is_elementwise(reader) or self._waits(reader, value):
+        if not self.is_elementwise(reader) or self.waits(reader, value):
             return False
         return len(reader.outs) == 1 and _count(reader.outs[0]) == _count(value)
 
-    def _waits(self, reader: Op, value: Value) -> bool:
+    def waits(self, reader: Op, value: Value) -> bool:
         """True for an operation that reads something else too, which is made after a loop that follows the value."""
         made = [self.traced[maker] for one in reader.ins if (maker := self.makers.get(self.find(one))) is not None]
         return any(self.traced[self.makers[value]] < loop < max(made) for loop in self.loops)
@@ -273,6 +273,11 @@ class Storage:
         if reader.name in FUSES_UPDATE:
             return self.find(reader.ins[0]) is value
         return reader.name in _STORED or bool(reader.regions)
+
+    def is_part_of_product(self, op: Op) -> bool:
+        """True for an operation on a product's result that is a part of that product."""
+        found = {self.find(one) for one in op.ins}
+        return bool(found & self.pending) and all(one in self.pending or one in self.inputs for one in found)
 
     def roots_of(self, op: Op) -> set[Value]:
         """The stored arrays that an operation reads, also through what is computed where it is read."""
@@ -301,7 +306,7 @@ class Storage:
             return self.read_as(self.find(reader.outs[0]), implied=implied)
         return narrower(reader, value, self.narrow_products and implied)
 
-    def _read_bytes(self, value: Value) -> int:
+    def read_bytes(self, value: Value) -> int:
         """The bytes of a value in the type in which it is read."""
         dtype = self.read_as(value)
         return self.size(value if dtype is None else replace(value, dtype=dtype))
