@@ -5,7 +5,8 @@ shortens most for their size (`CostAnalysis::GetMemoryBoundedness` in memory_spa
 loop does counts five times). A value stays for its whole life if nothing else lies there meanwhile and it is read often
 enough (`CostAnalysisPrefetchIntervalPicker`): one that lies unread for long is copied out.
 
-What the loops of a step stack is taken to lie in the device's memory, as in nearly all programs that were looked at.
+What the loops of a step stack is taken to lie in the device's memory where there are SparseCores, as in nearly all
+programs that were looked at. Without them a sum over devices takes room of its own on the chip while it runs.
 Where two cores run as one device, each has a memory of its own on the chip: what products, collectives and kernels
 make, each core a part of it, lies in the device's.
 """
@@ -20,12 +21,20 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxshard.cost.hardware import Chip
-from jaxshard.plan.memory.graph import Op, Value
+from jaxshard.plan.memory.graph import Op, Value, contracted_axes
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.order import SUMS
 
 _TURNS = 5
 """As many turns of a loop count, whatever it has (`xla_tpu_memory_space_assignment_while_execution_count`)."""
+
+_REDUCING = 16 * 2**20
+"""What a sum over devices keeps on the chip while it runs beside other operations, where there are no SparseCores.
+
+Such an operation carries an f32[4096,8,128] with it, in programs for v5e, whatever it sums."""
+
+_LEAST_ASIDE = 1024
+"""The bytes of the smallest sums that run beside other operations."""
 
 _UNREAD = 8
 """A value may lie unread for so many times what filling the chip takes (`max_overlap_to_mem_size_async_copy_ratio`)."""
@@ -49,8 +58,10 @@ def values_on_chip(step: Liveness, chip: Chip, *, sums_in_hbm: bool) -> set[Valu
       chip: with the bytes of its own memory.
       sums_in_hbm: what sums over devices read and write lies in the device's memory, where SparseCores run them.
     """
-    spans, end = _Spans(chip, sums_in_hbm=sums_in_hbm).of_region(step, 0, 1)
+    finder = _Spans(chip, sums_in_hbm=sums_in_hbm)
+    spans, end = finder.of_region(step, 0, 1)
     taken = np.zeros(end + 1, np.int64)
+    taken[finder.sums] = _REDUCING
     chosen = set()
     for one in sorted(spans, key=lambda one: -one.worth):
         life = taken[one.first : one.last + 1]
@@ -66,6 +77,7 @@ class _Spans:
     def __init__(self, chip: Chip, *, sums_in_hbm: bool):
         self.chip, self.sums_in_hbm = chip, sums_in_hbm
         self.clocks: dict[Liveness, list[float]] = {}
+        self.sums: list[int] = []
 
     def of_region(self, live: Liveness, start: int, times: int) -> tuple[list[_Span], int]:
         """Return the spans of a region that begins at a moment and runs so many times, and the moment behind it."""
@@ -73,6 +85,8 @@ class _Spans:
         at, begins, ends = start, [], []
         for op in live.ops:
             begins.append(at)
+            if not self.sums_in_hbm and _sums_aside(live, op):
+                self.sums.append(at)
             for body in live.inner.get(op, ()):
                 inside, at = self.of_region(body, at, times * _TURNS)
                 found += inside
@@ -84,7 +98,7 @@ class _Spans:
             if not place <= last < len(live.ops) or not size or self.is_left_unread(live, clock, value, place):
                 continue
             uses = _uses(live, value)
-            if self.is_in_hbm(live, value, uses) or (times == 1 and _is_stacked(live, value)):
+            if self.is_in_hbm(live, value, uses) or (self.sums_in_hbm and times == 1 and _is_stacked(live, value)):
                 continue
             worth = times * sum(self.saved(live, op, size) for op in uses)
             found.append(_Span(value, begins[place], ends[last], size, worth / math.sqrt(size)))
@@ -167,6 +181,17 @@ def _is_stacked(live: Liveness, value: Value) -> bool:
 def _is_collective(op: Op) -> bool:
     chosen = op.name == "sharding_constraint" and op.ins[0].split != op.outs[0].split
     return chosen or op.name == "all_gather" or op.name in SUMS
+
+
+def _sums_aside(live: Liveness, op: Op) -> bool:
+    """True for a sum, or a maximum, over devices that is not too small to run beside other operations."""
+    if op.name == "dot_general":
+        over = bool(contracted_axes(op))
+    elif "reduce" in op.name and "axes" in op.params:
+        over = any(op.ins[0].split[dim] for dim in op.params["axes"])
+    else:
+        over = op.name in SUMS or op.name in ("pmax", "pmin")
+    return over and max(map(live.size, op.outs)) >= _LEAST_ASIDE
 
 
 def _multiplied(op: Op) -> float:

@@ -64,8 +64,19 @@ def test_what_sparse_cores_sum_lies_in_the_devices_memory(sums_in_hbm):
         return lax.cumsum(lax.psum(lax.cumsum(x), "data"))
 
     step = jax.shard_map(add, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    found = live(step, SQUARE, capacity=16 * MIB, sums_in_hbm=sums_in_hbm, mesh=mesh.shape)
+    found = live(step, SQUARE, capacity=32 * MIB, sums_in_hbm=sums_in_hbm, mesh=mesh.shape)
     assert (found >= MIB) == sums_in_hbm
+
+
+def test_a_sum_that_runs_beside_other_operations_takes_room_on_the_chip():
+    def loss(x, w):
+        first = x @ w
+        return lax.cumsum(first - lax.pmax(first.max(1), "data")[:, None])
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = jax.shard_map(loss, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    found = [live(step, SQUARE, SQUARE, capacity=size * MIB, mesh=mesh.shape) for size in (16, 20)]
+    assert found[0] >= MIB > found[1]
 
 
 def test_two_cores_that_are_one_device_leave_what_products_make_in_its_memory():
@@ -77,9 +88,11 @@ def test_two_cores_that_are_one_device_leave_what_products_make_in_its_memory():
     assert (chip("v5e").cores, chip("v5p").cores, chip("v5p", num_cores=1).cores) == (1, 2, 1)
 
 
-def test_what_the_loops_of_a_step_stack_lies_in_the_devices_memory():
+@pytest.mark.parametrize("sums_in_hbm", [False, True])
+def test_what_the_loops_of_a_step_stack_lies_in_the_devices_memory_where_there_are_sparse_cores(sums_in_hbm):
     def stacked(x, w):
         ys = lax.scan(lambda y, _: (jnp.cos(y @ w), y), x, None, length=2)[1]
         return lax.cumsum(ys, axis=1)
 
-    assert live(stacked, SQUARE, SQUARE, capacity=112 * MIB) >= 2 * MIB
+    found = live(stacked, SQUARE, SQUARE, capacity=112 * MIB, sums_in_hbm=sums_in_hbm)
+    assert (found >= 2 * MIB) == sums_in_hbm
