@@ -24,6 +24,7 @@ from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.graph import Op, Value, contracted_axes
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.order import SUMS
+from jaxshard.plan.memory.scattered import FUSES_UPDATE
 
 _TURNS = 5
 """As many turns of a loop count, whatever it has (`xla_tpu_memory_space_assignment_while_execution_count`)."""
@@ -98,7 +99,9 @@ class _Spans:
             if not place <= last < len(live.ops) or not size or self.is_left_unread(live, clock, value, place):
                 continue
             uses = _uses(live, value)
-            if self.is_in_hbm(live, value, uses) or (self.sums_in_hbm and times == 1 and _is_stacked(live, value)):
+            if self.is_in_hbm(live, value, uses) or _is_written_over_input(live, value):
+                continue
+            if self.sums_in_hbm and times == 1 and _is_stacked(live, value):
                 continue
             worth = times * sum(self.saved(live, op, size) for op in uses)
             found.append(_Span(value, begins[place], ends[last], size, worth / math.sqrt(size)))
@@ -171,6 +174,13 @@ def _is_made_by_both_cores(live: Liveness, maker: Op) -> bool:
     if maker.regions:
         return False
     return not live.is_elementwise(maker) or any(live.find(one) in live.pending for one in maker.ins)
+
+
+def _is_written_over_input(live: Liveness, value: Value) -> bool:
+    """True for what updates write into what a loop carries, one after the other: all of them are one array."""
+    while (maker := live.makers.get(value)) is not None and maker.name in FUSES_UPDATE:
+        value = live.find(maker.ins[0])
+    return value in live.inputs
 
 
 def _is_stacked(live: Liveness, value: Value) -> bool:

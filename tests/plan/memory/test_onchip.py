@@ -96,3 +96,21 @@ def test_what_the_loops_of_a_step_stack_lies_in_the_devices_memory_where_there_a
 
     found = live(stacked, SQUARE, SQUARE, capacity=112 * MIB, sums_in_hbm=sums_in_hbm)
     assert (found >= 2 * MIB) == sums_in_hbm
+
+
+def test_what_updates_write_into_a_carried_array_is_no_array_of_its_own_on_the_chip():
+    # A pipeline writes what arrives into slots that its loop carries: all updates of a turn write into the same memory.
+    def step(slots, x):
+        def turn(slots, i):
+            slots = lax.dynamic_update_index_in_dim(slots, jnp.sin(x), i, 0)
+            taken = lax.cumsum(lax.dynamic_index_in_dim(slots, 1 - i, keepdims=False))
+            return lax.dynamic_update_index_in_dim(slots, taken, 1 - i, 0), None
+
+        return lax.scan(turn, slots, jnp.arange(2))[0]
+
+    args = (jax.ShapeDtypeStruct((2, 512, 512), jnp.float32), SQUARE)
+    region = build(jax.make_jaxpr(step)(*args), [(((),) * len(x.shape), "batch", "") for x in args], {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    chosen = {one.shard for one in values_on_chip(found, V5E, sums_in_hbm=False)}
+    assert (512, 512) in chosen
+    assert (2, 512, 512) not in chosen
