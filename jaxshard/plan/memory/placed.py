@@ -6,9 +6,10 @@ from collections import defaultdict
 from itertools import pairwise
 
 from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.hybrid import ends_within_a_tile, sums_products_twice, sums_stacks_twice
 from jaxshard.plan.memory.moved import PRODUCTS
-from jaxshard.plan.memory.order import sums_stacks_twice
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
+from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.storage import Size, Storage
 
 
@@ -25,7 +26,7 @@ class Placed(Storage):
             self._delay_products()
         else:
             self._hoist_products()
-            self._leave_tables()
+            self._leave_to_readers()
             self._free_first()
         self.place = {op: i for i, op in enumerate(self.ops)}
 
@@ -53,11 +54,12 @@ class Placed(Storage):
             places[op] = at
         self.ops = sorted(self.ops, key=places.__getitem__)
 
-    def _leave_tables(self) -> None:
-        """Move a product into whose result a later operation scatters there, if it makes more than it frees.
+    def _leave_to_readers(self) -> None:
+        """Move products to the end that make more than they free, if what reads their results is only there.
 
-        So is the gradient of a table that is looked up and, as output matrix, multiplied: it is left to the end, but
-        where a loop over blocks comes first, which stacks the gradients of all of them.
+        So is the gradient of a table that is looked up and, as output matrix, multiplied: a later operation scatters
+        into it. It is left to that place, but where a loop over blocks comes first, which stacks the gradients of all
+        of them. So are gradients that are summed over two axes, one sum after the other, behind the backward pass.
         """
         first: dict[Value, int] = {}
         uses: defaultdict[Value, set[int]] = defaultdict(set)
@@ -67,16 +69,34 @@ class Placed(Storage):
                     first.setdefault(self.find(one), i)
                 for one in self.roots_of(op):
                     uses[one].add(i)
+        read = {op: first.get(self.find(op.outs[0]), i) for i, op in enumerate(self.ops) if op.name in PRODUCTS}
+        summed = self._summed_later(first) if sums_products_twice(self.region) else {}
+        behind = min(summed.values(), default=0)
         places: dict[Op, float] = {}
         for i, op in enumerate(self.ops):
             places[op] = i
-            at = first.get(self.find(op.outs[0]), i) if op.name in PRODUCTS else i
-            if self.ops[at].name in FUSES_UPDATE and not any(one.regions for one in self.ops[i:at]):
-                roots = [one for one in self.roots_of(op) if one not in self.inputs]
-                freed = [one for one in roots if max(uses[one] - {i}, default=0) < at]
-                if sum(self.read_bytes(one) for one in freed) < self.size(op.outs[0]):
-                    places[op] = at - 0.5
+            at = behind if op in summed else read.get(op, i)
+            maker = self.makers.get(self.find(op.ins[0])) if op.name == "convert_element_type" and op.ins else None
+            if maker is not None and maker in summed:
+                places[op] = max(i, places[maker])
+            if op not in summed and (self.ops[at].name not in FUSES_UPDATE or any(x.regions for x in self.ops[i:at])):
+                continue
+            roots = [one for one in self.roots_of(op) if one not in self.inputs]
+            freed = [one for one in roots if max(uses[one] - {i}, default=0) < at]
+            if i < at and sum(self.read_bytes(one) for one in freed) < self.read_bytes(op.outs[0]):
+                places[op] = at - 0.5
         self.ops = sorted(self.ops, key=places.__getitem__)
+
+    def _summed_later(self, first: dict[Value, int]) -> dict[Op, int]:
+        """The places where results of products are scattered in full tiles, also of those that are converted first."""
+        found = {}
+        for op in self.ops:
+            at = first.get(self.find(op.outs[0])) if op.name in PRODUCTS else None
+            if at is not None and self.ops[at].name == "convert_element_type":
+                at = first.get(self.find(self.ops[at].outs[0]))
+            if at is not None and self.ops[at].name in SCATTERS and not ends_within_a_tile(self.ops[at]):
+                found[op] = at
+        return found
 
     def _free_first(self) -> None:
         """Let of two products that read the same array the one run first that frees more than it makes.

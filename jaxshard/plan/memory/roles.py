@@ -12,6 +12,7 @@ from jaxshard.plan.memory.accumulated import scatter_behind_loops
 from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
+from jaxshard.plan.memory.hybrid import scatter_early
 from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.onchip import values_on_chip
 from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, scatter_whole
@@ -90,6 +91,7 @@ def step_peak(
         scatter_behind_loops(region)
         join_scatters(region, sums_apart=joins_gathers)
         scatter_whole(region)
+        scatter_early(region, beside=not joins_gathers)
         gather_late(region)
         sum_within_turns(region)
         sum_beside_products(region)

@@ -1,6 +1,4 @@
-"""Which products run behind a loop, and which sums are a part of what they add."""
-
-import math
+"""Which sums are a part of what they add, and where the compiler gathers."""
 
 import jax
 import jax.numpy as jnp
@@ -10,42 +8,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build
-from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.order import (
     gather_late,
     join_scatters,
     scatter_on_sparse_cores,
     scatter_whole,
-    sums_stacks_twice,
 )
 
 N = 64
-
-
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_a_gradient_waits_for_the_sums_of_hybrid_sharding_behind_the_backward_pass(hybrid):
-    # XLA for TPUs runs the gradient of an output matrix beside the first of these sums; logits live till then.
-    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def step(weights, head, x):
-        def loss(weights, head):
-            h = lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, weights)[0]
-            return jnp.sum(jnp.sin(h @ head))
-
-        blocks, last = jax.grad(loss, argnums=(0, 1))(weights, head)
-        blocks = lax.psum_scatter(lax.optimization_barrier(blocks), "data", scatter_dimension=1, tiled=True)
-        return lax.psum(blocks, "replica") if hybrid else blocks, 2 * last
-
-    shapes = ((3, N, N), (N, 4 * N), (N, N))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=(P(None, "data"), P()), check_vma=False)
-    closed = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
-    region = build(closed, [(((),) * len(shape), "parameters", "x") for shape in shapes], dict(mesh.shape))
-    assert sums_stacks_twice(region) == hybrid
-    found = Liveness(region, lambda one: 4 * math.prod(one.shard), set(), narrow_products=True)
-    loop = next(op for op in reversed(found.ops) if op.name == "scan")
-    products = [op for op in found.ops if op.name == "dot_general"]
-    gradient = next(op for op in reversed(products) if sorted(op.outs[0].shard) == [N, 4 * N])
-    assert (found.place[gradient] > found.place[loop]) == hybrid
 
 
 def test_a_scatter_writes_into_what_it_is_added_to():
