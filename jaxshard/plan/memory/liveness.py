@@ -25,7 +25,7 @@ from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size, is_reduced
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
-from jaxshard.plan.memory.turned import added_in_turned_layouts
+from jaxshard.plan.memory.turned import added_in_turned_layouts, by_rows, looked_up_by_rows
 
 
 class Live(NamedTuple):
@@ -87,6 +87,7 @@ class Liveness(Converted):
         self.compared = gathered_apart(region) if narrow_products else set()
         self._find_narrow()
         self._copy_overwritten()
+        self._copy_by_rows()
         for loop, bodies in self.inner.items():
             for body in bodies if self.narrow_products else ():
                 body.take_slices(slices_of_stacks(loop, self.makers, self.find))
@@ -134,6 +135,18 @@ class Liveness(Converted):
             readers = self.readers[one]
             self.copies[min(self.place[op] for op in readers)].append(copy)
             self.last[copy] = max(self.runs[op] for op in readers)
+
+    def _copy_by_rows(self) -> None:
+        """Copy tables whose rows are looked up, if their layout is another one, from where they are read first."""
+        if not self.narrow_products or any(one.role == "inner" for one in self.region.inputs):
+            return
+        for table, state in looked_up_by_rows(self.region).items():
+            for group in ([table], state):
+                readers = [op for one in group for op in self.readers[one]]
+                for one in group if readers else ():
+                    copy = by_rows(one)
+                    self.copies[min(self.runs[op] for op in readers)].append(copy)
+                    self.last[copy] = max(self.runs[op] for op in readers)
 
     def take_slices(self, numbers: Iterable[int]) -> None:
         """Store the inputs of a body, by number, that several of its operations read, from the first to the last.

@@ -1,14 +1,15 @@
-"""Tables that a loop carries and its branches add to in two layouts: by rows, and as products write them."""
+"""Tables in two layouts: the one that takes least, and by rows, in which rows are looked up and scattered."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxshard.plan.memory.graph import Op, Region, Value, every_op
 from jaxshard.plan.memory.moved import PRODUCTS
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
-from jaxshard.plan.memory.tiles import padded_bytes, tiled_bytes
+from jaxshard.plan.memory.tiles import LANES, padded_bytes, tiled_bytes
 
 _ELEMENTWISE = frozenset({"select_n", "convert_element_type", "transpose", "mul", "div"})
 """Operations that may lie between a gradient and the sum to which it is added."""
@@ -37,14 +38,18 @@ def added_in_turned_layouts(region: Region) -> dict[Op, tuple[int, ...]]:
     return copies
 
 
-def _copied(add: Op, by_rows: bool) -> tuple[int, ...]:
-    (made,) = add.outs
-    rows, least = padded_bytes(made.shard, made.dtype, 1, 0), tiled_bytes(made.shard, made.dtype)
+def _copied(add: Op, scattered: bool) -> tuple[int, ...]:
+    rows, least = _layouts(add.outs[0])
     if rows == least:
         return ()
     if add.name in FUSES_UPDATE:
         return (rows,)
-    return (rows, rows) if by_rows else (least, least)
+    return (rows, rows) if scattered else (least, least)
+
+
+def _layouts(table: Value) -> tuple[int, int]:
+    """The bytes of a table with its width along the lanes, and in the layout that takes least."""
+    return padded_bytes(table.shard, table.dtype, 1, 0), tiled_bytes(table.shard, table.dtype)
 
 
 def _additions(branch: Region) -> Iterator[tuple[Op, bool]]:
@@ -71,3 +76,40 @@ def _made_by(value: Value, makers: dict[Value, Op]) -> str:
             break
         (value,) = large
     return "" if op is None else op.name
+
+
+def looked_up_by_rows(region: Region) -> dict[Value, list[Value]]:
+    """Find tables of a step whose rows are looked up, and the state of which the update reads in the same layout.
+
+    The argument lies in the layout that takes least. Rows are looked up, and scattered, with the width along the lanes:
+    where it does not fill them all of the step reads a copy by rows. Where the whole gradient is there, which a scatter
+    made, the update is computed so, too, with copies of the optimizer's state.
+    """
+    makers = {one: op for op in region.ops for one in op.outs}
+    found: dict[Value, list[Value]] = {}
+    scattered = {op.outs[0].shard for op in region.ops if op.name in FUSES_UPDATE}
+    for op in region.ops:
+        table = _argument(op.ins[0], makers) if op.name == "gather" else None
+        if table is None or table.role != "parameters" or len(table.shard) != 2:
+            continue
+        rows, least = _layouts(table)
+        if rows == least:
+            continue
+        name = table.path.partition("/")[2]
+        state = [one for one in region.inputs if one.role == "optimizer state" and one.path.endswith("/" + name)]
+        alike = [one for one in state if one.shard == table.shard]
+        found[table] = alike if table.shard in scattered else []
+    return found
+
+
+def by_rows(table: Value) -> Value:
+    """A copy of a table with its width along the lanes."""
+    rows, width = table.shard
+    shape = (rows, width + -width % LANES)
+    return replace(table, shape=shape, shard=shape, split=((), ()), role="")
+
+
+def _argument(value: Value, makers: dict[Value, Op]) -> Value | None:
+    while (op := makers.get(value)) is not None and op.name in ("convert_element_type", "enter", "pvary"):
+        value = op.ins[0]
+    return value if op is None else None

@@ -1,4 +1,4 @@
-"""A pipeline's branches add to the gradient of a tied table in two layouts, where its width does not fill the lanes."""
+"""Tables whose width does not fill the lanes: what reads or adds to their rows does so in a copy by rows."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,8 @@ import pytest
 from jax import lax
 
 from jaxshard.plan.memory.graph import build, every_op
+from jaxshard.plan.memory.liveness import Liveness
+from jaxshard.plan.memory.roles import temporary_bytes
 from jaxshard.plan.memory.turned import added_in_turned_layouts
 
 ROWS, TOKENS = 4096, 64
@@ -41,3 +43,23 @@ LEAST, BY_ROWS = 4 * ROWS * 64, 4 * ROWS * 128
 @pytest.mark.parametrize(("width", "copies"), [(64, [(LEAST, LEAST), (BY_ROWS, BY_ROWS)]), (128, [])])
 def test_each_branch_copies_the_table_to_its_layout_and_adds_to_another_array(width, copies):
     assert additions(width) == copies
+
+
+@pytest.mark.parametrize(("width", "copies"), [(64, 2 * BY_ROWS), (128, 0)])
+def test_a_step_reads_a_copy_by_rows_of_a_table_that_it_looks_up_and_of_its_state(width, copies):
+    # The gradient is scattered by rows: an update of the whole table is computed so.
+    def step(table, momentum, ids, h):
+        gradient = jnp.zeros((ROWS, width)).at[ids].add(table[ids] * h)
+        momentum = momentum * 0.9 + gradient
+        return table - momentum, momentum
+
+    table = jax.ShapeDtypeStruct((ROWS, width), jnp.float32)
+    ids, h = jax.ShapeDtypeStruct((TOKENS,), jnp.int32), jax.ShapeDtypeStruct((TOKENS, width), jnp.float32)
+    state = (table, "parameters", "params/table"), (table, "optimizer state", "opt_state/0/mu/table")
+    arguments = (*state, (ids, "batch", "ids"), (h, "batch", "h"))
+    closed = jax.make_jaxpr(step)(table, table, ids, h)
+    region = build(closed, [(((),) * len(x.shape), role, path) for x, role, path in arguments], {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    made = [one for copies in found.copies.values() for one in copies]
+    assert sum(found.size(one) for one in made) == copies
+    assert all(found.last[one] >= max(found.copies) for one in made)
