@@ -387,7 +387,9 @@ def build(
 
 def contracted_axes(product: Op) -> set[str]:
     """The axes that split the dimensions over which a product sums."""
-    contracted = product.params["dimension_numbers"][0]
+    numbers = product.params["dimension_numbers"]
+    features = product.name == "conv_general_dilated"
+    contracted = ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) if features else numbers[0]
     pairs = zip(product.ins, contracted, strict=False)
     return {axis for one, dims in pairs for dim in dims for axis in one.split[dim]}
 

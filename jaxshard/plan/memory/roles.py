@@ -18,8 +18,9 @@ from jaxshard.plan.memory.onchip import values_on_chip
 from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, scatter_whole
 from jaxshard.plan.memory.recompute import Recomputing
 from jaxshard.plan.memory.stacks import sum_beside_products, sum_within_turns
-from jaxshard.plan.memory.tiles import tiled_bytes
+from jaxshard.plan.memory.tiles import padded_bytes, tiled_bytes
 from jaxshard.plan.memory.trace import Traced
+from jaxshard.plan.memory.windowed import sum_in_windows
 
 
 def temporary_bytes(value: Value, *, tiled: bool, free: bool = False) -> int:
@@ -95,6 +96,7 @@ def step_peak(
         gather_late(region)
         sum_within_turns(region)
         sum_beside_products(region)
+    relaid = sum_in_windows(region, sizes) if tiled and joins_gathers else {}
     if tiled and not joins_gathers:
         scatter_on_sparse_cores(region)
     kernels = any(op.name == "pallas_call" for op in every_op(region))
@@ -106,6 +108,8 @@ def step_peak(
     def size(value: Value) -> int:
         if value.on_host:
             return 0
+        if value in relaid:
+            return padded_bytes(value.shard, value.dtype, *relaid[value])
         if value in gathered:
             return gathered_bytes(value, gathered[value])
         free = not kernels or _plain(value.shape) in weights or _plain(value.shard) in weights

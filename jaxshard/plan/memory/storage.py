@@ -14,6 +14,7 @@ from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS, written_apart
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_selection, keeps_type
 from jaxshard.plan.memory.shards import is_reduction
+from jaxshard.plan.memory.windowed import RELAYOUT
 
 _SAME_MEMORY = frozenset({
     "reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "enter", "transpose", "copy",
@@ -31,7 +32,7 @@ _STORED = PRODUCTS | _COLLECTIVES | frozenset({
     "pallas_call", "scan", "while", "cond", "sort", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul",
     "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "custom_call", "ffi_call", "top_k",
     "ragged_dot", "ragged_dot_general", "concatenate", "tpu_custom_call", "reduce_window_sum", "reduce_window_max",
-    "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft", "cholesky", "qr", "svd", "eigh",
+    "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft", "cholesky", "qr", "svd", "eigh", RELAYOUT,
 })  # fmt: skip
 """Operations whose results are stored, and which read operands from memory."""
 
@@ -268,7 +269,7 @@ class Storage:
     def _reads_memory(self, reader: Op, value: Value) -> bool:
         if reader.name in PRODUCTS:  # those of a GPU's libraries
             return not self.narrow_products
-        if self.is_elementwise(reader):
+        if self.is_elementwise(reader) or reader.name == RELAYOUT:
             return False
         if reader.name in FUSES_UPDATE:
             return self.find(reader.ins[0]) is value
@@ -329,7 +330,7 @@ class Storage:
 
 def narrower(reader: Op, value: Value, products: bool) -> Any:
     """Return the narrower dtype to which an operation converts what it reads first; None if it does not."""
-    if reader.name == "convert_element_type":
+    if reader.name in ("convert_element_type", RELAYOUT):
         dtype = reader.outs[0].dtype
         return dtype if dtype_bits(dtype) < dtype_bits(value.dtype) else None
     if products and _is_product(reader) and str(value.dtype) == "float32":

@@ -1,0 +1,132 @@
+"""Gradients that a TPU without SparseCores sums over its devices part by part, in loops behind the backward pass.
+
+Where the rows of a batch are split over all devices, and so is the gradient that a product makes of them, XLA's
+partitioner computes one device's part in each turn of a loop, and sends the sum on to the next device (`windowed
+einsum` in XLA's dot_handler.cc). Such a loop reads slices of one operand.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxshard.plan.memory.graph import Op, Region, Value, contracted_axes
+from jaxshard.plan.memory.moved import PRODUCTS
+from jaxshard.plan.memory.order import passed_on
+from jaxshard.plan.memory.tiles import padded_bytes
+
+RELAYOUT = "relayout"
+"""A copy of an array with another dimension along the lanes of tiles."""
+
+_MOST = 16
+"""Programs for so many devices have such loops, those for 256 devices have none."""
+
+
+def sum_in_windows(region: Region, sizes: Mapping[str, int]) -> dict[Value, tuple[int, int]]:
+    """Move products of gradients that are summed in loops behind the backward pass, and copy what their turns slice.
+
+    A slice takes a part of the channels of a convolution's operand. If it is smaller with the rows along the lanes,
+    the whole operand is copied to that layout.
+
+    Args:
+      region: a whole step, whose gradients the compiler sums.
+      sizes: of the mesh's axes.
+
+    Returns:
+      The copies, and the dimensions that lie along their lanes and sublanes.
+    """
+    axes = {axis for axis, size in sizes.items() if size > 1}
+    if not 1 < (parts := math.prod(sizes[axis] for axis in axes)) <= _MOST:
+        return {}
+    loops = list(_loops(region, axes))
+    late, moved = {one.cut: one.ops for one in loops}, {op for one in loops for op in one.ops}
+    copies, layouts = _copy_sliced(region, loops, parts)
+    ops: list[Op] = []
+    for op in region.ops:
+        ops += [*copies.get(op, ()), *late.get(op, ()), *([] if op in moved else [op])]
+    region.ops = ops
+    return layouts
+
+
+class _Loop(NamedTuple):
+    """A gradient that is summed in a loop.
+
+    Attributes:
+      cut: the constraint that splits it.
+      ops: the product that makes it, and what passes its result on to the constraint.
+      dim: the dimension that is split.
+    """
+
+    cut: Op
+    ops: list[Op]
+    dim: int
+
+
+def _loops(region: Region, axes: set[str]) -> Iterator[_Loop]:
+    makers = {one: op for op in region.ops for one in op.outs}
+    found: set[Op] = set()
+    for cut in region.ops:
+        product, passed = passed_on(cut.ins[0], makers) if cut.name == "sharding_constraint" else (None, [])
+        if product is None or product.name not in PRODUCTS or product in found or "transpose" not in product.path:
+            continue
+        split = [dim for dim, entry in enumerate(cut.outs[0].split) if axes.issubset(entry)]
+        summed = contracted_axes(product) == axes and len(cut.outs[0].shape) == len(product.outs[0].shape)
+        # Under ZeRO-1 a gradient is whole on each device before it is cut.
+        if summed and len(split) == 1 and all(op.name != "sharding_constraint" for op in passed):
+            found.add(product)
+            yield _Loop(cut, [product, *passed[::-1]], split[0])
+
+
+def _copy_sliced(
+    region: Region, loops: Sequence[_Loop], parts: int
+) -> tuple[dict[Op, list[Op]], dict[Value, tuple[int, int]]]:
+    """Let the products of convolutions' kernels read copies of their operands, in bf16.
+
+    Those of what the forward pass made are made as the backward pass begins.
+
+    Returns:
+      The copies by the operation before which they are made, and the layouts of what they make.
+    """
+    backward = next((op for op in region.ops if "transpose" in op.path), None)
+    copies: dict[Op, list[Op]] = {}
+    layouts: dict[Value, tuple[int, int]] = {}
+    made: dict[tuple[Value, tuple[int, int]], Value] = {}
+    for loop in loops:
+        product, *passed = loop.ops
+        if product.name != "conv_general_dilated" or any(op.name == "transpose" for op in passed):
+            continue
+        for number, layout in enumerate(_layouts(product, loop.dim, parts)):
+            operand = product.ins[number]
+            if (operand, layout) not in made:
+                copy = replace(operand, dtype=jnp.dtype(jnp.bfloat16), role="", path=product.path)
+                place = product if backward is None or "transpose" in operand.path else backward
+                copies.setdefault(place, []).append(Op(RELAYOUT, [operand], [copy], product.path))
+                made[operand, layout], layouts[copy] = copy, layout
+            product.ins = [made[operand, layout] if one is operand else one for one in product.ins]
+    return copies, layouts
+
+
+def _layouts(product: Op, split: int, parts: int) -> Iterator[tuple[int, int]]:
+    """Yield the dimensions along lanes and sublanes of a convolution's operands, of the one that is sliced the least.
+
+    Args:
+      product: the convolution.
+      split: the dimension of its result that is split.
+      parts: so many parts has that.
+    """
+    numbers = product.params["dimension_numbers"]
+    for operand, dim, spec in zip(product.ins, numbers.out_spec, (numbers.lhs_spec, numbers.rhs_spec), strict=False):
+        channels, rows = spec[:2]
+        shape = list(operand.shard)
+        shape[channels] //= parts if dim == split else 1
+        layouts = [(rows, channels), (channels, rows)] if dim == split else [(channels, rows)]
+        yield min(layouts, key=functools.partial(_bytes, tuple(shape)))
+
+
+def _bytes(shape: tuple[int, ...], layout: tuple[int, int]) -> int:
+    return padded_bytes(shape, jnp.dtype(jnp.bfloat16), *layout)
