@@ -159,6 +159,11 @@ def shares_threads(mesh: Mesh) -> bool:
     return not isinstance(mesh, AbstractMesh) and mesh.size > 1 and bool(mesh.devices.flat[0].platform == "cpu")
 
 
+def device_kind(mesh: Mesh) -> str:
+    """Return what kind of devices a mesh is of, as JAX names it; nothing for a mesh without devices."""
+    return "" if isinstance(mesh, AbstractMesh) else str(mesh.devices.flat[0].device_kind)
+
+
 def slice_indices(mesh: Mesh) -> np.ndarray:
     """Return for every device of a mesh, in its shape, the number of the TPU slice that it is in; 0 elsewhere."""
     numbers = [slice_index(device) for device in mesh.devices.flat]

@@ -167,6 +167,19 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     return whole.part(together / cores)._replace(cores=together)
 
 
+def has_sparse_cores(device_kind: str) -> bool:
+    """Return True for TPUs with units of their own for collectives, SparseCores: v4 and later, but not v5e.
+
+    Args:
+      device_kind: what `jax.Device.device_kind` says.
+
+    Example:
+      >>> has_sparse_cores("TPU v5p"), has_sparse_cores("TPU v5 lite"), has_sparse_cores("cpu")
+      (True, False, False)
+    """
+    return device_kind in _TPUS and device_kind not in _WITHOUT_SPARSE_CORES
+
+
 def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: int | None = None) -> float | None:
     """Compute the model FLOPs utilization: the share of the devices' bf16 peak that does the model's own work.
 
@@ -271,6 +284,7 @@ _V6E = (
     1,
     1,
 )
+_WITHOUT_SPARSE_CORES = ("TPU v2", "TPU v3", "TPU v5 lite", "TPU v5e")
 _TPUS: dict[str, tuple[Chip, int, int]] = {
     "TPU v2": (_tpu("TPU v2", 46e12, 16, 700e9, 14.96, None), 2, 1),
     "TPU v3": (_tpu("TPU v3", 123e12, 32, 900e9, 30.96, None), 2, 1),

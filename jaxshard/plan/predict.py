@@ -18,7 +18,7 @@ from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.cost.flops import train_flops
-from jaxshard.cost.hardware import Chip
+from jaxshard.cost.hardware import Chip, has_sparse_cores
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
@@ -32,9 +32,6 @@ from jaxshard.plan.time.offload import offload_of
 from jaxshard.plan.time.pipeline import ticks_of
 from jaxshard.plan.time.products import product_costs
 from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
-
-_WITHOUT_SPARSE_CORES = ("TPU v2", "TPU v3", "TPU v5 lite", "TPU v5e")
-"""TPUs whose collectives no unit of their own runs, by the `device_kind`s of JAX."""
 
 
 def predict(
@@ -93,7 +90,7 @@ def predict(
         tiled=tpu,
         vocab=frozenset(vocab),
         folded=folded,
-        joins_gathers=device.device_kind in _WITHOUT_SPARSE_CORES,
+        joins_gathers=tpu and not has_sparse_cores(device.device_kind),
         chip=chip if tpu else None,
         room=usable - sum(arguments.values()) if tpu and usable is not None else None,
     )

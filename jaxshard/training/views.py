@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.core.layout import Layout
-from jaxshard.core.mesh import mesh_inside
+from jaxshard.core.mesh import device_kind, mesh_inside
 from jaxshard.core.placement import Placement
 from jaxshard.core.types import PyTree
+from jaxshard.cost.hardware import has_sparse_cores
 
 
 def store(placements: PyTree, tree: PyTree) -> PyTree:
@@ -79,9 +80,9 @@ def gather_updated(layout: Layout, tree: PyTree, source: PyTree, target: PyTree)
 
     Two things keep a second copy of all parameters out of memory. What compares an updated part with the old one (the
     norm of the update) reads it in front of a barrier: else the partitioner has it read a slice of what is gathered,
-    and the old array is needed beside that. And the result is chosen elementwise from what is gathered, by a condition
-    that always holds, which a barrier hides: XLA for TPUs gathers what is itself a result into memory of its own, and
-    copies it over the donated array at the program's end, when all others are gathered too.
+    and the old array is needed beside that. And where SparseCores gather, the result is chosen elementwise from what is
+    gathered, by a condition that always holds, which a barrier hides: XLA gathers what is itself a result into memory
+    of its own there, and copies it over the donated array at the program's end, when all others are gathered too.
 
     Args:
       layout: says where everything lives.
@@ -89,17 +90,13 @@ def gather_updated(layout: Layout, tree: PyTree, source: PyTree, target: PyTree)
       source: the placements that they have.
       target: the placements that they get.
     """
+    apart = has_sparse_cores(device_kind(layout.mesh))
     always = jax.lax.optimization_barrier(jnp.ones((), bool))
 
     def gather(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
-        if old.store == new.store:
-            return move(x, old, new)
-        gathered = move(jax.lax.optimization_barrier(x), old, new)
-        return jnp.where(always, gathered, jnp.zeros((), gathered.dtype))
-
-    def move(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
-        moved: jax.Array = move_stored(layout, x, old, new)
-        return moved
+        split_less = old.store != new.store
+        moved: jax.Array = move_stored(layout, jax.lax.optimization_barrier(x) if split_less else x, old, new)
+        return jnp.where(always, moved, jnp.zeros((), moved.dtype)) if split_less and apart else moved
 
     return jax.tree.map(gather, tree, source, target)
 

@@ -63,6 +63,22 @@ def test_the_guard_copies_nothing_and_everything_donated_is_updated_in_place(eng
     assert found[True] == found[False] <= COUNT
 
 
+def test_gathered_parameters_do_not_wait_beside_the_old_ones():
+    """The norm of the update reads each old parameter before the new one is gathered over it."""
+    params = {str(i): jnp.zeros((WIDTH, WIDTH)) for i in range(8)}
+
+    def loss(params, batch):
+        x = batch["x"]
+        for one in params.values():
+            x = jnp.tanh(x @ one)
+        return js.Mean((x**2).sum(), x.size)
+
+    layout = js.layout(js.zero2(min_size=0), js.make_mesh(data=8), lambda _: params, optax.adam(1e-3))
+    step = js.make_step(lambda p, b, key=None: loss(p, b), optax.adam(1e-3), layout, engine=js.explicit())
+    compiled = step.compile({"x": jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)})
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * WIDTH * WIDTH * 4  # of eight
+
+
 def odd_transform():
     """State that is a gradient, a number, one array at two places, an array that nobody changes, and a momentum."""
 
