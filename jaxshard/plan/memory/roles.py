@@ -18,6 +18,7 @@ from jaxshard.plan.memory.onchip import values_on_chip
 from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, scatter_whole
 from jaxshard.plan.memory.recompute import Recomputing
 from jaxshard.plan.memory.stacks import sum_beside_products, sum_within_turns
+from jaxshard.plan.memory.tables import tables_by_rows
 from jaxshard.plan.memory.tiles import padded_bytes, tiled_bytes
 from jaxshard.plan.memory.trace import Traced
 from jaxshard.plan.memory.windowed import sum_in_windows
@@ -97,6 +98,7 @@ def step_peak(
         sum_within_turns(region)
         sum_beside_products(region)
     relaid = sum_in_windows(region, sizes) if tiled and joins_gathers else {}
+    relaid |= tables_by_rows(region) if tiled else {}
     if tiled and not joins_gathers:
         scatter_on_sparse_cores(region)
     kernels = any(op.name == "pallas_call" for op in every_op(region))
