@@ -115,6 +115,10 @@ class Liveness(Converted):
                 need[root] = max(need.get(root, -1), at)
         self.last = need
 
+    def _is_step(self) -> bool:
+        """True for a whole step, False for the body of a loop or a branch."""
+        return not any(one.role == "inner" for one in self.region.inputs)
+
     def _waits_for_sum(self, op: Op) -> bool:
         """True for a gather of elements along a split dimension, the labels' logits, that frees nothing.
 
@@ -123,12 +127,11 @@ class Liveness(Converted):
         """
         if not is_summed_gather(op) or not self.narrow_products:
             return False
-        inner = any(one.role == "inner" for one in self.region.inputs)
-        return not inner and self.widened(self.find(op.ins[0])) is None
+        return self._is_step() and self.widened(self.find(op.ins[0])) is None
 
     def _copy_overwritten(self) -> None:
         """Copy arguments that are written over early, which compilers do before they are first read."""
-        if self.narrow_products or any(one.role == "inner" for one in self.region.inputs):
+        if self.narrow_products or not self._is_step():
             return
         for one in overwritten_early(self.region):
             copy = replace(one, role="")
@@ -138,7 +141,7 @@ class Liveness(Converted):
 
     def _copy_by_rows(self) -> None:
         """Copy tables whose rows are looked up, if their layout is another one, from where they are read first."""
-        if not self.narrow_products or any(one.role == "inner" for one in self.region.inputs):
+        if not self.narrow_products or not self._is_step():
             return
         for table, state in looked_up_by_rows(self.region).items():
             for group in ([table], state):
@@ -328,7 +331,9 @@ class Liveness(Converted):
         elif op.name == "cond":
             operands = op.ins
         else:
+            # What is written over an argument leaves the arrays that it is computed from behind.
             found = self.sources[op.outs[number]] if self.is_elementwise(op) else ()
+            found = () if op.outs[number] in self.in_place and self._is_step() else found
             operands = sorted(found, key=self._made_at, reverse=True)  # the latest: what was made just before it
         for one in operands:
             root = self.find(one)
