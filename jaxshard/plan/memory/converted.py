@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxshard.plan.memory.graph import Op, Value
+from jaxshard.plan.memory.graph import Op, Value, dtype_bits
+from jaxshard.plan.memory.moved import PRODUCTS
 from jaxshard.plan.memory.placed import Placed
 from jaxshard.plan.memory.shards import is_reduction
 from jaxshard.plan.memory.storage import narrower
@@ -122,6 +123,17 @@ class Converted(Placed):
                 self.stored_as[value] = dtype
             elif (dtypes := self.widened(value)) is not None:
                 self._store_widened(value, *dtypes, again.get(value))
+            elif (dtype := self._widened_weight(value)) is not None:
+                self.stored_as[value] = dtype
+
+    def _widened_weight(self, value: Value) -> Any:
+        """Return the type of what was widened for products alone: on GPUs they read it so, and widen it themselves."""
+        maker = self.makers.get(value)
+        if self.narrow_products or maker is None or maker.name != "convert_element_type" or not maker.ins:
+            return None
+        source = maker.ins[0].dtype
+        alone = all(one.name in PRODUCTS for one in self.readers[value]) and value not in self.results
+        return source if alone and dtype_bits(source) < dtype_bits(value.dtype) else None
 
     def _find_narrow_carries(self) -> None:
         """Find the arrays that a loop carries, and writes slices of, of which nothing reads more than a narrower type.

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxshard.plan.memory.converted import Converted
-from jaxshard.plan.memory.donated import gathered_apart, is_put_in_order, overwritten_early
-from jaxshard.plan.memory.gathered import joined_bytes
+from jaxshard.plan.memory.gathered import is_put_in_order, joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
@@ -84,9 +83,7 @@ class Liveness(Converted):
         self.copied: dict[Value, tuple[int, Value]] = {}
         self.away: defaultdict[Value, list[tuple[int, int]]] = defaultdict(list)
         self.on_chip: set[Value] = set()
-        self.compared = gathered_apart(region) if narrow_products else set()
         self._find_narrow()
-        self._copy_overwritten()
         self._copy_by_rows()
         for loop, bodies in self.inner.items():
             for body in bodies if self.narrow_products else ():
@@ -128,16 +125,6 @@ class Liveness(Converted):
         if not is_summed_gather(op) or not self.narrow_products:
             return False
         return self._is_step() and self.widened(self.find(op.ins[0])) is None
-
-    def _copy_overwritten(self) -> None:
-        """Copy arguments that are written over early, which compilers do before they are first read."""
-        if self.narrow_products or not self._is_step():
-            return
-        for one in overwritten_early(self.region):
-            copy = replace(one, role="")
-            readers = self.readers[one]
-            self.copies[min(self.place[op] for op in readers)].append(copy)
-            self.last[copy] = max(self.runs[op] for op in readers)
 
     def _copy_by_rows(self) -> None:
         """Copy tables whose rows are looked up, if their layout is another one, from where they are read first."""
@@ -227,11 +214,7 @@ class Liveness(Converted):
             return Live(value, 0)
         stacked = op.name == "scan" and number >= op.counts[1]
         carried = op.name in ("scan", "while") and not stacked
-        taken = self.stored_bytes(value)
-        if stacked and not self.narrow_products and is_reduced(op.regions[0], op.regions[0].outputs[number]):
-            # XLA for GPUs moves a sum over devices one turn on, and peels that turn off: the zeros stay beside it.
-            taken *= 2
-        return Live(value, taken, "stacked" if stacked else "carried" if carried else "")
+        return Live(value, self.stored_bytes(value), "stacked" if stacked else "carried" if carried else "")
 
     def stored_bytes(self, value: Value) -> int:
         """The bytes of a value as it is stored."""
@@ -248,7 +231,7 @@ class Liveness(Converted):
         """
         out = op.outs[0] if op.outs else None
         if out is None or not self.narrow_products:
-            return []
+            return self._peeled_stacks(op)
         if op in self.turned:
             return [Live(out, size, "copy") for size in self.turned[op]]
         if op.name == "scan":
@@ -280,16 +263,26 @@ class Liveness(Converted):
         """What a gather needs that makes a result of the step, which is written over an argument in the end.
 
         Parts along another dimension than the first are gathered into an array of their own, whose slowest dimension is
-        the gathered one; so are all whose update is compared with the argument, which is read behind the gather. Those
-        of a matrix that do not fill tiles along it are joined to that from padded ones.
+        the gathered one. Those of a matrix that do not fill tiles along it are joined to that from padded ones.
         """
         (part, *_), (made,) = gather.ins, gather.outs
-        if not is_put_in_order(gather) and made not in self.compared:
+        if not is_put_in_order(gather):
             return []
         found = [Live(made, self.size(made), "copy")]
         if len(made.shard) == 2 and part.shard[0 if part.shard[0] < made.shard[0] else 1] % SUBLANES:
             found.append(Live(made, max(self.size(made), joined_bytes(gather)), "copy"))
         return found
+
+    def _peeled_stacks(self, op: Op) -> list[Live]:
+        """The zeros beside what a loop stacks of sums over devices: XLA for GPUs moves each sum one turn on.
+
+        It peels that turn off, and frees the zeros behind the loop.
+        """
+        if op.name != "scan":
+            return []
+        numbers = range(op.counts[1], len(op.outs))
+        reduced = [op.outs[i] for i in numbers if is_reduced(op.regions[0], op.regions[0].outputs[i])]
+        return [Live(one, self.stored_bytes(one), "stacked") for one in reduced if one not in self.in_place]
 
     def _gathered_stacks(self, op: Op) -> list[Live]:
         """What a loop over arrays gathers that are split over its turns: each of them whole, to take one slice."""
@@ -347,7 +340,8 @@ class Liveness(Converted):
         return -1 if maker is None else self.place[maker]
 
     def _same_bytes(self, one: Value, other: Value) -> bool:
-        return self.stored_bytes(one) == self.stored_bytes(other) and one.dtype == other.dtype
+        types = [self.stored_as.get(value, value.dtype) for value in (one, other)]
+        return self.stored_bytes(one) == self.stored_bytes(other) and types[0] == types[1]
 
     def _bodies(self, op: Op) -> list[Liveness]:
         # Results of a body are written into the arrays that the loop or branch makes, and may be written over what the

@@ -80,3 +80,15 @@ def test_what_is_multiplied_in_another_form_is_stacked_in_bf16():
     found, (forward, _) = loops(step, (TURNS, WIDTH, WIDTH), (ROWS, WIDTH))
     (stack,) = [one for one in forward.outs if one.shape == (TURNS, *heads)]
     assert str(found.stored_as[stack]) == "bfloat16"
+
+
+def test_a_weight_that_is_narrowed_and_widened_again_is_bf16_in_a_gpus_memory():
+    def step(x, w, scale):
+        again = (w * scale).astype(jnp.bfloat16).astype(jnp.float32)
+        return lax.cumsum(x @ again) + lax.cumsum(lax.cumsum(x) @ again)
+
+    closed = jax.make_jaxpr(step)(*[jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32)] * 3)
+    region = build(closed, [(((), ()), "batch", "")] * 3, {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=False), set(region.outputs))
+    *_, last = (op.outs[0] for op in region.ops if op.name == "convert_element_type")
+    assert found.stored_bytes(last) == 2 * ROWS * ROWS

@@ -30,6 +30,36 @@ def test_products_are_stored_until_they_were_read():
     assert fullest(lambda x: ((x @ x) @ x) @ x, SQUARE).total == 2 * BYTES
 
 
+def test_what_is_written_over_an_argument_frees_the_array_that_it_is_computed_from():
+    def update(x, y, one):
+        first = jnp.where(one, x @ x, 0.0)  # the product is free again when it was chosen from
+        second = jnp.where(one, y @ y, 0.0)
+        return first, second
+
+    found = Liveness(
+        build(jax.make_jaxpr(update)(SQUARE, SQUARE, True), [(((), ()), "", "")] * 2 + [((), "", "")], {}),
+        lambda one: temporary_bytes(one, tiled=False), set(),
+    )  # fmt: skip
+    in_place = Liveness(found.region, found.size, set(found.region.outputs))
+    assert found.peak().total == 2 * BYTES
+    assert in_place.peak().total <= BYTES
+
+
+def test_zeros_beside_stacked_sums_over_devices_are_free_behind_the_loop_on_a_gpu():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def sums(w):
+        stack = lax.scan(lambda x, _: (jnp.sin(x), lax.psum(x @ w, "data")), w, length=8)[1]
+        return lax.cumsum(stack, axis=1)
+
+    step = jax.shard_map(sums, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    region = build(jax.make_jaxpr(step)(SQUARE), [(((), ()), "", "")], dict(mesh.shape))
+    live = Liveness(region, lambda one: temporary_bytes(one, tiled=False), set())
+    beside = live.peak()
+    assert sum(one.bytes for one in beside.live if one.note == "stacked") == 2 * 8 * BYTES
+    assert beside.total < 3 * 8 * BYTES
+
+
 def test_a_scan_stacks_what_its_backward_pass_reads():
     def loss(w):
         def body(x, _):
