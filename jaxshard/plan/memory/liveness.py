@@ -340,7 +340,9 @@ class Liveness(Converted):
         return -1 if maker is None else self.place[maker]
 
     def _same_bytes(self, one: Value, other: Value) -> bool:
-        types = [self.stored_as.get(value, value.dtype) for value in (one, other)]
+        # A GPU's product writes the type in which all read its result: their conversions change nothing then.
+        stored_as = {} if self.narrow_products else self.stored_as
+        types = [stored_as.get(value, value.dtype) for value in (one, other)]
         return self.stored_bytes(one) == self.stored_bytes(other) and types[0] == types[1]
 
     def _bodies(self, op: Op) -> list[Liveness]:
