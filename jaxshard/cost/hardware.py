@@ -167,6 +167,19 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
     return whole.part(together / cores)._replace(cores=together)
 
 
+def is_tpu(device_kind: str) -> bool:
+    """Return True for a kind of TPUs that is in the table.
+
+    Args:
+      device_kind: what `jax.Device.device_kind` says.
+
+    Example:
+      >>> is_tpu("TPU v5 lite"), is_tpu("NVIDIA H100 80GB HBM3")
+      (True, False)
+    """
+    return device_kind in _TPUS
+
+
 def has_sparse_cores(device_kind: str) -> bool:
     """Return True for TPUs with units of their own for collectives, SparseCores: v4 and later, but not v5e.
 
@@ -177,7 +190,7 @@ def has_sparse_cores(device_kind: str) -> bool:
       >>> has_sparse_cores("TPU v5p"), has_sparse_cores("TPU v5 lite"), has_sparse_cores("cpu")
       (True, False, False)
     """
-    return device_kind in _TPUS and device_kind not in _WITHOUT_SPARSE_CORES
+    return is_tpu(device_kind) and device_kind not in _WITHOUT_SPARSE_CORES
 
 
 def mfu(flops_per_second: float, device_kind: str, devices: int, *, num_cores: int | None = None) -> float | None:

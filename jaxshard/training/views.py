@@ -13,7 +13,7 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import device_kind, mesh_inside
 from jaxshard.core.placement import Placement
 from jaxshard.core.types import PyTree
-from jaxshard.cost.hardware import has_sparse_cores
+from jaxshard.cost.hardware import has_sparse_cores, is_tpu
 
 
 def store(placements: PyTree, tree: PyTree) -> PyTree:
@@ -84,19 +84,25 @@ def gather_updated(layout: Layout, tree: PyTree, source: PyTree, target: PyTree)
     gathered, by a condition that always holds, which a barrier hides: XLA gathers what is itself a result into memory
     of its own there, and copies it over the donated array at the program's end, when all others are gathered too.
 
+    On TPUs without SparseCores neither helps: behind a barrier XLA copies the parameters that loops read when a step
+    begins, and its compiler crashed on such a choice.
+
     Args:
       layout: says where everything lives.
       tree: stored arrays.
       source: the placements that they have.
       target: the placements that they get.
     """
-    apart = has_sparse_cores(device_kind(layout.mesh))
+    kind = device_kind(layout.mesh)
+    chosen = has_sparse_cores(kind)
+    if is_tpu(kind) and not chosen:
+        return move_stored(layout, tree, source, target)
     always = jax.lax.optimization_barrier(jnp.ones((), bool))
 
     def gather(x: jax.Array, old: Placement, new: Placement) -> jax.Array:
         split_less = old.store != new.store
         moved: jax.Array = move_stored(layout, jax.lax.optimization_barrier(x) if split_less else x, old, new)
-        return jnp.where(always, moved, jnp.zeros((), moved.dtype)) if split_less and apart else moved
+        return jnp.where(always, moved, jnp.zeros((), moved.dtype)) if split_less and chosen else moved
 
     return jax.tree.map(gather, tree, source, target)
 

@@ -1,14 +1,12 @@
 """Weights with more than two dimensions that a TPU gathers, and the layouts that a gather can write.
 
 Parts that end within the lanes of a tile can't be put one behind the other along them. Products read what is gathered
-as it is; what a loop reads is copied to the layout that takes least. So are results of a step, put in order where they
-are written over arguments.
+as it is; what a loop reads is copied to the layout that takes least.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS
@@ -70,14 +68,3 @@ def joined_bytes(gather: Op) -> int:
     tile = min(1 << (size - 1).bit_length(), SUBLANES)
     rows, lanes = size + -size % tile, other + -other % LANES
     return count * rows * lanes * dtype_bits(made.dtype) // 8
-
-
-def is_put_in_order(gather: Op) -> bool:
-    """Return True for a gather of parts that do not lie one behind the other in the array that they make.
-
-    Under ZeRO each device updates a part of a parameter and gathers the whole. Split along its first dimension, the
-    parts lie one behind the other, and the gather itself writes the result; along another one they are put in order
-    by an operation that comes later.
-    """
-    part, made = gather.ins[0].shard, gather.outs[0].shard
-    return math.prod(part) < math.prod(made) and part[1:] != made[1:]

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxshard.plan.memory.converted import Converted
-from jaxshard.plan.memory.gathered import is_put_in_order, joined_bytes
+from jaxshard.plan.memory.donated import gathered_apart, is_put_in_order
+from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
@@ -83,6 +84,7 @@ class Liveness(Converted):
         self.copied: dict[Value, tuple[int, Value]] = {}
         self.away: defaultdict[Value, list[tuple[int, int]]] = defaultdict(list)
         self.on_chip: set[Value] = set()
+        self.compared = gathered_apart(region) if narrow_products else set()
         self._find_narrow()
         self._copy_by_rows()
         for loop, bodies in self.inner.items():
@@ -263,10 +265,11 @@ class Liveness(Converted):
         """What a gather needs that makes a result of the step, which is written over an argument in the end.
 
         Parts along another dimension than the first are gathered into an array of their own, whose slowest dimension is
-        the gathered one. Those of a matrix that do not fill tiles along it are joined to that from padded ones.
+        the gathered one; so are all whose update is compared with the argument, which is read behind the gather. Those
+        of a matrix that do not fill tiles along it are joined to that from padded ones.
         """
         (part, *_), (made,) = gather.ins, gather.outs
-        if not is_put_in_order(gather):
+        if not is_put_in_order(gather) and made not in self.compared:
             return []
         found = [Live(made, self.size(made), "copy")]
         if len(made.shard) == 2 and part.shard[0 if part.shard[0] < made.shard[0] else 1] % SUBLANES:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.accumulated import scatter_behind_loops
+from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
 from jaxshard.plan.memory.hybrid import scatter_early
@@ -117,9 +118,8 @@ def step_peak(
         return temporary_bytes(value, tiled=tiled, free=free)
 
     # The run that goes in is donated: what comes out is written into its arrays.
-    liveness = Recomputing(
-        region, size, set(region.outputs), narrow_products=tiled, stacks_first=tiled and joins_gathers
-    )
+    in_place = set(region.outputs) - (gathered_apart(region) if joins_gathers else set())
+    liveness = Recomputing(region, size, in_place, narrow_products=tiled, stacks_first=tiled and joins_gathers)
     if chip is not None and chip.vmem_bytes:
         liveness.keep_on_chip(values_on_chip(liveness, chip, sums_in_hbm=not joins_gathers))
     moment = liveness.peak() if room is None else liveness.peak_within(room)

@@ -1,16 +1,12 @@
 """Gathered weights with more than two dimensions: the layouts that a gather can write."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import build, every_op
-from jaxshard.plan.memory.liveness import Liveness
 
 HEADS, HEAD, ROWS = 4, 64, 8
 
@@ -49,20 +45,3 @@ def test_parts_within_a_tile_are_gathered_with_the_head_along_the_lanes():
 def test_parts_that_fill_the_lanes_and_what_a_loop_reads_lie_in_the_layout_that_takes_least(width, loop):
     along, whole = found(width, loop=loop)
     assert whole not in along
-
-
-@pytest.mark.parametrize(
-    ("spec", "width", "beside"), [(("data",), 80, 0), ((None, "data"), 512, 1), ((None, "data"), 80, 2.6)]
-)
-def test_parts_of_a_result_that_are_put_in_order_are_gathered_into_an_array_of_their_own(spec, width, beside):
-    # Over 8 devices parts are 64 wide, which fills tiles of 8, or 10 wide: those are joined from parts padded to 16.
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    parts, whole = (NamedSharding(mesh, P(*axes)) for axes in (spec, ()))
-
-    def step(w):
-        return jax.lax.with_sharding_constraint(2.0 * jax.lax.with_sharding_constraint(w, parts), whole)
-
-    closed = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((128, width), jnp.float32))
-    region = build(closed, [(((), ()), "parameters", "w")], dict(mesh.shape))
-    live = Liveness(region, lambda one: 4 * math.prod(one.shard), set(region.outputs), narrow_products=True).peak().live
-    assert sum(one.bytes for one in live if one.note == "copy") == beside * 4 * 128 * width
