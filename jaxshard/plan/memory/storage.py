@@ -215,11 +215,13 @@ class Storage:
         return any(self._is_bf16(other) for one in products for other in one.ins if self.find(other) is not value)
 
     def _is_bf16(self, value: Value) -> bool:
-        """True for bf16 numbers that the compiler gathers, also where the program widens them again."""
+        """True for numbers that the compiler gathers in bf16, also where the program widens them again, or has f32."""
         maker = self.makers.get(self.find(value))
         source = maker.ins[0] if maker is not None and maker.name == "convert_element_type" and maker.ins else value
-        made = self.makers.get(self.find(source))
-        return dtype_bits(source.dtype) == 16 and made is not None and made.name == "sharding_constraint"
+        source = self.find(source)
+        made = self.makers.get(source)
+        gathered = made is not None and made.name == "sharding_constraint"
+        return gathered and (dtype_bits(source.dtype) == 16 or self.read_as(source) == jnp.bfloat16)
 
     def _mixed(self, value: Value, sources: dict[Value, set[Value]]) -> Any:
         """Return the narrower dtype of a value that products read so and a reduction reads as it is; else None.
