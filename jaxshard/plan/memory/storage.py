@@ -171,6 +171,8 @@ class Storage:
             return True
         if len(sinks) < 2:
             return False
+        if len(sinks) > 2 and any(reader.name == RELAYOUT for reader in readers):
+            return True  # the pass that writes its copy writes it, too
         if self._mixed(value, sources) is not None:
             return True
         if self._is_cast_of_argument(value):
@@ -215,13 +217,11 @@ class Storage:
         return any(self._is_bf16(other) for one in products for other in one.ins if self.find(other) is not value)
 
     def _is_bf16(self, value: Value) -> bool:
-        """True for numbers that the compiler gathers in bf16, also where the program widens them again, or has f32."""
+        """True for bf16 numbers that the compiler gathers, also where the program widens them again."""
         maker = self.makers.get(self.find(value))
         source = maker.ins[0] if maker is not None and maker.name == "convert_element_type" and maker.ins else value
-        source = self.find(source)
-        made = self.makers.get(source)
-        gathered = made is not None and made.name == "sharding_constraint"
-        return gathered and (dtype_bits(source.dtype) == 16 or self.read_as(source) == jnp.bfloat16)
+        made = self.makers.get(self.find(source))
+        return dtype_bits(source.dtype) == 16 and made is not None and made.name == "sharding_constraint"
 
     def _mixed(self, value: Value, sources: dict[Value, set[Value]]) -> Any:
         """Return the narrower dtype of a value that products read so and a reduction reads as it is; else None.

@@ -96,8 +96,19 @@ def _copy_sliced(
     copies: dict[Op, list[Op]] = {}
     layouts: dict[Value, tuple[int, int]] = {}
     made: dict[tuple[Value, tuple[int, int]], Value] = {}
+    narrow: dict[Value, Value] = {}
     for loop in loops:
         product, *passed = loop.ops
+        if product.name == "dot_general":
+            for operand in product.ins:
+                if str(operand.dtype) != "float32":
+                    continue
+                if operand not in narrow:
+                    copy = replace(operand, dtype=jnp.dtype(jnp.bfloat16), role="", path=product.path)
+                    place = product if backward is None or "transpose" in operand.path else backward
+                    copies.setdefault(place, []).append(Op(RELAYOUT, [operand], [copy], product.path))
+                    narrow[operand] = copy
+                product.ins = [narrow[operand] if one is operand else one for one in product.ins]
         if product.name != "conv_general_dilated" or any(op.name == "transpose" for op in passed):
             continue
         for number, layout in enumerate(_layouts(product, loop.dim, parts)):
