@@ -8,6 +8,7 @@ turns.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
-from jaxshard.plan.memory.shards import SCATTERS
+from jaxshard.plan.memory.shards import GATHERS, SCATTERS
 from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size, is_reduced
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
@@ -327,9 +328,10 @@ class Liveness(Converted):
         elif op.name == "cond":
             operands = op.ins
         else:
-            # What is written over an argument leaves the arrays that it is computed from behind.
             found = self.sources[op.outs[number]] if self.is_elementwise(op) else ()
-            found = () if op.outs[number] in self.in_place and self._is_step() else found
+            if op.outs[number] in self.in_place and self._is_step():
+                # What is chosen from a gathered array is written over an argument, and leaves that array behind.
+                found = {one for one in found if not self._is_gathered(one)}
             operands = sorted(found, key=self._made_at, reverse=True)  # the latest: what was made just before it
         for one in operands:
             root = self.find(one)
@@ -337,6 +339,11 @@ class Liveness(Converted):
             if ours and root not in taken and self.last[root] == i and self._same_bytes(root, op.outs[number]):
                 return root
         return None
+
+    def _is_gathered(self, value: Value) -> bool:
+        maker = self.makers.get(value)
+        gathers = maker is not None and maker.name in GATHERS and value not in self.inputs
+        return maker is not None and gathers and math.prod(maker.ins[0].shard) < math.prod(value.shard)
 
     def _made_at(self, value: Value) -> int:
         maker = self.makers.get(value)
