@@ -202,6 +202,7 @@ def norm(axis, model, batch, key):
     return js.Loss(cross_entropy(logits, batch), new["batch_stats"])
 
 
+@pytest.mark.slow
 def test_batch_statistics_of_local_rows():
     """Loss to 1e-6, gradients, updates and state to 1e-5 with the axis or under auto; wrong by a lot without."""
     report = run(partial(norm, None), init=init_norm)

@@ -261,6 +261,7 @@ def test_the_list_is_complete() -> None:
     assert len(CASES) >= 40
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
     written = page()
     if os.environ.get("JAXSHARD_WRITE_DOCS"):

@@ -84,7 +84,7 @@ def test_gathered_parameters_do_not_wait_beside_the_old_ones():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * WIDTH * WIDTH * 4  # of eight
 
 
-@pytest.mark.parametrize("kind", ["TPU v5p", "TPU v5 lite"])
+@pytest.mark.parametrize("kind", ["TPU v5p", pytest.param("TPU v5 lite", marks=pytest.mark.slow)])
 def test_what_a_tpu_gathers_after_an_update_is_the_same_bit_for_bit(kind, monkeypatch):
     """With SparseCores a result is chosen from what is gathered, without them nothing is held back."""
 
