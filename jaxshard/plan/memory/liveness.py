@@ -342,8 +342,9 @@ class Liveness(Converted):
 
     def _is_gathered(self, value: Value) -> bool:
         maker = self.makers.get(value)
-        gathers = maker is not None and maker.name in GATHERS and value not in self.inputs
-        return maker is not None and gathers and math.prod(maker.ins[0].shard) < math.prod(value.shard)
+        if maker is None or maker.name not in GATHERS:
+            return False
+        return math.prod(maker.ins[0].shard) < math.prod(value.shard)
 
     def _made_at(self, value: Value) -> int:
         maker = self.makers.get(value)

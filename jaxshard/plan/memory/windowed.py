@@ -21,16 +21,16 @@ from jaxshard.plan.memory.order import passed_on
 from jaxshard.plan.memory.tiles import padded_bytes
 
 RELAYOUT = "relayout"
-"""A copy of an array with another dimension along the lanes of tiles."""
+"""A copy of an array in bf16, maybe with another dimension along the lanes of tiles."""
 
 _MOST = 16
 """Programs for so many devices have such loops, those for 256 devices have none."""
 
 
 def sum_in_windows(region: Region, sizes: Mapping[str, int]) -> dict[Value, tuple[int, int]]:
-    """Move products of gradients that are summed in loops behind the backward pass, and copy what their turns slice.
+    """Move products of gradients that are summed in loops behind the backward pass, and copy what they read to bf16.
 
-    A slice takes a part of the channels of a convolution's operand. If it is smaller with the rows along the lanes,
+    A turn takes a slice of the channels of a convolution's operand. If it is smaller with the rows along the lanes,
     the whole operand is copied to that layout.
 
     Args:
@@ -38,7 +38,7 @@ def sum_in_windows(region: Region, sizes: Mapping[str, int]) -> dict[Value, tupl
       sizes: of the mesh's axes.
 
     Returns:
-      The copies, and the dimensions that lie along their lanes and sublanes.
+      The copies that convolutions read, and the dimensions that lie along their lanes and sublanes.
     """
     axes = {axis for axis, size in sizes.items() if size > 1}
     if not 1 < (parts := math.prod(sizes[axis] for axis in axes)) <= _MOST:
@@ -85,9 +85,10 @@ def _loops(region: Region, axes: set[str]) -> Iterator[_Loop]:
 def _copy_sliced(
     region: Region, loops: Sequence[_Loop], parts: int
 ) -> tuple[dict[Op, list[Op]], dict[Value, tuple[int, int]]]:
-    """Let the products of convolutions' kernels read copies of their operands, in bf16.
+    """Let the products in loops read copies of their operands, in bf16.
 
-    Those of what the forward pass made are made as the backward pass begins.
+    Those of what the forward pass made are made as the backward pass begins. A convolution's have layouts of their own,
+    a matrix product's are made of f32 operands.
 
     Returns:
       The copies by the operation before which they are made, and the layouts of what they make.
@@ -95,31 +96,27 @@ def _copy_sliced(
     backward = next((op for op in region.ops if "transpose" in op.path), None)
     copies: dict[Op, list[Op]] = {}
     layouts: dict[Value, tuple[int, int]] = {}
-    made: dict[tuple[Value, tuple[int, int]], Value] = {}
-    narrow: dict[Value, Value] = {}
+    made: dict[tuple[Value, tuple[int, int] | None], Value] = {}
     for loop in loops:
-        product, *passed = loop.ops
-        if product.name == "dot_general":
-            for operand in product.ins:
-                if str(operand.dtype) != "float32":
-                    continue
-                if operand not in narrow:
-                    copy = replace(operand, dtype=jnp.dtype(jnp.bfloat16), role="", path=product.path)
-                    place = product if backward is None or "transpose" in operand.path else backward
-                    copies.setdefault(place, []).append(Op(RELAYOUT, [operand], [copy], product.path))
-                    narrow[operand] = copy
-                product.ins = [narrow[operand] if one is operand else one for one in product.ins]
-        if product.name != "conv_general_dilated" or any(op.name == "transpose" for op in passed):
-            continue
-        for number, layout in enumerate(_layouts(product, loop.dim, parts)):
-            operand = product.ins[number]
+        product = loop.ops[0]
+        for operand, layout in list(_sliced(loop, parts)):
             if (operand, layout) not in made:
                 copy = replace(operand, dtype=jnp.dtype(jnp.bfloat16), role="", path=product.path)
                 place = product if backward is None or "transpose" in operand.path else backward
                 copies.setdefault(place, []).append(Op(RELAYOUT, [operand], [copy], product.path))
-                made[operand, layout], layouts[copy] = copy, layout
+                made[operand, layout] = copy
+                layouts |= {} if layout is None else {copy: layout}
             product.ins = [made[operand, layout] if one is operand else one for one in product.ins]
     return copies, layouts
+
+
+def _sliced(loop: _Loop, parts: int) -> Iterator[tuple[Value, tuple[int, int] | None]]:
+    """Yield the operands that a loop reads copies of, with the copies' layouts; None for the usual one."""
+    product, *passed = loop.ops
+    if product.name == "dot_general":
+        yield from ((one, None) for one in product.ins if one.dtype == jnp.float32)
+    elif product.name == "conv_general_dilated" and all(op.name != "transpose" for op in passed):
+        yield from zip(product.ins, _layouts(product, loop.dim, parts), strict=True)
 
 
 def _layouts(product: Op, split: int, parts: int) -> Iterator[tuple[int, int]]:

@@ -49,6 +49,14 @@ def test_gradients_split_over_all_devices_are_made_behind_the_backward_pass(devi
     assert backward(region) == ([through, first, second] if late else [second, through, first])
 
 
+def test_matrix_products_in_such_loops_read_copies_in_bf16():
+    region = graph(two_products, [(N, 2 * N), (2 * N, 3 * N), (8 * N, N)], cut=P("data"))
+    assert sum_in_windows(region, {"data": 8}) == {}
+    copies = [op for op in region.ops if op.name == RELAYOUT]
+    assert {(str(op.ins[0].dtype), str(op.outs[0].dtype)) for op in copies} == {("float32", "bfloat16")}
+    assert sorted(op.outs[0].shape for op in copies) == [(8 * N, N), (8 * N, 2 * N), (8 * N, 2 * N), (8 * N, 3 * N)]
+
+
 def convolved(kernel, x):
     dims = ("NHWC", "HWIO", "NHWC")
     return jnp.sum(jnp.sin(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)))
