@@ -1,7 +1,8 @@
 """Arrays that loops and products convert: what compilers store in the type in which it is read, and where.
 
-What a loop converts before all else is converted before the loop, to the array of all turns, also for the loops,
-branches and slices inside it. What a product makes is stored in the type that its readers want.
+What a loop converts before all else is converted before the loop on TPUs, to the array of all turns, also for the
+loops, branches and slices inside it. On GPUs each turn converts what it reads. What a product makes is stored in the
+type that its readers want.
 """
 
 from __future__ import annotations
@@ -85,13 +86,13 @@ class Converted(Placed):
                     yield body, inside
 
     def _find_narrow(self) -> None:
-        """Find what loops convert: compilers do it before the loop, to the stacked array of all turns.
+        """Find what loops convert: XLA for TPUs does it before the loop, to the stacked array of all turns.
 
         What a loop stacks is then stacked in the narrower type; of an argument a narrower copy is made, which lives
         from the first loop that reads it to the last.
         """
         wanted: defaultdict[Value, list[tuple[Op, Any]]] = defaultdict(list)
-        for op in self.ops:
+        for op in self.ops if self.narrow_products else ():
             for number, one in enumerate(op.ins):
                 if op.name == "scan" and number not in op.unread and not _updates_on_host(op):
                     wanted[self.find(one)].append((op, self._narrow(op, number)))

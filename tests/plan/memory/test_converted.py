@@ -92,3 +92,18 @@ def test_a_weight_that_is_narrowed_and_widened_again_is_bf16_in_a_gpus_memory():
     found = Liveness(region, lambda one: temporary_bytes(one, tiled=False), set(region.outputs))
     *_, last = (op.outs[0] for op in region.ops if op.name == "convert_element_type")
     assert found.stored_bytes(last) == 2 * ROWS * ROWS
+
+
+@pytest.mark.parametrize("tpu", [True, False])
+def test_what_a_loop_converts_is_copied_before_it_on_tpus_and_a_slice_at_a_time_on_gpus(tpu):
+    def loop(weights, x):
+        def turn(h, w):
+            return jnp.sin(h @ w.astype(jnp.bfloat16)), None
+
+        return lax.scan(turn, x, weights)[0]
+
+    shapes = jax.ShapeDtypeStruct((TURNS, WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    region = build(jax.make_jaxpr(loop)(*shapes), [(((),) * len(x.shape), "parameters", "") for x in shapes], {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=False), set(region.outputs), narrow_products=tpu)
+    copied = [one.bytes for one in found.peak().live if one.note == "converted"]
+    assert copied == ([2 * TURNS * WIDTH * WIDTH] if tpu else [])
