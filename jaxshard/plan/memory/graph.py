@@ -84,6 +84,7 @@ class Op:
       folded: a collective over an axis that covers several dimensions of a torus.
       everywhere: a collective over all axes of the mesh at once.
       summed: a product over a dimension that an axis splits which does not split the batch: activations to be summed.
+      number: the only operand, if the program has it as a number; else None.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Op:
     folded: bool = False
     everywhere: bool = False
     summed: bool = False
+    number: Any = None
 
     @property
     def reads(self) -> list[Value]:
@@ -129,19 +131,29 @@ class Builder:
         return region
 
     def _inline(
-        self, region: Region, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str
+        self,
+        region: Region,
+        program: Any,
+        inputs: Sequence[Value | None],
+        automatic: frozenset[str],
+        path: str,
+        numbers: Sequence[Any] = (),
     ) -> list[Value | None]:
         jaxpr, _ = open_jaxpr(program)
+        known = dict(zip(jaxpr.invars, numbers, strict=False))
         env: dict[Any, Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {var: self.value(var.aval, whole(getattr(var.aval, "shape", ())), "constant") for var in jaxpr.constvars}
 
         def read(atom: Any) -> Value | None:
             return None if isinstance(atom, Literal) else env[atom]
 
+        def number(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else known.get(atom)
+
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             where = f"{path}/{eqn.source_info.name_stack}"
-            outs = self._equation(region, eqn, operands, automatic, where)
+            outs = self._equation(region, eqn, operands, automatic, where, [number(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [self._literal(atom) if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
 
@@ -149,17 +161,24 @@ class Builder:
         return self.value(atom.aval, whole(getattr(atom.aval, "shape", ())), "constant")
 
     def _equation(
-        self, region: Region, eqn: Any, operands: list[Value | None], automatic: frozenset[str], path: str
+        self,
+        region: Region,
+        eqn: Any,
+        operands: list[Value | None],
+        automatic: frozenset[str],
+        path: str,
+        numbers: Sequence[Any],
     ) -> list[Value | None]:
         name, params = eqn.primitive.name, eqn.params
         inner = params.get(CALLS.get(name, ""))
         if inner is not None:
-            return self._inline(region, inner, operands, automatic, path)
+            return self._inline(region, inner, operands, automatic, path, numbers)
         if name == "shard_map":
             return self._shard_map(region, eqn, operands, automatic, path)
         over, ins = _axes_of(params), [one for one in operands if one is not None]
         alone = bool(over and ins) and self.axes.isdisjoint(over)  # a collective over one device: the same memory
         op = Op("enter" if alone else name, ins, [], path, params=params)
+        op.number = numbers[0] if len(numbers) == 1 else None
         op.folded, op.everywhere = not self.folded.isdisjoint(over), self.axes.issubset(over)
         region.ops.append(op)
         if name == "scan":

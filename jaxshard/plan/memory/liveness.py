@@ -24,7 +24,7 @@ from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
 from jaxshard.plan.memory.shards import GATHERS, SCATTERS
 from jaxshard.plan.memory.stacks import slices_of_stacks
-from jaxshard.plan.memory.storage import Size, is_reduced
+from jaxshard.plan.memory.storage import Size
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 from jaxshard.plan.memory.turned import added_in_turned_layouts, by_rows, looked_up_by_rows
 
@@ -168,13 +168,14 @@ class Liveness(Converted):
 
     def peak(self) -> Moment:
         """Return the fullest moment."""
-        live = self._early()
+        live, begun = dict[Value, Live](), self._begun()
         best = Moment()
         waiting: list[Live] = []
         expiring: defaultdict[int, list[Value]] = defaultdict(list)
         for value, at in self.last.items():
             expiring[at].append(value)
         for i, op in enumerate(self.ops):
+            live |= begun.get(i, {})
             if not self.is_alias(op) and (op.regions or self.runs[op] == i):
                 taken: set[Value | None] = set()
                 for number, one in enumerate(op.outs):
@@ -204,13 +205,25 @@ class Liveness(Converted):
         """Return False between the places over which a value is dropped, to be computed again (`recompute`)."""
         return not any(before < at < after for before, after in self.away.get(value, ()))
 
-    def _early(self) -> dict[Value, Live]:
-        """Values of the start: what the first loop stacks is allocated while gathers of weights run beside."""
-        first = next((op for op in self.ops if op.name == "scan"), None)
-        if first is None or not self.stacks_first:
-            return {}
-        stacks = [one for one in first.outs[first.counts[1] :] if one in self.last and one not in self.in_place]
-        return {one: self._new(first, first.outs.index(one), one) for one in stacks}
+    def _begun(self) -> dict[int, dict[Value, Live]]:
+        """What is in memory before the loop that stacks it, by the place from which on.
+
+        On TPUs what the first loop stacks is allocated while gathers of weights run beside. XLA for GPUs makes the
+        zeros into which a loop writes in the gaps between the operations that lead from the loop before to this one.
+        """
+        loops = [(self.place[op], op) for op in self.ops if op.name == "scan"]
+        if self.narrow_products:
+            return {0: self._stacks(loops[0][1])} if self.stacks_first and loops else {}
+        before = [-1, *(self.place[op] for op in self.ops if op.regions)]
+        found: dict[int, dict[Value, Live]] = {}
+        for at, op in loops:
+            start = max(place for place in before if place < at) + 1
+            found[start] = found.get(start, {}) | self._stacks(op)
+        return found
+
+    def _stacks(self, loop: Op) -> dict[Value, Live]:
+        stacks = [one for one in loop.outs[loop.counts[1] :] if one in self.last and one not in self.in_place]
+        return {one: self._new(loop, loop.outs.index(one), one) for one in stacks}
 
     def _new(self, op: Op, number: int, value: Value) -> Live:
         if value in self.in_place or value in self.on_chip:
@@ -234,7 +247,7 @@ class Liveness(Converted):
         """
         out = op.outs[0] if op.outs else None
         if out is None or not self.narrow_products:
-            return self._peeled_stacks(op)
+            return []
         if op in self.turned:
             return [Live(out, size, "copy") for size in self.turned[op]]
         if op.name == "scan":
@@ -276,17 +289,6 @@ class Liveness(Converted):
         if len(made.shard) == 2 and part.shard[0 if part.shard[0] < made.shard[0] else 1] % SUBLANES:
             found.append(Live(made, max(self.size(made), joined_bytes(gather)), "copy"))
         return found
-
-    def _peeled_stacks(self, op: Op) -> list[Live]:
-        """The zeros beside what a loop stacks of sums over devices: XLA for GPUs moves each sum one turn on.
-
-        It peels that turn off, and frees the zeros behind the loop.
-        """
-        if op.name != "scan":
-            return []
-        numbers = range(op.counts[1], len(op.outs))
-        reduced = [op.outs[i] for i in numbers if is_reduced(op.regions[0], op.regions[0].outputs[i])]
-        return [Live(one, self.stored_bytes(one), "stacked") for one in reduced if one not in self.in_place]
 
     def _gathered_stacks(self, op: Op) -> list[Live]:
         """What a loop over arrays gathers that are split over its turns: each of them whole, to take one slice."""

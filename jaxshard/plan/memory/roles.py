@@ -22,6 +22,7 @@ from jaxshard.plan.memory.tables import tables_by_rows
 from jaxshard.plan.memory.tiles import padded_bytes, tiled_bytes
 from jaxshard.plan.memory.trace import Traced
 from jaxshard.plan.memory.windowed import sum_in_windows
+from jaxshard.plan.memory.zeros import share_zeros
 
 
 def temporary_bytes(value: Value, *, tiled: bool, free: bool = False) -> int:
@@ -97,6 +98,8 @@ def step_peak(
         gather_late(region)
         sum_within_turns(region)
         sum_beside_products(region)
+    else:
+        share_zeros(region)
     relaid = sum_in_windows(region, sizes) if tiled and joins_gathers else {}
     relaid |= tables_by_rows(region) if tiled else {}
     if tiled and not joins_gathers:

@@ -21,6 +21,11 @@ GATHERS = ("all_gather", "sharding_constraint", "enter_moved")
 """Collectives that make arrays of parts; the last two also stand for others, which the compiler chooses."""
 SCATTERS = ("reduce_scatter", "psum_scatter")
 """Collectives that sum arrays and leave each device a part."""
+COLLECTIVES = frozenset({
+    "all_gather", "psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pmax",
+    "pmin", "ragged_all_to_all", "all_gather_invariant",
+})  # fmt: skip
+"""Collectives that a program states."""
 
 
 def whole(shape: Sequence[int]) -> Split:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS, written_apart
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_selection, keeps_type
-from jaxshard.plan.memory.shards import is_reduction
+from jaxshard.plan.memory.shards import COLLECTIVES, is_reduction
 from jaxshard.plan.memory.windowed import RELAYOUT
+from jaxshard.plan.memory.zeros import ZEROS
 
 _SAME_MEMORY = frozenset({
     "reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "enter", "transpose", "copy",
@@ -23,16 +24,12 @@ _SAME_MEMORY = frozenset({
 })  # fmt: skip
 """Results that are their operand in another shape, if they have as many bytes."""
 
-_COLLECTIVES = frozenset({
-    "all_gather", "psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pmax",
-    "pmin", "ragged_all_to_all", "all_gather_invariant",
-})  # fmt: skip
-
-_STORED = PRODUCTS | _COLLECTIVES | frozenset({
+_STORED = PRODUCTS | COLLECTIVES | frozenset({
     "pallas_call", "scan", "while", "cond", "sort", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul",
     "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "custom_call", "ffi_call", "top_k",
     "ragged_dot", "ragged_dot_general", "concatenate", "tpu_custom_call", "reduce_window_sum", "reduce_window_max",
     "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft", "cholesky", "qr", "svd", "eigh", RELAYOUT,
+    ZEROS,
 })  # fmt: skip
 """Operations whose results are stored, and which read operands from memory."""
 
@@ -352,19 +349,6 @@ def _is_product(op: Op) -> bool:
 def _is_default(precision: Any) -> bool:
     parts = precision if isinstance(precision, tuple) else (precision,)
     return all(one is None or "DEFAULT" in str(one) for one in parts)
-
-
-def is_reduced(body: Region, value: Value) -> bool:
-    """True for a result of a loop's body that a collective makes, or a constraint that stands for one."""
-    made = {one: op for op in body.ops for one in op.outs}
-    while (op := made.get(value)) is not None:
-        if op.name in _COLLECTIVES or op.name == "sharding_constraint":
-            return True
-        alike = [one for one in op.ins if _count(one) == _count(value)]
-        if len(alike) != 1:
-            return False
-        (value,) = alike
-    return False
 
 
 def _count(value: Value) -> int:
