@@ -27,6 +27,7 @@ from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
 from jaxshard.plan.memory.turned import added_in_turned_layouts, by_rows, looked_up_by_rows
+from jaxshard.plan.memory.zeros import zeros_before
 
 
 class Live(NamedTuple):
@@ -208,16 +209,14 @@ class Liveness(Converted):
     def _begun(self) -> dict[int, dict[Value, Live]]:
         """What is in memory before the loop that stacks it, by the place from which on.
 
-        On TPUs what the first loop stacks is allocated while gathers of weights run beside. XLA for GPUs makes the
-        zeros into which a loop writes in the gaps between the operations that lead from the loop before to this one.
+        On TPUs what the first loop stacks is allocated while gathers of weights run beside, on GPUs where `zeros` says.
         """
         loops = [(self.place[op], op) for op in self.ops if op.name == "scan"]
         if self.narrow_products:
             return {0: self._stacks(loops[0][1])} if self.stacks_first and loops else {}
-        before = [-1, *(self.place[op] for op in self.ops if op.regions)]
         found: dict[int, dict[Value, Live]] = {}
         for at, op in loops:
-            start = max(place for place in before if place < at) + 1
+            start = zeros_before(self.ops, at)
             found[start] = found.get(start, {}) | self._stacks(op)
         return found
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 
-from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.graph import Op, Region, Value, contracted_axes
 from jaxshard.plan.memory.hybrid import ends_within_a_tile, sums_products_twice, sums_stacks_twice
 from jaxshard.plan.memory.moved import PRODUCTS
+from jaxshard.plan.memory.order import SUMS
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
 from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.storage import Size, Storage
@@ -27,7 +29,10 @@ class Placed(Storage):
         else:
             self._hoist_products()
             self._leave_to_readers()
-            self._free_first()
+        if not self.narrow_products:
+            self._run_first(self._is_summed)
+        elif not sums_stacks_twice(self.region):
+            self._run_first(self._frees())
         self.place = {op: i for i, op in enumerate(self.ops)}
 
     def _hoist_products(self) -> None:
@@ -98,10 +103,10 @@ class Placed(Storage):
                 found[op] = at
         return found
 
-    def _free_first(self) -> None:
-        """Let of two products that read the same array the one run first that frees more than it makes.
+    def _frees(self) -> Callable[[Op, set[Value]], bool]:
+        """Tell of a product that it frees more than it makes, beside what it shares with another one.
 
-        So do a product with a gathered matrix, whose last reader it is, and the one that makes the matrix's gradient.
+        So does one with a gathered matrix, whose last reader it is, and the other one makes the matrix's gradient.
         """
         last = self._last_readers()
 
@@ -109,9 +114,22 @@ class Placed(Storage):
             freed = [one for one in self.roots_of(product) - self.inputs - shared if last[one] is product]
             return sum(map(self.size, freed)) > self.size(product.outs[0])
 
+        return frees
+
+    def _is_summed(self, product: Op, _: set[Value]) -> bool:
+        """True for a product that is summed over devices: XLA for GPUs begins that early, beside the rest."""
+        if contracted_axes(product):
+            return True
+        found = self.readers[product.outs[0]]
+        while len(found) == 1 and len(found[0].outs) == 1 and self.is_elementwise(found[0]):
+            found = self.readers[self.find(found[0].outs[0])]
+        return bool(found) and all(op.name in SUMS for op in found)
+
+    def _run_first(self, is_better: Callable[[Op, set[Value]], bool]) -> None:
+        """Let of two products that read the same array the better one run first."""
         for first, other in pairwise([op for op in self.ops if op.name in PRODUCTS]):
             shared = self.roots_of(first) & self.roots_of(other)
-            if not shared or frees(first, shared) or not frees(other, shared):
+            if not shared or is_better(first, shared) or not is_better(other, shared):
                 continue
             start, end = self.ops.index(first), self.ops.index(other)
             between, needed = self.ops[start + 1 : end], [other]

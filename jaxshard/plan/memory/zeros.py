@@ -8,14 +8,15 @@ parameter is not finite reads them behind the backward pass. They live until the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.moved import PRODUCTS
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
-from jaxshard.plan.memory.shards import COLLECTIVES
+from jaxshard.plan.memory.shards import COLLECTIVES, GATHERS
 
 ZEROS = "zeros"
 """An array of zeros in memory."""
@@ -47,11 +48,28 @@ def share_zeros(region: Region) -> None:
             ops.append(op)
     region.ops = ops
     for kind, value in joined.items():
-        before = region.ops[: region.ops.index(begun[kind])]
-        behind = [i + 1 for i, op in enumerate(before) if op.regions]
-        region.ops.insert(max(behind, default=0), Op(ZEROS, [], [value], begun[kind].path))
+        at = zeros_before(region.ops, region.ops.index(begun[kind]))
+        region.ops.insert(at, Op(ZEROS, [], [value], begun[kind].path))
     for op in region.ops:
         op.ins = [same.get(one, one) for one in op.ins]
+
+
+def zeros_before(ops: Sequence[Op], at: int) -> int:
+    """Return the place at which XLA for GPUs makes the zeros that a loop writes into.
+
+    It does so in the gaps between the operations that lead from the loop before to this one, or, where there are no
+    products among these, beside the gather with which a program begins.
+    """
+    behind = [i + 1 for i, op in enumerate(ops[:at]) if op.regions]
+    start = max(behind, default=0)
+    first = next((i for i, op in enumerate(ops[:at]) if op.regions or _is_gather(op)), at)
+    if first < at and not ops[first].regions and not any(op.name in PRODUCTS for op in ops[start:at]):
+        return first
+    return start
+
+
+def _is_gather(op: Op) -> bool:
+    return op.name in GATHERS and math.prod(op.ins[0].shard) < math.prod(op.outs[0].shard)
 
 
 def _begun(op: Op, makers: dict[Value, Op]) -> Iterator[_Kind]:

@@ -10,7 +10,7 @@ from jax import lax
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.roles import temporary_bytes
-from jaxshard.plan.memory.zeros import ZEROS, share_zeros
+from jaxshard.plan.memory.zeros import ZEROS, share_zeros, zeros_before
 
 N, TURNS = 16, 4
 STACK = 4 * TURNS * N * N
@@ -53,6 +53,7 @@ def test_sums_of_micro_batches_begin_with_zeros_that_the_update_reads():
 
     region = region_of(step, (N, N), (TURNS, N, N))
     share_zeros(region)
+    assert zeros_before(region.ops, len(region.ops)) > 1  # behind the loop
     kinds = [(op.name, op.outs[0].shape) for op in region.ops if op.name in (ZEROS, "scan")]
     assert kinds == [(ZEROS, (N, N)), ("scan", (N, N))]
 
@@ -73,3 +74,20 @@ def test_a_stack_lies_in_memory_from_the_loop_before_on_gpus():
     assert found[True] == {}
     first, second = (sum(one.bytes for one in stacks.values()) for stacks in found[False].values())
     assert (first, second) == (0, STACK)
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_zeros_are_made_beside_the_first_gather_if_no_product_leads_to_the_loop(product):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(weights, x):
+        h = lax.scan(lambda h, w: (jnp.sin(h @ w), None), lax.all_gather(x, "data", tiled=True), weights)[0]
+        return lax.scan(lambda h, w: (jnp.sin(h @ w), h @ w), h @ h if product else h, weights)[1]
+
+    ins = jax.P(), jax.P("data")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=jax.P(), check_vma=False)
+    closed = jax.make_jaxpr(mapped)(jnp.zeros((TURNS, N, N)), jnp.zeros((N, N)))
+    region = build(closed, [(((),) * 3, "", ""), ((("data",), ()), "", "")], dict(mesh.shape))
+    first, second = (i for i, op in enumerate(region.ops) if op.name == "scan")
+    place = zeros_before(region.ops, second)
+    assert place == first + 1 if product else region.ops[place].name == "all_gather"
