@@ -131,11 +131,21 @@ class Liveness(Converted):
         return self._is_step() and self.widened(self.find(op.ins[0])) is None
 
     def _copy_by_rows(self) -> None:
-        """Copy tables whose rows are looked up, if their layout is another one, from where they are read first."""
+        """Copy tables whose rows are looked up, if their layout is another one, from where they are read first.
+
+        Where loops read a converted copy of the table, that is what is copied, for the lookup alone.
+        """
         if not self.narrow_products or not self._is_step():
             return
-        for table, state in looked_up_by_rows(self.region).items():
-            for group in ([table], state):
+        for table, lookup in looked_up_by_rows(self.region).items():
+            read, (_, converted) = self.find(lookup.gather.ins[0]), self.copied.get(table, (0, table))
+            in_loops = read.dtype == converted.dtype or any(op.regions for op in self.readers[read])
+            if read is not table and in_loops:
+                copy, at = by_rows(read), self.runs[lookup.gather]
+                self.copies[at].append(copy)
+                self.last[copy] = at
+                continue
+            for group in ([table], lookup.state):
                 readers = [op for one in group for op in self.readers[one]]
                 for one in group if readers else ():
                     copy = by_rows(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from jaxshard.plan.memory.graph import Op, Region, Value, every_op
 from jaxshard.plan.memory.moved import PRODUCTS
@@ -78,7 +79,19 @@ def _made_by(value: Value, makers: dict[Value, Op]) -> str:
     return "" if op is None else op.name
 
 
-def looked_up_by_rows(region: Region) -> dict[Value, list[Value]]:
+class Lookup(NamedTuple):
+    """Rows of a table that are looked up, and what else is read so.
+
+    Attributes:
+      gather: the operation that looks rows up.
+      state: the optimizer's state that the update reads in the same layout.
+    """
+
+    gather: Op
+    state: list[Value]
+
+
+def looked_up_by_rows(region: Region) -> dict[Value, Lookup]:
     """Find tables of a step whose rows are looked up, and the state of which the update reads in the same layout.
 
     The argument lies in the layout that takes least. Rows are looked up, and scattered, with the width along the lanes:
@@ -86,7 +99,7 @@ def looked_up_by_rows(region: Region) -> dict[Value, list[Value]]:
     made, the update is computed so, too, with copies of the optimizer's state.
     """
     makers = {one: op for op in region.ops for one in op.outs}
-    found: dict[Value, list[Value]] = {}
+    found: dict[Value, Lookup] = {}
     scattered = {op.outs[0].shard for op in region.ops if op.name in FUSES_UPDATE}
     for op in region.ops:
         table = _argument(op.ins[0], makers) if op.name == "gather" else None
@@ -98,7 +111,7 @@ def looked_up_by_rows(region: Region) -> dict[Value, list[Value]]:
         name = table.path.partition("/")[2]
         state = [one for one in region.inputs if one.role == "optimizer state" and one.path.endswith("/" + name)]
         alike = [one for one in state if one.shard == table.shard]
-        found[table] = alike if table.shard in scattered else []
+        found[table] = Lookup(op, alike if table.shard in scattered else [])
     return found
 
 

@@ -63,3 +63,23 @@ def test_a_step_reads_a_copy_by_rows_of_a_table_that_it_looks_up_and_of_its_stat
     made = [one for copies in found.copies.values() for one in copies]
     assert sum(found.size(one) for one in made) == copies
     assert all(found.last[one] >= max(found.copies) for one in made)
+
+
+@pytest.mark.parametrize(("looped", "copied"), [(True, {ROWS * 128 * 2}), (False, {ROWS * 128 * 4})])
+def test_where_loops_read_a_converted_table_rows_are_looked_up_in_a_copy_of_that(looped, copied):
+    # Without a loop products convert the table themselves, and the rows of the argument are converted.
+    def step(table, ids, h):
+        narrow = table.astype(jnp.bfloat16)
+        rows = narrow[ids]
+        if looped:
+            return lax.scan(lambda total, x: (total + (x @ table.T).sum(), None), 0.0, h * rows.sum())[0], table
+        return (h.astype(jnp.bfloat16) @ narrow.T).sum() + rows.sum(), table
+
+    shapes = ((ROWS, 64), jnp.float32), ((TOKENS,), jnp.int32), ((4, TOKENS, 64), jnp.float32)
+    args = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    roles = ("parameters", "params/table"), ("batch", "ids"), ("batch", "h")
+    arguments = [(((),) * len(x.shape), *role) for x, role in zip(args, roles, strict=True)]
+    region = build(jax.make_jaxpr(step)(*args), arguments, {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    made = [one for copies in found.copies.values() for one in copies if one.shard == (ROWS, 128)]
+    assert {found.size(one) for one in made} == copied
