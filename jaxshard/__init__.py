@@ -211,6 +211,8 @@ _ELSEWHERE = {"zero3": "fsdp", "dp": "ddp", "tp": "tensor", "pp": "pipeline", "e
 
 
 def _suggest(name: str) -> str:
+    if name.startswith("_"):  # pytest, doctest and inspect ask every module for names of their own
+        return ""
     from difflib import get_close_matches
 
     near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, __all__, 1)

@@ -6,15 +6,23 @@ as users do.
 """
 
 import faulthandler
+import gc
 import os
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+# Processes that tests start import the package, too: compiled once for all of them, not in each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import hypothesis
 import jax
 import pytest
+
+# Tracing makes many small objects beside thousands of collected tests: to look for cycles at Python's own pace takes a
+# tenth of the CPU time.
+gc.set_threshold(100_000, 50, 100)
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("no deadline", deadline=None)
