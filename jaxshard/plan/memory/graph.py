@@ -85,6 +85,7 @@ class Op:
       everywhere: a collective over all axes of the mesh at once.
       summed: a product over a dimension that an axis splits which does not split the batch: activations to be summed.
       number: the only operand, if the program has it as a number; else None.
+      windowed: a product that is computed and summed over devices part by part, in a loop (`windowed`).
     """
 
     name: str
@@ -99,6 +100,7 @@ class Op:
     everywhere: bool = False
     summed: bool = False
     number: Any = None
+    windowed: bool = False
 
     @property
     def reads(self) -> list[Value]:

@@ -90,6 +90,7 @@ def step_peak(
       room: bytes beside the arguments that the compiler brings a step below, by computing values again.
     """
     region = build(traced.closed, traced.arguments, sizes, folded)
+    relaid: dict[Value, tuple[int, int]] = {}
     if tiled:
         scatter_behind_loops(region)
         join_scatters(region, sums_apart=joins_gathers)
@@ -97,11 +98,11 @@ def step_peak(
         scatter_early(region, beside=not joins_gathers)
         gather_late(region)
         sum_within_turns(region)
+        relaid = sum_in_windows(region, sizes, chip=chip, folded=folded)
         sum_beside_products(region)
+        relaid |= tables_by_rows(region)
     else:
         share_zeros(region)
-    relaid = sum_in_windows(region, sizes) if tiled and joins_gathers else {}
-    relaid |= tables_by_rows(region) if tiled else {}
     if tiled and not joins_gathers:
         scatter_on_sparse_cores(region)
     kernels = any(op.name == "pallas_call" for op in every_op(region))

@@ -53,7 +53,7 @@ def sum_beside_products(region: Region) -> None:
         makers = {one: inner for inner in body.ops for one in inner.outs}
         for cut in [inner for inner in body.ops if inner.name == "sharding_constraint"]:
             maker, between = passed_on(cut.ins[0], makers)
-            if maker is None or maker.name not in PRODUCTS or not contracted_axes(maker):
+            if maker is None or maker.name not in PRODUCTS or maker.windowed or not contracted_axes(maker):
                 continue
             (value,), passed = maker.outs, [cut, *between]
             if math.prod(value.shard) <= math.prod(cut.outs[0].shard):

@@ -204,31 +204,18 @@ class Storage:
 
     def _narrow_size(self, value: Value, sources: dict[Value, set[Value]]) -> int:
         """The bytes of a value in the type that its readers take it in, where that can be known before."""
-        implied = "transpose" in value.path or self._read_beside_bf16(value)
-        dtype = self.read_as(value, implied=implied)
+        dtype = self.read_as(value, implied="transpose" in value.path)
         return self.size(value if dtype is None else replace(value, dtype=dtype))
 
-    def _read_beside_bf16(self, value: Value) -> bool:
-        """True if a product multiplies a value by bf16 numbers that the compiler gathers: it is converted for all."""
-        products = [one for one in self.readers[value] if one.name == "dot_general"]
-        return any(self._is_bf16(other) for one in products for other in one.ins if self.find(other) is not value)
-
-    def _is_bf16(self, value: Value) -> bool:
-        """True for bf16 numbers that the compiler gathers, also where the program widens them again."""
-        maker = self.makers.get(self.find(value))
-        source = maker.ins[0] if maker is not None and maker.name == "convert_element_type" and maker.ins else value
-        made = self.makers.get(self.find(source))
-        return dtype_bits(source.dtype) == 16 and made is not None and made.name == "sharding_constraint"
-
     def _mixed(self, value: Value, sources: dict[Value, set[Value]]) -> Any:
-        """Return the narrower dtype of a value that products read so and a reduction reads as it is; else None.
+        """Return the narrower dtype of a value that loops read a copy of and a reduction reads as it is; else None.
 
-        One pass writes both, where no product can: a sum over rows that is read beside a product is a part of it. What
-        is f32 in the program, and bf16 in products alone, each of its readers computes.
+        One pass writes both, where no product can: a sum over rows that is read beside a product is a part of it.
         """
-        if not self.needs_pass(value, sources) or "transpose" not in value.path or not self._read_beside_bf16(value):
-            return None
         readers = self.readers[value]
+        copied = any(one.name == RELAYOUT for one in readers)
+        if not copied or not self.needs_pass(value, sources) or "transpose" not in value.path:
+            return None
         found = {dtype for one in readers if (dtype := narrower(one, value, self.narrow_products)) is not None}
         whole = any(is_reduction(one.name) for one in readers)
         return found.pop() if whole and len(found) == 1 and len(readers) > 2 else None

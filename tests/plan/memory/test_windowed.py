@@ -7,6 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.cost.hardware import chip
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.storage import Storage
 from jaxshard.plan.memory.windowed import RELAYOUT, sum_in_windows
@@ -47,6 +48,36 @@ def test_gradients_split_over_all_devices_are_made_behind_the_backward_pass(devi
     assert backward(region) == [second, through, first]
     assert sum_in_windows(region, {"data": devices}) == {}
     assert backward(region) == ([through, first, second] if late else [second, through, first])
+
+
+@pytest.mark.parametrize(("rows", "folded", "late"), [(1024, True, True), (512, True, False), (512, False, True)])
+def test_only_products_that_last_as_long_as_what_is_sent_beside_them_are_summed_in_loops(rows, folded, late):
+    # v5e multiplies 985 rows while it sends the result over all links of a torus, of which one ring has half.
+    region = graph(two_products, [(N, 2 * N), (2 * N, 3 * N), (8 * rows, N)], cut=P("data"))
+    sum_in_windows(region, {"data": 8}, chip=chip("TPU v5e"), folded=frozenset({"data"} if folded else ()))
+    assert any(op.name == RELAYOUT for op in region.ops) is late
+
+
+def test_in_a_loop_over_micro_batches_too():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(first, second, x):
+        def turn(total, rows):
+            grads = jax.grad(two_products, argnums=(0, 1))(first, second, rows)
+            cut = [lax.with_sharding_constraint(one, NamedSharding(mesh, P("data"))) for one in grads]
+            return [one + other for one, other in zip(total, cut, strict=True)], None
+
+        return lax.scan(turn, [jnp.zeros(first.shape), jnp.zeros(second.shape)], x)[0]
+
+    shapes = (N, 2 * N), (2 * N, N), (2, 8 * N, N)
+    closed = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    whole = ((), ())
+    arguments = [(whole, "parameters", "w"), (whole, "parameters", "w"), (((), ("data",), ()), "batch", "x")]
+    region = build(closed, arguments, {"data": 8})
+    sum_in_windows(region, {"data": 8})
+    (body,) = next(op.regions for op in region.ops if op.name == "scan")
+    assert sum(op.windowed for op in body.ops) == 2
+    assert not any(op.name == RELAYOUT for op in region.ops)
 
 
 def test_matrix_products_in_such_loops_read_copies_in_bf16():
