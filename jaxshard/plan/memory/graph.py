@@ -24,7 +24,7 @@ _KEEP_SPLIT = frozenset({
 })  # fmt: skip
 """Operations through which a split goes backward, from a result to the operands of its shape."""
 
-_CUT = frozenset({"pad", "slice", "concatenate"})
+_CUT = frozenset({"pad", "slice", "concatenate", "dynamic_update_slice"})
 """Operations through which the split of a dimension goes backward that has the same size in operand and result."""
 
 _ALIKE = frozenset({"add", "add_any", "mul", "sub", "div", "select_n", "max", "min"})
@@ -223,6 +223,12 @@ class Builder:
                 self._set_split(value, split)
                 alike = [one for one in op.ins if len(one.shape) == len(value.shape)]
                 self._refine(alike, [_of_same_size(split, value.shape, one.shape) for one in alike])
+            elif op is not None and op.name == "reshape" and _plain(op.ins[0].shape) == _plain(value.shape):
+                entries = iter([entry for entry, size in zip(split, value.shape, strict=True) if size > 1])
+                before = tuple(next(entries) if size > 1 else () for size in op.ins[0].shape)
+                self._refine(op.ins, [before])
+                if op.ins[0].split == before:  # the same memory in another shape
+                    self._set_split(value, split)
             elif (
                 op is not None
                 and op.name == "dot_general"
@@ -361,6 +367,11 @@ class Builder:
 def _is_constant(op: Op) -> bool:
     """True for an operation that makes an array of numbers alone."""
     return not any(one.shape for one in op.ins)
+
+
+def _plain(shape: Sequence[int]) -> list[int]:
+    """A shape without its dimensions of size one."""
+    return [size for size in shape if size > 1]
 
 
 def _of_same_size(split: Split, shape: Sequence[int], other: Sequence[int]) -> Split:

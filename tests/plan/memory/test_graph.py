@@ -118,3 +118,24 @@ def test_a_collective_over_one_device_is_the_same_memory():
 
     assert names("data") == set()
     assert names("replica") == {"all_gather"}
+
+
+def test_a_table_that_a_loop_writes_in_slices_is_split_as_it_is_constrained_behind_the_loop():
+    # A loss in chunks of the vocabulary: the loop carries the table's gradient with a dimension more.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, P(None, "data"))
+
+    def step(rows, errors):
+        def turn(table, i):
+            product = jnp.einsum("nw,nv->vw", rows, errors)
+            return jax.lax.dynamic_update_slice(table, product[None] * i, (0, i * 32, 0)), None
+
+        table = jax.lax.scan(turn, jnp.zeros((1, 64, 16)), jnp.arange(2))[0]
+        return jax.lax.with_sharding_constraint(table.reshape(64, 16), split)
+
+    args = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    region = build(jax.make_jaxpr(step)(*args), [((("data",), ()), "batch", "x")] * 2, dict(mesh.shape))
+    (loop,) = (op for op in region.ops if op.name == "scan")
+    assert [one.shard for one in (*loop.ins[2:3], *loop.regions[0].outputs, *loop.outs)] == [(1, 64, 2)] * 3
+    (product,) = (op for op in loop.regions[0].ops if op.name == "dot_general")
+    assert sorted(product.outs[0].shard) == [16, 32]  # whole, to be summed over devices
