@@ -22,7 +22,7 @@ from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
-from jaxshard.plan.memory.shards import GATHERS, SCATTERS
+from jaxshard.plan.memory.shards import GATHERS, SCATTERS, is_reduction
 from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
@@ -343,6 +343,8 @@ class Liveness(Converted):
             if op.outs[number] in self.in_place and self._is_step():
                 # What is chosen from a gathered array is written over an argument, and leaves that array behind.
                 found = {one for one in found if not self._is_gathered(one)}
+            if not self.narrow_products:
+                found = set(found) - self._reduced_beside(set(found))
             operands = sorted(found, key=self._made_at, reverse=True)  # the latest: what was made just before it
         for one in operands:
             root = self.find(one)
@@ -350,6 +352,14 @@ class Liveness(Converted):
             if ours and root not in taken and self.last[root] == i and self._same_bytes(root, op.outs[number]):
                 return root
         return None
+
+    def _reduced_beside(self, values: set[Value]) -> set[Value]:
+        """Those of the arrays that an operation reads of which it reads sums over rows, too, as a softmax does.
+
+        On GPUs the sums are a part of the operation, which reads its operands again behind them.
+        """
+        makers = [maker for one in values if (maker := self.makers.get(one)) is not None and is_reduction(maker.name)]
+        return set().union(*map(self.roots_of, makers)) & values
 
     def _is_gathered(self, value: Value) -> bool:
         maker = self.makers.get(value)

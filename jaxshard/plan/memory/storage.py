@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,9 @@ _STORED = PRODUCTS | COLLECTIVES | frozenset({
     ZEROS,
 })  # fmt: skip
 """Operations whose results are stored, and which read operands from memory."""
+
+_COSTLY = frozenset({"tanh"})
+"""Functions that a GPU computes once, if several operations read the result."""
 
 _ON_CHIP = 32 * 2**20
 """Arrays up to so many bytes are still in the chip's own memory when the next operation reads them."""
@@ -103,7 +106,7 @@ class Storage:
         An elementwise result is computed where it is read, but for three cases: something reads it from memory; it is
         the last of a chain that began in a product, which writes it; or several operations read it that would else each
         read more bytes of what it is made from. Of a chain over one large array nothing else is stored: reading that
-        array again costs as much as reading the result.
+        array again costs as much as reading the result. What is cheap with all that is stored then, GPUs do not store.
         """
         ops = [op for op in self.region.ops if not self.is_alias(op)]
         pending = self.pending = self._store_products(ops)
@@ -113,17 +116,37 @@ class Storage:
         self.stored |= self.apart
         sources = self.sources = self._find_sources(ops, pending)
         sinks: defaultdict[Value, set[Op]] = defaultdict(set)
+        chosen: set[Value] = set()
         for op in reversed(ops):
             elementwise = self.is_elementwise(op)
             for one in op.outs:
                 open_to_choice = elementwise and one not in self.stored and one not in pending
                 if open_to_choice and self._must_store(one, sinks[one], sources):
                     self.stored.add(one)
+                    chosen.add(one)
             runs = not elementwise or any(one in self.stored for one in op.outs)
             reached = {op} if runs else set().union(*(sinks[one] for one in op.outs))
             for one in op.reads:
                 if len(found := sinks[self.find(one)]) < _MANY:
                     found |= reached
+        if not self.narrow_products:
+            self._choose_again(ops, chosen, sinks)
+
+    def _choose_again(self, ops: list[Op], chosen: set[Value], sinks: Mapping[Value, set[Op]]) -> None:
+        """Take back what little has to be read for, now that more is stored: an array in a wider type, or a difference.
+
+        Args:
+          ops: in order.
+          chosen: the elementwise results that are stored.
+          sinks: the operations that would each compute a result.
+        """
+        sources: dict[Value, set[Value]] = {}
+        for op in ops:
+            joined = self._stored_of(op, sources)
+            for one in op.outs:
+                sources[one] = joined
+                if one in chosen and not self._must_store(one, sinks[one], sources):
+                    self.stored.discard(one)
 
     def is_elementwise(self, op: Op) -> bool:
         """Return True for an operation that can be computed where its result is read."""
@@ -152,13 +175,17 @@ class Storage:
         """Find the stored arrays from which each result is computed."""
         sources: dict[Value, set[Value]] = {}
         for op in ops:
-            joined: set[Value] = set()
-            for one in op.ins:
-                root = self.find(one)
-                joined |= {root} if root in self.stored or root in self.inputs else sources.get(root, set())
+            joined = self._stored_of(op, sources)
             for one in op.outs:
                 sources[one] = joined
         return sources
+
+    def _stored_of(self, op: Op, sources: Mapping[Value, set[Value]]) -> set[Value]:
+        joined: set[Value] = set()
+        for one in op.ins:
+            root = self.find(one)
+            joined |= {root} if root in self.stored or root in self.inputs else sources.get(root, set())
+        return joined
 
     def _must_store(self, value: Value, sinks: set[Op], sources: dict[Value, set[Value]]) -> bool:
         readers = set(self.readers[value])
@@ -168,6 +195,8 @@ class Storage:
             return True
         if len(sinks) < 2:
             return False
+        if not self.narrow_products and self.makers[value].name in _COSTLY:
+            return True
         if len(sinks) > 2 and any(reader.name == RELAYOUT for reader in readers):
             return True  # the pass that writes its copy writes it, too
         if self._mixed(value, sources) is not None:
