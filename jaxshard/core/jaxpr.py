@@ -119,6 +119,16 @@ def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
     return dce_jaxpr(open_jaxpr(program)[0])
 
 
+def read_equations(jaxpr: Any) -> list[Any]:
+    """Return the equations of which something reads a result, or that have effects.
+
+    JAX 0.10 leaves dead Pallas kernels in a program, such as that of a forward pass of which a policy offloads the
+    results. XLA leaves them out.
+    """
+    read = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
+    return [one for one in jaxpr.eqns if one.effects or any(id(result) in read for result in one.outvars)]
+
+
 def subprogram(program: Any, outs: Sequence[Any], ins: Sequence[Any], eqns: Sequence[Any]) -> Callable[..., list[Any]]:
     """Return `fn(*values of ins) -> values of outs` by some equations of a program, its constants filled in.
 

@@ -23,7 +23,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import Mesh
 
 from jaxshard.core.compat import contracted_kernel_dims, equation_frames, newly_manual_axes, scan_counts
-from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.core.jaxpr import CALLS, open_jaxpr, read_equations
 from jaxshard.core.our_code import is_jaxshard_file
 from jaxshard.cost.hardware import Chip
 from jaxshard.layers.attention.attention import SCOPE
@@ -187,7 +187,7 @@ class _Walk(NamedTuple):
         self, jaxpr: Any, times: float, automatic: frozenset[str], known: Mapping[Any, Any]
     ) -> Iterator[_Product | Exchange]:
         """Yield products and exchanges of a program that runs so many `times`, with the axes left to the compiler."""
-        for equation in jaxpr.eqns:
+        for equation in read_equations(jaxpr):
             yield from self.of_equation(equation, times, automatic, known)
 
     def of_equation(
@@ -247,11 +247,12 @@ class _Walk(NamedTuple):
         self, body: Any, times: float, length: int, automatic: frozenset[str], known: Mapping[Any, Any]
     ) -> Iterator[_Product | Exchange]:
         """Yield those of a loop; in that over a pipeline's ticks a conditional runs in some of the turns."""
-        conditionals = [equation for equation in body.eqns if equation.primitive.name == "cond"]
+        equations = read_equations(body)
+        conditionals = [equation for equation in equations if equation.primitive.name == "cond"]
         shares = [1.0] * len(conditionals)
         if self.ticks is not None and (length, len(conditionals)) == (self.ticks.turns, len(self.ticks.shares)):
             shares = list(self.ticks.shares)
-        for equation in body.eqns:
+        for equation in equations:
             share = shares.pop(0) if equation.primitive.name == "cond" else 1.0
             yield from self.of_equation(equation, times * length * share, automatic, known)
 
