@@ -65,6 +65,7 @@ class Placed(Storage):
         So is the gradient of a table that is looked up and, as output matrix, multiplied: a later operation scatters
         into it. It is left to that place, but where a loop over blocks comes first, which stacks the gradients of all
         of them. So are gradients that are summed over two axes, one sum after the other, behind the backward pass.
+        One that the program sums over devices behind such a loop runs beside those sums, whatever it frees.
         """
         first: dict[Value, int] = {}
         uses: defaultdict[Value, set[int]] = defaultdict(set)
@@ -75,22 +76,38 @@ class Placed(Storage):
                 for one in self.roots_of(op):
                     uses[one].add(i)
         read = {op: first.get(self.find(op.outs[0]), i) for i, op in enumerate(self.ops) if op.name in PRODUCTS}
-        summed = self._summed_later(first) if sums_products_twice(self.region) else {}
+        twice = sums_products_twice(self.region)
+        summed = self._summed_later(first) if twice else self._sums_behind_loops(first)
         behind = min(summed.values(), default=0)
         places: dict[Op, float] = {}
+        moved: set[Op] = set()
         for i, op in enumerate(self.ops):
             places[op] = i
             at = behind if op in summed else read.get(op, i)
             maker = self.makers.get(self.find(op.ins[0])) if op.name == "convert_element_type" and op.ins else None
-            if maker is not None and maker in summed:
+            if maker is not None and maker in moved:
                 places[op] = max(i, places[maker])
+                moved.add(op)
             if op not in summed and (self.ops[at].name not in FUSES_UPDATE or any(x.regions for x in self.ops[i:at])):
                 continue
             roots = [one for one in self.roots_of(op) if one not in self.inputs]
             freed = [one for one in roots if max(uses[one] - {i}, default=0) < at]
-            if i < at and sum(self.read_bytes(one) for one in freed) < self.read_bytes(op.outs[0]):
+            frees_more = sum(self.read_bytes(one) for one in freed) >= self.read_bytes(op.outs[0])
+            if i < at and not (frees_more and (twice or op not in summed)):
                 places[op] = at - 0.5
+                moved.add(op)
         self.ops = sorted(self.ops, key=places.__getitem__)
+
+    def _sums_behind_loops(self, first: dict[Value, int]) -> dict[Op, int]:
+        """The places where results of products are summed over devices, behind a loop that follows the product."""
+        found = {}
+        for i, op in enumerate(self.ops):
+            at = first.get(self.find(op.outs[0])) if op.name in PRODUCTS and not any(op.outs[0].split) else None
+            while at is not None and self.ops[at].name in ("convert_element_type", "enter", "pvary"):
+                at = first.get(self.find(self.ops[at].outs[0]))
+            if at is not None and self.ops[at].name in SUMS and any(one.regions for one in self.ops[i:at]):
+                found[op] = at
+        return found
 
     def _summed_later(self, first: dict[Value, int]) -> dict[Op, int]:
         """The places where results of products are scattered in full tiles, also of those that are converted first."""

@@ -1,9 +1,11 @@
-"""Which of the products that read the same gradient runs first."""
+"""Where products of the backward pass run, and which of those that read the same gradient runs first."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
@@ -53,3 +55,27 @@ def test_on_gpus_the_product_runs_first_that_is_summed_over_devices(summed):
     made = [op.outs[0].shard for op in live.ops if op.name == "dot_general"]
     free, gradient = (ROWS, WIDTH), (WIDTH, VOCAB)
     assert made == [(ROWS, VOCAB), *([gradient, free] if summed else [free, gradient])]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_product_that_is_summed_over_devices_behind_a_loop_runs_behind_the_loop(dtype, early):
+    # The sum of an output matrix's gradient stands behind the backward pass of the blocks, or right behind the product.
+    mesh = AbstractMesh((4,), ("data",))
+
+    def backward(x, dlogits, blocks):
+        gradient = jnp.matmul(x.T, dlogits, preferred_element_type=dtype).astype(jnp.float32)
+        gradient = lax.psum(gradient, "data") if early else gradient
+        dx, _ = lax.scan(lambda dx, block: (jnp.sin(dx @ block), None), dlogits[:, :WIDTH], blocks)
+        return lax.psum(dx, "data"), gradient if early else lax.psum(gradient, "data")
+
+    split, whole = (("data",), ()), ((), (), ())
+    body = jax.shard_map(backward, mesh=mesh, in_specs=(P("data"), P("data"), P()), out_specs=P(), check_vma=False)
+    shapes = (4 * ROWS, WIDTH), (4 * ROWS, VOCAB), (2, WIDTH, WIDTH)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    arguments = [(one, "batch", "") for one in (split, split, whole)]
+    region = build(jax.make_jaxpr(body)(*args), arguments, {"data": 4})
+    live = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    (product,) = [i for i, op in enumerate(live.ops) if op.name == "dot_general"]
+    (loop,) = [i for i, op in enumerate(live.ops) if op.name == "scan"]
+    assert (product < loop) == early
