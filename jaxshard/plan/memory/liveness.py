@@ -21,7 +21,13 @@ from jaxshard.plan.memory.donated import gathered_apart, is_put_in_order
 from jaxshard.plan.memory.gathered import joined_bytes
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import COMPUTED_IN_F32
-from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_linear, is_selection, is_summed_gather
+from jaxshard.plan.memory.scattered import (
+    FUSES_UPDATE,
+    is_gather_from_one_row,
+    is_linear,
+    is_selection,
+    is_summed_gather,
+)
 from jaxshard.plan.memory.shards import GATHERS, SCATTERS, is_reduction
 from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size
@@ -121,12 +127,13 @@ class Liveness(Converted):
         return not any(one.role == "inner" for one in self.region.inputs)
 
     def _waits_for_sum(self, op: Op) -> bool:
-        """True for a gather of elements along a split dimension, the labels' logits, that frees nothing.
+        """True for a gather of elements, the labels' logits, that frees nothing.
 
-        Its result is summed over the axis, for the loss alone: compilers leave it to the end, if the logits are read
-        later anyway, and are no copy in a wider type.
+        Where it is along a split dimension its result is summed over the axis, for the loss alone: compilers leave it
+        to the end, if the logits are read later anyway, and are no copy in a wider type. So they do where they split
+        rows until each device has one.
         """
-        if not is_summed_gather(op) or not self.narrow_products:
+        if not (is_summed_gather(op) or is_gather_from_one_row(op)) or not self.narrow_products:
             return False
         return self._is_step() and self.widened(self.find(op.ins[0])) is None
 

@@ -54,3 +54,10 @@ def is_summed_gather(op: Op) -> bool:
     if op.name != "gather" or math.prod(op.params["slice_sizes"]) != 1:
         return False
     return any(op.ins[0].split[dim] for dim in op.params["dimension_numbers"].collapsed_slice_dims)
+
+
+def is_gather_from_one_row(op: Op) -> bool:
+    """Return True for a gather of single elements from rows of which the compiler leaves each device one."""
+    if op.name != "gather" or math.prod(op.params["slice_sizes"]) != 1:
+        return False
+    return op.ins[0].shape[0] > op.ins[0].shard[0] == 1

@@ -59,18 +59,26 @@ def test_where_gathers_run_beside_both_arrays_of_such_a_scatter_are_there_from_t
 
 
 @pytest.mark.parametrize(
-    ("dtype", "split", "kept"), [("float32", True, True), ("float32", False, False), ("bfloat16", True, False)]
+    ("dtype", "columns", "rows", "kept"),
+    [
+        ("float32", ("tensor",), (), True),
+        ("float32", (), (), False),
+        ("bfloat16", ("tensor",), (), False),
+        ("float32", (), ("tensor",), True),
+    ],
 )
-def test_f32_logits_wait_for_the_labels_own_where_a_tensor_axis_splits_the_vocabulary(dtype, split, kept):
+def test_f32_logits_wait_for_the_labels_own_where_the_vocabulary_is_split_or_all_rows_but_one(
+    dtype, columns, rows, kept
+):
     # The devices' parts are summed for the loss alone; a copy in a wider type is read early, since that frees it.
     args = (
-        jax.ShapeDtypeStruct((2, 256, WIDTH), dtype),
+        jax.ShapeDtypeStruct((8, 256, WIDTH), dtype),
         jax.ShapeDtypeStruct((WIDTH, VOCAB), dtype),
-        jax.ShapeDtypeStruct((2, 256), jnp.int32),
+        jax.ShapeDtypeStruct((8, 256), jnp.int32),
     )
     closed = jax.make_jaxpr(jax.value_and_grad(label_loss, argnums=(0, 1)))(*args)
-    columns = ("tensor",) if split else ()
-    region = build(closed, [(((),) * 3, "", ""), (((), columns), "", ""), (((),) * 2, "", "")], {"tensor": 8})
+    splits = (rows, (), ()), ((), columns), (rows, ())
+    region = build(closed, [(split, "batch" if rows else "", "") for split in splits], {"tensor": 8})
     join_scatters(region)
     found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
     (gather,) = [op for op in region.ops if op.name == "gather" and op.ins[0].shape[-1] == VOCAB]
