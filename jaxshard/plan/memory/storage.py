@@ -282,8 +282,8 @@ class Storage:
         return any(self.traced[self.makers[value]] < loop < max(made) for loop in self.loops)
 
     def _reads_memory(self, reader: Op, value: Value) -> bool:
-        if reader.name in PRODUCTS:  # those of a GPU's libraries
-            return not self.narrow_products
+        if reader.name in PRODUCTS:  # those of a GPU's libraries, and loops over parts of them
+            return reader.windowed or not self.narrow_products
         if self.is_elementwise(reader) or reader.name == RELAYOUT:
             return False
         if reader.name in FUSES_UPDATE:

@@ -106,3 +106,21 @@ def test_a_convolutions_operand_is_copied_to_the_layout_in_which_its_slices_are_
     assert [str(op.outs[0].dtype) for op in copies] == ["bfloat16", "bfloat16"]  # of both operands
     stored = Storage(region, lambda one: one.shard[0], set(region.outputs), narrow_products=True).stored
     assert all(op.outs[0] in stored for op in copies)
+
+
+@pytest.mark.parametrize("windowed", [True, False])
+def test_what_such_a_loop_reads_is_in_memory(windowed):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(w, x):
+        grad = jax.grad(lambda w: jnp.sum((jnp.sin(x) @ w).astype(jnp.float32) ** 2))(w)
+        return lax.with_sharding_constraint(grad, NamedSharding(mesh, P("data")))
+
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((N, 2 * N), (8 * N, N)))
+    arguments = [(((), ()), "parameters", "w"), ((("data",), ()), "batch", "x")]
+    region = build(jax.make_jaxpr(step)(*shapes), arguments, {"data": 8})
+    if windowed:
+        sum_in_windows(region, {"data": 8})
+    (sine,) = (op.outs[0] for op in region.ops if op.name == "sin")
+    stored = Storage(region, lambda one: one.shard[0], set(region.outputs), narrow_products=True).stored
+    assert (sine in stored) is windowed
