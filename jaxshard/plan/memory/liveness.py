@@ -32,7 +32,7 @@ from jaxshard.plan.memory.shards import GATHERS, SCATTERS, is_reduction
 from jaxshard.plan.memory.stacks import slices_of_stacks
 from jaxshard.plan.memory.storage import Size
 from jaxshard.plan.memory.tiles import LANES, SUBLANES
-from jaxshard.plan.memory.turned import added_in_turned_layouts, by_rows, looked_up_by_rows
+from jaxshard.plan.memory.turned import added_in_turned_layouts, by_rows, looked_up_by_rows, updated_by_rows
 from jaxshard.plan.memory.zeros import zeros_before
 
 
@@ -144,6 +144,12 @@ class Liveness(Converted):
         """
         if not self.narrow_products or not self._is_step():
             return
+        if self.stacks_first and (early := updated_by_rows(self.region)):  # as early as what loops stack
+            start = min(at for op, at in self.runs.items() if at == self.place[op])
+            for one in early:
+                copy = by_rows(one)
+                self.copies[start].append(copy)
+                self.last[copy] = max((self.runs[op] for op in self.readers[one]), default=start)
         for table, lookup in looked_up_by_rows(self.region).items():
             read, (_, converted) = self.find(lookup.gather.ins[0]), self.copied.get(table, (0, table))
             in_loops = read.dtype == converted.dtype or any(op.regions for op in self.readers[read])

@@ -115,6 +115,28 @@ def looked_up_by_rows(region: Region) -> dict[Value, Lookup]:
     return found
 
 
+def updated_by_rows(region: Region) -> list[Value]:
+    """Find the parts of tables, and of their state, that the update reads in the layout in which rows are scattered.
+
+    Each device has some columns of such a table, split over the axes that split the batch. The compiler gathers them
+    where rows are looked up, and scatters the gradient into those. More than an eighth of the lanes have to be filled;
+    of less the gradient is copied.
+    """
+    rows_over = {axis for one in region.inputs if one.role == "batch" for entry in one.split for axis in entry}
+    scattered = {op.outs[0].shard for op in region.ops if op.name in FUSES_UPDATE}
+    found: list[Value] = []
+    for table in region.inputs:
+        split = table.role == "parameters" and len(table.split) == 2 and not table.split[0]
+        if not split or set(table.split[1]) != rows_over or table.shard not in scattered or 8 * table.shard[1] <= LANES:
+            continue
+        rows, least = _layouts(table)
+        if rows != least:
+            name = table.path.partition("/")[2]
+            alike = [one for one in region.inputs if one.path.endswith("/" + name) and one.shard == table.shard]
+            found += [one for one in alike if one.role in ("parameters", "optimizer state")]
+    return found
+
+
 def by_rows(table: Value) -> Value:
     """A copy of a table with its width along the lanes."""
     rows, width = table.shard

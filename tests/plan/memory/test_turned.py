@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.graph import build, every_op
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.roles import temporary_bytes
-from jaxshard.plan.memory.turned import added_in_turned_layouts
+from jaxshard.plan.memory.turned import added_in_turned_layouts, updated_by_rows
 
 ROWS, TOKENS = 4096, 64
 
@@ -83,3 +85,35 @@ def test_where_loops_read_a_converted_table_rows_are_looked_up_in_a_copy_of_that
     found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
     made = [one for copies in found.copies.values() for one in copies if one.shard == (ROWS, 128)]
     assert {found.size(one) for one in made} == copied
+
+
+@pytest.mark.parametrize(
+    ("columns", "over", "copies"),
+    [(48, ("data",), 2), (16, ("data",), 0), (128, ("data",), 0), (48, ("tensor",), 0)],
+    ids=["", "few columns", "full lanes", "not as the batch"],
+)
+def test_the_update_of_columns_of_a_table_reads_copies_by_rows_from_the_start(columns, over, copies):
+    mesh = jax.make_mesh((8, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    whole, columns_of = (NamedSharding(mesh, P(None, axis)) for axis in (None, over[0]))
+
+    def step(table, state, ids, h):
+        gathered = lax.with_sharding_constraint(table, whole)
+        grad = jax.grad(lambda table: jnp.sum(jnp.sin(table[ids]) * h))(gathered)
+        grad = lax.with_sharding_constraint(grad, columns_of)
+        return table - (grad + state), grad + state
+
+    table = jax.ShapeDtypeStruct((ROWS, 8 * columns), jnp.float32)
+    rows = jax.ShapeDtypeStruct((8 * TOKENS, 8 * columns), jnp.float32)
+    args = table, table, jax.ShapeDtypeStruct((8 * TOKENS,), jnp.int32), rows
+    split, batch = ((), over), (("data",), ())
+    arguments = [(split, "parameters", "params/t"), (split, "optimizer state", "opt_state/t")]
+    arguments += [((("data",),), "batch", "ids"), (batch, "batch", "h")]
+    region = build(jax.make_jaxpr(step)(*args), arguments, {"data": 8, "tensor": 8})
+    assert len(updated_by_rows(region)) == copies
+    found = Liveness(
+        region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs),
+        narrow_products=True, stacks_first=True,
+    )  # fmt: skip
+    made = [one for place in sorted(found.copies)[:1] for one in found.copies[place] if one.shard == (ROWS, 128)]
+    assert len(made) == copies
+    assert all(found.size(one) == 4 * ROWS * 128 for one in made)
