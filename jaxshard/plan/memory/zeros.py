@@ -2,7 +2,8 @@
 
 XLA joins equal arrays of numbers, and fuses a result into all that read it or into none of them. Zeros that a loop
 begins with are in memory, so that the same zeros elsewhere are read from there: an update that is zero where a
-parameter is not finite reads them behind the backward pass. They live until then.
+parameter is not finite reads them behind the backward pass. They live until then. What is gathered along another
+dimension than the first is updated in the gather's layout, with zeros of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxshard.plan.memory.donated import is_put_in_order
 from jaxshard.plan.memory.graph import Op, Region, Value
 from jaxshard.plan.memory.moved import PRODUCTS
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
@@ -34,9 +36,11 @@ def share_zeros(region: Region) -> None:
             share_zeros(inner)
     makers = {one: op for op in region.ops for one in op.outs}
     begun: dict[_Kind, Op] = {}
+    turned = {op.ins[0].shard for op in region.ops if _is_gather(op) and is_put_in_order(op)}
     for op in region.ops:
         for kind in _begun(op, makers):
-            begun.setdefault(kind, op)
+            if kind[0] not in turned:
+                begun.setdefault(kind, op)
     joined: dict[_Kind, Value] = {}
     same: dict[Value, Value] = {}
     ops: list[Op] = []

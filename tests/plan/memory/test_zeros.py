@@ -91,3 +91,22 @@ def test_zeros_are_made_beside_the_first_gather_if_no_product_leads_to_the_loop(
     first, second = (i for i, op in enumerate(region.ops) if op.name == "scan")
     place = zeros_before(region.ops, second)
     assert place == first + 1 if product else region.ops[place].name == "all_gather"
+
+
+@pytest.mark.parametrize(("axis", "arrays"), [(0, 1), (1, 0)])
+def test_what_is_gathered_along_its_columns_is_updated_with_zeros_of_its_own(axis, arrays):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(weights, rows):
+        total = lax.scan(lambda sum, x: (sum + x, None), jnp.zeros(weights.shape), rows)[0]
+        return lax.all_gather(jnp.where(jnp.isfinite(weights), total, 0.0), "data", axis=axis, tiled=True)
+
+    parts = jax.P("data") if axis == 0 else jax.P(None, "data")
+    ins = parts, jax.P(None, *parts)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=jax.P(), check_vma=False)
+    shapes = (8 * N, 8 * N), (TURNS, 8 * N, 8 * N)
+    closed = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    splits = [(("data",), ()) if axis == 0 else ((), ("data",))] * 2
+    region = build(closed, [(splits[0], "", ""), (((), *splits[1]), "", "")], dict(mesh.shape))
+    share_zeros(region)
+    assert sum(op.name == ZEROS for op in region.ops) == arrays
