@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.accumulated import scatter_behind_loops
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
-from jaxshard.plan.memory.graph import Region, Value, build, dtype_bits, every_op
+from jaxshard.plan.memory.graph import Region, Value, dtype_bits, every_op
 from jaxshard.plan.memory.hybrid import scatter_early
 from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.onchip import values_on_chip

@@ -40,7 +40,7 @@ NONE = Offload(0, 0)
 
 
 def offload_of(region: Region) -> Offload:
-    """Count what a traced step moves between a device and its host, by the graph of `plan/memory/graph.build`."""
+    """Count what a traced step moves between a device and its host, by the graph of `plan/memory/build.build`."""
     moved = list(_moved(region, 1))
     return Offload(sum(size for size, leaves in moved if leaves), sum(size for size, leaves in moved if not leaves))
 

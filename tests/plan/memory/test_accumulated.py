@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.plan.memory.accumulated import scatter_behind_loops
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 
 N = 64
 

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.roles import temporary_bytes
 from jaxshard.plan.memory.storage import narrower

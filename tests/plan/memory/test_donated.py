@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.donated import gathered_apart
-from jaxshard.plan.memory.graph import build
 from jaxshard.plan.memory.liveness import Liveness
 
 N = 64

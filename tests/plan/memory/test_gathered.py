@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
-from jaxshard.plan.memory.graph import build, every_op
+from jaxshard.plan.memory.graph import every_op
 
 HEADS, HEAD, ROWS = 4, 64, 8
 

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.hybrid import scatter_early, sums_stacks_twice
 from jaxshard.plan.memory.liveness import Liveness
 

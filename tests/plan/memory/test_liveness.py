@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.liveness import Liveness, Moment
 from jaxshard.plan.memory.roles import temporary_bytes
 from jaxshard.plan.memory.shards import propagate, spec_split

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from jaxshard.cost.hardware import chip
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.onchip import values_on_chip
 from jaxshard.plan.memory.roles import temporary_bytes

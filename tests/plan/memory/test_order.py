@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.order import (
     gather_late,
     join_scatters,

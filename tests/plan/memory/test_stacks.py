@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.stacks import slices_of_stacks, sum_beside_products, sum_within_turns
 

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.order import join_scatters
 from jaxshard.plan.memory.roles import temporary_bytes

@@ -7,7 +7,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.plan.memory.graph import build, every_op
+from jaxshard.plan.memory.build import build
+from jaxshard.plan.memory.graph import every_op
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.roles import temporary_bytes
 from jaxshard.plan.memory.turned import added_in_turned_layouts, updated_by_rows

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.cost.hardware import chip
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.storage import Storage
 from jaxshard.plan.memory.windowed import RELAYOUT, sum_in_windows
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.plan.memory.graph import build
+from jaxshard.plan.memory.build import build
 
 
 def test_a_broadcast_is_split_along_the_dimension_that_it_adds_where_a_shard_map_takes_one_copy_each():
