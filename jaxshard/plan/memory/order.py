@@ -20,7 +20,7 @@ _PASSED_ON = frozenset(
 """Operations that pass an array on: in another form, or gathered by the compiler's choice."""
 
 
-def join_scatters(region: Region, *, sums_apart: bool = False) -> None:
+def join_scatters(region: Region, *, sums_apart: bool = False, elements: bool = False) -> None:
     """Let scatters write into what their result is added to: XLA turns x + scatter(zeros, ...) into scatter(x, ...).
 
     So the gradient of a table that is looked up and, as output matrix, multiplied is one array. Where the compiler
@@ -30,10 +30,11 @@ def join_scatters(region: Region, *, sums_apart: bool = False) -> None:
       region: a step or the body of a loop.
       sums_apart: such a sum is one operation with what the chip computes meanwhile, from one array into another, as on
         TPUs without SparseCores.
+      elements: join only scatters of one element at a time, such as the gradient of the labels' logits, as on GPUs.
     """
     for op in region.ops:
         for inner in op.regions:
-            join_scatters(inner, sums_apart=sums_apart)
+            join_scatters(inner, sums_apart=sums_apart, elements=elements)
     makers = {one: op for op in region.ops for one in op.outs}
     uses = Counter(one for op in region.ops for one in op.ins)
     uses.update(region.outputs)
@@ -45,6 +46,8 @@ def join_scatters(region: Region, *, sums_apart: bool = False) -> None:
         for made, other in (op.ins, op.ins[::-1]):
             scatter = makers.get(made)
             if scatter is None or scatter.name not in ("scatter-add", "scatter_add") or uses[made] > 1:
+                continue
+            if elements and math.prod(scatter.ins[-1].shape) != math.prod(scatter.ins[1].shape[:-1]):
                 continue
             zeros, whole = makers.get(scatter.ins[0]), made.shard == other.shard == op.outs[0].shard
             product = _summed_product(other, makers) if sums_apart and whole else None

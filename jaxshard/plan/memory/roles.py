@@ -103,6 +103,7 @@ def step_peak(
         sum_beside_products(region)
         relaid |= tables_by_rows(region)
     else:
+        join_scatters(region, elements=True)
         share_zeros(region)
     if tiled and not joins_gathers:
         scatter_on_sparse_cores(region)

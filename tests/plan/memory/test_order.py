@@ -116,3 +116,16 @@ def test_rows_of_all_devices_are_gathered_or_added_to_a_whole_array_whichever_ar
     gathered = rows < 128
     assert (zeros.shard, updates.shard) == (((16, N), (rows, N)) if gathered else ((128, N), (rows // 8, N)))
     assert [op.outs[0].shard for op in region.ops if op.name == "slice"] == ([] if gathered else [(16, N)])
+
+
+def test_of_scatters_only_those_of_elements_are_joined_where_no_others_are():
+    def added(x, rows, ones):
+        labels = jnp.zeros((1, 64, 32)).at[0, rows, rows].add(ones[:, 0])
+        return x * 2 + labels, x[0] * 2 + jnp.zeros((64, 32)).at[rows].add(ones)
+
+    shapes = ((1, 64, 32), jnp.float32), ((16,), jnp.int32), ((16, 32), jnp.float32)
+    closed = jax.make_jaxpr(added)(*(jax.ShapeDtypeStruct(*one) for one in shapes))
+    region = build(closed, [(((),) * len(shape), "", "x") for shape, _ in shapes], {})
+    join_scatters(region, elements=True)
+    floats = [op.name for op in region.ops if op.outs[0].dtype == jnp.float32]
+    assert (floats.count("scatter-add"), floats.count("add")) == (2, 1)  # rows are added to zeros, and then
