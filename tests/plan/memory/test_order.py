@@ -128,4 +128,4 @@ def test_of_scatters_only_those_of_elements_are_joined_where_no_others_are():
     region = build(closed, [(((),) * len(shape), "", "x") for shape, _ in shapes], {})
     join_scatters(region, elements=True)
     floats = [op.name for op in region.ops if op.outs[0].dtype == jnp.float32]
-    assert (floats.count("scatter-add"), floats.count("add")) == (2, 1)  # rows are added to zeros, and then
+    assert (floats.count("scatter-add"), floats.count("add")) == (2, 1)  # the scatter of rows is added apart
