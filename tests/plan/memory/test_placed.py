@@ -61,7 +61,7 @@ def test_on_gpus_the_product_runs_first_that_is_summed_over_devices(summed):
 @pytest.mark.parametrize("early", [False, True])
 def test_a_product_that_is_summed_over_devices_behind_a_loop_runs_behind_the_loop(dtype, early):
     # The sum of an output matrix's gradient stands behind the backward pass of the blocks, or right behind the product.
-    mesh = AbstractMesh((4,), ("data",))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def backward(x, dlogits, blocks):
         gradient = jnp.matmul(x.T, dlogits, preferred_element_type=dtype).astype(jnp.float32)
