@@ -2,7 +2,7 @@
 
 XLA joins equal arrays of numbers, and fuses a result into all that read it or into none of them. Zeros that a loop
 begins with are in memory, so that the same zeros elsewhere are read from there: an update that is zero where a
-parameter is not finite reads them behind the backward pass. They live until then. What is gathered along another
+gradient is not finite reads them behind the backward pass. They live until then. What is gathered along another
 dimension than the first is updated in the gather's layout, with zeros of its own.
 """
 
