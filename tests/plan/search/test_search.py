@@ -86,7 +86,9 @@ def test_facts_of_a_model_of_blocks():
     facts = facts_of(model.init, model.loss, optax.adam(1e-3), {"tokens": tokens, "targets": tokens}, 8, "bf16")
     assert (facts.rows, facts.tokens, facts.depth, facts.engine) == (8, 8 * 512, 4, "explicit")
     kept = {policy.text: policy.kept for policy in facts.policies}
-    assert facts.block_input == kept["nothing"] == 512 * 144 * 2
+    assert facts.block_input == 512 * 144 * 2
+    tables = kept["nothing"] - facts.block_input  # the rotary frequencies and the list of attention's blocks
+    assert tables == 2 * 9 * 4 + 10 * 2 * 4
     assert kept["nothing"] < kept["dots"] < kept["everything"]
     assert facts.tensor_sizes == (2, 4, 8) and facts.pipe_sizes == (2, 4) and facts.context_sizes == (2,)
     assert facts.opt_ratio == pytest.approx(2, abs=1e-3) and facts.expert_sizes == ()
