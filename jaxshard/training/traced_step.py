@@ -13,7 +13,7 @@ from jax import lax
 from jaxshard.adapt.objective import resolve
 from jaxshard.core.collectives import all_max, sum_scalar
 from jaxshard.core.known_model import models_run
-from jaxshard.core.layout import Layout, select
+from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.local import Local
 from jaxshard.core.tree import BLOCKS, paths
 from jaxshard.core.types import LossFn, PyTree
@@ -30,7 +30,7 @@ from jaxshard.training.hyperparams import find_hyperparams
 from jaxshard.training.non_finite import Bad, find_bad, keep_old_unless, sum_of_squares
 from jaxshard.training.state import TrainState
 from jaxshard.training.update import make_update
-from jaxshard.training.views import store, use_stored
+from jaxshard.training.views import cut_first, store, use_stored
 from jaxshard.training.warm_up import join_in_warm_up
 
 Metrics = dict[str, Any]
@@ -144,8 +144,9 @@ class TracedStep:
         """
         layout = self.layout
         state, key = self._state_and_key(run)
+        params, parts = self._cut_first(run.params)
         with models_run() as runs:
-            outcome, grads = self._loss_and_grads(run, run.params, state, batch, key)
+            outcome, grads = self._loss_and_grads(run, params, state, batch, key)
         if any(one.model.stacked_for_user for one in runs):
             self._check_stacking()
 
@@ -159,7 +160,7 @@ class TracedStep:
         # `ok` goes into the update, which chooses parameters while they are still split as the optimizer's state is and
         # gathers them after that. Chosen out here, after the gather, the old and the new parameter would both be
         # needed whole at once, and the gather could not write into the donated array.
-        params, opt_state, changes = self._update(run.params, grads, run.opt_state, ok, outcome.value, loss_at)
+        params, opt_state, changes = self._update(params, parts, grads, run.opt_state, ok, outcome.value, loss_at)
         norms = {"grad_norm": jnp.sqrt(squares.sum()), "update_norm": jnp.sqrt(changes.sum())}
         metrics: Metrics = {"loss": outcome.value} | norms | find_hyperparams(opt_state)
         if self.guarded:
@@ -177,6 +178,13 @@ class TracedStep:
         state, key = self._state_and_key(run)
         outcome, grads = self._loss_and_grads(run, run.params, state, batch, key)
         return Evidence(outcome.value, self._sum_squares(grads))
+
+    def _cut_first(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
+        """Return the parameters to compute with, and the parts of them to update: see `cut_first`."""
+        layout = self.layout
+        trained, placements = select(layout.trainable, params), select(layout.trainable, layout.params)
+        trained, parts = cut_first(layout, trained, placements, layout.opt_params)
+        return put_back(layout.trainable, trained, params), parts
 
     def _loss_and_grads(self, run: TrainState, params: PyTree, *given: PyTree) -> tuple[Outcome, PyTree]:
         """Compute the loss of these parameters and its gradients; of a replica, as the run's step asks for."""

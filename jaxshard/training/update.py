@@ -38,7 +38,9 @@ NO_EXTRA_ARGS = ExtraArgs()
 
 OwnedUpdate = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
-Update = Callable[[PyTree, PyTree, PyTree, jax.Array, jax.Array, LossAt], tuple[PyTree, PyTree, jax.Array]]
+Update = Callable[
+    [PyTree, PyTree | None, PyTree, PyTree, jax.Array, jax.Array, LossAt], tuple[PyTree, PyTree, jax.Array]
+]
 
 
 def make_update(
@@ -51,10 +53,11 @@ def make_update(
     extra: ExtraArgs = NO_EXTRA_ARGS,
     owned: OwnedUpdate | None = None,
 ) -> Update:
-    """Make `update(params, grads, opt_state, ok, loss, loss_at) -> (params, opt_state, changes)` of stored arrays.
+    """Make `update(params, parts, grads, opt_state, ok, loss, loss_at)`, which returns `(params, opt_state, changes)`.
 
-    A gradient comes in as the layout's `grads` say, is moved to where its optimizer state is, and meets `tx.update`
-    there; the new parameter goes back to its own `store`.
+    Arrays are stored ones. A gradient comes in as the layout's `grads` say, is moved to where its optimizer state is,
+    and meets `tx.update` and the parameter there. `parts` are the trained parameters as they are there, or None. The
+    new parameter goes back to its own `store`.
 
     Args:
       tx: an optax transform.
@@ -104,7 +107,13 @@ def make_update(
         return view(seen, move_stored(layout, grads, layout.grads, seen))
 
     def update(
-        params: PyTree, grads: PyTree, opt_state: PyTree, ok: jax.Array, loss: jax.Array, loss_at: LossAt
+        params: PyTree,
+        parts: PyTree | None,
+        grads: PyTree,
+        opt_state: PyTree,
+        ok: jax.Array,
+        loss: jax.Array,
+        loss_at: LossAt,
     ) -> tuple[PyTree, PyTree, jax.Array]:
         def seen_loss_at(at: PyTree) -> tuple[jax.Array, PyTree]:
             at = jax.tree.map(lambda x, like: x.astype(like.dtype), at, chosen)  # an optimizer may hold them in f32
@@ -113,7 +122,9 @@ def make_update(
             return loss, see(grads)
 
         # Gradients and parameters go to where the optimizer state is: a slice where that is split more (ZeRO-1 and 2).
-        chosen = view(seen, move_stored(layout, select(layout.trainable, params), old_params, seen))
+        if parts is None:
+            parts = move_stored(layout, select(layout.trainable, params), old_params, seen)
+        chosen = view(seen, parts)
         grads = see(grads)
         old_state = opt_state if streamed else view_state(opt_state)
         if streamed:
