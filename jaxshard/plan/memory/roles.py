@@ -14,6 +14,7 @@ from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import Region, Value, dtype_bits, every_op
 from jaxshard.plan.memory.hybrid import scatter_early
+from jaxshard.plan.memory.lent import cut_parts_first, values_in_parameters
 from jaxshard.plan.memory.liveness import Live, Moment
 from jaxshard.plan.memory.onchip import values_on_chip
 from jaxshard.plan.memory.order import gather_late, join_scatters, scatter_on_sparse_cores, scatter_whole
@@ -93,6 +94,7 @@ def step_peak(
     region = build(traced.closed, traced.arguments, sizes, folded)
     relaid: dict[Value, tuple[int, int]] = {}
     if tiled:
+        cut_parts_first(region)
         scatter_behind_loops(region)
         join_scatters(region, sums_apart=joins_gathers)
         scatter_whole(region)
@@ -126,8 +128,11 @@ def step_peak(
     # The run that goes in is donated: what comes out is written into its arrays.
     in_place = set(region.outputs) - (gathered_apart(region) if joins_gathers else set())
     liveness = Recomputing(region, size, in_place, narrow_products=tiled, stacks_first=tiled and joins_gathers)
-    if chip is not None and chip.vmem_bytes:
-        liveness.keep_on_chip(values_on_chip(liveness, chip, sums_in_hbm=not joins_gathers))
+    if tiled:
+        on_chip = set[Value]()
+        if chip is not None and chip.vmem_bytes:
+            on_chip = values_on_chip(liveness, chip, sums_in_hbm=not joins_gathers)
+        liveness.keep_on_chip(on_chip | values_in_parameters(liveness, on_chip))
     moment = liveness.peak() if room is None else liveness.peak_within(room)
     parts = {count // split for count in vocab for split in sizes.values() if count % split == 0}
     return Peak(region, moment, weights, vocab | parts)

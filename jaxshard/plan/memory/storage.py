@@ -17,6 +17,9 @@ from jaxshard.plan.memory.shards import COLLECTIVES, is_reduction
 from jaxshard.plan.memory.windowed import RELAYOUT
 from jaxshard.plan.memory.zeros import ZEROS
 
+CUT = "cut"
+"""The name of an operation that cuts a part out of a parameter when a step begins."""
+
 _SAME_MEMORY = frozenset({
     "reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "enter", "transpose", "copy",
     "copy_p", "pvary", "random_wrap", "random_unwrap", "sharding_constraint", "enter_moved", "broadcast_in_dim",
@@ -29,7 +32,7 @@ _STORED = PRODUCTS | COLLECTIVES | frozenset({
     "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "custom_call", "ffi_call", "top_k",
     "ragged_dot", "ragged_dot_general", "concatenate", "tpu_custom_call", "reduce_window_sum", "reduce_window_max",
     "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft", "cholesky", "qr", "svd", "eigh", RELAYOUT,
-    ZEROS,
+    ZEROS, CUT,
 })  # fmt: skip
 """Operations whose results are stored, and which read operands from memory."""
 
