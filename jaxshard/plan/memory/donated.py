@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.graph import CUT, Op, Region, Value
 from jaxshard.plan.memory.shards import GATHERS
 
 
@@ -52,6 +52,6 @@ def _compares(op: Op, updated: Value, argument: Value, makers: Mapping[Value, Op
 
 def _origin(value: Value, makers: Mapping[Value, Op]) -> Value:
     """Return the value of which this one is the same array, or a part that the device holds anyway."""
-    while (op := makers.get(value)) is not None and op.name in ("sharding_constraint", "enter", "enter_moved"):
+    while (op := makers.get(value)) is not None and op.name in ("sharding_constraint", "enter", "enter_moved", CUT):
         value = op.ins[0]
     return value

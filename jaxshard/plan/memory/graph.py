@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from jaxshard.plan.memory.shards import Split
 
+CUT = "cut"
+"""The name of an operation that cuts a part out of a parameter when a step begins."""
+
 
 @dataclass(eq=False)
 class Value:

@@ -13,10 +13,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.memory.graph import CUT, Op, Region, Value
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
-from jaxshard.plan.memory.storage import CUT
 
 _SMALL = 2**20
 """Bytes of arrays that are not looked at: they change little."""

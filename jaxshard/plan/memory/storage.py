@@ -10,15 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxshard.plan.memory.graph import Op, Region, Value, dtype_bits
+from jaxshard.plan.memory.graph import CUT, Op, Region, Value, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS, written_apart
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_selection, keeps_type
 from jaxshard.plan.memory.shards import COLLECTIVES, is_reduction
 from jaxshard.plan.memory.windowed import RELAYOUT
 from jaxshard.plan.memory.zeros import ZEROS
-
-CUT = "cut"
-"""The name of an operation that cuts a part out of a parameter when a step begins."""
 
 _SAME_MEMORY = frozenset({
     "reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "enter", "transpose", "copy",
