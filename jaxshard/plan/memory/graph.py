@@ -101,6 +101,30 @@ def contracted_axes(product: Op) -> set[str]:
     return {axis for one, dims in pairs for dim in dims for axis in one.split[dim]}
 
 
+def skip_round_trips(region: Region) -> None:
+    """Let what reads an array that was converted to a wider type and back read the array itself, as compilers do."""
+    source: dict[Value, Value] = {}
+    same: dict[Value, Value] = {}
+    for op in region.ops:
+        op.ins = [same.get(one, one) for one in op.ins]
+        for inner in op.regions:
+            skip_round_trips(inner)
+        if op.name != "convert_element_type" or len(op.ins) != 1:
+            continue
+        (narrow,), (made,) = op.ins, op.outs
+        if narrow in source and source[narrow].dtype == made.dtype and source[narrow].shard == made.shard:
+            same[made] = source[narrow]
+        elif _holds(made.dtype, narrow.dtype):
+            source[made] = narrow
+    region.outputs = [same.get(one, one) for one in region.outputs]
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """True for a floating type that has all numbers of another one."""
+    floating = all(jnp.issubdtype(one, jnp.floating) for one in (wide, narrow))
+    return floating and wide != narrow and jnp.promote_types(wide, narrow) == wide
+
+
 def eliminate(region: Region, wanted: set[Value]) -> None:
     """Drop operations whose results nobody reads, in loops too, as the compiler does."""
     needed = set(wanted)

@@ -12,7 +12,7 @@ from jaxshard.plan.memory.accumulated import scatter_behind_loops
 from jaxshard.plan.memory.build import build
 from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
-from jaxshard.plan.memory.graph import Region, Value, dtype_bits, every_op
+from jaxshard.plan.memory.graph import Region, Value, dtype_bits, every_op, skip_round_trips
 from jaxshard.plan.memory.hybrid import scatter_early
 from jaxshard.plan.memory.lent import cut_parts_first, values_in_parameters
 from jaxshard.plan.memory.liveness import Live, Moment
@@ -95,6 +95,7 @@ def step_peak(
     relaid: dict[Value, tuple[int, int]] = {}
     if tiled:
         cut_parts_first(region)
+        skip_round_trips(region)
         scatter_behind_loops(region)
         join_scatters(region, sums_apart=joins_gathers)
         scatter_whole(region)
