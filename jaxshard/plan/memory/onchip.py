@@ -147,7 +147,9 @@ class _Spans:
     def is_left_unread(self, live: Liveness, clock: list[float], value: Value, place: int) -> bool:
         """True if a value lies longer between two uses than the compiler leaves it on the chip."""
         most = _UNREAD * self.chip.vmem_bytes / self.chip.hbm_bandwidth
-        places = sorted({place, *(live.runs.get(op, live.place[op]) for op in live.readers[value])})
+        # What reads a copy of an argument is not noted, but for the last of it.
+        read = {live.runs.get(op, live.place[op]) for op in live.readers[value]} or {live.last[value]}
+        places = sorted({place, *read})
         between = [clock[after] - clock[before + 1] for before, after in itertools.pairwise(places)]
         turns = [self.clock(body)[-1] for op in _uses(live, value) for body in live.inner.get(op, ())]
         return max((*between, *turns), default=0.0) > most

@@ -1,5 +1,7 @@
 """Values that a TPU's compiler keeps on the chip take nothing of the device's memory."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -54,6 +56,20 @@ def test_a_value_that_lies_unread_while_the_chip_could_be_filled_many_times_is_c
     small, large = SQUARE, jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     assert live(lambda x, w: loss(4, x, w), small, small, capacity=112 * MIB) < 2 * MIB
     assert live(lambda x, w: loss(4, x, w), large, large, capacity=112 * MIB) >= 64 * MIB
+
+
+@pytest.mark.parametrize(("size", "on_chip"), [(512, True), (2048, False)])
+def test_a_copy_of_an_argument_that_lies_unread_for_long_is_not_kept_on_the_chip(size, on_chip):
+    def step(table, w):
+        return lax.scan(lambda y, _: (y @ w @ w @ w @ w, None), lax.cumsum(table), None, length=4)[0] + table
+
+    args = [jax.ShapeDtypeStruct((size, size), jnp.float32)] * 2
+    region = build(jax.make_jaxpr(step)(*args), [(((), ()), "batch", "")] * 2, {})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    copy = replace(region.inputs[0], role="")
+    found.copies[0].append(copy)
+    found.last[copy] = len(found.ops) - 1
+    assert (copy in values_on_chip(found, V5E, sums_in_hbm=False)) is on_chip
 
 
 @pytest.mark.parametrize("sums_in_hbm", [False, True])
