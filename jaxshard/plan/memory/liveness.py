@@ -144,12 +144,11 @@ class Liveness(Converted):
         """
         if not self.narrow_products or not self._is_step():
             return
-        if self.stacks_first and (early := updated_by_rows(self.region)):  # as early as what loops stack
-            start = min(at for op, at in self.runs.items() if at == self.place[op])
-            for one in early:
-                copy = by_rows(one)
-                self.copies[start].append(copy)
-                self.last[copy] = max((self.runs[op] for op in self.readers[one]), default=start)
+        start = min((at for op, at in self.runs.items() if at == self.place[op]), default=0)
+        for one, scatter in updated_by_rows(self.region) if self.stacks_first else ():
+            at, copy = start if scatter is None else self.place[scatter], by_rows(one)
+            self.copies[at].append(copy)
+            self.last[copy] = max((self.runs[op] for op in self.readers[one]), default=at)
         for table, lookup in looked_up_by_rows(self.region).items():
             read, (_, converted) = self.find(lookup.gather.ins[0]), self.copied.get(table, (0, table))
             in_loops = read.dtype == converted.dtype or any(op.regions for op in self.readers[read])

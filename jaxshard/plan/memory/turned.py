@@ -10,10 +10,14 @@ from typing import NamedTuple
 from jaxshard.plan.memory.graph import Op, Region, Value, every_op
 from jaxshard.plan.memory.moved import PRODUCTS
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
+from jaxshard.plan.memory.shards import SCATTERS
 from jaxshard.plan.memory.tiles import LANES, padded_bytes, tiled_bytes
 
 _ELEMENTWISE = frozenset({"select_n", "convert_element_type", "transpose", "mul", "div"})
 """Operations that may lie between a gradient and the sum to which it is added."""
+
+_UNTIL_SCATTERED = frozenset({"convert_element_type", "optimization_barrier", *SCATTERS})
+"""Operations between the whole gradient of a table and a device's part of it."""
 
 
 def added_in_turned_layouts(region: Region) -> dict[Op, tuple[int, ...]]:
@@ -115,25 +119,49 @@ def looked_up_by_rows(region: Region) -> dict[Value, Lookup]:
     return found
 
 
-def updated_by_rows(region: Region) -> list[Value]:
+def updated_by_rows(region: Region) -> Iterator[tuple[Value, Op | None]]:
     """Find the parts of tables, and of their state, that the update reads in the layout in which rows are scattered.
 
-    Each device has some columns of such a table, split over the axes that split the batch. The compiler gathers them
-    where rows are looked up, and scatters the gradient into those. More than an eighth of the lanes have to be filled;
-    of less the gradient is copied.
+    Each device has some columns of such a table. More than an eighth of the lanes have to be filled; of less the
+    gradient is copied. Where the compiler splits them over the axes that split the batch, it gathers the columns where
+    rows are looked up, and scatters the gradient into those: copies are made as early as what loops stack. Where the
+    program scatters the whole gradient over devices, they are made beside that.
+
+    Args:
+      region: a step.
+
+    Returns:
+      The arrays, each with the operation that adds rows to the whole gradient, or None for copies from the start.
     """
     rows_over = {axis for one in region.inputs if one.role == "batch" for entry in one.split for axis in entry}
     scattered = {op.outs[0].shard for op in region.ops if op.name in FUSES_UPDATE}
-    found: list[Value] = []
+    behind = _scattered_by_columns(region)
     for table in region.inputs:
-        split = table.role == "parameters" and len(table.split) == 2 and not table.split[0]
-        if not split or set(table.split[1]) != rows_over or table.shard not in scattered or 8 * table.shard[1] <= LANES:
+        columns = table.role == "parameters" and len(table.split) == 2 and not table.split[0] and any(table.split[1])
+        if not columns or 8 * table.shard[1] <= LANES or len(set(_layouts(table))) == 1:
             continue
-        rows, least = _layouts(table)
-        if rows != least:
+        chosen = set(table.split[1]) == rows_over and table.shard in scattered
+        if chosen or table.shard in behind:
             name = table.path.partition("/")[2]
             alike = [one for one in region.inputs if one.path.endswith("/" + name) and one.shard == table.shard]
-            found += [one for one in alike if one.role in ("parameters", "optimizer state")]
+            roles = ("parameters", "optimizer state")
+            yield from ((one, None if chosen else behind[table.shard]) for one in alike if one.role in roles)
+
+
+def _scattered_by_columns(region: Region) -> dict[tuple[int, ...], Op]:
+    """The shapes of parts by columns that a program scatters of what rows are added to, and what adds the rows."""
+    readers: defaultdict[Value, list[Op]] = defaultdict(list)
+    for op in region.ops:
+        for one in op.ins:
+            readers[one].append(op)
+    found: dict[tuple[int, ...], Op] = {}
+    for op in region.ops:
+        if op.name in FUSES_UPDATE and len(op.outs[0].shard) == 2:
+            one = whole = op.outs[0]
+            while one.shard == whole.shard and len(readers[one]) == 1 and readers[one][0].name in _UNTIL_SCATTERED:
+                one = readers[one][0].outs[readers[one][0].ins.index(one)]
+            if one.shard[0] == whole.shard[0] and one.shard[1] < whole.shard[1]:
+                found[one.shard] = op
     return found
 
 

@@ -110,7 +110,7 @@ def test_the_update_of_columns_of_a_table_reads_copies_by_rows_from_the_start(co
     arguments = [(split, "parameters", "params/t"), (split, "optimizer state", "opt_state/t")]
     arguments += [((("data",),), "batch", "ids"), (batch, "batch", "h")]
     region = build(jax.make_jaxpr(step)(*args), arguments, {"data": 8, "tensor": 8})
-    assert len(updated_by_rows(region)) == copies
+    assert [scatter for _, scatter in updated_by_rows(region)] == [None] * copies
     found = Liveness(
         region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs),
         narrow_products=True, stacks_first=True,
@@ -118,3 +118,30 @@ def test_the_update_of_columns_of_a_table_reads_copies_by_rows_from_the_start(co
     made = [one for place in sorted(found.copies)[:1] for one in found.copies[place] if one.shard == (ROWS, 128)]
     assert len(made) == copies
     assert all(found.size(one) == 4 * ROWS * 128 for one in made)
+
+
+@pytest.mark.parametrize(("columns", "copies"), [(48, 2), (16, 0), (128, 0)], ids=["", "few columns", "full lanes"])
+def test_the_update_of_columns_reads_copies_from_where_the_program_scatters_the_whole_gradient(columns, copies):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(table, state, ids, h):
+        grad = jnp.zeros((ROWS, 8 * columns), h.dtype).at[ids].add(jnp.sin(h))
+        grad = lax.psum_scatter(grad, "data", scatter_dimension=1, tiled=True)
+        return table - (grad + state), grad + state
+
+    rows = jax.ShapeDtypeStruct((8 * TOKENS, 8 * columns), jnp.float32)
+    table = jax.ShapeDtypeStruct((ROWS, 8 * columns), jnp.float32)
+    args = table, table, jax.ShapeDtypeStruct((8 * TOKENS,), jnp.int32), rows
+    split, batch = P(None, "data"), P("data")
+    traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(split, split, batch, batch), out_specs=split))
+    whole = ((), ("data",)), (("data",),), (("data",), ())
+    arguments = [(whole[0], "parameters", "params/t"), (whole[0], "optimizer state", "opt_state/t")]
+    arguments += [(whole[1], "batch", "ids"), (whole[2], "batch", "h")]
+    region = build(traced(*args), arguments, {"data": 8})
+    assert [scatter.name for _, scatter in updated_by_rows(region)] == ["scatter-add"] * copies
+    found = Liveness(
+        region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs),
+        narrow_products=True, stacks_first=True,
+    )  # fmt: skip
+    made = {found.ops[place].name: [one.shard for one in found.copies[place]] for place in found.copies}
+    assert made == ({"scatter-add": [(ROWS, 128)] * 2} if copies else {})
