@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.accumulated import scatter_behind_loops
 from jaxshard.plan.memory.build import build
+from jaxshard.plan.memory.casts import cancel_casts
 from jaxshard.plan.memory.donated import gathered_apart
 from jaxshard.plan.memory.gathered import gathered_along, gathered_bytes
 from jaxshard.plan.memory.graph import Region, Value, dtype_bits, every_op, skip_round_trips
@@ -106,6 +107,7 @@ def step_peak(
         sum_beside_products(region)
         relaid |= tables_by_rows(region)
     else:
+        cancel_casts(region)
         join_scatters(region, elements=True)
         share_zeros(region)
     if tiled and not joins_gathers:

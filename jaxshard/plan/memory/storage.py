@@ -286,9 +286,21 @@ class Storage:
             return reader.windowed or not self.narrow_products
         if self.is_elementwise(reader) or reader.name == RELAYOUT:
             return False
+        if reader.name == "sharding_constraint" and self._is_cut_from_sum(reader, value):
+            return False
         if reader.name in FUSES_UPDATE:
             return self.find(reader.ins[0]) is value
         return reader.name in _STORED or bool(reader.regions)
+
+    def _is_cut_from_sum(self, cut: Op, value: Value) -> bool:
+        """True for a device's part of a sum in a wider type: on GPUs it is cut from the sum as that is, and widened."""
+        maker = self.makers.get(value)
+        if self.narrow_products or maker is None or maker.name != "convert_element_type" or not maker.ins:
+            return False
+        summed = self.makers.get(self.find(maker.ins[0]))
+        return (
+            summed is not None and summed.name in COLLECTIVES and math.prod(cut.outs[0].shard) < math.prod(value.shard)
+        )
 
     def is_part_of_product(self, op: Op) -> bool:
         """True for an operation on a product's result that is a part of that product."""
