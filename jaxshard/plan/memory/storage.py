@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxshard.plan.memory.graph import CUT, Op, Region, Value, dtype_bits
+from jaxshard.plan.memory.graph import CUT, Op, Region, Value, contracted_axes, dtype_bits
 from jaxshard.plan.memory.moved import PRODUCTS, written_apart
 from jaxshard.plan.memory.scattered import FUSES_UPDATE, is_selection, keeps_type
 from jaxshard.plan.memory.shards import COLLECTIVES, is_reduction
@@ -346,6 +346,8 @@ class Storage:
             return None
         if maker.name == "convert_element_type" and maker.ins and self.find(maker.ins[0]) in self.pending:
             narrow, wide = maker.ins[0].dtype, value.dtype
+        elif not self.narrow_products and maker.name == "dot_general" and contracted_axes(maker):
+            return None  # GPUs sum it over devices as it is, and widen the sum
         else:
             readers = self.readers[value]
             found = {one.outs[0].dtype if one.name == "convert_element_type" else None for one in readers}

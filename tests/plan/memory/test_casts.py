@@ -51,3 +51,15 @@ def test_a_part_of_a_widened_sum_is_cut_from_the_sum(maker, part, stored):
     region = Region([given], ops, [cut])
     step = Storage(region, lambda one: one.shard[0] * N * one.dtype.itemsize, {cut}, narrow_products=False)
     assert (wide in step.stored) == stored
+
+
+@pytest.mark.parametrize(("rows", "types"), [((), ("bfloat16", "float32")), (("data",), None)])
+def test_a_product_that_is_summed_over_devices_is_widened_behind_the_sum(rows, types):
+    closed = jax.make_jaxpr(lambda x, y: lax.cumsum((x.T @ y).astype(jnp.float32)))(
+        *[jax.ShapeDtypeStruct((N, N), jnp.bfloat16)] * 2
+    )
+    region = build(closed, [((rows, ()), "batch", "")] * 2, {"data": 8})
+    step = Storage(region, lambda one: N * N * one.dtype.itemsize, set(region.outputs), narrow_products=False)
+    (product,) = step.products
+    found = step.widened(product)
+    assert (found and tuple(map(str, found))) == types
