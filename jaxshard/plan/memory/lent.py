@@ -16,6 +16,7 @@ from typing import NamedTuple
 from jaxshard.plan.memory.graph import CUT, Op, Region, Value
 from jaxshard.plan.memory.liveness import Liveness
 from jaxshard.plan.memory.scattered import FUSES_UPDATE
+from jaxshard.plan.memory.tiles import padded_bytes
 
 _SMALL = 2**20
 """Bytes of arrays that are not looked at: they change little."""
@@ -120,11 +121,15 @@ class _Moments:
             last = ends[live.last[value]] if live.last.get(value, len(ends)) < len(ends) else -1
             if value in self.elsewhere or size <= _SMALL or last < first:
                 continue
-            array = _Array(size, _Span(first, last), {value})
             begun = _continued(live, value)
             before = None if begun is None else joined.pop(begun, None)
-            if before is not None and before.bytes == size:
-                array = _Array(size, _Span(before.life.first, last), before.values | array.values)
+            array = _Array(max(size, _written_bytes(live, value)), _Span(first, last), {value})
+            if begun is not None and before is not None and before.bytes == size:
+                zeros = not live.makers[begun].ins  # made right before the loop, behind the copies that it reads
+                array = array._replace(
+                    values={begun, value}, life=array.life if zeros else _Span(before.life.first, last)
+                )
+                array.values.update(before.values)
             joined[value] = array
         self.arrays += joined.values()
 
@@ -154,6 +159,24 @@ def _continued(live: Liveness, value: Value) -> Value | None:
     if written is None or live.last.get(live.find(written)) != live.place[op]:
         return None
     return live.find(written)
+
+
+def _written_bytes(live: Liveness, value: Value) -> int:
+    """Return the bytes of what a loop carries and writes slices of: they lie along the lanes; 0 of other values."""
+    op = live.makers.get(value)
+    if op is None or op.name != "scan" or op.outs.index(value) >= op.counts[1]:
+        return 0
+    (body,) = op.regions
+    out = body.outputs[op.outs.index(value)]
+    write = next((inner for inner in body.ops if out in inner.outs), None)
+    if write is None or write.name != "dynamic_update_slice" or len(value.shard) < 2:
+        return 0
+    sizes = zip(write.ins[0].shard, write.ins[1].shard, strict=True)
+    sliced = [dim for dim, (whole, part) in enumerate(sizes) if part < whole]
+    if len(sliced) != 1:
+        return 0
+    others = [dim for dim in range(len(value.shard)) if dim not in sliced]
+    return min(padded_bytes(value.shard, value.dtype, sliced[0], other) for other in others)
 
 
 def _rooms(step: Liveness, begins: list[int], copies: Mapping[Value, int]) -> Iterator[tuple[int, _Span]]:
