@@ -94,16 +94,20 @@ class _Moments:
       elsewhere: values that are not looked at.
       arrays: what was found.
       copies: when each converted copy of an argument is made: one after the other, the smallest first.
+      stacks: when what each operation stacks is allocated: before the copies that it reads.
     """
 
     def __init__(self, elsewhere: set[Value]):
         self.elsewhere, self.arrays, self.copies = elsewhere, list[_Array](), dict[Value, int]()
+        self.stacks: dict[Op, int] = {}
         self.at = 0
 
     def count(self, live: Liveness) -> tuple[list[int], list[int]]:
         """Return the first and the last moment of each operation of a region."""
         begins, ends = [], []
         for i, op in enumerate(live.ops):
+            self.stacks[op] = self.at
+            self.at += 1
             for copy in sorted(live.copies.get(i, ()), key=live.size):
                 self.copies[copy] = self.at
                 self.at += 1
@@ -139,7 +143,9 @@ class _Moments:
             if not live.is_alias(op):
                 for one in op.outs:
                     if one in live.stored and one not in live.inputs and one not in live.in_place:
-                        yield one, begins[live.place[op]], live.stored_bytes(one)
+                        stacked = op.name == "scan" and op.outs.index(one) >= op.counts[1]
+                        first = self.stacks[op] if stacked and "transpose" not in op.path else begins[live.place[op]]
+                        yield one, first, live.stored_bytes(one)
         for copies in live.copies.values():
             yield from ((one, self.copies[one], live.size(one)) for one in copies if one in self.copies)
 
