@@ -293,9 +293,9 @@ class Storage:
         return reader.name in _STORED or bool(reader.regions)
 
     def _is_cut_from_sum(self, cut: Op, value: Value) -> bool:
-        """True for a device's part of a sum in a wider type: on GPUs it is cut from the sum as that is, and widened."""
+        """True for a device's part of a sum in a wider type: it is cut from the sum as that is, and widened."""
         maker = self.makers.get(value)
-        if self.narrow_products or maker is None or maker.name != "convert_element_type" or not maker.ins:
+        if maker is None or maker.name != "convert_element_type" or not maker.ins:
             return False
         summed = self.makers.get(self.find(maker.ins[0]))
         return (

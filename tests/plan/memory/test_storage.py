@@ -207,3 +207,24 @@ def test_the_gradient_of_a_table_that_is_looked_up_and_multiplied_is_left_to_the
     rows, loop, behind
 ):
     assert products_behind_the_table(rows, loop=loop) == behind
+
+
+@pytest.mark.parametrize(("over_devices", "wide"), [(True, 0), (False, 1)])
+def test_a_sum_over_devices_is_widened_where_each_takes_its_part(over_devices, wide):
+    # As under ZeRO-1 in bf16: all devices have the whole sum, and each updates its part.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    summed = jax.shard_map(
+        lambda x: (lax.psum(x[0], "data") if over_devices else lax.cumsum(x[0])).astype(jnp.float32),
+        mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+
+    def step(x):
+        total = summed(x)
+        part = lax.with_sharding_constraint(total, NamedSharding(mesh, P("data")))
+        return jnp.sum(jnp.abs(total)), part * 2
+
+    args = jax.ShapeDtypeStruct((8, WIDTH, WIDTH), jnp.bfloat16)
+    region = build(jax.make_jaxpr(step)(args), [((("data",), (), ()), "batch", "")], {"data": 8})
+    found = Liveness(region, lambda one: temporary_bytes(one, tiled=True), set(region.outputs), narrow_products=True)
+    stored = [str(one.dtype) for one in found.stored if one.shard == (WIDTH, WIDTH) and one not in found.results]
+    assert (stored.count("bfloat16"), min(1, stored.count("float32"))) == (1, wide)
