@@ -22,7 +22,7 @@ FLOORS = {
     5: ("checks", "checkpoint", "generation"),
     4: ("training",),
     3: ("engines", "models", "data"),
-    2: ("adapt", "layers", "schedules", "optim", "distributed", "cost"),
+    2: ("adapt", "layers", "schedules", "optim", "distributed", "cost", "proofs"),
     1: ("core",),
 }
 
