@@ -39,6 +39,7 @@ from jaxshard.engines.pipeline.evaluate import make_evaluate
 from jaxshard.engines.positionwise import make_position_check
 from jaxshard.optim.averaging import averaged_params
 from jaxshard.training.batch import check_batch
+from jaxshard.training.checked_jit import checked_jit
 from jaxshard.training.owned_state import split_owned
 from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import move_stored, use_stored
@@ -85,18 +86,17 @@ def make_eval_step(
         batch = constrain_batch(layout, known_evaluate(eval_fn), batch)
         return compute_stored(run.params, use_stored(layout, layout.state, run.state), batch)
 
-    @jax.jit
-    def evaluate_full(run: TrainState, batch: PyTree) -> Results:
+    def compute_full(run: TrainState, batch: PyTree) -> Results:
         return compute(run, batch) if on_devices is None else on_devices(run, batch)
 
-    @jax.jit
-    def evaluate_short(run: TrainState, batch: PyTree, rows: jax.Array) -> Results:
+    def compute_short(run: TrainState, batch: PyTree, rows: jax.Array) -> Results:
         if on_devices is not None:
             return on_devices(run, batch, rows)
 
         mask = layout.rows_mask(batch)
         return _sum_first_rows(partial(compute, run), batch, mask, lambda own: jnp.arange(own) < rows)
 
+    evaluate_full, evaluate_short = (checked_jit(fn, "the evaluation") for fn in (compute_full, compute_short))
     size, checked = 0, None
 
     def eval_step(run: TrainState, batch: PyTree) -> Results:
@@ -146,12 +146,13 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
         logits = apply(run, batch["x"])     # f32[rows, classes], whole
     """
 
-    @jax.jit
-    def jitted(run: TrainState, *args: Any) -> Any:
+    def run_stored(run: TrainState, *args: Any) -> Any:
         params = use_stored(layout, layout.params, run.params)
         model = join_model(params, use_stored(layout, layout.state, run.state))
         with users_code(layout, "the function"):
             return fn(model, *args)
+
+    jitted = checked_jit(run_stored, "the function of js.make_apply")
 
     def apply(run: TrainState, *args: Any) -> Any:
         check_run(layout, run)

@@ -17,6 +17,7 @@ from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
 from jaxshard.training.batch import check_batch
+from jaxshard.training.checked_jit import checked_jit
 from jaxshard.training.residuals import check_residuals, with_residuals
 from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import unstore, use_stored
@@ -62,7 +63,8 @@ def value_and_grad(
         outcome, grads = compute(run.params, state, batch, key, run.residuals)
         return outcome.value, unstore(layout.grads, grads)
 
-    jitted = jax.jit(run_once, compiler_options=engine.compiler_options(layout.mesh, layout.shapes.params))
+    options = engine.compiler_options(layout.mesh, layout.shapes.params)
+    jitted = checked_jit(run_once, "js.value_and_grad", compiler_options=options)
 
     @waits_for_devices
     def gradient(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:

@@ -28,6 +28,7 @@ from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
+from jaxshard.proofs.parting import check_together
 from jaxshard.training.batch import check_batch
 from jaxshard.training.first_step import FirstStep, exchanges_ragged
 from jaxshard.training.local_step import LocalStep
@@ -224,6 +225,7 @@ class Step:
         shardings = run_shardings(self.layout, self._residuals)
         in_shardings, everywhere = (shardings, self.layout.batch_shardings(batch)), self._whole()
         inside = jax.jit(self._step, in_shardings=in_shardings, out_shardings=(shardings, everywhere))
+        check_together(inside.trace(run, batch).jaxpr, "the step")
         after: tuple[TrainState, Metrics] = inside(run, batch)
         return after
 
@@ -237,8 +239,7 @@ class Step:
         check_is_here(self.layout.mesh)
         run = run_shapes(self.layout, self._residuals) if run is None else run
         with own_settings(self.layout.mesh):
-            lowered: jax.stages.Lowered = self._program(run, batch).lower(run, abstract(batch))
-        return lowered
+            return self._lower(self._program(run, batch), run, batch)
 
     def compile(self, batch: PyTree) -> jax.stages.Compiled:
         """Compile the step without running it: made once, and what every call then runs.
@@ -252,15 +253,23 @@ class Step:
     def _compile(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
         check_is_here(self.layout.mesh)
         program = self._program(run, batch)
-        compiled: jax.stages.Compiled = self._compiled or program.lower(run, abstract(batch)).compile()
-        self._compiled = compiled
+        if self._compiled is None:
+            self._compiled = self._lower(program, run, batch).compile()
+        compiled: jax.stages.Compiled = self._compiled
         return compiled
+
+    def _lower(self, program: Any, run: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Lower the step, read before: no device may wait in a collective for one that takes another branch."""
+        traced = program.trace(run, abstract(batch))
+        check_together(traced.jaxpr, "the step")
+        lowered: jax.stages.Lowered = traced.lower()
+        return lowered
 
     def _compile_together(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
         """Compile the step, once all processes have the same one and are there to run it."""
         peers = peers_of(self.layout.mesh)
         if peers is not None:
-            lowered = self._program(run, batch).lower(run, abstract(batch))
+            lowered = self._lower(self._program(run, batch), run, batch)
             # Compared before anything runs: processes with different programs wait for each other's collectives for
             # ever. They meet again once all have compiled, because a collective times out while a peer compiles.
             peers.agree("the first step", batch_facts(batch) | {"program": program_text(lowered)})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.source import is_outside_engines
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.our_code import is_outside_engines
 
 
 def is_users(one: Collective) -> bool:

@@ -17,9 +17,10 @@ from jax.stages import Compiled
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.describe import times_str
-from jaxshard.checks.collectives.source import find_source, find_user, is_outside_engines
+from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.walk import Executed, add_counts, executed
 from jaxshard.core.layout import human_bytes
+from jaxshard.core.our_code import is_outside_engines
 
 # XLA clones `fusion.7` to `fusion.7.remat`, that to `.remat2`; a copy in a smaller layout is `.remat_compressed`.
 _REMATERIALIZED = re.compile(r"^\S+\.remat(?:\d+|_compressed|_uncompressed)?(?:\.\S+)? = ")

@@ -8,17 +8,12 @@ result.
 from __future__ import annotations
 
 import re
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.core.our_code import is_jaxshard_file, package_folder
+from jaxshard.core.our_code import is_jaxshard_file, users_frame, users_line
 
-_STEPS = (package_folder("jaxshard.engines"), package_folder("jaxshard.training"))
-_MODELS = package_folder("jaxshard.models")
-_STDLIB = sysconfig.get_paths()["stdlib"]
 _FAR = 64
 """The number of operations after which a search gives up."""
 
@@ -111,39 +106,3 @@ def name_in_notes(notes: str) -> str:
     """Return JAX's path of names in an operation's metadata; "" where there is none."""
     found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
     return "" if found is None else found[1]
-
-
-def users_line(frames: Sequence[str]) -> str:
-    """Choose the frame to show: the innermost one of the user's code, else the innermost of all.
-
-    Installed libraries and this package are not the user's code (its ready-made models are), nor is what merely calls
-    the step: the search ends at a frame of an engine or of the training loop. So of the stack
-
-        flax/linen/linear.py:271   user/model.py:22   jaxshard/engines/explicit.py:80   user/train.py:10
-
-    the line shown is user/model.py:22; without that frame the operation is the engine's own, not user/train.py's.
-    """
-    return users_frame(frames) or frames[0]
-
-
-def users_frame(frames: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code, as `users_line` finds it; "" where there is none."""
-    for frame in frames:
-        file = Path(frame.rpartition(":")[0])
-        if any(file.is_relative_to(folder) for folder in _STEPS):
-            break
-        if not _is_library(file):
-            return frame
-    return ""
-
-
-def is_outside_engines(line: str) -> bool:
-    """Return True for a line, maybe "near" it, of a model: the user's own, or a ready-made one, or of a library."""
-    file = Path(line.removeprefix("near ").rpartition(":")[0])
-    return file.is_relative_to(_MODELS) or not is_jaxshard_file(file)
-
-
-def _is_library(file: Path) -> bool:
-    if is_jaxshard_file(file):
-        return not file.is_relative_to(_MODELS)
-    return bool({"site-packages", "dist-packages"} & set(file.parts)) or file.is_relative_to(_STDLIB)

@@ -21,9 +21,10 @@ import jax
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.dataflow import resolve
-from jaxshard.checks.collectives.source import find_source, find_user, is_outside_engines
+from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.core.layout import Layout
+from jaxshard.core.our_code import is_outside_engines
 from jaxshard.plan.compiled.dump import Assignment, Value
 
 _FAR = 64

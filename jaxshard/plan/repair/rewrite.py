@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard.checks.collectives.source import users_frame
 from jaxshard.core.compat import equation_frames, scan_counts
 from jaxshard.core.jaxpr import bind, evaluate, open_jaxpr
+from jaxshard.core.our_code import users_frame
 
 _CONSTRAINT = "sharding_constraint"
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}

@@ -1,0 +1,39 @@
+"""Jitted functions whose programs are read before they are compiled: no device may wait for one that never comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.proofs.parting import check_together
+
+
+def checked_jit(fn: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:
+    """Jit a function, and refuse it where a collective is in a branch on which devices may differ.
+
+    It is read once for arguments of each shape, from the very trace that is then compiled, also inside a program that
+    the user traces.
+
+    Args:
+      fn: the function.
+      what: the beginning of the message, such as "the evaluation".
+      options: of `jax.jit`.
+
+    Raises:
+      ValueError: by a call; see `check_together`.
+    """
+    jitted = jax.jit(fn, **options)
+    checked: set[Any] = set()
+
+    def call(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        key = tree, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in checked:
+            check_together(jitted.trace(*args).jaxpr, what)
+            checked.add(key)
+        return jitted(*args)
+
+    return call
