@@ -11,6 +11,8 @@ others they are proven equal, bit for bit as far as devices compute alike:
 
 Outside of `shard_map` values are global arrays, of which no device has another. But the results of a `shard_map`
 without `check_vma` may say that they are replicated (`out_specs=P()`) and differ nevertheless: that fact is carried on.
+So is which shards of a split result are equal: what a `shard_map` saves for its backward pass is split over all axes on
+the way, numbers that are equal too.
 
 A name in a fact need not be that of a mesh axis: given to the inputs that hold the rows of one micro-batch, say, it
 reaches all that depends on which micro-batch it is, and no sum over devices takes it away.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,6 +46,20 @@ EXCHANGES = frozenset(
 )  # fmt: skip
 """Collectives after which devices of their axes have values of their own, or may have."""
 
+
+class Difference(NamedTuple):
+    """The fact about a value.
+
+    Attributes:
+      over: the axes over which it may differ between devices.
+      shards: of a global array that a `shard_map` made, its spec and the axes over which its shards may differ; () of
+        an array with one number in all places, of which no shards differ; None where nothing is known.
+    """
+
+    over: Axes = EQUAL
+    shards: tuple[Any, ...] | None = None
+
+
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "infeed"})
 _REFERENCES = frozenset({"get", "swap", "freeze"})
 """Primitives that read a `jax.Ref`, whose content the walk does not follow."""
@@ -57,7 +73,7 @@ def differing(program: Any, facts: Sequence[Axes], manual: Axes = EQUAL) -> list
       facts: the axes over which each of its inputs may differ, flat.
       manual: the axes of the `shard_map` in which the program was traced; over these the results of callbacks differ.
     """
-    return walk(program, facts, differences(manual))
+    return [fact.over for fact in walk(program, list(map(Difference, facts)), differences(manual))]
 
 
 def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts: PyTree, manual: Axes) -> PyTree:
@@ -82,13 +98,15 @@ def differing_results(fn: Callable[..., PyTree], args: tuple[PyTree, ...], facts
     return results
 
 
-def differences(manual: Axes = EQUAL) -> Domain[Axes]:
+def differences(manual: Axes = EQUAL) -> Domain[Difference]:
     """Make the domain; `manual` are the axes of the `shard_map` in which the program was traced, if it was."""
     return Domain(
-        literal=lambda value: EQUAL,
-        constant=lambda array: EQUAL,
-        join=lambda facts: EQUAL.union(*facts),
+        literal=lambda value: Difference(),
+        constant=lambda array: Difference(),
+        join=_join,
         rule=partial(_rule, manual),
+        choose=lambda choice, result: result._replace(over=result.over | choice.over),
+        unknown=lambda place, facts: place.joined(Difference(_over(facts))),
         enter=_enter,
         leave=_leave,
     )
@@ -110,41 +128,61 @@ def axes_named(equation: Any) -> Axes:
     return frozenset(axis for axis in (axes if isinstance(axes, tuple | list) else (axes,)) if isinstance(axis, str))
 
 
-def _rule(manual: Axes, place: Place, facts: list[Axes]) -> list[Axes] | None:
-    equation, name = place.equation, place.name
+def _over(facts: Sequence[Difference]) -> Axes:
+    return EQUAL.union(*(fact.over for fact in facts))
+
+
+def _join(facts: Sequence[Difference]) -> Difference:
+    shards = {fact.shards for fact in facts if fact.shards != ()} or {()}
+    return Difference(_over(facts), shards.pop() if len(shards) == 1 else None)
+
+
+def _rule(manual: Axes, place: Place, facts: list[Difference]) -> list[Difference] | None:
+    equation, name, before = place.equation, place.name, _over(facts)
     if name in _CALLBACKS or name in _REFERENCES:
         made = (newly_manual_axes(one.equation.params) for one in place.around if _is_shard_map(one.equation))
-        return place.joined(manual.union(*facts, *made))
+        return place.joined(Difference(before.union(manual, *made)))
     if name in SAME:
         return facts if len(facts) == len(equation.outvars) else None
+    if name == "broadcast_in_dim" and equation.invars[0].aval.shape == ():
+        return [Difference(before, shards=())]
     if name == "axis_index":
-        return place.joined(axes_named(equation))
+        return place.joined(Difference(axes_named(equation)))
     if (kind := collective_of(equation)) is None:
         return None
-    axes, before = axes_named(equation), EQUAL.union(*facts)
+    axes = axes_named(equation)
     equals = kind in SUMS and equation.params.get("axis_index_groups") is None
-    return place.joined(before - axes if equals else before | axes)
+    return place.joined(Difference(before - axes if equals else before | axes))
 
 
 def _is_shard_map(equation: Any) -> bool:
     return bool(equation.primitive.name == "shard_map")
 
 
-def _spec_axes(place: Place, spec: Any) -> Axes:
+def _split_over(place: Place, spec: Any) -> Axes:
     """The axes over which a `shard_map` splits an operand or result; what is unreduced over an axis differs there."""
     split = frozenset(axes_of(spec)) | frozenset(getattr(spec, "unreduced", ()))
     return split & newly_manual_axes(place.equation.params)
 
 
-def _enter(place: Place, facts: list[Axes]) -> list[Axes]:
+def _enter(place: Place, facts: list[Difference]) -> list[Difference]:
     if not _is_shard_map(place.equation):
         return facts
-    specs = place.equation.params["in_specs"]
-    return [fact | _spec_axes(place, spec) for fact, spec in zip(facts, specs, strict=True)]
+
+    def shard(fact: Difference, spec: Any) -> Difference:
+        if fact.shards is not None and fact.shards[:1] in ((), (tuple(spec),)):
+            return Difference(fact.over.union(*fact.shards[1:]))
+        return Difference(fact.over | _split_over(place, spec))
+
+    return [shard(fact, spec) for fact, spec in zip(facts, place.equation.params["in_specs"], strict=True)]
 
 
-def _leave(place: Place, facts: list[Axes]) -> list[Axes]:
+def _leave(place: Place, facts: list[Difference]) -> list[Difference]:
     if not _is_shard_map(place.equation):
         return facts
-    specs = place.equation.params["out_specs"]
-    return [fact - _spec_axes(place, spec) for fact, spec in zip(facts, specs, strict=True)]
+
+    def whole(fact: Difference, spec: Any) -> Difference:
+        split = _split_over(place, spec)
+        return Difference(fact.over - split, (tuple(spec), fact.over & split) if split else None)
+
+    return [whole(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]

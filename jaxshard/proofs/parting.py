@@ -20,7 +20,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxshard.core.compat import equation_frames
 from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.our_code import package_folder, users_frame
-from jaxshard.proofs.equal import EQUAL, Axes, axes_named, collective_of, differences
+from jaxshard.proofs.equal import Axes, Difference, axes_named, collective_of, differences
 from jaxshard.proofs.walk import Place, walk
 
 CHOICES = {"cond": "which branch lax.cond takes", "while": "how often lax.while_loop iterates"}
@@ -63,7 +63,7 @@ def find_partings(program: Any) -> list[Parting]:
         return []
     found = []
 
-    def visit(place: Place, facts: list[Axes]) -> None:
+    def visit(place: Place, facts: list[Difference]) -> None:
         kind = collective_of(place.equation)
         if kind is None:
             return
@@ -71,12 +71,13 @@ def find_partings(program: Any) -> list[Parting]:
         named = frozenset(sizes) if kind in _PAIRWISE else axes_named(place.equation)
         axes = frozenset(axis for axis in named if sizes.get(axis, 2) > 1)
         for one in place.around:
-            if one.choice and one.choice & axes:
-                found.append(Parting(one.equation, one.choice & axes, place.equation, axes_named(place.equation)))
+            differ = one.choice.over & axes if one.choice is not None else None
+            if differ:
+                found.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
                 break
 
     jaxpr, _ = open_jaxpr(program)
-    walk(program, [EQUAL] * len(jaxpr.invars), differences(), visit)
+    walk(program, [Difference()] * len(jaxpr.invars), differences(), visit)
     return found
 
 
@@ -100,8 +101,8 @@ def check_together(program: Any, what: str) -> None:
             f"{what} could hang: some devices may never reach a collective in which others wait for them:{listed}\n"
             "Compute what communicates before the branch, on all devices, and choose afterwards, by jnp.where or a "
             f"weight of zero (a module that gathers its own weights: leave its class out of units=). Or decide for all "
-            f"devices together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under which the loss sees "
-            "all rows and takes one branch."
+            f"devices together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under which the loss, "
+            "outside of any shard_map, sees all rows and takes one branch."
         )
 
 
@@ -164,7 +165,7 @@ def _whose(equation: Any) -> str:
         if path.name == "normalization.py" and "flax" in path.parts:
             return "BatchNorm(axis_name), "
         if path.is_relative_to(_ENGINES):
-            return "a weight, " if collective_of(equation) == "all_gather" else "the gradient of a weight, "
+            return "a weight, " if collective_of(equation) == "all_gather" else "a weight or its gradient, "
     return ""
 
 

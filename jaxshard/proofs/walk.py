@@ -74,6 +74,8 @@ class Domain(Generic[Fact]):
       join: the fact about a value of which any of several facts may hold.
       rule: the facts about the results of an equation, given those about its operands; or None, for control flow and
         calls whose programs the walk is to follow, and for primitives that the domain does not know.
+      choose: the fact about a result, given that about the value which decides how it comes about, by a branch or the
+        number of iterations, and that about the result itself. By default they are joined.
       unknown: the facts about the results of a primitive for which there is no rule; the place where a domain says what
         that means. By default all operands are joined.
       enter: facts about the operands of a `scan` or `shard_map` as its program sees them (one row, one shard).
@@ -84,6 +86,7 @@ class Domain(Generic[Fact]):
     constant: Callable[[Any], Fact]
     join: Callable[[Sequence[Fact]], Fact]
     rule: Callable[[Place, list[Fact]], list[Fact] | None]
+    choose: Callable[[Fact, Fact], Fact] | None = None
     unknown: Callable[[Place, list[Fact]], list[Fact]] | None = None
     enter: Callable[[Place, list[Fact]], list[Fact]] = _unchanged
     leave: Callable[[Place, list[Fact]], list[Fact]] = _unchanged
@@ -175,6 +178,11 @@ class _Walker(Generic[Fact]):
         """Join lists of facts place by place."""
         return [one[0] if len(set(one)) == 1 else self.domain.join(one) for one in zip(*facts, strict=True)]
 
+    def choose(self, choice: Fact, results: list[Fact]) -> list[Fact]:
+        """Return facts about results that a choice decides."""
+        choose = self.domain.choose
+        return [self.domain.join([choice, one]) if choose is None else choose(choice, one) for one in results]
+
     def settle(self, body: Callable[[list[Fact]], list[Fact]], carry: list[Fact]) -> list[Fact]:
         """Return facts about what a loop carries that hold before every iteration."""
         while (joined := self.join(carry, body(carry))) != carry:
@@ -185,7 +193,7 @@ class _Walker(Generic[Fact]):
 def _cond(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | None) -> list[Any]:
     choice, *operands = facts
     ways = [walker.inside(place, one, operands, visit, choice) for one in place.equation.params["branches"]]
-    return walker.join(place.joined(choice), *ways)
+    return walker.choose(choice, walker.join(*ways))
 
 
 def _while(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | None) -> list[Any]:
@@ -201,7 +209,7 @@ def _while(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | 
     if visit is not None:
         walker.inside(place, params["cond_jaxpr"], [*test, *carry], visit, choice)
         iterate(carry, visit, choice)
-    return walker.join(place.joined(choice), carry)
+    return walker.choose(choice, carry)
 
 
 def _scan(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | None) -> list[Any]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxshard as js
 from jaxshard.proofs import equal
 from jaxshard.proofs.equal import EQUAL, differing, differing_results
+from jaxshard.proofs.walk import walk
 
 MESH = js.make_mesh(data=4, tensor=2)
 BOTH = frozenset({"data", "tensor"})
@@ -160,3 +161,33 @@ def test_the_names_of_collectives_are_jax_s():
     casts = {"preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"}
     known = {name.removesuffix("_start").removesuffix("_invariant") for name in known if not name.endswith("_done")}
     assert known - casts - {"axis_index"} <= equal.SUMS | equal.EXCHANGES
+
+
+def test_shards_that_are_equal_stay_so_on_their_way_to_the_backward_pass():
+    """What a `shard_map` saves for its backward pass is split over all axes in between, the equal numbers too."""
+
+    def on_device(p, rows):
+        steps = lax.pmax(rows.sum().astype(int), "data")
+        return scaled(p, steps), scaled(p, rows.sum().astype(int))
+
+    @jax.custom_vjp
+    def scaled(p, steps):
+        return p * steps
+
+    scaled.defvjp(lambda p, steps: (p * steps, steps), lambda steps, dy: (dy * (steps > 0), None))
+    fn = jax.shard_map(on_device, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+
+    def backward(p, rows):
+        seen = jax.vjp(lambda p: fn(p, rows), p)[1]
+        one = jax.numpy.ones(16)
+        return seen((one, one))
+
+    found = []
+
+    def visit(place, facts):
+        if place.name == "gt":
+            found.append(facts[0].over)
+
+    closed = jax.make_jaxpr(backward)(jnp.ones(4), jnp.ones((8, 4)))
+    walk(closed, [equal.Difference()] * 2, equal.differences(), visit)
+    assert sorted(map(len, found)) == [0, 1]

@@ -117,7 +117,13 @@ def test_a_domain_says_what_becomes_of_scanned_rows_and_of_what_it_does_not_know
         return shifted
 
     domain = Domain(
-        lambda value: None, lambda array: None, join, rule, lambda place, facts: place.joined(lost), shift(-1), shift(1)
+        lambda value: None,
+        lambda array: None,
+        join,
+        rule,
+        unknown=lambda place, facts: place.joined(lost),
+        enter=shift(-1),
+        leave=shift(1),
     )
 
     def fn(rows, over):
