@@ -21,6 +21,7 @@ import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxshard.checks.causes import Bind, find_causes
+from jaxshard.checks.collectives.inserted import warn_of_inserted
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
 from jaxshard.checks.separating import make_separating
 from jaxshard.core.compat import unbound_axis_name
@@ -256,6 +257,8 @@ def parity(
             alone = _OneDevice(loss_fn, plan, start, batch, step_key, notes)
             expected = alone.step(batch)
             updates = jax.jit(partial(_update_alone, tx))(expected.grads, alone.chosen)
+        # Read before it runs: a step whose devices wait for each other would not end.
+        warn_of_inserted(step.choices, step.compile(batch), mesh)
         run = init(make, both, plan, seed, init_from=start)
         given = jax.tree.map(partial(put_stored, layout=plan), expected.grads, plan.opt_state["given"])
         run = run._replace(opt_state=run.opt_state | {"given": given})

@@ -11,13 +11,13 @@ seconds, accelerators wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.extend.core import jaxprs_in_params
 
-from jaxshard.core.compat import equation_frames
+from jaxshard.core.compat import equation_frames, newly_manual_axes
 from jaxshard.core.jaxpr import open_jaxpr
 from jaxshard.core.our_code import package_folder, users_frame
 from jaxshard.proofs.equal import Axes, Difference, axes_named, collective_of, differences
@@ -53,83 +53,137 @@ class Parting(NamedTuple):
     axes: Axes
 
 
-def find_partings(program: Any) -> list[Parting]:
-    """Find the collectives of a traced program that some of their devices may not reach, in the program's order.
+class Choice(NamedTuple):
+    """A branch or loop on which devices may decide differently, where the compiler may put collectives of its own.
+
+    Attributes:
+      line: `file:line` of the user's code.
+      differ: the mesh axes over which the decision may differ.
+    """
+
+    line: str
+    differ: Axes
+
+
+class Reading(NamedTuple):
+    """What a traced program says about collectives that devices may not all reach.
+
+    Attributes:
+      partings: the collectives, in the order of the program.
+      choices: other branches and loops that may part devices, where the compiler may put collectives of its own: in a
+        `shard_map` that leaves mesh axes to it, or outside of any. Only the compiled program tells.
+    """
+
+    partings: list[Parting]
+    choices: tuple[Choice, ...]
+
+
+def read_partings(program: Any) -> Reading:
+    """Find the collectives of a traced program that some of their devices may not reach.
 
     Args:
       program: a jaxpr of global arrays, closed or not, such as `jitted.trace(*args).jaxpr`.
     """
-    if not _has_collectives_in_choices(program, {}):
-        return []
-    found = []
+    partings: list[Parting] = []
+    choices: dict[Choice, None] = {}
 
     def visit(place: Place, facts: list[Difference]) -> None:
+        decisive = [one for one in place.around if one.choice is not None and one.choice.over]
+        if not decisive:
+            return
+        sizes, manual = _mesh_around(place)
         kind = collective_of(place.equation)
         if kind is None:
+            if manual < sizes.keys() or not _maps_around(place):
+                choices[Choice(_line(decisive[-1].equation), decisive[-1].choice.over)] = None
             return
-        sizes = _mesh_sizes(place)
-        named = frozenset(sizes) if kind in _PAIRWISE else axes_named(place.equation)
-        axes = frozenset(axis for axis in named if sizes.get(axis, 2) > 1)
-        for one in place.around:
-            differ = one.choice.over & axes if one.choice is not None else None
-            if differ:
-                found.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
+        axes = frozenset(sizes) if kind in _PAIRWISE else axes_named(place.equation) & sizes.keys()
+        for one in decisive:
+            if differ := one.choice.over & axes:
+                partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
                 break
 
-    jaxpr, _ = open_jaxpr(program)
-    walk(program, [Difference()] * len(jaxpr.invars), differences(), visit)
-    return found
+    if _has_choices_to_read(program, {}):
+        jaxpr, _ = open_jaxpr(program)
+        walk(program, [Difference()] * len(jaxpr.invars), differences(), visit)
+    return Reading(partings, tuple(choices))
 
 
-def check_together(program: Any, what: str) -> None:
+def check_together(program: Any, what: str) -> tuple[Choice, ...]:
     """Refuse a traced program in which some devices may not reach a collective that others wait in.
 
     Args:
-      program: as `find_partings` takes it.
+      program: as `read_partings` takes it.
       what: the beginning of the message, such as "the step".
+
+    Returns:
+      The choices of which only the compiled program tells; see `Reading`.
 
     Raises:
       ValueError: there is such a collective; names the line of each branch, and what is in it.
     """
+    partings, choices = read_partings(program)
+    if not partings:
+        return choices
     branches: dict[str, list[Parting]] = {}
-    for one in find_partings(program):
+    for one in partings:
         branches.setdefault(_line(one.branch), []).append(one)
-    if branches:
-        axes = sorted(frozenset().union(*(one.differ for found in branches.values() for one in found)))
-        listed = "".join(f"\n  - {_describe_branch(line, found)}" for line, found in branches.items())
-        raise ValueError(
-            f"{what} could hang: some devices may never reach a collective in which others wait for them:{listed}\n"
-            "Compute what communicates before the branch, on all devices, and choose afterwards, by jnp.where or a "
-            f"weight of zero (a module that gathers its own weights: leave its class out of units=). Or decide for all "
-            f"devices together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under which the loss, "
-            "outside of any shard_map, sees all rows and takes one branch."
-        )
+    axes = sorted(frozenset().union(*(one.differ for one in partings)))
+    listed = "".join(f"\n  - {_describe_branch(line, found)}" for line, found in branches.items())
+    raise ValueError(
+        f"{what} could hang: some devices may never reach a collective in which others wait for them:{listed}\n"
+        "Compute what communicates before the branch, on all devices, and choose afterwards, by jnp.where or a weight "
+        "of zero (a module that gathers its own weights: leave its class out of units=). Or decide for all devices "
+        f"together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under which the loss, outside of any "
+        "shard_map, sees all rows and takes one branch."
+    )
 
 
-def _has_collectives_in_choices(program: Any, known: dict[int, bool], *, inside: bool = False) -> bool:
-    """Whether a `cond` or `while` of a program has a collective in it; with `inside` whether the program has one.
+def _has_choices_to_read(program: Any, known: dict[Any, bool], inside: str = "automatic") -> bool:
+    """Whether a program has a `cond` or `while` that matters; most programs have none, and need not be walked.
 
-    Most programs have none, and need not be walked.
+    `inside` says what is around the program: "automatic" where the compiler places collectives over some axes, so that
+    any `cond` matters; "manual" where it does not; "choice" in a `cond` or `while`, where any collective matters.
     """
-    if inside and id(program) in known:
-        return known[id(program)]
-    found = False
-    for equation in open_jaxpr(program)[0].eqns:
-        within = inside or equation.primitive.name in CHOICES
-        found = (inside and collective_of(equation) is not None) or any(
-            _has_collectives_in_choices(one, known, inside=within) for one in jaxprs_in_params(equation.params)
+    key = id(program), inside
+    if key not in known:
+        known[key] = any(
+            _is_choice_to_read(equation, inside)
+            or any(
+                _has_choices_to_read(one, known, _around(equation, inside)) for one in jaxprs_in_params(equation.params)
+            )
+            for equation in open_jaxpr(program)[0].eqns
         )
-        if found:
-            break
-    if inside:
-        known[id(program)] = found
-    return found
+    return known[key]
 
 
-def _mesh_sizes(place: Place) -> Mapping[str, int]:
-    """The sizes of the axes of the mesh of the innermost `shard_map` around."""
-    inner = (one.equation for one in reversed(place.around) if one.equation.primitive.name == "shard_map")
-    return next((dict(equation.params["mesh"].shape) for equation in inner), {})
+def _is_choice_to_read(equation: Any, inside: str) -> bool:
+    if inside == "choice":
+        return collective_of(equation) is not None
+    return inside == "automatic" and equation.primitive.name in CHOICES
+
+
+def _around(equation: Any, inside: str) -> str:
+    name = equation.primitive.name
+    if inside == "choice" or name in CHOICES:
+        return "choice"
+    if name != "shard_map":
+        return inside
+    sizes = dict(equation.params["mesh"].shape)
+    automatic = sizes.keys() - newly_manual_axes(equation.params)
+    return "automatic" if any(sizes[axis] > 1 for axis in automatic) else "manual"
+
+
+def _maps_around(place: Place) -> list[dict[str, Any]]:
+    """The parameters of the `shard_map` equations around a place."""
+    return [one.equation.params for one in place.around if one.equation.primitive.name == "shard_map"]
+
+
+def _mesh_around(place: Place) -> tuple[dict[str, int], Axes]:
+    """Return the sizes of a mesh's axes that are larger than 1, and those of them that are manual where a place is."""
+    maps = _maps_around(place)
+    sizes = {axis: size for axis, size in dict(maps[-1]["mesh"].shape).items() if size > 1} if maps else {}
+    return sizes, frozenset().union(*map(newly_manual_axes, maps)) & sizes.keys()
 
 
 # Messages.
@@ -157,8 +211,9 @@ def _describe_collective(equation: Any) -> str:
 
 def _whose(equation: Any) -> str:
     """Whose collective it is: of a layer of ours, of BatchNorm, of a weight that an engine gathers, or the user's."""
-    for file, _, _ in equation_frames(equation):
-        path = Path(file)
+    frames = _frames(equation)
+    for frame in frames[: frames.index(users_frame(frames)) if users_frame(frames) else None]:
+        path = Path(frame.rpartition(":")[0])
         for place, name in _LAYERS.items():
             if path.is_relative_to(place):
                 return name

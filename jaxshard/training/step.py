@@ -28,7 +28,7 @@ from jaxshard.distributed.facts import batch_facts, program_text
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine, check_engine
-from jaxshard.proofs.parting import check_together
+from jaxshard.proofs.parting import Choice, check_together
 from jaxshard.training.batch import check_batch
 from jaxshard.training.first_step import FirstStep, exchanges_ragged
 from jaxshard.training.local_step import LocalStep
@@ -130,6 +130,8 @@ class Step:
       guarded: True if a step whose loss or gradient is not finite changes nothing; see `js.make_step`.
       donate: True if the step takes the arrays of the run that goes in.
       check_exchange: True if the first step is compared where experts exchange rows by ragged all-to-alls.
+      choices: once lowered, the branches and loops on which devices may decide differently and in which only the
+        compiled program tells whether it communicates; `js.audit` reads them.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class Step:
         self._rows: PyTree = None
         self._jitted: Any = None
         self._compiled: Any = None
+        self.choices: tuple[Choice, ...] = ()
         self._peers_agreed = False
         self._first: FirstStep | None = None
 
@@ -261,7 +264,7 @@ class Step:
     def _lower(self, program: Any, run: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step, read before: no device may wait in a collective for one that takes another branch."""
         traced = program.trace(run, abstract(batch))
-        check_together(traced.jaxpr, "the step")
+        self.choices = check_together(traced.jaxpr, "the step")
         lowered: jax.stages.Lowered = traced.lower()
         return lowered
 

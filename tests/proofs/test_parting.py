@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.proofs.parting import check_together, find_partings
+from jaxshard.proofs.parting import check_together, read_partings
 
 MESH = js.make_mesh(data=4, tensor=2)
 GROUPS = [[0, 1], [2, 3]]
@@ -34,6 +34,10 @@ def spread(fn, *, mesh=MESH):
 
 def trace(fn, **how):
     return jax.make_jaxpr(spread(fn, **how))(jnp.ones(8), jnp.ones((8, 4)))
+
+
+def partings(program):
+    return read_partings(program).partings
 
 
 @jax.custom_vjp
@@ -220,13 +224,13 @@ PASSED = {
 def test_is_let_through(name):
     closed = trace(PASSED[name])
     check_together(closed, "the step")
-    assert not find_partings(closed)
+    assert not partings(closed)
 
 
 def test_axes_of_one_device_part_nobody():
     branch, _ = REFUSED["psum"]
     mesh = js.make_mesh(jax.devices()[:2], data=1, tensor=2)
-    assert find_partings(trace(branch)) and not find_partings(trace(branch, mesh=mesh))
+    assert partings(trace(branch)) and not partings(trace(branch, mesh=mesh))
 
 
 def test_global_arrays_are_the_same_for_all_unless_a_shard_map_only_says_so():
@@ -239,8 +243,8 @@ def test_global_arrays_are_the_same_for_all_unless_a_shard_map_only_says_so():
     summed = decide(spread(lambda p, rows: total(rows.sum())))
     differs = decide(spread(lambda p, rows: rows.sum()))
     args = jnp.ones(8), jnp.ones((8, 4))
-    assert not find_partings(jax.make_jaxpr(honest)(*args)) and not find_partings(jax.make_jaxpr(summed)(*args))
-    (found,) = find_partings(jax.make_jaxpr(differs)(*args))
+    assert not partings(jax.make_jaxpr(honest)(*args)) and not partings(jax.make_jaxpr(summed)(*args))
+    (found,) = partings(jax.make_jaxpr(differs)(*args))
     assert (found.differ, found.axes) == (frozenset({"data"}), frozenset({"data"}))
 
 
@@ -261,8 +265,8 @@ def test_what_one_branch_saves_for_the_backward_pass_may_be_equal_on_all_devices
 
         return jax.make_jaxpr(jax.grad(loss))(jnp.ones(8), jnp.ones((8, 4)))
 
-    assert not find_partings(trace_gradient(right))
-    assert len(find_partings(trace_gradient(wrong))) == 2
+    assert not partings(trace_gradient(right))
+    assert len(partings(trace_gradient(wrong))) == 2
 
 
 def test_the_message_names_the_line_the_collective_its_axis_and_the_ways_out():

@@ -15,6 +15,7 @@ from jaxshard.checks.collectives.differences import UNASKED, Difference, find_di
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
 from jaxshard.checks.collectives.found import KINDS, Collective, arrays_only, collectives, pick, summary
+from jaxshard.checks.collectives.inserted import warn_of_inserted
 from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
 from jaxshard.checks.collectives.matching import Allowances, Taken
 from jaxshard.checks.collectives.program import Program
@@ -236,6 +237,7 @@ def audit(step: Step, batch: PyTree) -> Comparison:
         promised = promise(step.layout, step.engine, step.loss_fn, batch)
     compiled, mesh = step.compile(batch), step.layout.mesh
     found = collectives(compiled, mesh)
+    warn_of_inserted(step.choices, compiled, mesh)
     # A CPU has no asynchronous collectives, so there is nothing to report of it.
     waited = () if mesh.devices.flat[0].platform == "cpu" else (one for one in found if one.synchronous)
     program = Program(tuple(waited), rematerialized(compiled), in_host_memory(compiled))
