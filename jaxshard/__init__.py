@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jaxshard.checks.replicas import ReplicaWatch as ReplicaWatch
     from jaxshard.checks.replicas import check_replicas as check_replicas
     from jaxshard.core import wire as wire
+    from jaxshard.core.average import Average as Average
     from jaxshard.core.constrain import constrain as constrain
     from jaxshard.core.context import context as context
     from jaxshard.core.cross_entropy import cross_entropy as cross_entropy
@@ -151,6 +152,7 @@ _NAMES = {
     "core.cross_entropy": ("cross_entropy",),
     "core.keys": ("row_keys",),
     "core.layout": ("Layout",),
+    "core.average": ("Average",),
     "core.loss": ("Loss", "Max", "Mean", "Model", "Sum", "combine"),
     "core.low_rank": ("merge_lora",),
     "core.mesh": ("make_mesh", "simulate_devices"),

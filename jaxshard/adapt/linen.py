@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,10 +15,12 @@ from jaxshard.adapt.compat import Names, Path, initialize_through, names_in_boxe
 from jaxshard.adapt.contracted import contracted_in_calls
 from jaxshard.adapt.units import (
     Adapted,
+    Declared,
     Save,
     Units,
     attach_state,
     call_loss,
+    check_declared,
     check_loss,
     dim_names_of,
     explain_missing_key,
@@ -35,7 +37,7 @@ _NEVER_STATE = "intermediates"
 """The collection into which modules sow what only a person looks at."""
 
 
-def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
+def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree, *, state: Declared | None = None) -> Linen:
     """Turn a Flax Linen module and its loss into the pair `init_fn, loss_fn`.
 
     The module's mutable collections and random keys are handled behind the pair.
@@ -61,6 +63,9 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
         `js.auto()`, one device's rows under `js.explicit()`.
       batch: an example batch, arrays or `jax.ShapeDtypeStruct`s. `init` runs the loss on zeros of these shapes, so
         that everything that the loss calls is initialised.
+      state: how arrays of the state are combined where devices and micro-batches see some of the rows each, by path:
+        {"stats/count": "sum"} for the old value plus the sum of the changes, "max" for the maximum. All others are
+        combined as `js.Loss` says: the mean of running averages, what is equal everywhere once.
 
     Returns:
       A `Linen`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
@@ -87,7 +92,8 @@ def linen(module: nn.Module, loss: Callable[..., Any], batch: PyTree) -> Linen:
             "module is for js.nnx"
         )
     check_loss("js.linen", loss, ("train", "key"))
-    return Linen(module, loss, batch)
+    check_declared("js.linen", state or {})
+    return Linen(module, loss, batch, state or {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +104,13 @@ class Linen(Adapted):
       module: the module, unbound.
       loss_fn: the user's `loss(model, batch)`.
       batch: the example batch on which `init` runs the loss.
+      declared: how arrays of the state are combined, by path.
     """
 
     module: nn.Module
     loss_fn: Callable[..., Any]
     batch: PyTree
+    declared: Declared = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"js.linen({type(self.module).__name__})"
@@ -137,7 +145,7 @@ class Linen(Adapted):
         own = None if key is None else neighbour(key)
         with nn.intercept_methods(_gather_inside(units, save)), explain_missing_key("js.linen", self.loss_fn, key):
             output = call_loss(self.loss_fn, called, batch, train=key is not None, key=own)
-        return attach_state(output, called.state)
+        return attach_state("js.linen", output, split_model(model)[1], called.state, self.declared)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
         """Return True for the parameters under the path of an outermost unit that the loss calls.

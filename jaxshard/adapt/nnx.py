@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +23,12 @@ from jaxshard.adapt.compat import intercept_calls, names_of_variable, without_ea
 from jaxshard.adapt.contracted import contracted_in_modules
 from jaxshard.adapt.units import (
     Adapted,
+    Declared,
     Save,
     Units,
     attach_state,
     call_loss,
+    check_declared,
     check_loss,
     dim_names_of,
     explain_missing_key,
@@ -39,7 +41,12 @@ from jaxshard.core.tree import path_str, raise_all
 from jaxshard.core.types import PyTree
 
 
-def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[..., Any]) -> Nnx:
+def nnx(
+    make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module],
+    loss: Callable[..., Any],
+    *,
+    state: Declared | None = None,
+) -> Nnx:
     """Turn a Flax NNX module and its loss into the pair `init_fn, loss_fn`.
 
     The module's variables and random streams are handled behind the pair.
@@ -61,6 +68,9 @@ def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[
         evaluation in evaluation mode (`module.eval()`). If the loss has a parameter `train`, it is True in training
         and False in evaluation; `rngs` and `key` are None in evaluation. The batch is global under `js.auto()`, one
         device's rows under `js.explicit()`.
+      state: how variables of the state are combined where devices and micro-batches see some of the rows each, by path:
+        {"stats/count": "sum"} for the old value plus the sum of the changes, "max" for the maximum. All others are
+        combined as `js.Loss` says: the mean of running averages, what is equal everywhere once.
 
     Returns:
       An `Nnx`, which unpacks as `init_fn, loss_fn` and also has `evaluate`, for `js.make_eval_step`, and `apply`.
@@ -87,7 +97,8 @@ def nnx(make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module], loss: Callable[
             f"lambda rngs: nnx.Linear(2, 3, rngs=rngs), got {type(make_module).__name__}"
         )
     check_loss("js.nnx", loss, ("train", "key", "rngs"))
-    return Nnx(make_module, loss)
+    check_declared("js.nnx", state or {})
+    return Nnx(make_module, loss, state or {})
 
 
 class ModuleForm(NamedTuple):
@@ -121,10 +132,12 @@ class Nnx(Adapted):
     Attributes:
       make_module: makes the module from `nnx.Rngs`.
       loss_fn: the user's `loss(module, batch)`.
+      declared: how variables of the state are combined, by path.
     """
 
     make_module: Callable[[flax_nnx.Rngs], flax_nnx.Module]
     loss_fn: Callable[..., Any]
+    declared: Declared = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"js.nnx({getattr(self.make_module, '__qualname__', type(self.make_module).__name__)})"
@@ -186,7 +199,7 @@ class Nnx(Adapted):
             output = call_loss(self.loss_fn, module, batch, train=key is not None, key=own, rngs=rngs)
         state = check()
         gathering.check_ran(units)
-        return attach_state(output, state)
+        return attach_state("js.nnx", output, split_model(model)[1], state, self.declared)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
         """Return True for every parameter under the path of a unit; see `Adapted.unit_params`."""

@@ -12,7 +12,7 @@ The adapter gathers them (`gather_pending`) when `Block_0` runs, and again for `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,8 @@ from jaxshard.adapt.offer import run_as_offered
 from jaxshard.adapt.stacked import evaluation
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.loss import Max, Mean, Sum, as_loss
-from jaxshard.core.tree import LAYERS, map_with_path, path_str, raise_all
+from jaxshard.core.rules import ends_with
+from jaxshard.core.tree import LAYERS, map_with_path, path_str, paths, raise_all
 from jaxshard.core.types import InitFn, LossFn, PyTree
 
 Units = tuple[type, ...]
@@ -168,14 +169,61 @@ def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | 
         raise
 
 
-def attach_state(output: Any, state: dict[str, Any]) -> Any:
-    """Return what the user's loss returned, with the module's new state (none: {})."""
+Declared = Mapping[str, str]
+"""How arrays of a module's state are combined, by path or the end of one: {"stats/count": "sum"}."""
+
+
+def check_declared(who: str, declared: Any) -> None:
+    """Raise unless this says "sum" or "max" for the paths of arrays; `who` is the public function that errors name."""
+    if not isinstance(declared, Mapping) or not all(rule in ("sum", "max") for rule in declared.values()):
+        raise TypeError(
+            f'{who}: state must be a dict such as {{"stats/count": "sum"}}, with "sum" or "max" for the path of an '
+            f"array of the module's state, got {declared!r}"
+        )
+
+
+def attach_state(who: str, output: Any, old: PyTree, new: dict[str, Any], declared: Declared) -> Any:
+    """Return what the user's loss returned, with the module's new state.
+
+    Args:
+      who: the public function that errors name.
+      output: what the loss returned.
+      old: the state that it received; () or {} without one.
+      new: that which the module has now.
+      declared: which of its arrays are contributions.
+
+    Raises:
+      ValueError: the loss returned a state itself, or `declared` names an array that the state has not.
+    """
     loss = as_loss(output)
     if loss.state is not None:
         raise ValueError(
-            "the loss returned js.Loss(state=...), but the adapter carries the module's state itself; leave state out"
+            "the loss returned js.Loss(state=...), but the adapter carries the module's state itself; leave state out, "
+            f'and declare what is summed by its path: {who}(..., state={{"path": "sum"}})'
         )
-    return replace(loss, state=state) if state else output
+    known = paths(new)
+    raise_all(
+        (name for name in declared if not any(ends_with(path, name) for path in known)),
+        ValueError,
+        f"{who}: state= names no array of the module's state ({', '.join(known) or 'it has none'})",
+    )
+    if not new:
+        return output
+    if not declared:
+        return replace(loss, state=new)
+    rules = map_with_path(lambda path, _: _rule_for(path_str(path), declared), new)
+
+    def contribute(rule: str, old: Any, new: Any) -> Any:
+        return Sum(new - old) if rule == "sum" else Max(new) if rule == "max" else new
+
+    def update(old: PyTree, combined: PyTree) -> PyTree:
+        return jax.tree.map(lambda rule, old, new: old + new if rule == "sum" else new, rules, old, combined)
+
+    return replace(loss, state=jax.tree.map(contribute, rules, old, new), update=update)
+
+
+def _rule_for(path: str, declared: Declared) -> str:
+    return next((rule for name, rule in declared.items() if ends_with(path, name)), "")
 
 
 def dim_names_of(

@@ -361,6 +361,38 @@ def dce_jaxpr(jaxpr: Any) -> tuple[Any, list[bool]]:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
 
 
+def without_callbacks(program: Any) -> Any:
+    """Return the jaxpr in which dead code elimination finds callbacks that nothing reads (`jax.debug.print`) dead.
+
+    Calls and control flow are entered; what runs on references (kernels) is left as it is.
+
+    Private: `Jaxpr.replace`, and the names of the effects. Silent: under other names callbacks would stay, and run once
+    more. Tested by its effect.
+    """
+    if hasattr(program, "jaxpr") and program.jaxpr is not program:
+        return program.replace(jaxpr=without_callbacks(program.jaxpr))
+
+    def enter(value: Any) -> Any:
+        if isinstance(value, tuple) and value and all(hasattr(one, "eqns") or hasattr(one, "jaxpr") for one in value):
+            return tuple(map(without_callbacks, value))
+        return without_callbacks(value) if hasattr(value, "eqns") or hasattr(value, "jaxpr") else value
+
+    def strip(eqn: Any) -> Any:
+        enters = eqn.primitive.name in _WITH_CALLBACKS_INSIDE
+        params = {name: enter(value) for name, value in eqn.params.items()} if enters else eqn.params
+        return eqn.replace(params=params, effects=_without_host_effects(eqn.effects))
+
+    return program.replace(eqns=[strip(eqn) for eqn in program.eqns], effects=_without_host_effects(program.effects))
+
+
+def _without_host_effects(effects: Any) -> Any:
+    return type(effects)(one for one in effects if type(one).__name__ not in _HOST_EFFECTS)
+
+
+_HOST_EFFECTS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
+_WITH_CALLBACKS_INSIDE = {"jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "scan", "while", "cond"}
+
+
 def replace_equations(jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
     """Return the jaxpr with other arguments, results and equations, all of them its own variables and equations.
 

@@ -10,6 +10,7 @@ combined over the rows, so that every engine combines it the same way:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -169,22 +170,41 @@ class Max(NamedTuple):
 class Loss:
     """A loss with a new model state or with metrics beside it: what `loss_fn` may return instead of a number.
 
+    The state counts once per step, however many devices and micro-batches share the rows. All of them receive the state
+    that the step began with, and what they return is combined, leaf by leaf:
+
+    - `js.Sum(x)`: the new state is the old one plus the sum of x over all rows. `js.Max(x)`: the larger of the old one
+      and the maximum of x. `js.Mean(total, weight)`: the mean.
+    - an array that is proven equal on all devices and in all micro-batches, such as a counter or a teacher made of
+      parameters and the old state: taken once;
+    - any other floating array: the mean over devices and micro-batches, as of the running averages of BatchNorm. The
+      variance between micro-batches is no part of that mean;
+    - any other array is refused by its path, and so is one that depends on the number of rows at hand but on none of
+      their data (`n + x.shape[0]`). `n + mask.sum()` in floats can't be told from a mean: `js.parity` finds it.
+
+    Where the loss sees the whole batch (`js.auto()` without micro-batches) nothing needs to be combined.
+
     Attributes:
       value: a scalar or a `Mean`. A scalar is opaque and runs under `js.auto` alone.
-      state: the model's new mutable state; None for a model without one.
+      state: the model's new mutable state, a tree like the old one whose leaves may be `Sum`, `Max` or `Mean`; None
+        leaves the state as it is. With `update` a tree of any structure.
       metrics: `Mean`, `Sum` or `Max` by name, combined over all rows of the global batch.
+      update: `update(old, combined) -> new state`, run once per step on the old state and on `state` combined, with the
+        sum, maximum or mean in the place of what declares it. For what is neither, such as the code averages of a
+        VQ-VAE. It reads values of the loss through `combined` alone.
 
     Example:
         def loss_fn(model, batch, key):
             logits = model_fn(model, batch["x"])
             ce = js.Mean(js.cross_entropy(logits, batch["y"]).sum(), len(logits))
             hits = (logits.argmax(-1) == batch["y"]).sum()
-            return js.Loss(ce, metrics={"accuracy": js.Mean(hits, len(logits))})
+            return js.Loss(ce, state={"seen": js.Sum(len(logits))}, metrics={"accuracy": js.Mean(hits, len(logits))})
     """
 
     value: Any
     state: PyTree = None
     metrics: dict[str, Mean | Sum | Max] = field(default_factory=dict)
+    update: Callable[[PyTree, PyTree], PyTree] | None = field(default=None, metadata={"static": True})
 
 
 def as_loss(output: Any) -> Loss:

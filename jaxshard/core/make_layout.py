@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxshard.core.apply_strategy import Placer
+from jaxshard.core.average import find_averaged, is_average
 from jaxshard.core.compat import avoid_compilation_cache, warn_if_untested
 from jaxshard.core.dim_names import is_leaf, name_dims
 from jaxshard.core.known_model import KnownModel, ModelRun, check_function, models_run
@@ -38,6 +39,7 @@ from jaxshard.core.tree import (
     leaf_of,
     map_with_path,
     path_str,
+    paths,
     raise_all,
     same_structure,
 )
@@ -124,7 +126,7 @@ def layout(
         grads=select(mask, placed["grad"]),
         opt_params=jax.tree.map(Placement.on_device, opt_params),  # the state alone may rest in the host's memory
         opt_state=opt_places,
-        state=map_with_path(place_plain("state"), state),
+        state=_place_state(state, placed["param"], place_plain("state")),
         shapes=Shapes(params, opt_state, state, key),
         trainable=mask,
         stacked_for_user=any(run.model.stacked_for_user for run in runs),
@@ -251,6 +253,32 @@ def _shapes_of(fn: Callable[[Any], Any], argument: Any, headline: str) -> PyTree
             jax.eval_shape(note_others, argument)
         raise_all((f"{path}: {what}" for path, what in others.items()), TypeError, headline)
         raise
+
+
+def _place_state(state: PyTree, params: PyTree, fill: Callable[..., Placement]) -> PyTree:
+    """Place the model's state: the arrays of a `js.Average` as their parameters, others as the strategy says.
+
+    Raises:
+      ValueError: an average of what is no parameter, or of another shape.
+    """
+
+    def place(path: tuple[Any, ...], node: Any) -> Any:
+        if not is_average(node):
+            return fill(path, node)
+        found = find_averaged(params, node.params, f" at {path_str(path)}")
+        shapes = [x.shape for x in jax.tree.leaves(node)]
+        raise_all(
+            (
+                f"{name}: the average is {list(shape)}, the parameter {list(placement.view.logical)}"
+                for name, shape, placement in zip(paths(node.params), shapes, jax.tree.leaves(found), strict=True)
+                if shape != placement.view.logical
+            ),
+            ValueError,
+            f"js.Average at {path_str(path)} must have the shapes of the parameters",
+        )
+        return node.over(found)
+
+    return map_with_path(place, state, is_leaf=is_average)
 
 
 def _place_opt_state(

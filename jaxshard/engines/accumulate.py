@@ -19,39 +19,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.core.compat import without_callbacks
+from jaxshard.core.jaxpr import Program, eliminate_dead_code, open_jaxpr
 from jaxshard.core.loss import Loss, Max, Mean, Sum, weighted_sum
+from jaxshard.core.model_state import next_state
 from jaxshard.core.row_axes import taking_turns
-from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.engine import Outcome
 from jaxshard.engines.joint import Weights, joint_in_force
+from jaxshard.engines.state_rules import StateRules
 
-LossOf = Callable[[PyTree, PyTree, PyTree, Any], Loss]
-"""`loss_of(sinks, state, rows, row)`: the loss of some rows, `row` the global number of the first."""
+LossOf = Callable[[PyTree, PyTree, Any], Loss]
+"""`loss_of(sinks, rows, row)`: the loss of some rows, `row` the global number of the first."""
 
 
 def accumulate(
     loss_of: LossOf,
     sinks: PyTree,
-    state: PyTree,
     turns: PyTree,
     first_rows: jax.Array,
     sum_over_devices: Callable[[Any], Any],
+    state: PyTree,
+    states: StateRules | None,
 ) -> tuple[Outcome, PyTree]:
-    """Compute the loss over all turns, and its gradient with respect to the sinks.
+    """Compute the loss over all micro-batches, and its gradient with respect to the sinks.
 
     Args:
       loss_of: the loss of some rows.
       sinks: zeros in the shape of the gradients (see `just_in_time`).
-      state: the model's state, which goes from one turn to the next.
-      turns: the batch, every array [turns, rows, ...].
-      first_rows: [turns], the global number of each turn's first row.
+      turns: the batch, every array [micro-batches, rows, ...].
+      first_rows: [micro-batches], the global number of each one's first row.
       sum_over_devices: sums a scalar over the devices that hold other rows; one all-reduce for each weight of the loss.
+      state: the model's state, as the loss receives it.
+      states: how the states that parts of the batch return are combined; None where the loss sees all of it.
 
     Returns:
-      The outcome on this device's rows, whose value and metrics the caller adds up over devices, and the gradients,
-      shaped like `sinks`.
+      The outcome on this device's rows, whose value and metrics the caller combines over devices, and the gradients,
+      shaped like `sinks`. Its state is the new one, or with `states` the parts that they combine.
 
     Raises:
       Unsuited: several turns of a loss that is no `js.Mean`.
@@ -60,68 +65,73 @@ def accumulate(
         rows = jax.tree.map(lambda x: x[0], turns)
 
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
-            loss = loss_of(sinks, state, rows, first_rows[0])
+            loss = loss_of(sinks, rows, first_rows[0])
             weights = jax.tree.map(sum_over_devices, _weights(loss))
             return _share_of_mean(loss, _of_all_replicas(weights)), loss
 
         (value, loss), grads = jax.value_and_grad(objective, has_aux=True)(sinks)
-        return Outcome(value, loss.metrics, next_state(state, loss)), grads
+        new_state = next_state(state, loss) if states is None else states.parts(loss)
+        return Outcome(value, loss.metrics, new_state), grads
 
+    assert states is not None, "no micro-batch is the whole batch"
     with taking_turns():
-        return _accumulate_turns(loss_of, sinks, state, turns, first_rows, sum_over_devices)
+        return _accumulate_turns(loss_of, sinks, turns, first_rows, sum_over_devices, states)
 
 
 def _accumulate_turns(
     loss_of: LossOf,
     sinks: PyTree,
-    state: PyTree,
     turns: PyTree,
     first_rows: jax.Array,
     sum_over_devices: Callable[[Any], Any],
+    states: StateRules,
 ) -> tuple[Outcome, PyTree]:
-    """Do what `accumulate` does, over several turns."""
-    example = jax.eval_shape(loss_of, sinks, state, jax.tree.map(lambda x: x[0], turns), first_rows[0])
-    if not isinstance(example.value, Mean):
+    """Do what `accumulate` does, over several micro-batches."""
+    first = jax.tree.map(lambda x: x[0], turns), first_rows[0]
+    if not isinstance(jax.eval_shape(loss_of, sinks, *first).value, Mean):
         raise Unsuited(
             f"{first_rows.shape[0]} micro-batches need a loss that says its weight: return js.Mean(total, weight) "
             "instead of a scalar, so that micro-batches of unequal weight are averaged exactly"
         )
+    weights_of = _only_weights(loss_of, sinks, first)
 
     def weigh(weights: Any, turn: tuple[PyTree, jax.Array]) -> tuple[Any, None]:
-        # Weights do not depend on parameters, so the compiler drops all else from this pass.
-        return jax.tree.map(jnp.add, weights, _weights(loss_of(sinks, state, *turn))), None
+        return jax.tree.map(jnp.add, weights, weights_of(turn)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example.value.weights)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(weights_of, first))
     weights, _ = jax.lax.scan(weigh, zeros, (turns, first_rows))
     weights = _of_all_replicas(jax.tree.map(sum_over_devices, weights))
 
-    def add(carry: tuple[PyTree, PyTree], turn: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
+    def add(carry: tuple[PyTree, list[jax.Array]], turn: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         grads, state = carry
 
         def objective(sinks: PyTree) -> tuple[jax.Array, Loss]:
-            loss = loss_of(sinks, state, *turn)
+            loss = loss_of(sinks, *turn)
             return _share_of_mean(loss, weights), loss
 
         (value, loss), new = jax.value_and_grad(objective, has_aux=True)(sinks)
-        return (jax.tree.map(jnp.add, grads, new), next_state(state, loss)), (value, loss.metrics)
+        return (jax.tree.map(jnp.add, grads, new), states.add(state, states.parts(loss))), (value, loss.metrics)
 
     # The sinks are zeros, so the sum of the gradients starts from them.
-    (grads, state), (values, metrics) = jax.lax.scan(add, (sinks, state), (turns, first_rows))
+    (grads, state), (values, metrics) = jax.lax.scan(add, (sinks, states.start()), (turns, first_rows))
     return Outcome(values.sum(), {name: _combine_turns(metric) for name, metric in metrics.items()}, state), grads
 
 
-def next_state(state: PyTree, loss: Loss) -> PyTree:
-    """Return the model's state after a loss: the old one if the loss returned none.
+def _only_weights(loss_of: LossOf, sinks: PyTree, example: tuple[PyTree, jax.Array]) -> Callable[[Any], Weights]:
+    """Return a function of a micro-batch that computes the loss's weights and nothing else.
 
-    Raises:
-      ValueError: the loss returned a state of other structure, shapes or dtypes; names every leaf.
+    Weights do not depend on parameters, so little is left of the loss. It is cut out here and not by the compiler,
+    which keeps what prints or calls back: the loss would do so twice.
     """
-    if loss.state is None:
-        return state
-    check_same_tree(
-        abstract(state), abstract(loss.state), "the loss returned another state than the model has", "keep its tree"
-    )
-    return loss.state
+    program = Program.trace(lambda turn: _weights(loss_of(sinks, *turn)), example)
+    jaxpr, consts = open_jaxpr(program.closed)
+    needed, used = eliminate_dead_code(without_callbacks(jaxpr))
+
+    def weights_of(turn: tuple[PyTree, jax.Array]) -> Weights:
+        given = [x for x, is_used in zip(jax.tree.leaves(turn), used, strict=True) if is_used]
+        return tuple(jax.core.eval_jaxpr(needed, consts, *given))
+
+    return weights_of
 
 
 def _weights(loss: Loss) -> Weights:

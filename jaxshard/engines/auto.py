@@ -7,8 +7,9 @@ rests, and the compiler makes a reduce-scatter or an all-reduce of that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ from jaxshard.engines.engine import (
     precision_dtypes,
 )
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
+from jaxshard.engines.state_rules import Cut, StateRules, find_state_rules, part_of, trace_state_rules
 from jaxshard.engines.wide_sums import sum_in, widen_sums
 
 
@@ -58,24 +60,38 @@ class Auto(WholeModelEngine):
         """Return no axes: the loss is one global-view program."""
         return frozenset()
 
+    def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules | None:
+        """Find how the model states that micro-batches return are combined; None without micro-batches."""
+        if self.microbatches == 1:
+            return None
+        call = self._make_call(objective, layout)
+
+        def find(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> StateRules:
+            cut = self._cut(layout, batch)
+            return find_state_rules(part_of(self, layout, partial(call, key=key), (params, state), batch, cut))
+
+        return trace_state_rules(layout, batch, find)
+
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
-        call = self.make_call(objective, layout, make_move(layout, self))
+        call = self._make_call(objective, layout)
 
         def loss_and_grads(
             params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
         ) -> tuple[Outcome, PyTree]:
             del residuals  # this engine has none
+            rules = self.state_rules(objective, layout, batch)
             batch = constrain_batch(layout, objective.known, batch)
-            mask = layout.rows_mask(batch)
-            turns, first_rows = _turns(layout, select(mask, batch), self.microbatches)
+            mask, turns, first_rows = self._cut(layout, batch)
             sinks = _sinks(layout, self.scatter)
 
-            def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
-                with row_stride(self.microbatches):
-                    return call(params, sinks, state, put_back(mask, rows, batch), key, row)
+            def loss_of(sinks: PyTree, rows: PyTree, row: Any) -> Loss:
+                return call(params, sinks, state, put_back(mask, rows, batch), row, key=key)
 
-            outcome, grads = accumulate(loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: x)
+            outcome, grads = accumulate(loss_of, sinks, turns, first_rows, lambda x: x, state, rules)
+            if rules is not None:
+                new_state = rules.new_state(state, rules.combine(outcome.state, self.microbatches, ()))
+                outcome = outcome._replace(state=new_state)
             if self.scatter == "end":
 
                 def finish(grad: Placement, x: jax.Array) -> jax.Array:
@@ -86,6 +102,21 @@ class Auto(WholeModelEngine):
             return outcome, grads
 
         return widen_sums(loss_and_grads)
+
+    def _make_call(self, objective: Objective, layout: Layout) -> Callable[..., Loss]:
+        """Make `call(params, sinks, state, batch, row, key=)`, the loss of the batch or of a micro-batch."""
+        call = self.make_call(objective, layout, make_move(layout, self))
+
+        def run(params: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, row: Any, *, key: jax.Array) -> Loss:
+            with row_stride(self.microbatches):
+                return call(params, sinks, state, batch, key, row)
+
+        return run
+
+    def _cut(self, layout: Layout, batch: PyTree) -> Cut:
+        """Cut the rows of a batch into micro-batches."""
+        mask = layout.rows_mask(batch)
+        return Cut(mask, *_turns(layout, select(mask, batch), self.microbatches))
 
 
 def auto(

@@ -147,6 +147,13 @@ class Engine:
         """
         raise NotImplementedError(f"{type(self).__name__} has no make_call")
 
+    def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> Any:
+        """Return the `StateRules` by which the states that parts of a batch return are combined.
+
+        None where the loss sees the whole batch, and where the engine refuses a state.
+        """
+        return None
+
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device, on that device's rows."""
         raise NotImplementedError(f"{type(self).__name__} has no manual_axes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,9 +43,11 @@ from jaxshard.engines.manual import (
     row_specs,
     stored_specs,
     used_shape,
+    used_specs,
 )
 from jaxshard.engines.moves import make_move, place_residual, reduce_all
 from jaxshard.engines.positionwise import make_position_check
+from jaxshard.engines.state_rules import Cut, StateRules, find_state_rules, part_of, trace_state_rules
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,23 @@ class Explicit(WholeModelEngine):
             return ()
         return jax.tree.map(partial(place_residual, layout), layout.params, layout.grads)
 
+    def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules:
+        """Find how the model states that devices and micro-batches return are combined."""
+        call, manual = self._make_call(objective, layout), self.manual_axes(layout)
+
+        def find(params: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> StateRules:
+            batch, cut = self._cut(objective, layout, batch)
+            return find_state_rules(part_of(self, layout, partial(call, key=key), (params, state), batch, cut))
+
+        specs = self._in_specs(layout, batch)
+        spread = partial(on_each_device, layout=layout, axes=manual, in_specs=specs, out_specs=())
+        return trace_state_rules(layout, batch, find, spread)
+
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
         axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
-        call = self.make_call(objective, layout, make_move(layout, self))
+        call = self._make_call(objective, layout)
         check_positions = make_position_check(
             layout,
             objective.loss_fn,
@@ -145,24 +159,23 @@ class Explicit(WholeModelEngine):
         placed = self.residuals(layout)
 
         def on_device(
-            params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree
+            rules: StateRules, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree
         ) -> tuple[Outcome, PyTree]:
-            batch = split_batch(layout, objective.known, batch)
-            mask = layout.rows_mask(batch)
+            batch, (mask, turns, first_rows) = self._cut(objective, layout, batch)
 
-            def loss_of(sinks: PyTree, state: PyTree, rows: PyTree, row: Any) -> Loss:
-                return _check_mean(call(params, sinks, state, put_back(mask, rows, batch), key, row))
+            def loss_of(sinks: PyTree, rows: PyTree, row: Any) -> Loss:
+                return call(params, sinks, state, put_back(mask, rows, batch), row, key=key)
 
-            turns, first_rows = _turns(select(mask, batch), self.microbatches, layout.batch_axes)
             sinks = _sinks(layout, self.scatter)
             outcome, grads = accumulate(
-                loss_of, sinks, state, turns, first_rows, sum_over_devices=lambda x: sum_scalar(x, axes, sums)
+                loss_of, sinks, turns, first_rows, lambda x: sum_scalar(x, axes, sums), state, rules
             )
             if self.scatter == "end":
                 grads, residuals = reduce_all(layout, self, grads, residuals)
             metrics = {name: combine_over(metric, axes, sums) for name, metric in outcome.metrics.items()}
             value = sum_scalar(outcome.value, axes, sums)
-            return Outcome(value, metrics, _average_state(outcome.state, axes, sums), residuals), grads
+            new_state = rules.new_state(state, rules.combine(outcome.state, self.microbatches, axes, sums))
+            return Outcome(value, metrics, new_state, residuals), grads
 
         def loss_and_grads(
             params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
@@ -171,13 +184,38 @@ class Explicit(WholeModelEngine):
             if not jax.tree.leaves(residuals):
                 residuals = jax.tree.map(lambda one: jnp.zeros(one.view.stored), placed)
             whole, kept = PartitionSpec(), stored_specs(placed, manual)
-            in_specs = stored_specs(layout.params, manual), whole, row_specs(layout, batch), whole, kept
+            in_specs = *self._in_specs(layout, batch), kept
             outcome: Any = Outcome  # of specs
-            out_specs = outcome(whole, whole, whole, kept), stored_specs(layout.grads, manual)
-            run = on_each_device(on_device, layout, manual, in_specs=in_specs, out_specs=out_specs)
+            out_specs = (
+                outcome(whole, whole, used_specs(layout.state, manual), kept),
+                stored_specs(layout.grads, manual),
+            )
+            rules = self.state_rules(objective, layout, batch)
+            run = on_each_device(partial(on_device, rules), layout, manual, in_specs=in_specs, out_specs=out_specs)
             return run(params, state, batch, key, residuals)
 
         return loss_and_grads
+
+    def _make_call(self, objective: Objective, layout: Layout) -> Callable[..., Loss]:
+        """Make `call(params, sinks, state, batch, row, key=)`, the loss of a part of one device's rows."""
+        call = self.make_call(objective, layout, make_move(layout, self))
+
+        def run(params: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, row: Any, *, key: jax.Array) -> Loss:
+            return _check_mean(call(params, sinks, state, batch, key, row))
+
+        return run
+
+    def _cut(self, objective: Objective, layout: Layout, batch: PyTree) -> tuple[PyTree, Cut]:
+        """Return this device's part of the batch as it is, and cut into micro-batches."""
+        batch = split_batch(layout, objective.known, batch)
+        mask = layout.rows_mask(batch)
+        return batch, Cut(mask, *_turns(select(mask, batch), self.microbatches, layout.batch_axes))
+
+    def _in_specs(self, layout: Layout, batch: PyTree) -> tuple[PyTree, ...]:
+        """Return the specs of stored parameters, the model's state, the batch and the key."""
+        manual = self.manual_axes(layout)
+        params, state = stored_specs(layout.params, manual), used_specs(layout.state, manual)
+        return params, state, row_specs(layout, batch), PartitionSpec()
 
 
 def explicit(
@@ -207,7 +245,8 @@ def explicit(
     - a reduce-scatter of its gradient over the batch axes in the gradient's `store`, then an all-reduce of the shard
       over the other batch axes that `use` does not own. With scatter="each", as often as there are micro-batches.
 
-    And an all-reduce of a few scalars: the loss, its weights, and the metrics. Floating state is averaged.
+    And an all-reduce of a few scalars: the loss, its weights, and the metrics; and one of each array of the model's
+    state that is not the same on all devices (`js.Loss` says how states are combined).
 
     Args:
       microbatches: the number of turns in which the rows of a batch are computed, and their gradients added. A device's
@@ -319,20 +358,3 @@ def combine_over(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = N
         return Max(all_max(metric.value, axes))
     combined: Mean | Sum = jax.tree.map(lambda x: sum_scalar(x, axes, sums), metric)
     return combined
-
-
-def _average_state(state: PyTree, axes: tuple[str, ...], sums: Sums) -> PyTree:
-    """Average floating state over devices.
-
-    State that depends on the rows (batch statistics) becomes the mean of what each device computed from its own rows;
-    other state is the same on all devices.
-    """
-    if not axes:
-        return state
-
-    def mean(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return sums.all_sum(x, axes) / lax.axis_size(axes) if sums.in_order else lax.pmean(x, axes)
-
-    return jax.tree.map(mean, state)

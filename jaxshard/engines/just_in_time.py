@@ -33,6 +33,7 @@ from jaxshard.core.keys import advance
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.layout import Layout, human_bytes, join_model, split_model
 from jaxshard.core.loss import Loss, as_loss
+from jaxshard.core.model_state import check_averages
 from jaxshard.core.placement import Placement, axes_of
 from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
@@ -148,7 +149,9 @@ def make_call(
 
     def call(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Loss:
         with users_code(layout):
-            return as_loss(run(stored, sinks, state, batch, key, row))
+            loss = as_loss(run(stored, sinks, state, batch, key, row))
+        check_averages(state, loss)
+        return loss
 
     return call
 

@@ -63,6 +63,11 @@ def stored_specs(placements: PyTree, axes: Set[str]) -> PyTree:
     return jax.tree.map(lambda placement: only_axes(placement.store, axes), placements)
 
 
+def used_specs(placements: PyTree, axes: Set[str]) -> PyTree:
+    """Return the specs of arrays as the loss sees them, only the axes that `shard_map` handles."""
+    return jax.tree.map(lambda placement: only_axes(placement.use, axes), placements)
+
+
 def row_specs(layout: Layout, batch: PyTree) -> PyTree:
     """Return the specs of the arrays of a global batch."""
     return jax.tree.map(lambda placement: placement.store, layout.batch_placements(batch))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxshard.core.average import average_dtype, blend
 from jaxshard.core.transform import as_transform
 from jaxshard.core.types import PyTree
 
@@ -63,7 +64,7 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
     tx = as_transform(tx)
 
     def init_fn(params: PyTree) -> AveragedState:
-        return AveragedState(jax.tree.map(lambda p: jnp.array(p, _average_dtype(p)), params), tx.init(params))
+        return AveragedState(jax.tree.map(lambda p: jnp.array(p, average_dtype(p)), params), tx.init(params))
 
     def update_fn(
         updates: PyTree, state: AveragedState, params: PyTree | None = None, **extra_args: Any
@@ -72,7 +73,7 @@ def averaged(tx: optax.GradientTransformation, decay: float | jax.Array) -> opta
             raise ValueError("averaged: update needs the parameters; call tx.update(grads, state, params)")
         updates, inner = tx.update(updates, state.inner, params, **extra_args)
         new_params = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda old, new: _blend(old, new, decay), state.average, new_params)
+        average = jax.tree.map(lambda old, new: blend(old, new, decay), state.average, new_params)
         return updates, AveragedState(average, inner)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -109,14 +110,3 @@ def _find_averages(opt_state: PyTree) -> list[AveragedState]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, AveragedState))
     outer = [node for node in nodes if isinstance(node, AveragedState)]
     return outer + [node for state in outer for node in _find_averages(state.inner)]
-
-
-def _average_dtype(x: Any) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
-
-
-def _blend(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
-    if not jnp.issubdtype(old.dtype, jnp.inexact):
-        return new
-    # In this form the average of equal numbers is that number, whatever the rounding.
-    return old + (1 - decay) * (new.astype(old.dtype) - old)

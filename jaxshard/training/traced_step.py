@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from jaxshard.adapt.objective import resolve
+from jaxshard.core.average import is_average
 from jaxshard.core.collectives import all_max, sum_scalar
 from jaxshard.core.known_model import models_run
 from jaxshard.core.layout import Layout, put_back, select
@@ -142,7 +143,6 @@ class TracedStep:
         4. Of parameters, optimizer state, model state and residuals the new ones are kept if the step was good, else
            the old ones.
         """
-        layout = self.layout
         state, key = self._state_and_key(run)
         params, parts = self._cut_first(run.params)
         with models_run() as runs:
@@ -167,7 +167,7 @@ class TracedStep:
             metrics["bad"] = Bad(jnp.concatenate([found, jnp.isnan(changes)]), self.trained)
         metrics = jax.tree.map(partial(_mean_over, axes=self._replicas), metrics)
         metrics |= {name: combine_over(metric, self._replicas).value for name, metric in outcome.metrics.items()}
-        state = keep_old_unless(ok, store(layout.state, outcome.state), run.state)
+        state = keep_old_unless(ok, self._next_state(run, params, outcome.state), run.state)
         # The step counts on in any case, so that the next one has the batch and the key that it would have had.
         residuals = keep_old_unless(ok, outcome.residuals, run.residuals)
         after = TrainState(run.step + 1, params, opt_state, state, run.key, residuals)
@@ -196,6 +196,14 @@ class TracedStep:
     def _state_and_key(self, run: TrainState) -> tuple[PyTree, jax.Array]:
         # Not split off a key that the run carries on: a restored or repeated step has the same key, bit for bit.
         return use_stored(self.layout, self.layout.state, run.state), jax.random.fold_in(run.key, run.step)
+
+    def _next_state(self, run: TrainState, params: PyTree, state: PyTree) -> PyTree:
+        """Return the model's new state as stored; averages are updated from the new parameters, on their shards."""
+
+        def choose(old: Any, new: Any) -> Any:
+            return old.next(params, run.step) if is_average(old) else new
+
+        return jax.tree.map(choose, run.state, store(self.layout.state, state), is_leaf=is_average)
 
     def _sum_squares(self, grads: PyTree) -> jax.Array:
         """Compute the sum of squares of each gradient, f32[trained parameters]; padding is zero and adds nothing."""

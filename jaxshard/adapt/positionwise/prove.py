@@ -13,6 +13,7 @@ from jaxshard.adapt.positionwise.report import FIXES, Finding, locate
 from jaxshard.adapt.positionwise.walk import Walk
 from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss
 from jaxshard.core.marks import show_marks
+from jaxshard.core.model_state import is_declared
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
 
@@ -99,14 +100,23 @@ def _check_results(walk: Walk, loss: Any) -> None:
             walk.findings.append(
                 Finding(name if name == "the loss" else f"the metric {name!r}", text, where, via, "", fix)
             )
-    for path, fact in jax.tree_util.tree_leaves_with_path(loss.state, is_leaf=_is_fact):
-        if fact.kind is not Kind.LOST and not (fact.kind in (Kind.SAME, Kind.SUM) and (fact.zero or fact.shares == 1)):
+    for path, fact in jax.tree_util.tree_leaves_with_path(loss.state, is_leaf=_is_state):
+        if is_declared(fact):
+            for text, _ in _why_not_combined(fact):
+                walk.findings.append(Finding(f"the state {path_str(path)}", text, "the loss", "", "", FIXES["sum"]))
+        elif fact.kind is not Kind.LOST and not (
+            fact.kind in (Kind.SAME, Kind.SUM) and (fact.zero or fact.shares == 1)
+        ):
             text = "is not the mean over devices of what each has of it"
             walk.findings.append(Finding(f"the state {path_str(path)}", text, "the loss", "", "", ""))
 
 
 def _is_fact(x: Any) -> bool:
     return isinstance(x, Fact)
+
+
+def _is_state(x: Any) -> bool:
+    return _is_fact(x) or is_declared(x)
 
 
 def _why_not_combined(metric: Any) -> Iterator[tuple[str, tuple[Fact, ...]]]:

@@ -330,15 +330,15 @@ def _optimizer_gathers(layout: Layout, parameter: Parameter) -> Iterator[Expecte
 
 
 def _state_collectives(step: _Step) -> Iterator[Expected]:
-    """The model's state: gathered for use, and averaged over the batch axes where each device makes its own."""
+    """The model's state: gathered for use; what devices make of their own rows is combined over the batch axes."""
     arrays = jax.tree_util.tree_leaves_with_path(step.layout.shapes.state)
     for (path, x), placement in zip(arrays, jax.tree.leaves(step.layout.state), strict=True):
         one = Expected("all-gather", (), tuple(x.shape), x.dtype, 0, 1, f"state {path_str(path)}")
         yield from gather_stages(step.layout.mesh, placement, axes_of(placement.use), one)
-        if not step.engine.compiler_chooses and jnp.issubdtype(x.dtype, jnp.floating):
-            fewest = fewest_features(step.layout, x.size)
-            summed = replace(one, kind="all-reduce", axes=step.layout.sum_axes, unpadded=fewest)
-            yield from _sum_stages(step, summed)
+    for name, x in () if step.engine.compiler_chooses else step.uses.states:
+        fewest = fewest_features(step.layout, x.size)
+        one = Expected("all-reduce", step.layout.sum_axes, tuple(x.shape), x.dtype, 0, 1, f"state {name}", fewest)
+        yield from _sum_stages(step, one)
 
 
 def _metric_sums(step: _Step) -> Iterator[Expected]:

@@ -13,7 +13,7 @@ collectives are counted by which `js.attention` exchanges keys and values under 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -90,12 +90,14 @@ class Uses(NamedTuple):
       metrics: the shapes of the loss's metrics, by name.
       exchanges: how often `js.attention` issues each collective; None where a schedule decides.
       sums: how often the loss itself sums an array over devices, by axis name (batch statistics).
+      states: path and shape of each array of the model's state that is all-reduced over devices.
     """
 
     counts: Mapping[Use, int]
     metrics: dict[str, PyTree]
     exchanges: Mapping[Exchange, int] | None = None
     sums: Mapping[Exchange, int] = MappingProxyType({})
+    states: Sequence[tuple[str, jax.ShapeDtypeStruct]] = ()
 
     def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield (shape, how often) for all uses of one kind of a parameter."""
@@ -120,10 +122,12 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     objective, manual = resolve(loss_fn), engine.manual_axes(layout)
     call = engine.make_call(objective, named, _make_marking_move(layout if manual else None, engine.compute_dtype))
 
+    states = engine.state_rules(objective, layout, batch)
+
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
         return accumulate(
-            lambda sinks, state, rows, row: call(stored, sinks, state, rows, key, row),
-            sinks, state, turns, jnp.arange(engine.microbatches), sum_over_devices=lambda x: x,
+            lambda sinks, rows, row: call(stored, sinks, state, rows, key, row),
+            sinks, turns, jnp.arange(engine.microbatches), lambda x: x, state, states,
         )  # fmt: skip
 
     if manual:  # what one device runs: the user's code may name axes
@@ -154,7 +158,7 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     sums: Counter[Exchange] = Counter()
     for one, times in _find_sums(live, 1):
         sums[one] += times
-    return Uses(counts, outcome.metrics, exchanges, sums)
+    return Uses(counts, outcome.metrics, exchanges, sums, [] if states is None else states.reduced())
 
 
 def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:

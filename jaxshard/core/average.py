@@ -1,0 +1,137 @@
+"""`Average`: a moving average of the parameters in the model's state, which the loss may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.core.tree import path_str, raise_all
+from jaxshard.core.types import PyTree
+
+Decay = float | Callable[[jax.Array], jax.Array]
+"""A number, or a schedule: `decay(step) -> f32[]`, with steps counted from 0, as optax writes schedules."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Average:
+    """An exponential moving average of the parameters that the loss reads: a teacher (Mean Teacher, BYOL, DINO).
+
+    It stands in the state that `init_fn` returns. After each step, from the new parameters,
+
+        average = decay * average + (1 - decay) * params
+
+    The loss reads `.params` and never writes it. Each array is placed as its parameter is and is updated there: under
+    FSDP stored sharded, updated on its shards, without a collective. Where the loss reads it, it is all-gathered as
+    many bytes as it has, before the loss. A step that is left out as a bad one leaves the average as it was.
+
+    Args:
+      params: the parameters, or some of them under their own paths ({"encoder": params["encoder"]}): what the average
+        starts from. bf16 and f16 arrays are averaged in f32.
+      decay: between 0 and 1; 0.999 averages about 1000 steps. Or a schedule of the step's number, made outside of
+        `init_fn`, for which optax's do: `optax.cosine_decay_schedule(...)`.
+
+    Attributes:
+      params: the average, a tree like the one given.
+      decay: the decay.
+
+    Raises:
+      ValueError: a decay outside [0, 1]; by `js.layout`, an array that has no parameter of its path and shape.
+
+    Example:
+        def init_fn(key):
+            params = init_params(key)
+            return js.Model(params, {"teacher": js.Average(params, 0.99)})
+
+        def loss_fn(model, batch, key):
+            target = jax.lax.stop_gradient(predict(model.state["teacher"].params, batch["view"]))
+            errors = ((predict(model.params, batch["x"]) - target) ** 2).sum(-1)
+            return js.Mean(errors.sum(), errors.size)
+
+    Source:
+      Tarvainen and Valpola 2017, "Mean teachers are better role models", section 2.
+    """
+
+    params: PyTree
+    decay: Decay
+
+    def __init__(self, params: PyTree, decay: Decay):
+        if not callable(decay) and not 0 <= decay <= 1:
+            raise ValueError(f"Average: decay must lie between 0 and 1, got {decay}; 0.999 averages about 1000 steps")
+        self.params, self.decay = jax.tree.map(_as_average, params), decay
+
+    def __repr__(self) -> str:
+        return f"Average({self.params!r}, decay={self.decay!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, PyTree]], Decay]:
+        return ((jax.tree_util.GetAttrKey("params"), self.params),), self.decay
+
+    @classmethod
+    def tree_unflatten(cls, decay: Decay, children: tuple[PyTree]) -> Average:
+        # Without __init__: as a pytree it may hold shapes, placements or anything else.
+        made = object.__new__(cls)
+        (made.params,), made.decay = children, decay
+        return made
+
+    def over(self, params: PyTree) -> Average:
+        """Return an average of the same decay that holds another tree."""
+        return Average.tree_unflatten(self.decay, (params,))
+
+    def next(self, params: PyTree, step: jax.Array) -> Average:
+        """Return the average after a step, elementwise.
+
+        Args:
+          params: the step's new parameters, with those that are averaged among them under the same paths; both are in
+            the same view.
+          step: the step's number, from 0 on.
+        """
+        decay = self.decay(step) if callable(self.decay) else self.decay
+        new = find_averaged(params, self.params)
+        return self.over(jax.tree.map(lambda old, new: blend(old, new, decay), self.params, new))
+
+
+def is_average(x: Any) -> bool:
+    """Return whether a node of a tree is an `Average`."""
+    return isinstance(x, Average)
+
+
+def find_averaged(params: PyTree, averaged: PyTree, what: str = "") -> PyTree:
+    """Find what belongs to the leaves of an average in a tree like the parameters, by their paths.
+
+    Args:
+      params: a tree like the parameters.
+      averaged: the tree in an `Average`.
+      what: where the average is, for errors.
+
+    Raises:
+      ValueError: an array of the average has no parameter of its path; names each.
+    """
+    known = dict(jax.tree_util.tree_leaves_with_path(params))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(averaged)]
+    raise_all(
+        (path_str(path) for path in paths if path not in known),
+        ValueError,
+        f"js.Average{what} must hold parameters under their own paths, such as js.Average(params, 0.99) or "
+        'js.Average({"encoder": params["encoder"]}, 0.99); no parameter has the path',
+    )
+    return jax.tree.unflatten(jax.tree.structure(averaged), [known[path] for path in paths])
+
+
+def average_dtype(x: Any) -> Any:
+    """Return the dtype in which a parameter is averaged: f32 for bf16 and f16, where small steps are rounded away."""
+    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+
+
+def blend(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
+    """Return `decay * old + (1 - decay) * new`; integers are followed, not averaged."""
+    if not jnp.issubdtype(old.dtype, jnp.inexact):
+        return new
+    # In this form the average of equal numbers is that number, whatever the rounding.
+    moved: jax.Array = old + (1 - decay) * (new.astype(old.dtype) - old)
+    return moved.astype(old.dtype)
+
+
+def _as_average(x: Any) -> jax.Array:
+    return jnp.array(x, average_dtype(jnp.asarray(x)))

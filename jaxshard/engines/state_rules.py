@@ -1,0 +1,368 @@
+"""One state of many: how the states that micro-batches and devices return become the model's new state.
+
+Each of them receives the state that the step began with and sees some of the rows. For every array that the loss
+returns in its place there is one of these rules, found once when a step is traced:
+
+    "kept"   the loss handed the old array on            nothing is done
+    "sum"    declared by js.Sum, or a part of a js.Mean  added
+    "max"    declared by js.Max                          the maximum
+    "once"   proven equal everywhere                     taken once
+    "mean"   any other floating array                    the mean over micro-batches and devices
+
+All else is refused by its path. `core/model_state.py` then makes the new state of what is combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxshard.core.collectives import NATIVE, Sums, all_max, sum_scalar
+from jaxshard.core.jaxpr import Program
+from jaxshard.core.keys import keys_of, words_of
+from jaxshard.core.layout import Layout, put_back
+from jaxshard.core.loss import Loss, Max, Mean, Sum, lowest_value
+from jaxshard.core.model_state import is_declared, next_state
+from jaxshard.core.placement import Placement, axes_of
+from jaxshard.core.text_table import first_words
+from jaxshard.core.tree import abstract, path_str, raise_all
+from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
+from jaxshard.engines.engine import Engine
+from jaxshard.proofs.alike import made_alike
+from jaxshard.proofs.equal import Axes, differing
+
+Rule = Literal["kept", "sum", "max", "once", "mean"]
+
+_DESCRIPTIONS: dict[Rule, str] = {
+    "kept": "handed on by the loss as it was",
+    "once": "proven equal on all devices and in all micro-batches and taken once",
+    "mean": "not proven equal, so the mean over devices and micro-batches",
+    "sum": "declared, added over devices and micro-batches",
+    "max": "declared, the maximum over devices and micro-batches",
+}
+
+_ROWS = "the rows of a part of the batch"
+"""A name among axes for what depends on the rows at hand: no collective is named so, so that none takes it away."""
+
+
+class Cut(NamedTuple):
+    """One device's rows, cut into micro-batches.
+
+    Attributes:
+      mask: True for every array of the batch that has rows.
+      turns: these arrays, [micro-batches, rows, ...]; None for the others.
+      first_rows: [micro-batches], the global number of each one's first row.
+    """
+
+    mask: PyTree
+    turns: PyTree
+    first_rows: jax.Array
+
+
+@dataclass(frozen=True)
+class Part:
+    """A loss of some of the rows, to be traced: `loss(params, state, batch, row) -> js.Loss`.
+
+    Attributes:
+      loss: the function; `row` is the global number of the batch's first row.
+      args: its arguments, arrays or their shapes.
+      has_rows: True for every array of the batch that has rows.
+      facts: the mesh axes over which each argument differs, one set per leaf, as a tree like `args`.
+      manual: the axes of the `shard_map` around it.
+      microbatches: the number of parts that each device computes.
+      who: the engine, for errors: "js.explicit()".
+    """
+
+    loss: Callable[..., Loss]
+    args: tuple[PyTree, PyTree, PyTree, Any]
+    has_rows: PyTree
+    facts: tuple[PyTree, PyTree, PyTree, Axes]
+    manual: Axes
+    microbatches: int
+    who: str
+
+    @property
+    def shares_rows(self) -> bool:
+        """True if there are other parts of the batch than this one."""
+        return self.microbatches > 1 or bool(self.facts[3])
+
+    def with_rows_twice(self) -> Part:
+        """Return the same part with twice the rows, as shapes."""
+
+        def twice(x: Any, has_rows: bool) -> jax.ShapeDtypeStruct:
+            shape = jnp.shape(x)
+            return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if has_rows else shape, jnp.result_type(x))
+
+        params, state, batch, row = self.args
+        return replace(self, args=(params, state, jax.tree.map(twice, batch, self.has_rows), row))
+
+    def trace(self) -> tuple[Program, PyTree, Loss]:
+        """Trace the loss; return the program, whose results are the new state, its state's variables, and the loss."""
+        found: list[Loss] = []
+
+        def new_state(*args: Any) -> PyTree:
+            loss = self.loss(*args)
+            found.append(replace(loss, value=0.0, state=None, metrics={}))
+            return loss.state
+
+        program = Program.trace(new_state, *self.args)
+        return program, program.args[1], found[0]
+
+
+@dataclass(frozen=True)
+class StateRules:
+    """The rules for the arrays of a state that a loss returns, and what is done by them.
+
+    Attributes:
+      tree: the structure of what the loss returns; None if it returns no state.
+      paths: where each array is, in the order of leaves.
+      rules: the rule of each.
+      like: the shape and dtype of each.
+      update: the loss's own `update`; None without one.
+    """
+
+    tree: Any
+    paths: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    like: tuple[jax.ShapeDtypeStruct, ...]
+    update: Callable[[PyTree, PyTree], PyTree] | None
+
+    def parts(self, loss: Loss) -> list[jax.Array]:
+        """Return the arrays of a returned state that are combined."""
+        leaves = jax.tree.leaves(loss.state) if self.rules else []
+        return [jnp.asarray(x) for rule, x in zip(self.rules, leaves, strict=True) if rule != "kept"]
+
+    def start(self) -> list[jax.Array]:
+        """Return what the parts of micro-batches are added to; floats are added in f32 or wider."""
+
+        def identity(rule: Rule, x: jax.ShapeDtypeStruct) -> jax.Array:
+            if rule == "max":
+                return jnp.full(x.shape, lowest_value(x.dtype), x.dtype)
+            if rule in ("sum", "mean") and jnp.issubdtype(x.dtype, jnp.inexact):
+                return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+            words = words_of(x)
+            return keys_of(jnp.zeros(words.shape, words.dtype), x.dtype)
+
+        return [identity(rule, x) for rule, x in self._combined()]
+
+    def add(self, total: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
+        """Add the parts of one more micro-batch."""
+
+        def add(rule: Rule, a: jax.Array, b: jax.Array) -> jax.Array:
+            return b if rule == "once" else jnp.maximum(a, b) if rule == "max" else a + b
+
+        return [add(rule, a, b) for (rule, _), a, b in zip(self._combined(), total, new, strict=True)]
+
+    def combine(self, total: Sequence[jax.Array], count: int, axes: tuple[str, ...], sums: Sums = NATIVE) -> PyTree:
+        """Combine the parts of all micro-batches and devices.
+
+        Collectives: an all-reduce for each array that is not the same everywhere.
+
+        Args:
+          total: the parts of this device's micro-batches, added.
+          count: the number of its micro-batches.
+          axes: the axes of the devices that hold other rows.
+          sums: how to add over them.
+
+        Returns:
+          A tree like the state that the loss returns, with None where it handed the old array on.
+        """
+
+        def over_all(rule: Rule, like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+            if rule == "mean":
+                x = (x / count if count > 1 else x).astype(like.dtype)
+                if not axes:
+                    return x
+                mean: jax.Array = sums.all_sum(x, axes) / lax.axis_size(axes) if sums.in_order else lax.pmean(x, axes)
+                return mean
+            if rule == "sum":
+                return sum_scalar(x.astype(like.dtype), axes, sums)
+            return all_max(x, axes) if rule == "max" else x
+
+        combined = iter([over_all(*one, x) for one, x in zip(self._combined(), total, strict=True)])
+        return [None if rule == "kept" else next(combined) for rule in self.rules]
+
+    def new_state(self, old: PyTree, combined: Sequence[jax.Array | None]) -> PyTree:
+        """Make the new state of the old one and what `combine` returned."""
+        if self.tree is None:
+            return old
+        before = _by_path(old)
+        leaves = [before[path] if x is None else x for path, x in zip(self.paths, combined, strict=True)]
+        return next_state(old, Loss(0.0, state=self.tree.unflatten(leaves), update=self.update))
+
+    def reduced(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+        """Return the path and shape of each array that is all-reduced over devices."""
+        every = zip(self.rules, self.paths, self.like, strict=True)
+        return [(path, x) for rule, path, x in every if rule in ("sum", "max", "mean")]
+
+    def describe(self) -> list[str]:
+        """Say, for each rule, which arrays of the state it is for."""
+        return [
+            f"state, {text}: {first_words([path for path, one in zip(self.paths, self.rules) if one == rule], 4)}"
+            for rule, text in _DESCRIPTIONS.items()
+            if rule in self.rules
+        ]
+
+    def _combined(self) -> Iterator[tuple[Rule, jax.ShapeDtypeStruct]]:
+        return ((rule, x) for rule, x in zip(self.rules, self.like, strict=True) if rule != "kept")
+
+
+NO_STATE = StateRules(None, (), (), (), None)
+"""The rules of a model without a state, or of a loss that returns none."""
+
+
+def trace_state_rules(
+    layout: Layout, batch: PyTree, find: Callable[..., StateRules], spread: Callable[..., Any] = lambda fn: fn
+) -> StateRules:
+    """Find the rules of a step from shapes alone.
+
+    Args:
+      layout: where everything lives.
+      batch: the global batch, arrays or their shapes.
+      find: `find(stored parameters, state, batch, key) -> StateRules`, traced as the loss is.
+      spread: puts `find` into the `shard_map` in which the loss runs.
+    """
+    if not jax.tree.leaves(layout.shapes.state):
+        return NO_STATE
+    found: list[StateRules] = []
+
+    def trace(*args: PyTree) -> tuple[()]:
+        found.append(find(*args))
+        return ()
+
+    def stored(x: Any, placement: Placement) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(placement.view.stored, x.dtype)
+
+    params = jax.tree.map(stored, layout.shapes.params, layout.params)
+    jax.eval_shape(spread(trace), params, layout.shapes.state, abstract(batch), layout.shapes.key)
+    return found[0]
+
+
+def part_of(
+    engine: Engine, layout: Layout, call: Callable[..., Loss], given: tuple[PyTree, PyTree], batch: PyTree, cut: Cut
+) -> Part:
+    """Return the part of a batch that an engine computes at a time.
+
+    Args:
+      engine: the engine.
+      layout: where everything lives.
+      call: `call(stored parameters, sinks, state, batch, row) -> js.Loss`, as the engine runs the loss.
+      given: stored parameters and state.
+      batch: the rows of one device.
+      cut: the same, cut into micro-batches.
+    """
+    manual = frozenset(axis for axis in engine.manual_axes(layout) if layout.mesh.shape[axis] > 1)
+    params, state = given
+    part = put_back(cut.mask, jax.tree.map(lambda x: x[0], cut.turns), batch)
+    rows = manual.intersection(layout.sum_axes)
+    positions = rows.difference(layout.batch_axes)  # of a context, which may split an array without rows
+    facts = (
+        jax.tree.map(lambda placement: manual.intersection(axes_of(placement.store)), layout.params),
+        jax.tree.map(lambda placement: manual.intersection(axes_of(placement.use)), layout.state),
+        jax.tree.map(lambda has_rows: rows if has_rows else positions, cut.mask),
+        rows,
+    )
+    frozen = jax.tree.map(lambda _: None, params)
+
+    def loss(params: PyTree, state: PyTree, batch: PyTree, row: Any) -> Loss:
+        return call(params, frozen, state, batch, row)
+
+    args = params, state, part, cut.first_rows[0]
+    return Part(loss, args, cut.mask, facts, manual, engine.microbatches, f"js.{engine.name}()")
+
+
+def find_state_rules(part: Part) -> StateRules:
+    """Find the rule for every array of the state that a loss returns.
+
+    The loss is traced, once more with twice the rows where an array is made of none of their data.
+
+    Raises:
+      Unsuited: an array has no rule: an integer that may differ between the parts of the batch, or one that depends on
+        how many rows there are and on none of their data; names each with what to declare.
+    """
+    program, old, loss = part.trace()
+    if program.out is None:
+        next_state(old, loss)  # refuses an update alone
+        return NO_STATE
+    facts = differing(program.closed, _facts_of_leaves(part), part.manual)
+    before = _by_path(old) if loss.update is None else {}
+    nodes = _rules_declared(program.out)
+    leaves = jax.tree_util.tree_leaves_with_path(program.out)
+    tree = jax.tree.structure(program.out)
+    paths = tuple(path_str(path) for path, _ in leaves)
+    rules = [
+        declared or ("kept" if var is before.get(path) else _rule_of(var, fact, part.microbatches))
+        for declared, path, (_, var), fact in zip(nodes, paths, leaves, facts, strict=True)
+    ]
+    undeclared = [i for i, rule in enumerate(rules) if rule in ("once", "mean") and not nodes[i]]
+    counted = [i for i in undeclared if part.shares_rows and _ROWS not in facts[i]]
+    bad = dict.fromkeys(_depend_on_row_count(part, program, counted), _COUNTS)
+    bad |= {i: _DIFFERS for i, rule in enumerate(rules) if rule is None}
+    raise_all(
+        (f"{paths[i]} {_describe(leaves[i][1])}: {bad[i]}" for i in sorted(bad)),
+        Unsuited,
+        f"{part.who}: the loss sees some of the rows at a time, and what it returns as the model's new state can't be "
+        "combined over all of them. Return a contribution in js.Loss(state=...): js.Sum(x) is added to the old state, "
+        'js.Max(x) raises it (of a module: js.linen(..., state={"path": "sum"}), js.nnx likewise), or use '
+        "js.auto() without micro-batches, where the loss sees all rows. These arrays have no rule",
+    )
+    found = tuple(rule for rule in rules if rule is not None)
+    like = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for _, var in leaves)
+    return StateRules(tree, paths, found, like, loss.update)
+
+
+_COUNTS = (
+    "depends on the number of rows at hand and on none of their data, as n + x.shape[0] does; return js.Sum of what "
+    "these rows add"
+)
+_DIFFERS = (
+    "is no floating array, of which the mean could be taken, and may differ between parts of the batch; return js.Sum "
+    "of what these rows add, js.Max, or make it in js.Loss(update=...)"
+)
+
+
+def _facts_of_leaves(part: Part) -> list[Axes]:
+    """Return the fact about every input; arrays with rows differ between parts of the batch as well."""
+    params, state, batch, row = part.facts
+    batch = jax.tree.map(lambda fact, has_rows: fact | {_ROWS} if has_rows else fact, batch, part.has_rows)
+    return [*jax.tree.leaves((params, state, batch)), row | {_ROWS}]
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _rules_declared(state: PyTree) -> list[Rule | None]:
+    """Return the rule that each array of a state is declared to have, in the order of leaves; None without one."""
+    found: list[Rule | None] = []
+    for node in jax.tree.leaves(state, is_leaf=is_declared):
+        rule: Rule | None = "max" if isinstance(node, Max) else "sum" if isinstance(node, (Sum, Mean)) else None
+        found += [rule] * len(jax.tree.leaves(node))
+    return found
+
+
+def _rule_of(var: Any, fact: Axes, microbatches: int) -> Rule | None:
+    if not (fact - {_ROWS} if microbatches == 1 else fact):
+        return "once"
+    return "mean" if jnp.issubdtype(var.aval.dtype, jnp.inexact) else None
+
+
+def _depend_on_row_count(part: Part, program: Program, which: Sequence[int]) -> list[int]:
+    """Return which of some results are made by another program if there are twice as many rows."""
+    if not which:
+        return []
+    try:
+        other, _, _ = part.with_rows_twice().trace()
+    except (TypeError, ValueError, AssertionError):
+        return []  # a loss of so many rows and no others: nothing can be told
+    return [i for i in which if not made_alike(program.closed, other.closed, i)]
+
+
+def _describe(var: Any) -> str:
+    return f"{var.aval.dtype}{list(var.aval.shape)}"

@@ -1,0 +1,87 @@
+"""Whether two traced programs make a result in the same way: the same equations of the same numbers.
+
+Made to compare traces of one function on inputs of other shapes: `n + x.shape[0]` is `n + 16` in one and `n + 32` in
+the other, while `0.9 * teacher + 0.1 * w` is the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxshard.core.compat import replace_equations
+from jaxshard.core.jaxpr import eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
+
+_COMPARED = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
+"""Parameters of equations that are compared; others, such as functions, may differ from trace to trace."""
+
+
+def made_alike(one: Any, other: Any, result: int) -> bool:
+    """Return whether two programs make a result in the same way.
+
+    Args:
+      one: a closed jaxpr.
+      other: another with as many inputs and results, which may have other shapes.
+      result: the index of the result.
+    """
+    one, other = inline_calls(one), inline_calls(other)
+    return _same(_only(one, result), _only(other, result), (one.consts, other.consts))
+
+
+def _only(program: Any, index: int) -> Any:
+    """Return the program of one result, without what that does not need."""
+    jaxpr, _ = open_jaxpr(program)
+    outs = [jaxpr.outvars[index]]
+    steps, _ = needed_equations(jaxpr.eqns, outs, set())
+    return eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, outs, steps))[0]
+
+
+def _same(one: Any, other: Any, consts: tuple[Sequence[Any], Sequence[Any]] = ((), ())) -> bool:
+    """Return whether two jaxprs are the same; variables count by where they are made."""
+    if len(one.invars) != len(other.invars) or len(one.outvars) != len(other.outvars):
+        return False
+    names: dict[Any, Any] = dict(zip(one.invars, other.invars))
+    values = dict(zip(one.constvars, consts[0])), dict(zip(other.constvars, consts[1]))
+    names |= dict(zip(one.constvars, other.constvars))
+
+    def same_atoms(a: Any, b: Any) -> bool:
+        if any(isinstance(atom, Literal) for atom in (a, b)):
+            return type(a) is type(b) and _equal(a.val, b.val)
+        known: Any = names.get(a)
+        if known is not b or a.aval != b.aval:
+            return False
+        return a not in values[0] or _equal(values[0][a], values[1].get(b))
+
+    # Equations without results, such as callbacks, make nothing.
+    steps = [[eqn for eqn in jaxpr.eqns if eqn.outvars] for jaxpr in (one, other)]
+    if len(steps[0]) != len(steps[1]):
+        return False
+    for a, b in zip(*steps):
+        if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
+            return False
+        if not all(map(same_atoms, a.invars, b.invars)) or not _same_parameters(a.params, b.params):
+            return False
+        names |= dict(zip(a.outvars, b.outvars))
+    return all(map(same_atoms, one.outvars, other.outvars))
+
+
+def _same_parameters(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return bool(one.keys() == other.keys()) and all(_same_parameters(one[name], other[name]) for name in one)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_same_parameters, one, other))
+    if hasattr(open_jaxpr(one)[0], "eqns") and hasattr(open_jaxpr(other)[0], "eqns"):
+        (a, of_a), (b, of_b) = open_jaxpr(one), open_jaxpr(other)
+        return _same(a, b, (of_a, of_b))
+    return not isinstance(one, _COMPARED) or bool(one == other)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two numbers or arrays of a program are the same; those that are traced count by their types."""
+    if any(isinstance(x, jax.core.Tracer) for x in (one, other)):
+        return bool(np.shape(one) == np.shape(other))
+    return bool(np.array_equal(np.asarray(one), np.asarray(other)))
