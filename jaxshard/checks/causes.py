@@ -64,7 +64,11 @@ def find_causes(
     factors = _describe_factors(failures, step.layout)
     found = _compare_parts(step, model, batch, key, bind) if failed & {"loss", "gradient"} else ()
     if "state" in failed and not step.engine.compiler_chooses and not any(_STATISTICS in text for text in found):
-        found = (*found, f"the model's new state is computed by each device from its own rows: {_STATISTICS}")
+        found = (
+            *found,
+            "the model's new state is the mean of what each device computes from its own rows: what adds up over rows "
+            f"is returned as js.Sum in js.Loss(state=...); {_STATISTICS}",
+        )
     if not found and factors:
         found = (
             "the loss does add up over the rows, so something is summed over devices twice, or never: leave "

@@ -9,6 +9,7 @@ difference in a gradient near zero a whole step in the parameter.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,12 +25,14 @@ from jaxshard.checks.causes import Bind, find_causes
 from jaxshard.checks.collectives.inserted import warn_of_inserted
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
 from jaxshard.checks.separating import make_separating
+from jaxshard.core.average import is_average
 from jaxshard.core.compat import unbound_axis_name
 from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
 from jaxshard.core.local import local_of
 from jaxshard.core.loss import Loss, Mean, as_loss
 from jaxshard.core.mesh import axis_size, mesh_str
+from jaxshard.core.model_state import next_state
 from jaxshard.core.pictures import page
 from jaxshard.core.settings import no_mesh, own_settings
 from jaxshard.core.strategy import Strategy
@@ -37,7 +40,6 @@ from jaxshard.core.text_table import Table
 from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract, check_arrays
 from jaxshard.core.types import InitFn, LossFn, PyTree
-from jaxshard.engines.accumulate import next_state
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
@@ -50,6 +52,7 @@ from jaxshard.training.step import Step
 from jaxshard.training.views import unstore
 
 GIVEN = "the given one"
+SECOND = "the given one in a second step, with the state moved by a factor"
 
 DIFFERS = "DIFFERS"
 """The verdict at the end of a line of the table."""
@@ -189,6 +192,10 @@ def parity(
     tree's. A gradient that is under 1e-6 of the tree's largest on both sides counts as zero, for that of a bias before
     BatchNorm, say, is nothing but rounding. Integers must be equal.
 
+    A second step follows, from the same parameters but with another key, and with the state of the first one, its
+    floats times 1.25: a state that starts as zeros or as a copy of the parameters hides what is done with it. The notes
+    say of each array of the state what is proven of it, and how devices and micro-batches combine it (see `js.Loss`).
+
     `tx` updates twice, given the same gradients on both sides (those of one device), and the second updates are
     compared. So neither Adam's amplification of rounding nor a rate that warms up from zero blurs the comparison.
 
@@ -253,47 +260,96 @@ def parity(
             plan = layout(strategy, mesh, make, both, trainable=trainable)
             step = Step(loss_fn, both, plan, engine, guarded=False)  # what is not finite is to be seen
             check_batch(plan, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
-            step_key = jax.random.fold_in(run_key(seed), 0)
-            alone = _OneDevice(loss_fn, plan, start, batch, step_key, notes)
-            expected = alone.step(batch)
+            alone = _OneDevice(loss_fn, plan, start, batch, seed, notes)
+            first_step = _Trial(GIVEN, batch, split_model(start)[1], 0)
+            expected = alone.step(first_step)
             updates = jax.jit(partial(_update_alone, tx))(expected.grads, alone.chosen)
+            after = put_back(plan.trainable, optax.apply_updates(alone.chosen, updates), split_model(start)[0])
         # Read before it runs: a step whose devices wait for each other would not end.
         warn_of_inserted(step.choices, step.compile(batch), mesh)
         run = init(make, both, plan, seed, init_from=start)
         given = jax.tree.map(partial(put_stored, layout=plan), expected.grads, plan.opt_state["given"])
         run = run._replace(opt_state=run.opt_state | {"given": given})
 
-        def compare(batch: PyTree, expected: _Results) -> Parity:
-            new, metrics = step(jax.tree.map(jnp.copy, run), batch)
+        def compare(trial: _Trial, expected: _Results) -> Parity:
+            state = jax.tree.map(partial(put_stored, layout=plan), trial.state, plan.state)
+            number = jnp.full_like(run.step, trial.number)
+            new, metrics = step(jax.tree.map(jnp.copy, run._replace(state=state, step=number)), trial.batch)
             losses = float(metrics["loss"]), float(expected.loss)
             found = [compare_losses(*losses, _LOSS_SHARE * tolerance)]
             for what, placements, ours, theirs in (
                 ("gradient", plan.opt_state["grads"], new.opt_state["grads"], expected.grads),
                 ("update", plan.opt_state["updates"], new.opt_state["updates"], updates),
-                ("state", plan.state, new.state, expected.state),
+                ("state", plan.state, new.state, _with_averages(trial, expected.state, after)),
             ):
                 found += compare_trees(what, unstore(placements, jax.tree.map(to_numpy, ours)), theirs, tolerance)
             return Parity(f"{mesh_str(mesh)} under js.{engine.name}()", losses, tuple(found), notes=tuple(notes))
 
         if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates)):
             notes.append("all updates are zero on one device, so that nothing is said about the optimizer")
-        report, tried = compare(batch, expected), [GIVEN]
+        trial, report, tried = first_step, compare(first_step, expected), [GIVEN]
+        notes += _tell_state(step, batch) if report.ok else []
+        # A state that starts as a copy of the parameters, or as zeros, hides what is done with it.
+        moved = jax.tree.map(_perturb, _with_averages(first_step, expected.state, after))
         parts = 1 if engine.compiler_chooses else engine.microbatches * axis_size(mesh, plan.batch_axes)
-        for name, other in make_separating(batch, plan.rows_mask(batch), parts) if report.ok else ():
+        others = itertools.chain([(SECOND, batch)], make_separating(batch, plan.rows_mask(batch), parts))
+        for name, other in others if report.ok else ():
+            trial = _Trial(name, other, moved, 1)
             with no_mesh(), jax.default_device(first):
-                expected = alone.step(other)
+                expected = alone.step(trial)
             if not all(np.isfinite(to_numpy(x)).all() for x in jax.tree.leaves((expected.loss, expected.grads))):
                 notes.append(f"{name}: not finite on one device, so that this batch says nothing")
                 continue
-            batch, report = other, compare(other, expected)
-            tried.append(name)
+            report = compare(trial, expected)
+            if not report.ok or name != SECOND:
+                tried.append(name)
             if not report.ok:
                 break
         report = replace(report, batches=tuple(tried), notes=tuple(notes))
         if report.ok or not np.isfinite(report.losses[1]):
             return report
-        model = join_model(*split_model(start))
-        return replace(report, why=find_causes(report.failures, step, model, batch, step_key, alone.bind))
+        model, key = join_model(split_model(start)[0], trial.state), alone.key_of(trial)
+        return replace(report, why=find_causes(report.failures, step, model, trial.batch, key, alone.bind))
+
+
+class _Trial(NamedTuple):
+    """One step that is taken on both sides.
+
+    Attributes:
+      name: what is special about it.
+      batch: the global batch.
+      state: the model's state before it.
+      number: the step's number, from 0 on.
+    """
+
+    name: str
+    batch: PyTree
+    state: PyTree
+    number: int
+
+
+def _perturb(x: jax.Array) -> jax.Array:
+    return x * 1.25 if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _with_averages(trial: _Trial, new: PyTree, params: PyTree) -> PyTree:
+    """Return the new state on one device, with each `js.Average` updated from the new parameters."""
+
+    def choose(old: Any, new: Any) -> Any:
+        return old.next(params, jnp.int32(trial.number)) if is_average(old) else new
+
+    return jax.tree.map(choose, trial.state, new, is_leaf=is_average)
+
+
+def _tell_state(step: Step, batch: PyTree) -> list[str]:
+    """Say what is proven of each array of the model's state, and how it is combined."""
+    layout = step.layout
+    if not jax.tree.leaves(layout.shapes.state):
+        return []
+    rules = step.engine.state_rules(step.objective, layout, batch)
+    if rules is None:
+        return ["state: the loss sees the whole batch, so that what it returns is the new state"]
+    return [*rules.describe(), "state: its floats times 1.25 in a second step, from the same parameters"]
 
 
 class _Results(NamedTuple):
@@ -310,25 +366,33 @@ class _OneDevice:
     Attributes:
       chosen: the trained parameters.
       bind: makes a function that names mesh axes runnable there.
-      step: batch -> results.
     """
 
-    def __init__(self, loss_fn: LossFn, plan: Layout, model: PyTree, batch: PyTree, key: jax.Array, notes: list[str]):
+    def __init__(self, loss_fn: LossFn, plan: Layout, model: PyTree, batch: PyTree, seed: jax.Array, notes: list[str]):
         params, state = split_model(model)
         mask = plan.trainable
 
-        def objective(chosen: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        def objective(chosen: PyTree, state: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
             loss: Loss = as_loss(loss_fn(join_model(put_back(mask, chosen, params), state), batch, key))
             value = loss.value.value if isinstance(loss.value, Mean) else loss.value
             return value, next_state(state, loss)
 
-        def step(chosen: PyTree, batch: PyTree) -> _Results:
-            (loss, state), grads = jax.value_and_grad(objective, has_aux=True)(chosen, batch)
+        def step(*args: Any) -> _Results:
+            (loss, state), grads = jax.value_and_grad(objective, has_aux=True)(*args)
             return _Results(loss, grads, state)
 
-        self.chosen = select(mask, params)
-        self.bind = _make_bind(step, plan, (self.chosen, batch), notes)
-        self.step: Callable[[PyTree], _Results] = partial(jax.jit(self.bind(step)), self.chosen)
+        self.chosen, self._seed = select(mask, params), seed
+        self.bind = _make_bind(step, plan, (self.chosen, state, batch, seed), notes)
+        self._step = jax.jit(self.bind(step))
+
+    def key_of(self, trial: _Trial) -> jax.Array:
+        """Return the key of a step."""
+        return jax.random.fold_in(run_key(self._seed), trial.number)
+
+    def step(self, trial: _Trial) -> _Results:
+        """Return the results of a step."""
+        results: _Results = self._step(self.chosen, trial.state, trial.batch, self.key_of(trial))
+        return results
 
 
 def _update_alone(tx: Any, grads: PyTree, chosen: PyTree) -> PyTree:

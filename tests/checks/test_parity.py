@@ -424,7 +424,9 @@ def test_state_that_each_device_computes_from_its_rows():
         return js.Model(init_fn(key), {"largest": jnp.zeros(()), "seen": jnp.zeros((), jnp.int32)})
 
     report = run(loss_fn, init=init)
-    check_fails(report, ["new state is computed by each device from its own rows: .*js.auto"], kinds=("state",))
+    check_fails(
+        report, ["new state is the mean of what each device computes from its own rows: .*js.auto"], kinds=("state",)
+    )
     assert [one.name for one in report.failures] == ["state largest"]
 
 
@@ -436,3 +438,48 @@ def test_what_can_not_be_compared_is_refused():
         js.parity(init_fn, plain, optax.sgd(0.1), js.ddp(), mesh, make_batch())
     with pytest.raises(ValueError, match=r"names an axis that it does not run over \(unbound axis name: other"):
         run(lambda params, batch, key: js.Mean(lax.psum(1.0, "other"), 1.0))
+
+
+# The model's state
+
+
+def stateful(new):
+    """A model with a state of a float and an integer, and its loss; `new(state, batch)` is the new state."""
+
+    def init(key):
+        return js.Model(init_fn(key), {"sum": jnp.zeros(()), "steps": jnp.zeros((), jnp.int32)})
+
+    def loss(model, batch, key):
+        return js.Loss(plain(model.params, batch, key), state=new(model.state, batch))
+
+    return init, loss
+
+
+def test_what_is_proven_of_each_kind_of_state_is_told():
+    """State to 1e-5."""
+    init, loss = stateful(lambda old, batch: {"sum": js.Sum(batch["weights"].sum()), "steps": old["steps"] + 1})
+    report = run(loss, init=init)
+    assert report.ok
+    assert [note for note in report.notes if note.startswith("state")] == [
+        "state, proven equal on all devices and in all micro-batches and taken once: steps",
+        "state, declared, added over devices and micro-batches: sum/value",
+        "state: its floats times 1.25 in a second step, from the same parameters",
+    ]
+
+
+@pytest.mark.parametrize(
+    "new, last",
+    [
+        (lambda old, batch: old | {"sum": old["sum"] + batch["weights"].sum()}, "the given one"),
+        # Nothing comes of it while the state is zero.
+        (lambda old, batch: old | {"sum": 1 + old["sum"] * batch["weights"].sum()}, "the given one in a second step"),
+    ],
+    ids=["first step", "second step"],
+)
+def test_a_float_that_adds_up_over_rows_but_is_averaged_is_found(new, last):
+    """No program tells it from a mean."""
+    init, loss = stateful(new)
+    report = run(loss, init=init)
+    assert [one.name for one in report.failures] == ["state sum"]
+    assert report.batches[-1].startswith(last)
+    assert any("js.Sum" in line for line in report.why)
