@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxshard.core.types import PyTree
@@ -53,7 +54,7 @@ class Mean:
     exact on every mesh. A mean of local means would not be, where devices hold different numbers of tokens.
 
     Means add (`ce + 0.01 * aux`: each term keeps its own weight) and scale by numbers. No gradient passes through a
-    weight, so it must not depend on the parameters.
+    weight, so it must not depend on the parameters. Both are kept in f32 at least: in bf16 a count stops at 256.
 
     Args:
       total: a scalar, the sum of the weighted values of the rows at hand.
@@ -125,7 +126,7 @@ def _mean(totals: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> Mean
 
 def _float_dtype(number: Any) -> Any:
     dtype = jnp.result_type(number)
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+    return sum_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
 def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
@@ -147,6 +148,10 @@ def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Arr
 
 class Sum(NamedTuple):
     """A metric that adds up over rows, such as a count.
+
+    Within a batch it is added over devices and micro-batches in its own dtype, in f32 or 32-bit integers at least. An
+    int32 of more than 2**31 in one batch wraps around, as `jnp.sum` of it does: make such a sum of floats. Over batches
+    `js.combine` and `js.evaluate` add exactly.
 
     Attributes:
       value: an array of any shape, summed over the rows at hand.
@@ -239,8 +244,23 @@ def lowest_value(dtype: Any) -> Any:
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
+def sum_dtype(dtype: Any) -> Any:
+    """Return the dtype in which numbers of a dtype are added: f32 or 32-bit integers at least."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.promote_types(dtype, jnp.float32)
+    if dtype == jnp.bool_:
+        return jnp.dtype(jnp.int32)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.promote_types(dtype, jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+    return dtype
+
+
 def combine(a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
     """Combine one metric of two sets of rows into that of all of them.
+
+    Outside of `jax.jit` the numbers are added on the host, integers in 64 bits and floats in f64, so that many batches
+    neither wrap around nor drift; this waits for both. Inside of it they are added in their own dtype.
 
     Args:
       a: a metric of some rows.
@@ -251,6 +271,40 @@ def combine(a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
         1.0
     """
     if isinstance(a, Max):
-        return Max(jnp.maximum(a.value, b.value))
-    both: Mean | Sum = jax.tree.map(jnp.add, a, b)
+        return Max(_largest(a.value, b.value))
+    both: Mean | Sum = jax.tree.map(_add, a, b)
     return both
+
+
+def on_host(metric: Mean | Sum | Max) -> Mean | Sum | Max:
+    """Return a metric as NumPy arrays, in 64 bits where it is summed; waits for it."""
+    read: Callable[[Any], Any] = np.asarray if isinstance(metric, Max) else _exact
+    found: Mean | Sum | Max = jax.tree.map(lambda x: read(x) if _readable(x) else x, metric)
+    return found
+
+
+def _add(a: Any, b: Any) -> Any:
+    if _readable(a) and _readable(b):
+        return _exact(a) + _exact(b)
+    return jnp.add(*(jnp.asarray(x, sum_dtype(jnp.result_type(x))) for x in (a, b)))
+
+
+def _largest(a: Any, b: Any) -> Any:
+    if _readable(a) and _readable(b):
+        return np.maximum(np.asarray(a), np.asarray(b))
+    return jnp.maximum(a, b)
+
+
+def _readable(x: Any) -> bool:
+    """Return whether this process can read the number: it is no tracer, and no array that is split over processes."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def _exact(x: Any) -> np.ndarray:
+    """Read a number, or an array of them, into the widest dtype of its kind."""
+    x = np.asarray(x)
+    kinds = ((jnp.floating, np.float64), (jnp.unsignedinteger, np.uint64), (jnp.complexfloating, np.complex128))
+    wide: Any = next((wide for kind, wide in kinds if jnp.issubdtype(x.dtype, kind)), np.int64)
+    return x.astype(wide)

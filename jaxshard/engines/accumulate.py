@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxshard.core.compat import without_callbacks
 from jaxshard.core.jaxpr import Program, eliminate_dead_code, open_jaxpr
-from jaxshard.core.loss import Loss, Max, Mean, Sum, weighted_sum
+from jaxshard.core.loss import Loss, Max, Mean, Sum, sum_dtype, weighted_sum
 from jaxshard.core.model_state import next_state
 from jaxshard.core.row_axes import taking_turns
 from jaxshard.core.types import PyTree
@@ -151,5 +151,5 @@ def _combine_turns(metric: Mean | Sum | Max) -> Mean | Sum | Max:
     """Combine a metric whose numbers are stacked, [turns]."""
     if isinstance(metric, Max):
         return Max(metric.value.max(0))
-    combined: Mean | Sum = jax.tree.map(lambda x: x.sum(0), metric)
+    combined: Mean | Sum = jax.tree.map(lambda x: x.sum(0, dtype=sum_dtype(x.dtype)), metric)
     return combined

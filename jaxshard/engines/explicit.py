@@ -17,7 +17,7 @@ from jaxshard.adapt.remat import RematPolicy
 from jaxshard.core.checked_moves import CHECKED, checked_gather
 from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
 from jaxshard.core.layout import Layout, put_back, select
-from jaxshard.core.loss import Loss, Max, Mean, Sum
+from jaxshard.core.loss import Loss, Max, Mean, Sum, sum_dtype
 from jaxshard.core.ordered_sums import ORDERED
 from jaxshard.core.placement import Placement, axes_of, only_axes
 from jaxshard.core.tree import row_count
@@ -356,5 +356,5 @@ def combine_over(metric: Mean | Sum | Max, axes: tuple[str, ...], sums: Sums = N
     """Combine a metric of each device's rows to that of all rows. One all-reduce of each of its numbers."""
     if isinstance(metric, Max):
         return Max(all_max(metric.value, axes))
-    combined: Mean | Sum = jax.tree.map(lambda x: sum_scalar(x, axes, sums), metric)
+    combined: Mean | Sum = jax.tree.map(lambda x: sum_scalar(x.astype(sum_dtype(x.dtype)), axes, sums), metric)
     return combined

@@ -22,7 +22,7 @@ from jaxshard.core.batch_rows import describe_differing, name_those_without, row
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.known_model import check_function, known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
-from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value
+from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value, on_host, sum_dtype
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings, settings_of, with_own_settings
@@ -213,23 +213,46 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
       batches: global batches, the largest first; the last may be shorter.
 
     Returns:
-      {name: the exact mean, sum or maximum over all rows}, however they are spread over batches.
+      {name: the exact mean, sum or maximum over all rows}, however they are spread over batches. Batches are added up
+      on the host, integers in 64 bits and floats in f64, each while the next one runs.
 
     Raises:
       ValueError: there are no batches.
+      TypeError: a metric of several numbers, such as a histogram; combine these by `js.combine`.
 
     Example:
         js.evaluate(eval_step, run, held_out)     # {"loss": 3.21, "accuracy": 0.4}
     """
     total: Results = {}
+    unread: Results = {}
     for batch in batches:
         result = eval_step(run, batch)
-        with settings_of(result):
-            total = {name: combine(total[name], metric) for name, metric in result.items()} if total else result
+        # One batch late: reading waits for the devices, which have the next one to do by then.
+        total, unread = _add_results(total, unread), result
+    total = _add_results(total, unread)
     if not total:
         raise ValueError("there are no batches to evaluate: the held-out data is empty or the iterator is used up")
-    with settings_of(total):
-        return {name: float(metric.value) for name, metric in total.items()}
+    return {name: _number(name, metric) for name, metric in total.items()}
+
+
+def _add_results(total: Results, found: Results) -> Results:
+    """Add the results of a batch to those before it, on the host."""
+    with settings_of(found):
+        return {name: combine(total[name], one) if total else on_host(one) for name, one in found.items()} or total
+
+
+def _number(name: str, metric: Mean | Sum | Max) -> float:
+    """Return a metric on the host as a number; the sum over terms of total / weight, a term of weight 0 being 0."""
+    if isinstance(metric, Mean):
+        terms = zip(metric.totals, metric.weights, strict=True)
+        return sum((float(total) / float(weight) for total, weight in terms if weight != 0), start=0.0)
+    if np.size(metric.value) != 1:
+        raise TypeError(
+            f"evaluate: the metric {name!r} has the shape {list(np.shape(metric.value))}, but a number is returned for "
+            "each; add up the results of eval_step by js.combine yourself, or return its entries under names of their "
+            "own"
+        )
+    return float(np.asarray(metric.value).item())
 
 
 Evaluate = Callable[..., Results]
@@ -327,7 +350,7 @@ def _combine_rows(metric: Mean | Sum | Max, counts: jax.Array) -> Mean | Sum | M
 
     if isinstance(metric, Max):
         return Max(jnp.max(only(metric.value, lowest_value(metric.value.dtype)), 0))
-    combined: Mean | Sum = jax.tree.map(lambda x: jnp.sum(only(x, 0), 0), metric)
+    combined: Mean | Sum = jax.tree.map(lambda x: jnp.sum(only(x, 0), 0, dtype=sum_dtype(x.dtype)), metric)
     return combined
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,10 +59,15 @@ def test_a_share_of_the_global_mean():
     assert float(weighted_sum(js.Mean(6.0, 3.0), (jnp.float32(12),))) == 0.5
 
 
-def test_integers_become_floats_and_floats_keep_their_dtype():
+def test_totals_and_weights_are_kept_in_f32_at_least():
+    """In bf16 a weight of 257 is 256, and one more micro-batch of one token is lost."""
     mean = js.Mean(jnp.int32(3), True)
     assert mean.totals[0].dtype == mean.weights[0].dtype == jnp.float32
-    assert js.Mean(jnp.bfloat16(3), 1).totals[0].dtype == jnp.bfloat16
+    assert js.Mean(jnp.bfloat16(3), jnp.float16(1)).totals[0].dtype == jnp.float32
+    weights = [js.Mean(jnp.bfloat16(1), jnp.bfloat16(weight)) for weight in (256, 1)]
+    assert float(js.combine(*weights).weights[0]) == 257
+    with jax.enable_x64(True):
+        assert js.Mean(jnp.float64(3), 1).totals[0].dtype == jnp.float64
 
 
 def test_means_are_trees():
@@ -72,6 +79,42 @@ def test_means_are_trees():
 def test_sums_and_maxima_combine():
     assert js.combine(js.Sum(2), js.Sum(3)) == js.Sum(5)
     assert js.combine(js.Max(2), js.Max(3)) == js.Max(3)
+
+
+@pytest.mark.parametrize(
+    "value, times, total",
+    [
+        (jnp.int32(2**30), 5, 5 * 2**30),
+        (jnp.uint8(200), 3, 600),
+        (jnp.bool_(True), 3, 3),
+        (jnp.bfloat16(1), 300, 300),
+        (jnp.float32(2**24), 1, 2**24),
+        (jnp.float32(1), 3, 3),
+        (np.int64(2**40), 3, 3 * 2**40),
+    ],
+    ids=str,
+)
+def test_sums_neither_wrap_nor_drift(value, times, total):
+    found = js.Sum(value)
+    for _ in range(times - 1):
+        found = js.combine(found, js.Sum(value))
+    assert int(found.value) == total
+
+
+def test_a_number_added_to_a_large_one_is_not_lost():
+    large = js.combine(js.Sum(jnp.float32(2**24)), js.Sum(jnp.float32(1)))
+    assert float(large.value) == 2**24 + 1
+    many = functools.reduce(js.combine, [js.Mean(jnp.float32(21.6), jnp.float32(8))] * 20_000)
+    assert float(many.value) == pytest.approx(float(np.float32(21.6)) / 8, rel=1e-7)
+
+
+def test_metrics_combine_inside_of_jit():
+    def add(a, b):
+        return js.combine(js.Sum(a), js.Sum(b)).value
+
+    added = jax.jit(add)
+    assert [int(added(jnp.array(x), jnp.array(x))) for x in (True, np.uint8(200), np.int32(7))] == [2, 400, 14]
+    assert float(jax.jit(js.combine)(js.Max(jnp.float32(2)), js.Max(jnp.float32(3))).value) == 3
 
 
 @pytest.mark.parametrize("number", [jnp.ones(3), np.ones((1,))])

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,15 @@ def test_a_mixture_has_the_weights_and_every_row_once_per_epoch():
         mine = seen[seen // 1000 == i] - 1000 * i
         for epoch in mine.reshape(-1, size):
             assert sorted(epoch) == list(range(size)), name
+
+
+def test_rows_beyond_two_to_the_31_are_counted():
+    """The step of a run is an int32 array: times a batch of 4096 it wraps around from step 524,288 on."""
+    mixed = data.mixture({name: (numbered(0, 50, batch=4096), 0.5) for name in ("a", "b")}, seed=0)
+    step = jnp.int32(1_000_000)
+    assert mixed.rows_before(step) == {"a": 2_048_000_000, "b": 2_048_000_000}
+    at = np.arange(3)
+    np.testing.assert_array_equal(mixed.rows(step, at)["tokens"], mixed.rows(1_000_000, at)["tokens"])
 
 
 def test_a_source_keeps_its_own_order():

@@ -76,6 +76,71 @@ def test_one_batch_gives_open_means():
     assert both == pytest.approx(whole, rel=1e-6)
 
 
+def test_sums_over_many_batches_neither_wrap_nor_drift():
+    """Tokens beyond 2**31 exactly, and a mean of 20,000 batches within 1e-9 of the numbers of a batch."""
+    layout = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, TX)
+    run = js.init(init_fn, TX, layout, 0)
+
+    def count_fn(model, batch):
+        return {
+            "tokens": js.Sum(batch["n"].sum()),
+            "flags": js.Sum(batch["n"].max() > 0),
+            "most": js.Max(batch["n"].max()),
+        }
+
+    batches = [{"n": np.full(16, 2**26, np.int32)}] * 4 + [{"n": np.full(9, 2**26, np.int32)}]
+    found = js.evaluate(js.make_eval_step(count_fn, layout), run, batches)
+    assert found == {"tokens": 73 * 2**26, "flags": 13, "most": 2**26}  # a short batch is evaluated row by row
+
+    one = {"loss": js.Mean(jnp.float32(21.6), jnp.float32(8)) + js.Mean(jnp.float32(5), jnp.float32(0))}
+    mean = js.evaluate(lambda run, batch: one, run, range(20_000))["loss"]
+    assert mean == pytest.approx(float(np.float32(21.6)) / 8, rel=1e-9)
+
+
+def test_a_batch_is_read_when_the_next_one_was_started():
+    """Reading waits for the devices, so they have the next batch to do by then."""
+    order = []
+
+    class Result:
+        def __init__(self, number):
+            self.number = number
+            order.append(f"start {number}")
+
+        def __array__(self, dtype=None, copy=None):
+            order.append(f"read {self.number}")
+            return np.array(self.number, np.float32)
+
+    assert js.evaluate(lambda run, batch: {"sum": js.Sum(Result(batch))}, None, range(3)) == {"sum": 3}
+    assert order == ["start 0", "start 1", "read 0", "start 2", "read 1", "read 2"]
+
+
+def test_a_metric_of_several_numbers_is_named():
+    with pytest.raises(TypeError, match=r"the metric 'load' has the shape \[3\], but a number is returned"):
+        js.evaluate(lambda run, batch: {"load": js.Sum(jnp.ones(3))}, None, [0])
+
+
+@pytest.mark.parametrize(
+    "engine", [js.explicit(), js.explicit(microbatches=2), js.auto(microbatches=2)], ids=["each", "two", "auto"]
+)
+def test_small_integers_and_flags_do_not_wrap_within_a_batch(engine):
+    def loss_fn(model, batch, key):
+        small = js.Sum(batch["x"].max().astype(jnp.int8) + jnp.int8(100))
+        flag, half = js.Sum(batch["x"].max() < 9), js.Sum(jnp.bfloat16(33))
+        metrics = {"small": small, "flag": flag, "half": half}
+        return js.Loss(js.Mean(jnp.square(batch["x"] @ model["w"]).sum(), len(batch["x"])), metrics=metrics)
+
+    def init(key):
+        return {"w": jnp.ones(4)}
+
+    layout = js.layout(js.ddp(), js.make_mesh(data=8), init, TX)
+    step = js.make_step(loss_fn, TX, layout, engine=engine)
+    _, metrics = step(js.init(init, TX, layout, 0), {"x": np.zeros((16, 4), np.float32)})
+    parts = (1 if engine.compiler_chooses else 8) * engine.microbatches
+    assert {name: float(metrics[name]) for name in ("small", "flag", "half")} == {
+        "small": 100 * parts, "flag": parts, "half": 33 * parts,
+    }  # fmt: skip
+
+
 def test_what_is_infinite_in_the_padding_does_not_leak():
     def log_fn(model, batch):
         return {"loss": js.Mean(jnp.log(batch["x"][:, 0]).sum() + 0 * model.params["w"].sum(), len(batch["x"]))}

@@ -81,9 +81,7 @@ class DeviceStep:
         Collectives: one all-reduce of a scalar over the axes of rows and context per term of the loss.
         """
         each = jax.vmap(embed_and_head.microbatch_weights)(jnp.arange(self.engine.microbatches))
-        # Counts of tokens in bf16 would stop at 256.
-        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in each]
-        weights = tuple(sum_scalar(x.sum(), self.layout.sum_axes) for x in wide)
+        weights = tuple(sum_scalar(x.sum(), self.layout.sum_axes) for x in each)
         return replace(embed_and_head, loss_weights=weights)
 
     def training_stages(self, embed_and_head: EmbedAndHead, policy: RematPolicy, *, recompute: bool = False) -> Stages:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxshard.adapt.stacked import evaluation
 from jaxshard.core.jaxpr import eliminate_dead_code
-from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss, combine, lowest_value, weighted_sum
+from jaxshard.core.loss import Loss, Max, Mean, Sum, as_loss, combine, lowest_value, sum_dtype, weighted_sum
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.pipeline.floats import fill, floats_of
@@ -191,8 +191,6 @@ def _nothing(metric: Mean | Sum | Max) -> Callable[[Any], jax.Array]:
     def of(x: Any) -> jax.Array:
         if isinstance(metric, Max):
             return jnp.full(x.shape, lowest_value(x.dtype), x.dtype)
-        # Many micro-batches are added up: not in less than f32.
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32) if floating else x.dtype)
+        return jnp.zeros(x.shape, sum_dtype(x.dtype))
 
     return of
