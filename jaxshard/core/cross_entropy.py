@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxshard.core.constrain import constrain, is_split
 
 
-def cross_entropy(logits: Float[Array, "*batch vocab"], labels: Int[Array, "*batch"]) -> Float32[Array, "*batch"]:
+def cross_entropy(
+    logits: Float[Array, "*batch vocab"],
+    labels: Int[Array, "*batch"],
+    *,
+    where: Bool[Array, ...] | None = None,
+    ignore_index: int | None = None,
+) -> Float32[Array, "*batch"]:
     """Compute the negative log-likelihood of labels under logits, in nats and f32.
 
     If the vocabulary is split over a tensor axis, the logits are not gathered: over that axis there are three
@@ -18,37 +27,81 @@ def cross_entropy(logits: Float[Array, "*batch vocab"], labels: Int[Array, "*bat
 
     Args:
       logits: any floating dtype; the reduction is done in f32.
-      labels: integers. One outside of 0 to vocab - 1 has no logit: its loss is the log of the normaliser, so mask it.
+      labels: integers from 0 to vocab - 1. The loss of any other label that is not ignored is NaN, which `js.make_step`
+        reports as a bad step.
+      where: True for labels that count; it broadcasts to the shape of the labels. The loss and all gradients of the
+        others are 0, whatever their labels and logits.
+      ignore_index: a label that does not count, such as -100.
 
     Returns:
-      The loss of each label.
+      The loss of each label. Divide their sum by the number of labels that count, not by `losses.size`.
 
     Raises:
-      ValueError: labels that are not integers or do not have the shape of the logits but for the last dimension.
+      ValueError: labels that are not integers or do not have the shape of the logits but for the last dimension; a
+        `where` that is not boolean or does not broadcast to the labels.
+      TypeError: an `ignore_index` that is no integer.
 
     References:
       Shoeybi et al. 2019, "Megatron-LM", section 3.
 
     Example:
-        losses = js.cross_entropy(logits, batch["labels"])            # f32[batch, seq]
-        return js.Mean(losses.sum(), losses.size)
+        losses = js.cross_entropy(logits, batch["labels"], ignore_index=-100)     # f32[batch, seq]
+        return js.Mean(losses.sum(), (batch["labels"] != -100).sum())
     """
     if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
             f"cross_entropy: logits [..., V] need integer labels [...], got {logits.dtype}{list(logits.shape)} and "
             f"{labels.dtype}{list(labels.shape)}"
         )
+    inside, counts = in_vocabulary(labels, logits.shape[-1]), _find_counted(labels, where, ignore_index)
+    if counts is not None:
+        # Before the loss is computed, not only after: 0 times the gradient of a NaN or infinite logit would be NaN.
+        logits, labels = jnp.where(counts[..., None], logits, 0), jnp.where(counts, labels, 0)
     logits = logits.astype(jnp.float32)
     if is_split("vocab", logits.shape[-1]):
         rows = ("batch", "context", *(None for _ in labels.shape[2:]))[: labels.ndim]
         logits = constrain(logits, (*rows, "vocab"))
-    return compute_nats(logits, labels)
+    nats = jnp.where(inside, compute_nats(logits, labels), jnp.nan)
+    return nats if counts is None else jnp.where(counts, nats, 0)
 
 
 def compute_nats(logits: Float32[Array, "*batch vocab"], labels: Int[Array, "*batch"]) -> Float32[Array, "*batch"]:
-    """Compute what `cross_entropy` does, of logits that are where they should be."""
+    """Compute what `cross_entropy` does for labels from 0 to vocab - 1, of logits that are where they should be."""
     # Not an index: looking a label up would make the partitioner move the logits. Not in the labels' dtype: bytes wrap.
     own = (
         jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == jnp.asarray(labels, jnp.int32)[..., None]
     )
     return jax.nn.logsumexp(logits, axis=-1) - jnp.where(own, logits, 0).sum(-1)
+
+
+def in_vocabulary(labels: Int[Array, "*batch"], vocab: int) -> Bool[Array, "*batch"]:
+    """Return which labels are from 0 to vocab - 1."""
+    # In the labels' dtype, which may have no number as large as the vocabulary: cast to a narrower one they might wrap.
+    last = min(vocab - 1, jnp.iinfo(labels.dtype).max)
+    return (labels >= 0) & (labels <= last)
+
+
+def _find_counted(labels: jax.Array, where: Any, ignore_index: Any) -> jax.Array | None:
+    """Return which labels count, in their shape; None for all of them."""
+    counts = None
+    if where is not None:
+        if jnp.result_type(where) != jnp.bool_:
+            raise ValueError(
+                f"cross_entropy: where must be boolean, True for labels that count, got {jnp.result_type(where)}; "
+                "write where=mask != 0, and multiply the losses by weights"
+            )
+        try:
+            counts = jnp.broadcast_to(where, labels.shape)
+        except ValueError:
+            raise ValueError(
+                f"cross_entropy: where {list(jnp.shape(where))} does not broadcast to the labels {list(labels.shape)}"
+            ) from None
+    if ignore_index is None:
+        return counts
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
+        raise TypeError(f"cross_entropy: ignore_index must be an integer such as -100, got {ignore_index!r}")
+    bounds = jnp.iinfo(labels.dtype)
+    if not bounds.min <= ignore_index <= bounds.max:  # no label of this dtype
+        return counts
+    kept = labels != int(ignore_index)
+    return kept if counts is None else counts & kept

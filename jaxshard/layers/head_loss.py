@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxshard.core.constrain import TOKENS, constrain, is_split, split_count
-from jaxshard.core.cross_entropy import compute_nats
+from jaxshard.core.cross_entropy import compute_nats, in_vocabulary
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.marks import is_marking
 from jaxshard.core.weight_chunks import Chunks, cut_weight, parts_in_use
@@ -64,9 +64,9 @@ def head_loss(
     Args:
       x: what the last block returned, normalized.
       kernel: the output matrix [width, vocab], or with `tied` the embedding table [vocab, width].
-      labels: integers. One outside of 0 to vocab - 1 has no logit: its loss is the log of the normaliser, so give it
-        the weight 0.
-      weights: the weight of each label, which broadcasts to the shape of the labels; 1 by default.
+      labels: integers from 0 to vocab - 1. The loss of any other label, such as -100, is NaN unless its weight is 0.
+      weights: the weight of each label, which broadcasts to the shape of the labels; 1 by default. Where it is 0 a
+        label is ignored: its loss and all of its gradients are 0, whatever the label and `x` are.
       tied: the kernel is an embedding table.
       chunks: into how many chunks to cut; a few less are taken where that makes even ones. By default as many as make a
         chunk of logits on one device at most twice as large as `x`, and one chunk where all are at most 128 MiB.
@@ -92,12 +92,18 @@ def head_loss(
             return js.head_loss(norm(params, x), params["head"]["kernel"], batch["labels"])
     """
     _check(x, kernel, labels, tied, chunks, z_loss, soft_cap)
-    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else _broadcast(weights, labels.shape)
-    weights, labels = (_devices_first(one, labels.shape) for one in (weights, labels))
-    x_NC, labels_N = _devices_first(x, x.shape[:-1]).reshape(-1, x.shape[-1]), labels.reshape(-1).astype(jnp.int32)
-    labels_N = jnp.where(labels_N < 0, _NOWHERE, labels_N)  # -1 numbers what does not count in a chunk
     vocab_dim = 0 if tied else 1
     vocab = kernel.shape[vocab_dim]
+    if weights is None:
+        weights = jnp.ones(labels.shape, jnp.float32)
+    else:
+        weights = _broadcast(weights, labels.shape)
+        # Before the loss is computed: 0 times the gradient of what is NaN or infinite would be NaN.
+        x = jnp.where(weights[..., None] == 0, 0, x)
+    # Not as they are: in a chunk -1 numbers what does not count.
+    labels = jnp.where(in_vocabulary(labels, vocab), jnp.asarray(labels, jnp.int32), _NOWHERE)
+    weights, labels = (_devices_first(one, labels.shape) for one in (weights, labels))
+    x_NC, labels_N = _devices_first(x, x.shape[:-1]).reshape(-1, x.shape[-1]), labels.reshape(-1)
     parts = parts_in_use(kernel, vocab_dim) or split_count("vocab", vocab)
     count = _default_count(x_NC, vocab // parts) if chunks is None else min(chunks, vocab // parts)
     if count == 1 or is_marking():
@@ -108,6 +114,7 @@ def head_loss(
         nats_N, hits_N = terms.log_sum - terms.own + z_loss * terms.log_sum**2, terms.best == labels_N
     total = weights.sum()
     weights_N = weights.reshape(-1)
+    nats_N = jnp.where((labels_N == _NOWHERE) & (weights_N != 0), jnp.nan, nats_N)
     loss = Mean((nats_N * weights_N).sum(), total)
     return Loss(loss, metrics={"accuracy": Mean((hits_N * weights_N).sum(), total)}) if accuracy else loss
 

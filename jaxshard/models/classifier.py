@@ -104,9 +104,7 @@ def classifier_loss(family: str, classes: int, logits: jax.Array, batch: PyTree,
     # Whole on every device: the compiler would split a few classes over a tensor axis, and gather their gradients.
     logits = constrain(logits, ("batch", None))
     weights = jnp.ones(rows, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    # A label that there is no class for has no logit, and its loss would be a number like any other.
-    nats = jnp.where((labels >= 0) & (labels < classes), cross_entropy(logits, labels), jnp.nan)
-    loss = Mean(jnp.where(weights == 0, 0, weights * nats).sum(), weights.sum())
+    loss = Mean((weights * cross_entropy(logits, labels, where=weights != 0)).sum(), weights.sum())
     if not accuracy:
         return loss
     hits = logits.argmax(-1) == labels

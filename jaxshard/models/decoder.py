@@ -148,10 +148,10 @@ class Decoder(Stacked):
         def head(params: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
             x_BTC, _ = split_rows(x)
             targets_BT = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
-            weights_BT = _token_weights(family, batch, targets_BT.shape)
+            weights = _token_weights(family, batch, targets_BT.shape)
             matrix = output(params)
             return head_loss(
-                norm(params, x_BTC), matrix, targets_BT, weights_BT, tied=tied, soft_cap=soft_cap, accuracy=key is None
+                norm(params, x_BTC), matrix, targets_BT, weights, tied=tied, soft_cap=soft_cap, accuracy=key is None
             )
 
         def readout(params: PyTree, x_BTC: jax.Array) -> jax.Array:
@@ -242,11 +242,11 @@ def _rows_of(family: str, batch: PyTree, shape: tuple[int, ...]) -> Rows:
     return rows
 
 
-def _token_weights(family: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array:
-    """The weights[B, T] of all predictions, given per prediction, per row or not at all."""
-    weights = batch.get("weights")
+def _token_weights(family: str, batch: PyTree, shape: tuple[int, ...]) -> jax.Array | None:
+    """The weights[B, T] of all predictions, given per prediction or per row; None where they all count alike."""
+    weights: jax.Array | None = batch.get("weights")
     if weights is None:
-        return jnp.ones(shape, jnp.float32)
+        return None
     if weights.shape not in (shape, shape[:1]):
         raise ValueError(f'{family}: batch["weights"] must have the shape {shape} or {shape[:1]}, got {weights.shape}')
     if weights.ndim == 1:

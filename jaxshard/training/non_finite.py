@@ -182,9 +182,17 @@ _GO_BACK = (
 )
 
 
+_LABELS = (
+    "A loss alone that is NaN often comes from labels outside of the vocabulary, such as -100: leave them out by "
+    "where= or ignore_index= of js.cross_entropy, or by weights of 0. "
+)
+
+
 def advise(bad: Bad) -> str:
     """Say what can be done about a bad step."""
-    return _GO_BACK if bad.params else _GO_ON
+    if bad.params:
+        return _GO_BACK
+    return _GO_ON if bad.grads else _LABELS + _GO_ON
 
 
 def describe_bad(bad: Bad, loss: float | list[Any], step: int | None) -> str:

@@ -48,14 +48,15 @@ def test_low_precision_is_summed_in_f32():
     assert loss.dtype == jnp.float32 and float(loss[0]) == pytest.approx(np.log(1000), rel=1e-6)
 
 
-def test_split_logits_are_not_moved():
+@pytest.mark.parametrize("ignore_index", [None, -100])
+def test_split_logits_are_not_moved(ignore_index):
     """Forward and backward: three all-reduces of one number per label, combined or not, and nothing else."""
     mesh = js.make_mesh(data=2, tensor=4)
     logits = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32, sharding=NamedSharding(mesh, jax.P("data", None, "tensor")))
     labels = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(mesh, jax.P("data")))
 
     def loss(logits, labels):
-        nats = js.cross_entropy(logits, labels)
+        nats = js.cross_entropy(logits, labels, ignore_index=ignore_index)
         return jax.lax.with_sharding_constraint(nats, NamedSharding(mesh, jax.P("data"))).sum(1)
 
     def both(logits, labels):
@@ -65,6 +66,77 @@ def test_split_logits_are_not_moved():
     found = collectives(jax.jit(both).lower(logits, labels).compile(), mesh)
     assert {one.kind for one in found} == {"all-reduce"} and {one.axes for one in found} == {("tensor",)}
     assert sum(one.bytes for one in found) == 3 * 4 * 4 * 4
+
+
+IGNORED = -100
+LABELS = np.array([3, IGNORED, 0, 4, IGNORED], np.int32)
+
+
+def logits_of(count=5, vocab=5):
+    return jnp.asarray(np.random.default_rng(2).normal(size=(count, vocab)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "ignore",
+    [
+        {"ignore_index": IGNORED},
+        {"where": LABELS >= 0},
+        {"where": jnp.arange(5) != 1, "ignore_index": IGNORED},
+        {"where": np.array([True, False, True, True, False])},
+    ],
+    ids=["index", "where", "both", "numpy"],
+)
+def test_ignored_labels_have_a_loss_and_gradients_of_zero(ignore):
+    """Also where the logits of ignored rows are NaN or infinite, as padding makes them."""
+    logits = logits_of().at[1].set(jnp.nan).at[4].set(jnp.inf)
+    counts = np.array([0, 2, 3])
+
+    def total(logits):
+        nats = js.cross_entropy(logits, LABELS, **ignore)
+        return (nats * jnp.arange(1, 6)).sum(), nats
+
+    (_, nats), grad = jax.jit(jax.value_and_grad(total, has_aux=True))(logits)
+    alone = jax.vmap(jax.value_and_grad(js.cross_entropy))(logits[counts], LABELS[counts])
+    np.testing.assert_array_equal(nats[np.array([1, 4])], 0)
+    np.testing.assert_array_equal(grad[np.array([1, 4])], 0)
+    np.testing.assert_allclose(nats[counts], alone[0], rtol=1e-6)
+    np.testing.assert_allclose(grad[counts], alone[1] * (counts + 1)[:, None], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("label", [-1, 5, -100, 2**31 - 1, -(2**31)])
+def test_other_labels_outside_of_the_vocabulary_are_nan(label):
+    labels = np.array([3, label, 0], np.int32)
+    nats = js.cross_entropy(logits_of(3), labels)
+    assert np.isnan(nats).tolist() == [False, True, False]
+    assert np.isnan(js.cross_entropy(logits_of(3), labels, ignore_index=4)).tolist() == [False, True, False]
+    assert js.cross_entropy(logits_of(3), labels, where=labels != label)[1] == 0
+    # A mask that multiplies comes too late; one that chooses does not, and the gradient stays finite.
+    assert np.isnan((nats * np.float32(labels != label)).sum())
+    chosen = jax.grad(lambda x: jnp.where(labels != label, js.cross_entropy(x, labels), 0).sum())(logits_of(3))
+    assert np.isfinite(chosen).all()
+
+
+@pytest.mark.parametrize(
+    "label", [np.uint8(255), np.uint8(200), np.int8(-100), np.int64(2**32 + 1), np.uint32(2**32 - 1)], ids=str
+)
+def test_no_label_wraps_around_into_the_vocabulary(label):
+    assert np.isnan(js.cross_entropy(logits_of(1), label[None])[0])
+    ignored = js.cross_entropy(logits_of(1), label[None], ignore_index=-100)[0]
+    assert np.isnan(ignored) if label != -100 else ignored == 0
+
+
+@pytest.mark.parametrize(
+    ("ignore", "error", "message"),
+    [
+        ({"where": np.ones(5, np.float32)}, ValueError, "where must be boolean.*got float32; write where=mask != 0"),
+        ({"where": np.ones((2, 5), bool)}, ValueError, r"where \[2, 5\] does not broadcast to the labels \[5\]"),
+        ({"ignore_index": -100.0}, TypeError, "ignore_index must be an integer such as -100, got -100.0"),
+        ({"ignore_index": True}, TypeError, "ignore_index must be an integer"),
+    ],
+)
+def test_what_does_not_say_which_labels_count(ignore, error, message):
+    with pytest.raises(error, match=message):
+        js.cross_entropy(logits_of(), LABELS, **ignore)
 
 
 @pytest.mark.parametrize("labels", [np.zeros((3,), np.int32), np.zeros((2,), np.float32)])

@@ -20,12 +20,13 @@ CAPPED = {"z_loss": 0.01, "soft_cap": 3.0}
 
 
 def made(vocab, tied=False, dtype=np.float32, labels=None):
-    """(x, kernel, labels, weights): labels from -1 to one too many, a third of the weights 0."""
+    """(x, kernel, labels, weights): a third of the weights 0, also those of labels of -1 and one too many."""
     rng = np.random.default_rng(vocab)
     x = rng.normal(size=(ROWS, SEQ, WIDTH)).astype(dtype)
     kernel = rng.normal(size=(vocab, WIDTH) if tied else (WIDTH, vocab)).astype(dtype)
     labels = rng.integers(-1, vocab + 2, (ROWS, SEQ), dtype=np.int32)
-    return jnp.asarray(x), jnp.asarray(kernel), labels, (rng.random((ROWS, SEQ)) > 1 / 3).astype(np.float32)
+    counts = (rng.random((ROWS, SEQ)) > 1 / 3) & (labels >= 0) & (labels < vocab)
+    return jnp.asarray(x), jnp.asarray(kernel), labels, counts.astype(np.float32)
 
 
 def plain(x, kernel, labels, weights, *, tied=False, z_loss=0.0, soft_cap=None):
@@ -33,7 +34,7 @@ def plain(x, kernel, labels, weights, *, tied=False, z_loss=0.0, soft_cap=None):
     logits = (x @ (kernel.T if tied else kernel)).astype(jnp.float32)
     if soft_cap:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    nats = js.cross_entropy(logits, labels) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    nats = js.cross_entropy(logits, labels, where=weights != 0) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     return (nats * weights).sum() / weights.sum(), ((logits.argmax(-1) == labels) * weights).sum() / weights.sum()
 
 
@@ -84,6 +85,27 @@ def test_every_weight_zero_is_a_loss_of_zero_without_a_gradient():
 
     loss, grads = jax.value_and_grad(run, (0, 1))(x, kernel)
     assert loss == 0 and not any(np.any(grad) for grad in grads)
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True, "z_loss": 1e-2, "soft_cap": 5.0}], ids=["plain", "all"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_labels_of_weight_zero_are_ignored_and_other_bad_labels_are_nan(chunks, options):
+    """Whatever label and input are; the gradient is that of the labels that count, to the bit."""
+    x, kernel, labels, weights = made(97, options.get("tied", False))
+    spoilt = jnp.where(weights[..., None] == 0, jnp.array([jnp.nan, jnp.inf] * (WIDTH // 2)), x)
+
+    def run(x, kernel, labels, weights=weights):
+        loss = js.head_loss(x, kernel, labels, weights, chunks=chunks, accuracy=True, **options)
+        return loss.value.value, loss.metrics["accuracy"].value
+
+    run = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+    (clean, expected), (bad, found) = run(x, kernel, np.maximum(labels, 0) % 97), run(spoilt, kernel, labels)
+    jax.tree.map(np.testing.assert_array_equal, (bad, found), (clean, expected))
+    assert not np.any(found[0][weights == 0])
+    (loss, _), _ = run(x, kernel, np.where(weights == 0, labels, -100))
+    assert np.isnan(loss)
+    (loss, _), _ = run(x, kernel, np.where(weights == 0, labels, 97), weights * 0.5)
+    assert np.isnan(loss)
 
 
 def test_bf16_logits_are_f32_and_gradients_are_added_up_in_f32():
@@ -242,6 +264,50 @@ def test_a_head_of_the_users_gathers_its_kernel_in_chunks_too():
         # Both blocks and their gradients have as many elements.
         blocks = 0 if loss is plain else 6
         assert sum(count for _, count in moved) == 12 + blocks and not shape_of(found, 32 * 128), moved
+
+
+MASKED = {
+    "explicit": ({"data": 8}, js.fsdp(min_size=0), js.explicit(microbatches=2)),
+    "auto": (
+        {"data": 4, "tensor": 2},
+        js.compose(js.fsdp(min_size=0), js.tensor([("head", (None, "vocab")), *js.RULES])),
+        js.auto(),
+    ),
+    "pipelined": (
+        {"data": 4, "pipe": 2},
+        js.compose(js.fsdp(min_size=0), js.pipeline(chunks=1)),
+        js.pipelined(microbatches=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["explicit", "pipelined", pytest.param("auto", marks=pytest.mark.slow)])
+def test_ignored_labels_train_and_the_guard_reports_other_bad_ones(name):
+    """Labels of -100 of weight 0 train as any other label of weight 0 does, to 1e-6; with weight 1 a step is bad."""
+
+    def init(key):
+        return {"embed": jnp.eye(8, 32), "block": jnp.eye(32), "head": jnp.eye(32, 128)}
+
+    def head(params, x, batch, key):
+        return js.head_loss(x, params["head"], batch["y"], batch["weights"], chunks=4)
+
+    model = js.Stacked(lambda p, b, k: b["x"] @ p["embed"], lambda w, x, k: x + jnp.tanh(x @ w), head, 2, init)
+    axes, strategy, engine = MASKED[name]
+    tx, rng = optax.sgd(0.5), np.random.default_rng(3)
+    layout = js.layout(strategy, js.make_mesh(**axes), model.init, tx)
+    step = js.make_step(model.loss, tx, layout, engine=engine)
+    weights = np.float32(rng.random(16) > 0.4)
+    batch = {"x": np.float32(rng.normal(size=(16, 8))), "y": rng.integers(0, 128, 16), "weights": weights}
+    masked = batch | {"y": np.where(weights == 0, -100, batch["y"])}
+    expected = float(model.loss(model.init(jax.random.key(0)), batch, jax.random.key(0)).value)
+    runs = [step(js.init(model.init, tx, layout, 0), one) for one in (batch, masked)]
+    assert [float(metrics["loss"]) for _, metrics in runs] == pytest.approx([expected] * 2, rel=1e-6)
+    (clean, _), (run, metrics) = runs
+    jax.tree.map(np.testing.assert_array_equal, clean.params, run.params)
+    assert not metrics["bad"]
+    _, metrics = step(run, masked | {"weights": np.ones(16, np.float32)})
+    with pytest.raises(js.BadStep, match=r"step 2 is bad: loss nan, all gradients are finite.*labels outside of the"):
+        js.check_finite(metrics, step=2)
 
 
 @pytest.mark.slow
