@@ -18,6 +18,7 @@ from jaxshard.commands.flags import ShardingFlags, StrategyName, check_files, ch
 from jaxshard.commands.parallel import Parallel, make_parallel, parse_axes
 from jaxshard.commands.program import name_with_changes, parse_changes
 from jaxshard.commands.result import write_json
+from jaxshard.commands.stops import Bytes, ends_of_text, parse_stops
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.compat import process_count_and_id
 from jaxshard.core.layout import Layout
@@ -35,6 +36,8 @@ from jaxshard.models.sizes import SIZES
 from jaxshard.training.state import init
 
 _HF = "hf:"
+_LENGTH = 64
+"""New tokens where --length is not given, and as many positions are left."""
 _BYTES = 256
 """The vocabulary of models that `jaxshard train` made of text, whose tokens are its bytes."""
 
@@ -47,11 +50,11 @@ def run(
     prompts: tuple[str, ...],
     prompt_tokens: tuple[str, ...],
     tokenizer_file: Path | None,
-    length: int,
+    length: int | None,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    stop: str | None,
+    stop: tuple[str, ...],
     mesh: str | None,
     strategy: StrategyName,
     devices: int | None,
@@ -71,7 +74,8 @@ def run(
         words = _tokenizer(source, tokenizer_file)
         network = source.model()
         rows = _rows(prompts, prompt_tokens, words, network)
-        stops = () if stop is None else _tokens("--stop", stop)
+        stops = parse_stops(stop, words, ends_of_text(words, source.folder))
+        length = _fitting_length(network, rows) if length is None else length
         layout = make_layout(how.strategy, how.mesh, network.init)
         Sampling(temperature, top_k, top_p).check(has_key=True)
         check_request(network, layout, rows, length)
@@ -84,30 +88,24 @@ def run(
     with working(console, "generating"), usage_errors():
         tokens = generate(
             network, params, layout, rows, length=length, temperature=temperature, top_k=top_k, top_p=top_p,
-            stop=stops, key=seed,
+            stop=stops.sequences(words), key=seed,
         )  # fmt: skip
     seconds = time.perf_counter() - started
-    texts = None if words is None else [words.decode(row) for row in tokens]
-    for number, (prompt, row) in enumerate(zip(rows, tokens)):
-        shown = " ".join(map(str, row[len(prompt) :])) if texts is None else texts[number]
+    lengths = [len(prompt) for prompt in rows]
+    texts = None if words is None else [stops.cut_text(row, n, words) for n, row in zip(lengths, tokens)]
+    for shown in texts or [" ".join(map(str, stops.cut(row, n)[n:])) for n, row in zip(lengths, tokens)]:
         safe = "".join(x if x.isprintable() or x in "\n\t" else "\N{REPLACEMENT CHARACTER}" for x in shown)
         console.print("", Text(safe), sep="\n")
     about = {name: how.about[name] for name in ("mesh", "devices", "strategy")}
     result = {"model": source.name, **about, "tokens": tokens, "text": texts, "length": length}
-    result |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": list(stops), "seed": seed}
+    result |= {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": [*stops.tokens, *stops.texts],
+        "seed": seed,
+    }
     write_json(json if is_first else None, result | {"seconds": seconds, "versions": versions()})
-
-
-class Bytes:
-    """The tokens of models that were trained on text without a tokenizer: its bytes in UTF-8."""
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the bytes of each text."""
-        return [list(text.encode()) for text in texts]
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of bytes; what is no text becomes replacement characters."""
-        return bytes(tokens).decode(errors="replace")
 
 
 class _Source(NamedTuple):
@@ -182,6 +180,11 @@ def _tokenizer(source: _Source, file: Path | None) -> Tokenizer | Bytes | None:
         return None  # refused by the model
     shape = SIZES[source.target].shape | parse_changes(source.change)
     return Bytes() if shape.get("vocab") == _BYTES else None
+
+
+def _fitting_length(network: Decoder, rows: list[list[int]]) -> int:
+    """Return how many new tokens to make by default: no more than fit behind the longest prompt."""
+    return max(1, min(_LENGTH, network.seq + 1 - max(map(len, rows))))
 
 
 def _rows(

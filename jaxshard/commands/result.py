@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxshard.checks.collectives.found import collectives, summary
+from jaxshard.commands.stops import Stops
 from jaxshard.commands.training_data import TrainingData
 from jaxshard.core.file_errors import naming
 from jaxshard.core.layout import Layout
@@ -90,27 +91,29 @@ def why_no_sample(network: Decoder, layout: Layout) -> str:
 
 
 def draw_sample(
-    network: Decoder, run: TrainState, layout: Layout, data: TrainingData, *, length: int, seed: int
+    network: Decoder, run: TrainState, layout: Layout, data: TrainingData, *, length: int, stops: Stops, seed: int
 ) -> dict[str, str] | None:
-    """Let the model continue the first held-out tokens.
+    """Let the model continue the first held-out tokens, until it draws a stop token.
 
     The model's rows end somewhere: then it goes on from the second half of what it sees.
 
     Returns:
-      {"prompt", "text"}, the text of `length` new tokens; None for a length of 0.
+      {"prompt", "text"}, the text of at most `length` new tokens without the stop token; None for a length of 0.
     """
     if length == 0:
         return None
     kept = (network.seq + 1) // 2
     prompt = data.prompt(min(_PROMPT_LENGTH, kept))
     tokens, key, wanted = prompt.tolist(), jax.random.key(seed), len(prompt) + length
-    while len(tokens) < wanted:
+    while len(tokens) < wanted and stops.cut(tokens, len(prompt)) == tokens:
         seen = tokens[-kept:]
         new = min(length, network.seq + 1 - len(seen))
         key = jax.random.fold_in(key, len(tokens))
-        (drawn,) = generate(network, run.params, layout, [seen], length=new, temperature=_TEMPERATURE, key=key)
+        (drawn,) = generate(
+            network, run.params, layout, [seen], length=new, temperature=_TEMPERATURE, stop=stops.tokens, key=key
+        )
         tokens += drawn[len(seen) :]
-    text = np.asarray(tokens[len(prompt) : wanted])
+    text = np.asarray(stops.cut(tokens[:wanted], len(prompt))[len(prompt) :], np.int32)
     return {"prompt": data.decode(prompt), "text": data.decode(text)}
 
 

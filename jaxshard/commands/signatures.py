@@ -84,11 +84,11 @@ def generate(
     prompt: Texts = (),
     prompt_tokens: Texts = (),
     tokenizer: File = None,
-    length: Number = 64,
+    length: Count = None,
     temperature: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0,
     top_k: Count = None,
     top_p: Rate = None,
-    stop: Words = None,
+    stop: Texts = (),
     mesh: Words = None,
     strategy: StrategyName = "fsdp",
     devices: Count = None,
@@ -100,7 +100,7 @@ def generate(
     jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
 
     Without an accelerator as many CPU devices are simulated as --mesh needs, or one. The JSON object has "tokens", one
-    list for each prompt with the prompt in it, and "text".
+    list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it.
 
     Args:
       model: hf:PATH, a folder that transformers wrote, or a ready-made size such as llama-1m with --checkpoint.
@@ -109,11 +109,12 @@ def generate(
       prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
       tokenizer: a tokenizer.json, or a folder that has one; by default that of the model. Without one a model that was
         trained on text reads bytes.
-      length: how many new tokens to make.
+      length: the largest number of new tokens; by default 64, or as many as the model has positions for.
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw from so many most likely tokens.
       top_p: draw from the fewest tokens whose probabilities add up to at least this.
-      stop: end a text with these tokens, such as 2 or 2,7.
+      stop: end at this text, such as '</s>' or '\\n\\n', or at one of these tokens, such as 2 or 2,7; give it as often
+        as you like. Every text also ends at the end of text that the tokenizer or the model's configuration names.
       mesh: axes and sizes, such as data=2,tensor=4.
       strategy: how weights rest over the axis data: fsdp splits them and gathers a block at a time, ddp keeps them
         whole.

@@ -36,6 +36,7 @@ from jaxshard.commands.program import depth_of, name_with_changes, parse_changes
 from jaxshard.commands.replicas import make_copies
 from jaxshard.commands.result import describe_step, draw_sample, summarize, why_no_sample, write_json
 from jaxshard.commands.saving import check_export, describe_memory, make_saving
+from jaxshard.commands.stops import Stops, ends_of_text
 from jaxshard.commands.terminal import facts, make_console, progress, tables, working
 from jaxshard.commands.training_data import load_data
 from jaxshard.commands.wire import check_feedback
@@ -185,7 +186,10 @@ def run(
             length = 0 if stopped else output.sample
             result["sample"] = None
             if isinstance(job, Job):
-                result["sample"] = draw_sample(job.network, run, job.layout, job.data, length=length, seed=job.seed)
+                stops = Stops(ends_of_text(job.data.tokenizer, None if base is None else base.folder))
+                result["sample"] = draw_sample(
+                    job.network, run, job.layout, job.data, length=length, stops=stops, seed=job.seed
+                )
             if output.export is not None and not stopped:
                 words = job.data.tokenizer if isinstance(job, Job) else None
                 save(output.export, run, job.layout, tokenizer=None if words is None else words.file)

@@ -34,6 +34,10 @@ class Tokenizer:
         """Tokenise texts, each on its own, with the tokens that the tokenizer adds (such as one that begins a text)."""
         return [np.array(one.ids, np.int64) for one in self._library.encode_batch(list(texts))]
 
+    def encode_part(self, text: str) -> list[int]:
+        """Tokenise a part of a text, without the tokens that the tokenizer adds."""
+        return [int(token) for token in self._library.encode(text, add_special_tokens=False).ids]
+
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokenise texts, and say which characters each token stands for.
 

@@ -36,7 +36,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: int | Sequence[int] = (),
+    stop: int | Sequence[int | Sequence[int]] = (),
     key: jax.Array | int | None = None,
     readout: Callable[[PyTree, Any], jax.Array] | None = None,
 ) -> list[list[int]]:
@@ -66,7 +66,8 @@ def generate(
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw from so many most likely tokens.
       top_p: draw from the fewest tokens whose probabilities add up to at least this.
-      stop: a token, or several: a row that draws one of them ends with it.
+      stop: a token, or several: a row that draws one of them ends with it. A sequence of tokens among them, such as
+        `[2, [5, 7]]`, ends a row whose newest tokens it is.
       key: a seed or a random key; needed where tokens are drawn at random.
       readout: `readout(params, x) -> logits[B, T, V]` of what the last block returns, for a `js.Stacked` of your own;
         `params` are those without the blocks.
@@ -86,13 +87,13 @@ def generate(
     how = Sampling(temperature, top_k, top_p)
     how.check(has_key=key is not None)
     rows, programs = check_request(model, layout, prompts, length, readout)
-    stops = np.atleast_1d(np.asarray(stop, np.int32)).reshape(-1)
+    stops = _stop_sequences(stop)
     weights = programs.weights(merge_given(params.params if hasattr(params, "params") else params, layout))
     given = typed_key(0 if key is None else key)
     found: dict[int, list[int]] = {}
     for group in _groups(rows, programs.model.shares_positions):
         found |= _generate(
-            programs, weights, rows, group, length, Draw(given, stops, stops, how.arrays(programs.model.vocab))
+            programs, weights, rows, group, length, Draw(given, (), (), stops, how.arrays(programs.model.vocab))
         )
     return [found[number] for number in range(len(rows))]
 
@@ -112,8 +113,8 @@ def _generate(
     for at, number in enumerate(numbers):
         tokens[at, : len(rows[number])] = rows[number]
     lengths = np.array([len(rows[number]) for number in numbers], np.int32)
-    given = given._replace(rows=np.array(numbers, np.uint32))
-    state, stopped = programs.prefill(weights, tokens, lengths, given, size=size)
+    given = given._replace(rows=np.array(numbers, np.uint32), prompts=lengths)
+    state, stopped = programs.prefill(weights, tokens, given, size=size)
     one_at_a_time = layout.mesh.devices.flat[0].platform == "cpu"  # of simulated devices: two programs may hang
     for _ in range(length - 1):
         before = stopped
@@ -155,6 +156,24 @@ def _as_rows(prompts: Any) -> list[list[int]]:
     return rows
 
 
+def _stop_sequences(stop: Any) -> np.ndarray:
+    """Return stop sequences as int32[N, longest], each padded in front with -1."""
+    given = stop if isinstance(stop, Sequence) else np.atleast_1d(stop)
+    rows = [np.atleast_1d(np.asarray(one)) for one in given]
+    for row in rows:
+        if (
+            row.ndim != 1
+            or not row.size
+            or not np.issubdtype(row.dtype, np.integer)
+            or not 0 <= row.min() <= row.max() < 2**31
+        ):
+            raise ValueError(f"generate: stop must be tokens or sequences of tokens, from 0 on, got {row.tolist()!r}")
+    padded = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
+    for number, row in enumerate(rows):
+        padded[number, -len(row) :] = row
+    return padded
+
+
 def check_request(
     model: Stacked, layout: Layout, prompts: Any, length: int, readout: Callable[[PyTree, Any], jax.Array] | None = None
 ) -> tuple[list[list[int]], Programs]:
@@ -174,10 +193,15 @@ def check_request(
                 f"generate: prompt {number} has the token {wrong[0]}, but the model knows 0 to {vocab - 1}"
             )
     longest = max(map(len, rows))
+    if seq is not None and longest > seq:
+        raise ValueError(
+            f"generate: a prompt of {longest} tokens is longer than the {seq} positions that the model was built for; "
+            f"use one of at most {seq} tokens, or a model with seq={longest + length - 1}"
+        )
     if seq is not None and longest + length - 1 > seq:  # the last token is drawn, not read
         raise ValueError(
             f"generate: a prompt of {longest} tokens and {length} new ones are more than the {seq} positions that the "
-            f"model was built for; use a length of at most {max(seq + 1 - longest, 0)}, or a model with "
+            f"model was built for; use a length of at most {seq + 1 - longest}, or a model with "
             f"seq={longest + length - 1}"
         )
     return rows, programs

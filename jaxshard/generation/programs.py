@@ -45,13 +45,15 @@ class Draw(NamedTuple):
 
     Attributes:
       key: a random key.
-      rows: int32[B], the number of each row among all prompts.
-      stop: int32[any number], the tokens that end a row.
+      rows: uint32[B], the index of each row among all prompts.
+      prompts: int32[B], tokens in each prompt.
+      stop: int32[any number, W], the token sequences that end a row, each padded in front with -1.
       how: what decides beside chance, as `Sampling.arrays` returns it.
     """
 
     key: Any
     rows: Any
+    prompts: Any
     stop: Any
     how: Sampling
 
@@ -118,11 +120,9 @@ class Programs:
         rest = without_blocks(weights)
         return self._gather(without_blocks(self.layout.params), rest) if self._by_block else rest
 
-    def _prefill(
-        self, weights: PyTree, tokens_BT: jax.Array, lengths_B: jax.Array, given: Draw, *, size: int
-    ) -> tuple[State, jax.Array]:
-        """Read prompts, padded behind their `lengths`, and draw the first token of each."""
-        (B, T), model = tokens_BT.shape, self.model
+    def _prefill(self, weights: PyTree, tokens_BT: jax.Array, given: Draw, *, size: int) -> tuple[State, jax.Array]:
+        """Read prompts, padded at the end, and draw the first token of each."""
+        (B, T), model, lengths_B = tokens_BT.shape, self.model, given.prompts
         rest = self._rest(weights)
         tokens_BT = model.hold_rows(tokens_BT)
         empty = model.empty(B, size)
@@ -146,7 +146,15 @@ class Programs:
         here_BS = (jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]) & ~state.stopped[:, None]
         tokens_BS = jnp.where(here_BS, drawn_B[:, None], state.tokens)
         lengths_B = state.lengths + ~state.stopped
-        stopped_B = state.stopped | (drawn_B[:, None] == given.stop).any(-1)
+        stopped_B = state.stopped | ends_with(tokens_BS, given.prompts, lengths_B, given.stop).any(-1)
         rows = map(self.model.hold_rows, (tokens_BS, lengths_B, stopped_B))
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
         return State(state.caches, *rows), jax.lax.with_sharding_constraint(stopped_B.all(), everywhere)
+
+
+def ends_with(tokens_BS: jax.Array, prompts_B: jax.Array, lengths_B: jax.Array, stop_NW: jax.Array) -> jax.Array:
+    """Say for each row and stop sequence whether the sequence is the end of the row's new tokens, bool[B, N]."""
+    at_BW = lengths_B[:, None] - jnp.arange(stop_NW.shape[1], 0, -1)
+    last_BW = jnp.take_along_axis(tokens_BS, jnp.maximum(at_BW, 0), axis=1)
+    last_BW = jnp.where(at_BW >= prompts_B[:, None], last_BW, -2)  # no sequence begins in a prompt
+    return ((last_BW[:, None] == stop_NW) | (stop_NW < 0)).all(-1)

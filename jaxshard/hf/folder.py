@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 DRAWING = "generation_config.json"
@@ -50,6 +52,24 @@ def find_folder(name: str | os.PathLike[str]) -> Path:
         f"js.hf: there is no folder {folder}, and {_cache()} has no model {name}; nothing is downloaded here. Get its "
         f"{CONFIG} and *.safetensors with\n    hf download {name}\nor name a folder that has them"
     )
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the token ids that end a text: "eos_token_id" in generation_config.json, and in config.json.
+
+    Raises:
+      ValueError: one of the files is damaged.
+    """
+    found: list[int] = []
+    for path in (folder / DRAWING, folder / CONFIG):
+        if not path.exists():
+            continue
+        try:
+            named = decode_object(read_plain_file(path).lstrip()).get("eos_token_id")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        found += [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
+    return tuple(dict.fromkeys(found))
 
 
 def _cache() -> Path:

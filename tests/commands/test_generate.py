@@ -29,6 +29,7 @@ def test_tokens_go_to_standard_output_as_one_object(capsys):
         ([], "there is no prompt: give --prompt TEXT or --prompt-tokens"),
         (["--prompt", ""], "--prompt '' is empty"),
         (["--prompt", "a", "--length", "40"], "use a length of at most 32"),
+        (["--prompt", "a" * 33], "a prompt of 33 tokens is longer than the 32 positions that the model was built for"),
         (["--prompt-tokens", "1,x"], "--prompt-tokens 1,x: write token ids with commas"),
         (["--prompt-tokens", "1,300"], "prompt 0 has the token 300, but the model knows 0 to 255"),
         (["--prompt", "a", "--change", "vocab=99"], "--prompt a: the model has no tokenizer.json"),

@@ -71,8 +71,8 @@ def programs_of(model, layout, rows, size, *, prompt=3, how=None):
     """Return (the programs, their weights, the state after a prompt of each row, how tokens are drawn)."""
     programs = _programs(_Same(model), _Same(layout), _Same(None))
     how = (how or Sampling()).arrays(programs.model.vocab)
-    given = Draw(jax.random.key(0), np.arange(rows, dtype=np.uint32), np.zeros(0, np.int32), how)
-    weights = programs.weights(params_of(model))
     tokens, lengths = np.ones((rows, 16), np.int32), np.full(rows, prompt, np.int32)
-    state, _ = programs.prefill(weights, tokens, lengths, given, size=size)
+    given = Draw(jax.random.key(0), np.arange(rows, dtype=np.uint32), lengths, np.zeros((0, 1), np.int32), how)
+    weights = programs.weights(params_of(model))
+    state, _ = programs.prefill(weights, tokens, given, size=size)
     return programs, weights, state, given

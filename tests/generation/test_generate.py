@@ -153,6 +153,8 @@ LLAMA_MODEL = js.models.llama(**LLAMA)
         ([[1]], {"top_k": 3}, "temperature=0 takes the most likely token, so top_k=3"),
         ([[1]], {"temperature": 1.0, "key": 0, "top_k": 0}, "top_k must be a whole number of at least 1"),
         ([[1]], {"temperature": 1.0, "key": 0, "top_p": 1.5}, "top_p must be above 0 and at most 1"),
+        ([[1]], {"stop": "</s>"}, r"stop must be tokens or sequences of tokens, from 0 on, got \['<'\\]"),
+        ([[1]], {"stop": [3, []]}, r"stop must be tokens or sequences of tokens, from 0 on, got \[\]"),
     ],
 )
 def test_what_generation_needs(prompts, options, message):
@@ -188,6 +190,11 @@ def test_random_tokens_do_not_depend_on_mesh_or_company_and_rows_end_with_a_stop
     for prompt, row, end in zip(PROMPTS, first, ended):
         at = next((i for i in range(len(prompt), len(row)) if row[i] in stop), len(row) - 1)
         assert end == row[: at + 1]
+    # A sequence counts where all of its tokens are new: the second begins in the prompt.
+    sequences = [first[0][7:10], first[1][6:8], [first[2][4]]]
+    ended = js.generate(model, params_of(model), layouts[1], PROMPTS, **options, stop=sequences)
+    assert [len(row) for row in ended] == [10, len(first[1]), 1 + first[2][1:].index(first[2][4]) + 1]
+    assert all(end == row[: len(end)] for end, row in zip(ended, first))
 
 
 @pytest.mark.slow

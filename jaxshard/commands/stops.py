@@ -1,0 +1,95 @@
+"""Where generated text ends: at the model's end of text, and at the tokens and texts of --stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxshard.data.tokenizer import FILE, Tokenizer
+from jaxshard.hf.folder import end_tokens
+
+
+class Bytes:
+    """The tokens of models that were trained on text without a tokenizer: its bytes in UTF-8."""
+
+    end = None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the bytes of each text."""
+        return [self.encode_part(text) for text in texts]
+
+    def encode_part(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of bytes; what is no text becomes replacement characters."""
+        return bytes(tokens).decode(errors="replace")
+
+
+class Stops(NamedTuple):
+    """What ends a generated text, and is no part of it.
+
+    Attributes:
+      tokens: token ids.
+      texts: pieces of text.
+    """
+
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+
+    def sequences(self, words: Tokenizer | Bytes | None) -> list[list[int]]:
+        """Return the token sequences at which `js.generate` may stop.
+
+        A text that the tokenizer can't write has none, and a model may write a text with other tokens: `cut` alone
+        decides where the output ends.
+        """
+        assert words is not None or not self.texts, "parse_stops refuses texts without a tokenizer"
+        pieces = [words.encode_part(text) for text in self.texts] if words is not None else []
+        known = [piece for text, piece in zip(self.texts, pieces) if words is not None and text in words.decode(piece)]
+        return [[token] for token in self.tokens] + known
+
+    def cut(self, row: Sequence[int], prompt: int) -> list[int]:
+        """Return the tokens of a row up to the first stop token after its prompt of so many tokens."""
+        ends = (at for at in range(prompt, len(row)) if row[at] in self.tokens)
+        return list(row[: next(ends, len(row))])
+
+    def cut_text(self, row: Sequence[int], prompt: int, words: Tokenizer | Bytes) -> str:
+        """Return the text of a row up to the first stop token or stop text after its prompt of so many tokens."""
+        text = words.decode(self.cut(row, prompt))
+        start = len(os.path.commonprefix([text, words.decode(row[:prompt])]))
+        return text[: min((at for at in (text.find(stop, start) for stop in self.texts) if at >= 0), default=len(text))]
+
+
+def ends_of_text(words: Tokenizer | Bytes | None, folder: Path | None) -> tuple[int, ...]:
+    """Return the token ids that end a text, by a tokenizer and by the folder of a model of Hugging Face's."""
+    own = () if words is None or words.end is None else (words.end,)
+    return tuple(dict.fromkeys(own + (() if folder is None else end_tokens(folder))))
+
+
+def parse_stops(given: Sequence[str], words: Tokenizer | Bytes | None, ends: tuple[int, ...]) -> Stops:
+    r"""Parse the values of --stop: token ids with commas between them, or texts, in which \n is a line break.
+
+    Args:
+      given: the values.
+      words: what makes tokens of text; None where there is no tokenizer.
+      ends: the tokens that end a text anyway.
+
+    Raises:
+      ValueError: a text, and there is no tokenizer.
+    """
+    tokens, texts = list(ends), []
+    for value in given:
+        parts = [part.strip() for part in value.split(",")]
+        if all(part.isdecimal() for part in parts):
+            tokens += map(int, parts)
+        elif words is None:
+            raise ValueError(
+                f"--stop {value}: the model has no {FILE} beside it to make tokens of text; give --tokenizer PATH, or "
+                "token ids such as 2,7"
+            )
+        else:
+            texts.append(value.replace("\\n", "\n").replace("\\t", "\t"))
+    return Stops(tuple(dict.fromkeys(tokens)), tuple(texts))
