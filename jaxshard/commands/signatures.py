@@ -162,6 +162,9 @@ def launch(
     process that failed first (128 + n where signal n ended it), or 0 when all ended with 0. After status 2, for wrong
     flags, nothing is started again.
 
+    Without accelerators jaxshard's own commands share eight simulated devices, or those of --devices. In a program of
+    your own js.simulate_devices(n) gives each process n.
+
     Args:
       command: what every process runs, found on PATH.
       processes: how many there are.

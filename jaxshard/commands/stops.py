@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -58,8 +57,9 @@ class Stops(NamedTuple):
 
     def cut_text(self, row: Sequence[int], prompt: int, words: Tokenizer | Bytes) -> str:
         """Return the text of a row up to the first stop token or stop text after its prompt of so many tokens."""
-        text = words.decode(self.cut(row, prompt))
-        start = len(os.path.commonprefix([text, words.decode(row[:prompt])]))
+        text, before = words.decode(self.cut(row, prompt)), words.decode(row[:prompt])
+        # A prompt may end within a letter, which is one with the tokens after it.
+        start = next((at for at, (one, other) in enumerate(zip(text, before)) if one != other), len(before))
         return text[: min((at for at in (text.find(stop, start) for stop in self.texts) if at >= 0), default=len(text))]
 
 

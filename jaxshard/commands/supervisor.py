@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType, MappingProxyType
 from typing import IO, Any, NamedTuple
 
+from jaxshard.commands.gloo_lines import GlooFilter
 from jaxshard.core.launch_environment import COORDINATOR, INDEX, PROCESSES, RESTARTS
 
 SECONDS_TO_END = 5.0
@@ -89,8 +90,8 @@ def run_together(
     """Run a command several times at once, until all processes ended with status 0 or one did not.
 
     Each process finds the others by its environment, which `js.distributed.initialize` reads. Its lines of output are
-    copied, with its number in front, to the stream that it wrote them to. It leads a process group of its own, which is
-    killed when the process ends.
+    copied, with its number in front and without gloo's, to the stream that it wrote them to. It leads a process group
+    of its own, which is killed when the process ends.
 
     When a process fails, all others get SIGTERM, after wrong usage not before `SECONDS_TO_SAY_SO`, and SIGKILL
     `SECONDS_TO_END` later. SIGTERM, SIGINT and SIGHUP to this
@@ -244,10 +245,15 @@ _WRITING = threading.Lock()
 
 
 def _copy_lines(source: IO[bytes], target: int, index: int) -> None:
-    """Copy whole lines, each with the number of its process; drop what can't be written because nobody reads it."""
+    """Copy whole lines, each with the number of its process; drop what can't be written because nobody reads it.
+
+    What gloo says of its connections is left out.
+    """
+    without_gloo = GlooFilter()
     with source:
         for line in source:
-            text = b"[%d] " % index + line.removesuffix(b"\n") + b"\n"
+            kept = without_gloo(line.removesuffix(b"\n"))
+            text = b"" if kept is None else b"[%d] %b\n" % (index, kept)
             with _WRITING, contextlib.suppress(OSError):
                 while text:
                     text = text[os.write(target, text) :]

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxshard.core.compat import backend_is_initialized
+from jaxshard.core.compat import backend_is_initialized, process_count_and_id
 from jaxshard.core.types import AxisName
 
 
@@ -67,11 +67,21 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
             )
         return axes | {unknown[0]: devices // known}
     if known != devices:
-        raise ValueError(
-            f"make_mesh: {asked} needs {known} devices, but there are {devices}; set one size to "
-            f"-1, pass jax.devices()[:{known}] to use some of them, or call js.simulate_devices({known}) first"
-        )
+        raise ValueError(f"make_mesh: {asked} needs {known} devices, but there are {devices}{_other_counts(known)}")
     return dict(axes)
+
+
+def _other_counts(wanted: int) -> str:
+    """Say how to get another number of devices; simulated ones are counted for each process."""
+    processes = process_count_and_id()[0]
+    if processes == 1:
+        some = f"pass jax.devices()[:{wanted}] to use some of them"
+        return f"; set one size to -1, {some}, or call js.simulate_devices({wanted}) first"
+    simulate = f", or call js.simulate_devices({wanted // processes}) first" if wanted % processes == 0 else ""
+    return (
+        f" in {processes} processes (js.simulate_devices counts the devices of each process); set one size to -1"
+        f"{simulate}"
+    )
 
 
 def simulate_devices(count: int) -> None:
@@ -79,11 +89,14 @@ def simulate_devices(count: int) -> None:
 
     Call it at the top of a program, before JAX has touched any device.
 
+    Under `jaxshard launch`, or whatever else starts several processes, each of them has `count` devices: with
+    `jaxshard launch -n 2` and `js.simulate_devices(4)` the mesh has eight.
+
     Args:
-      count: the number of devices, at least 1.
+      count: the number of devices of this process, at least 1.
 
     Raises:
-      RuntimeError: JAX already runs with another number of CPU devices, or not on the CPU.
+      RuntimeError: JAX already runs with another number of CPU devices in this process, or not on the CPU.
       ValueError: a count below 1.
 
     Example:
@@ -95,10 +108,11 @@ def simulate_devices(count: int) -> None:
     if not backend_is_initialized():
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-    elif jax.device_count() != count or jax.default_backend() != "cpu":
+    elif jax.local_device_count() != count or jax.default_backend() != "cpu":
+        where = " in this process" if jax.process_count() > 1 else ""
         raise RuntimeError(
-            f"simulate_devices({count}): JAX already runs on {jax.device_count()} {jax.default_backend()} device(s); "
-            "call it at the top of the program, before anything creates an array"
+            f"simulate_devices({count}): JAX already runs on {jax.local_device_count()} {jax.default_backend()} "
+            f"device(s){where}; call it at the top of the program, before anything creates an array"
         )
 
 

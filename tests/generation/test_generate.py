@@ -153,7 +153,7 @@ LLAMA_MODEL = js.models.llama(**LLAMA)
         ([[1]], {"top_k": 3}, "temperature=0 takes the most likely token, so top_k=3"),
         ([[1]], {"temperature": 1.0, "key": 0, "top_k": 0}, "top_k must be a whole number of at least 1"),
         ([[1]], {"temperature": 1.0, "key": 0, "top_p": 1.5}, "top_p must be above 0 and at most 1"),
-        ([[1]], {"stop": "</s>"}, r"stop must be tokens or sequences of tokens, from 0 on, got \['<'\\]"),
+        ([[1]], {"stop": "</s>"}, r"stop must be tokens or sequences of tokens, from 0 on, got \['<'\]"),
         ([[1]], {"stop": [3, []]}, r"stop must be tokens or sequences of tokens, from 0 on, got \[\]"),
     ],
 )

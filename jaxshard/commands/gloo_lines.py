@@ -1,0 +1,57 @@
+"""What gloo prints about its connections, left out of the output of a process.
+
+Processes on CPUs exchange arrays by gloo, which writes a line for each device to standard output, without a setting to
+turn that off: "[Gloo] Rank 0 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7". Its threads
+write the pieces of their lines between each other's and between those of the program.
+"""
+
+from __future__ import annotations
+
+import re
+
+_PIECE = re.compile(
+    rb"(?P<first>\[Gloo\] Rank (?!\d+ (?!is connected to |peer ranks\. )))"  # else another message of gloo's
+    rb"|(?P<later> is connected to | peer ranks\. |Expected number of connected peer ranks is : )"
+    rb"|\d+"
+)
+_NUMBERS = 3
+"""The numbers in a message."""
+
+
+class GlooFilter:
+    """Removes gloo's messages about its connections from the lines of a stream, wherever they are cut.
+
+    A message begins with a piece that nothing else begins with. From there on it owes its numbers and its line break,
+    which are recognised by that alone.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = 0
+        self._breaks = 0
+
+    def __call__(self, line: bytes) -> bytes | None:
+        """Return a line without gloo's part of it; None if nothing is left but gloo's line break.
+
+        Args:
+          line: a line without its line break.
+        """
+        kept, end = [], 0  # where gloo's last piece ended
+        for found in _PIECE.finditer(line):
+            if found["first"]:
+                self._numbers += _NUMBERS
+                self._breaks += 1
+            elif not self._numbers:
+                continue
+            elif not found["later"]:
+                if found.start() != end:
+                    continue  # a number in the program's own words
+                self._numbers -= 1
+            kept.append(line[end : found.start()])
+            end = found.end()
+        rest = b"".join([*kept, line[end:]])
+        if rest or not self._breaks:
+            return rest
+        self._breaks -= 1
+        if not self._breaks:
+            self._numbers = 0  # two numbers without anything between them count as one
+        return None
