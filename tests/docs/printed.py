@@ -1,0 +1,200 @@
+"""The commands that the pages print, and the files that a reader has when typing them."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxshard.commands.main import command_of
+from jaxshard.commands.parse import parse
+from tests.data.small_tokenizer import make_word_tokenizer
+from tests.docs.pages import ROOT
+from tests.hf.checkpoints import VOCAB, write_folder
+
+_LINE = re.compile(r"(?:\$ )?(?P<command>(?:[A-Z_]+=\S+ )*(?:python -m )?jaxshard(?= +[a-z-]+(?: |$)).*)")
+_SPAN = re.compile(r"`(?P<command>jaxshard [a-z]+[^`]*)`")
+
+
+class Printed(NamedTuple):
+    """A command of a page.
+
+    Attributes:
+      page: the page.
+      line: the number of the line where it begins.
+      text: the command, as a reader copies it.
+      quoted: it stands in a sentence, or is the part of a command in a table.
+    """
+
+    page: Path
+    line: int
+    text: str
+    quoted: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables in front of the command."""
+        return dict(word.split("=", 1) for word in self._words[: self._words.index("jaxshard")] if "=" in word)
+
+    @property
+    def words(self) -> list[str]:
+        """The words behind `jaxshard`."""
+        return self._words[self._words.index("jaxshard") + 1 :]
+
+    @property
+    def folders(self) -> set[str]:
+        """What the command makes and others may go on with."""
+        words = self.words
+        made = {after for word, after in zip(words, words[1:]) if word in ("--checkpoint", "--export")}
+        return made | {word.removeprefix("hf:") for word in words if word.startswith("hf:")}
+
+    @property
+    def _words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def printed_by(page: Path) -> list[Printed]:
+    """The commands in the indented and fenced blocks and in the tables of a page, and those quoted elsewhere."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    found, prose, fence, at = [], [""] * len(lines), "", 0
+    while at < len(lines):
+        line, start = lines[at], at
+        at += 1
+        if line.startswith("```"):
+            fence = "" if fence else line
+        elif not fence and not line.startswith("    "):
+            prose[start] = line
+        elif not fence.startswith("```python") and (match := _LINE.fullmatch(line.strip())):
+            text = match["command"]
+            while text.endswith("\\"):
+                text, at = text[:-1] + lines[at].strip(), at + 1
+            found.append(Printed(page, start + 1, text))
+    together = "\n".join(prose)
+    for match in _SPAN.finditer(together):
+        text, line = " ".join(match["command"].split()), together[: match.start()].count("\n") + 1
+        quoted = Printed(page, line, text, quoted=True)
+        is_whole = lines[line - 1].startswith("|") and len(quoted.words) > 1 and "..." not in text
+        is_whole = is_whole and why_not_accepted(quoted) == ""
+        found.append(quoted._replace(quoted=not is_whole))
+    return sorted(found, key=lambda one: one.line)
+
+
+def why_not_accepted(command: Printed) -> str:
+    """Return what the parser says of a command and of the one behind `launch ... --`; "" where it accepts them."""
+    words = [word for word in command.words if word != "..."]
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        parse(command_of(words[0]), words[0], words[1:])
+        if "--" in words and words[words.index("--") + 1] == "jaxshard":
+            name, *rest = words[words.index("--") + 2 :]
+            parse(command_of(name), name, rest)
+    return said.getvalue()
+
+
+def stories_of(page: Path) -> list[list[Printed]]:
+    """Group the commands in the blocks of a page, in order, by the folders that they share."""
+    stories: list[tuple[set[str], list[Printed]]] = []
+    for command in (one for one in printed_by(page) if not one.quoted):
+        shared = command.folders
+        for folders, story in stories:
+            if folders & shared:
+                folders |= shared
+                story.append(command)
+                break
+        else:
+            stories.append((shared, [command]))
+    return [story for _, story in stories]
+
+
+def write_files(folder: Path, commands: list[Printed]) -> None:
+    """Write what commands read and no command before them has made."""
+    named = {word for command in commands for word in command.words}
+    named |= {f"{command.words[0]} {word}" for command in commands for word in command.words}
+    for name, write in FILES.items():
+        if name in named:
+            file = folder / name.split()[-1].removeprefix("hf:").partition(":")[0]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write(file)
+
+
+def _write_text(file: Path) -> None:
+    file.write_text((ROOT / "README.md").read_text(encoding="utf-8") * 20)
+
+
+def _write_model(folder: Path) -> None:
+    """A model and its tokenizer, of 96 words."""
+    folder.mkdir(exist_ok=True)
+    write_folder(folder, "llama", max_position_embeddings=1024)
+    make_word_tokenizer(folder, VOCAB)
+
+
+def _write_run(folder: Path) -> None:
+    words = ["train", "--model", "llama-1m", "--steps", "1", "--sample", "0", "--checkpoint", str(folder)]
+    subprocess.run([sys.executable, "-m", "jaxshard", *words], check=True, capture_output=True, env=os.environ)
+
+
+def _write_chats(file: Path) -> None:
+    words = np.random.default_rng(0).integers(0, VOCAB - 1, (4000, 8))
+    lines = [" ".join(f"w{number}" for number in row) for row in words]
+    rows = [[{"role": "user", "content": line}, {"role": "assistant", "content": line}] for line in lines]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+
+
+def _write_images(file: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez(file, images=rng.integers(0, 256, (640, 32, 32, 3), np.uint8), labels=np.arange(640) % 10)
+
+
+def _write_program(file: Path) -> None:
+    file.write_text(_PROGRAM)
+
+
+def _write_step(file: Path) -> None:
+    """The text of a step of `_PROGRAM` under `js.fsdp`."""
+    import jaxshard as js
+
+    namespace: dict = {}
+    exec(_PROGRAM, namespace)
+    init_fn, loss_fn, tx, batch = namespace["function"]()
+    layout = js.layout(js.fsdp("fsdp", min_size=0), js.make_mesh(fsdp=8), init_fn, tx)
+    file.write_text(js.make_step(loss_fn, tx, layout, engine=js.explicit()).compile(batch).as_text())
+
+
+_PROGRAM = """
+import numpy as np
+import optax
+
+import jaxshard as js
+
+
+def function():
+    model = js.models.gpt(vocab=64, width=32, depth=2, heads=4, seq=16)
+    return model.init, model.loss, optax.sgd(0.1), {"tokens": np.ones((16, 17), np.int32)}
+
+
+make = function
+"""
+
+FILES = {
+    "generate DIR": _write_run,
+    "PATH": _write_text,
+    "hf:PATH": _write_model,
+    "hf:FOLDER": _write_model,
+    "hf:llama/": _write_model,
+    "chats.jsonl": _write_chats,
+    "cifar.npz": _write_images,
+    "file.py:function": _write_program,
+    "model.py:make": _write_program,
+    "dump/module_0012.jit_train_step.cpu_after_optimizations.txt": _write_step,
+}
+"""What readers have of their own, by the words of commands that name it."""
