@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -56,7 +57,7 @@ class Printed(NamedTuple):
     def folders(self) -> set[str]:
         """What the command makes and others may go on with."""
         words = self.words
-        made = {after for word, after in zip(words, words[1:]) if word in ("--checkpoint", "--export")}
+        made = {after for word, after in itertools.pairwise(words) if word in ("--checkpoint", "--export")}
         return made | {word.removeprefix("hf:") for word in words if word.startswith("hf:")}
 
     @property

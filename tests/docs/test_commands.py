@@ -19,7 +19,7 @@ from tests.docs.printed import Printed, printed_by, stories_of, why_not_accepted
 WITH_COMMANDS = [page for page in PAGES if printed_by(page)]
 FEWEST = 40
 
-STORIES = {tuple(one.text for one in story): story for page in PAGES for story in stories_of(page)}
+STORIES = {str([one.words for one in story]): story for page in PAGES for story in stories_of(page)}
 """Commands that go on with each other's files; what several pages print is run once."""
 
 PACKAGES = {"--wandb": "wandb", "--mlflow": "mlflow", "--compile": "libtpu", "--plot": "matplotlib"}
