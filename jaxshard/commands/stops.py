@@ -29,7 +29,7 @@ class Bytes:
 
 
 class Stops(NamedTuple):
-    """What ends a generated text, and is no part of it.
+    """Tokens and texts that end a generated text and are not part of it.
 
     Attributes:
       tokens: token ids.
