@@ -116,8 +116,10 @@ Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 _AROUND = "_jaxshard_around"
 
 
-def intercept_calls(module: nnx.Module, classes: tuple[type, ...], around: Around) -> None:
-    """Put `around` around the calls of all instances of `classes` in a module, in place.
+def intercept_calls(
+    module: nnx.Module, classes: tuple[type, ...], around: Callable[[Path, nnx.Module], Around]
+) -> None:
+    """Put `around(path, instance)` around the calls of all instances of `classes` in a module, in place.
 
     NNX has no `intercept_methods` as Linen has. Python looks `__call__` up in the class, never in the instance, so each
     instance gets a subclass of its class. It goes around the checks of `nnx.Module.__setattr__`, which would take
@@ -126,15 +128,15 @@ def intercept_calls(module: nnx.Module, classes: tuple[type, ...], around: Aroun
     Args:
       module: is changed; pass a copy that the caller owns.
       classes: subclasses of `nnx.Module`.
-      around: must be hashable, for it becomes a static attribute in the graph of the module.
+      around: what it returns must be hashable, for it becomes a static attribute in the graph of the module.
     """
     from flax import nnx
 
-    for _, node in list(nnx.iter_graph(module)):
+    for path, node in list(nnx.iter_graph(module)):
         if isinstance(node, classes):
             cls: Any = type(node)
             object.__setattr__(node, "__class__", _intercepted(cls))
-            object.__setattr__(node, _AROUND, around)
+            object.__setattr__(node, _AROUND, around(path, node))
 
 
 @functools.cache  # NNX registers every class of modules for good, so there is one subclass for each class.

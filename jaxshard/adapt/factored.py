@@ -24,11 +24,9 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxshard.core.compat import equation_context
-from jaxshard.core.jaxpr import CALLS, Program, open_jaxpr
+from jaxshard.core.jaxpr import CALLS, PLAIN_CALLS, Program, checkpoint_again, is_checkpoint, open_jaxpr
 from jaxshard.core.low_rank import WEIGHT, LowRank, bind_weight, has_low_rank, map_low_rank
 from jaxshard.core.types import PyTree
-
-_INLINED = ("jit", "pjit", "closed_call", "core_call")
 
 
 def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -48,9 +46,7 @@ def factor_products(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def run_factored(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Run a function in which `bind_weight` makes weights, with the products of these in two steps."""
     program = Program.trace(fn, *args)
-    results = _run(program.closed, jax.tree.leaves(args))
-    made = [jnp.asarray(_whole(x), aval.dtype) for x, aval in zip(results, program.closed.out_avals, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(program.out), made)
+    return program.results([_whole(x) for x in _run(program.closed, jax.tree.leaves(args))])
 
 
 @jax.tree_util.register_dataclass
@@ -105,10 +101,10 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
         if not x.stack:
             return [_Factored(x, tuple(range(x.base.ndim)), x.dtype)]
     elif any(isinstance(x, _Factored) for x in operands) or _makes_weight(eqn):
-        if name in _INLINED:
+        if name in PLAIN_CALLS:
             return _run(params[CALLS[name]], operands)
-        if name == "checkpoint" or name.startswith("remat"):
-            return _run_checkpoint(params, operands)
+        if is_checkpoint(eqn):
+            return _run_checkpoint(eqn, operands)
         if name == "dot_general":
             return [_multiply(operands, params)]
         if name == "transpose":
@@ -128,13 +124,11 @@ def _makes_weight(eqn: Any) -> bool:
     )
 
 
-def _run_checkpoint(params: dict[str, Any], operands: list[Any]) -> list[Any]:
+def _run_checkpoint(eqn: Any, operands: list[Any]) -> list[Any]:
     def body(*operands: Any) -> list[Any]:
-        return [_whole(x) for x in _run(params["jaxpr"], operands)]
+        return [_whole(x) for x in _run(eqn.params["jaxpr"], operands)]
 
-    prevent_cse = bool(jax.tree.reduce(lambda a, b: a or b, params["prevent_cse"]))
-    made: list[Any] = jax.checkpoint(body, policy=params["policy"], prevent_cse=prevent_cse)(*operands)
-    return made
+    return checkpoint_again(eqn, body, eqn.params["policy"])(*operands)
 
 
 def _multiply(operands: list[Any], params: dict[str, Any]) -> Any:

@@ -14,6 +14,8 @@ from flax import linen as nn
 from jaxshard.adapt.compat import Names, Path, initialize_through, names_in_boxes, without_box_placement
 from jaxshard.adapt.contracted import contracted_in_calls
 from jaxshard.adapt.units import (
+    STACKED_UNIT,
+    WHAT_UNITS_ARE,
     Adapted,
     Declared,
     Save,
@@ -24,8 +26,6 @@ from jaxshard.adapt.units import (
     check_loss,
     dim_names_of,
     explain_missing_key,
-    gather_pending,
-    is_pending,
     zeros_of,
 )
 from jaxshard.core.keys import neighbour
@@ -143,7 +143,7 @@ class Linen(Adapted):
         """Run the user's loss on the module; see `Adapted.run`."""
         called = LinenModel(self.module, model, key)
         own = None if key is None else neighbour(key)
-        with nn.intercept_methods(_gather_inside(units, save)), explain_missing_key("js.linen", self.loss_fn, key):
+        with nn.intercept_methods(_checkpoint_units(units, save)), explain_missing_key("js.linen", self.loss_fn, key):
             output = call_loss(self.loss_fn, called, batch, train=key is not None, key=own)
         return attach_state("js.linen", output, split_model(model)[1], called.state, self.declared)
 
@@ -175,11 +175,9 @@ class Linen(Adapted):
             for name in path:
                 held = held.get(name, {})
             if own and jax.tree.map(jnp.shape, own) != jax.tree.map(jnp.shape, held):
-                problems.append(
-                    f"{type(module).__name__} at {'/'.join(path)}: its parameters are stacked (nn.scan, nn.vmap); "
-                    "describe such a model with js.Stacked"
-                )
-        raise_all(problems, ValueError, "units: every one must be a module that runs by itself and has parameters")
+                where = f"{type(module).__name__} at {'/'.join(path)}"
+                problems.append(f"{where}: {STACKED_UNIT.format('nn.scan, nn.vmap')}")
+        raise_all(problems, ValueError, WHAT_UNITS_ARE)
         return jax.tree_util.tree_map_with_path(
             lambda path, _: any(tuple(part.key for part in path)[: len(unit)] == unit for unit in found), params
         )
@@ -198,7 +196,7 @@ class LinenModel:
 
     Args:
       module: the module, unbound.
-      model: parameters, or js.Model(params, state); parameters of units may be `Pending`.
+      model: parameters, or js.Model(params, state).
       key: the random key of the step; None in evaluation.
 
     Attributes:
@@ -212,8 +210,8 @@ class LinenModel:
 
     @property
     def params(self) -> PyTree:
-        """All parameters as weights; gathers those of units."""
-        return gather_pending(self._params)
+        """All parameters."""
+        return self._params
 
     def __call__(self, *args: Any, method: Any = None, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
         """Return `module.apply(variables, *args, ...)`; with `mutable` (output, the collections of these names)."""
@@ -319,16 +317,12 @@ def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any
     return intercept
 
 
-def _gather_inside(units: Units, save: Save | None) -> Interceptor:
-    """Make an interceptor under which units gather their own parameters, forward and again backward."""
+def _checkpoint_units(units: Units, save: Save | None) -> Interceptor:
+    """Make an interceptor under which each unit runs inside of a `jax.checkpoint`."""
 
     def around(call: Callable[[], Any], module: nn.Module, run_on: Callable[[nn.Module], Any]) -> Any:
         # Others of its class have parameters, this one has none.
-        if not any(map(is_pending, jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_pending))):
-            return call()
-        # The gather is inside of nn.remat, so its result is no residual: only the shards and the arguments, which
-        # run_on closes over, are kept for the backward pass.
-        return nn.remat(nn.map_variables(run_on, "params", gather_pending), policy=save)(module)
+        return nn.remat(run_on, policy=save)(module) if module.variables.get("params") else call()
 
     return _outermost(units, around)
 

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 
 from jaxshard.adapt.factored import factor_products, run_factored
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.adapt.units import Adapted, Pending, is_pending
+from jaxshard.adapt.units import Adapted
 from jaxshard.core.dim_names import names_by_models
 from jaxshard.core.kinds import kind_of
 from jaxshard.core.known_model import KnownModel, check_function, known_loss, models_run
 from jaxshard.core.layout import join_model, split_model
 from jaxshard.core.low_rank import (
     BaseDtype,
-    LowRank,
     adapt_matrix,
     bind_weight,
     is_low_rank,
@@ -201,7 +200,7 @@ def _of_module(known: Adapted) -> dict[str, Callable[..., Any]]:
     def run(model: PyTree, batch: PyTree, key: jax.Array | None, **options: Any) -> Any:
         def run_merged(params: PyTree, *rest: PyTree) -> Any:
             state, batch, key = rest
-            return known.run(join_model(map_low_rank(_weight, params), state), batch, key, **options)
+            return known.run(join_model(map_low_rank(bind_weight, params), state), batch, key, **options)
 
         return run_factored(run_merged, *split_model(model), batch, key)
 
@@ -217,16 +216,3 @@ def _of_module(known: Adapted) -> dict[str, Callable[..., Any]]:
         return known.apply(merge_lora(model), *args, **kwargs)  # type: ignore[attr-defined]
 
     return {"run": run, "unit_params": unit_params, "apply": apply}
-
-
-def _weight(x: LowRank) -> Any:
-    """Return a weight, `Pending` where its parts are: its unit gathers them all."""
-    parts = jax.tree.leaves(x, is_leaf=is_pending)
-    if not any(map(is_pending, parts)):
-        return bind_weight(x)
-
-    def use(stored: tuple[Any, ...], sinks: tuple[Any, ...]) -> jax.Array:
-        arrays = [part.use(*pair) for part, *pair in zip(parts, stored, sinks, strict=True)]
-        return bind_weight(LowRank.tree_unflatten((x.gain, x.cast), arrays))
-
-    return Pending(tuple(part.stored for part in parts), tuple(part.sink for part in parts), use)

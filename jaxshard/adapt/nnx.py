@@ -19,9 +19,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
-from jaxshard.adapt.compat import intercept_calls, names_of_variable, without_eager_placement
+from jaxshard.adapt.compat import Around, intercept_calls, names_of_variable, without_eager_placement
 from jaxshard.adapt.contracted import contracted_in_modules
+from jaxshard.adapt.unchanged import Values, run_unchanged
 from jaxshard.adapt.units import (
+    STACKED_UNIT,
+    WHAT_UNITS_ARE,
     Adapted,
     Declared,
     Save,
@@ -32,8 +35,6 @@ from jaxshard.adapt.units import (
     check_loss,
     dim_names_of,
     explain_missing_key,
-    gather_pending,
-    is_pending,
 )
 from jaxshard.core.keys import is_key, neighbour
 from jaxshard.core.layout import join_model, split_model
@@ -151,11 +152,14 @@ class Nnx(Adapted):
 
     def apply(self, model: PyTree, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
         """Run the module in evaluation mode on what `init` returned, without keys. Changes of state are dropped."""
-        module, check = self._merge(model, None)
-        module.eval()
-        output = getattr(module, method)(*args, **kwargs)
-        check()
-        return output
+        params, state = split_model(model)
+
+        def run(params: PyTree) -> tuple[Any, Values]:
+            bound = self.bind(join_model(params, state), None)
+            output = getattr(bound.module, method)(*args, **kwargs)
+            return output, bound.after()[1]
+
+        return run_unchanged(run, params)
 
     def dim_names(self, params: PyTree) -> PyTree:
         """Return a tuple of names for every parameter, from its sharding metadata or its layer."""
@@ -171,35 +175,56 @@ class Nnx(Adapted):
         """Which dimensions of their kernels layers sum over, by path."""
         return self._form.contracted
 
-    def bind(self, model: PyTree, key: jax.Array | None) -> tuple[flax_nnx.Module, Callable[[], dict[str, Any]]]:
+    def bind(self, model: PyTree, key: jax.Array | None) -> Bound:
         """Make the module that holds the given values.
 
         Args:
-          model: parameters, or js.Model(params, state); parameters of units may be `Pending`.
+          model: parameters, or js.Model(params, state).
           key: the random key of the step; None puts the module into evaluation mode.
-
-        Returns:
-          The module, and `check()`, to be called after the loss: it returns the new state, and raises a ValueError
-          if the loss changed parameters or drew random numbers without a key.
         """
-        module, check = self._merge(model, key)
+        form, (params, state) = self._form, split_model(model)
+        streams = _seed_streams(form.random, key)
+        merged = (
+            form.params.unflatten(map(jnp.asarray, jax.tree.leaves(params))),
+            form.streams.unflatten(streams),
+            form.state.unflatten(map(jnp.asarray, jax.tree.leaves(state))),
+        )
+        # copy=True: variables of this trace's own, else a second loss would find the tracers of the first.
+        module = flax_nnx.merge(form.graph, *merged, copy=True)
         module.eval() if key is None else module.train()
-        return module, check
+
+        def after() -> tuple[dict[str, Any], Values]:
+            _, params, drawn, new = _split(module)
+            # A stream counts its draws; the count is another array if there was one.
+            counts = [x for x in jax.tree.leaves(drawn) if not is_key(x.dtype)]
+            if key is None and any(a is not b for a, b in zip(counts, [x for x in streams if not is_key(x.dtype)])):
+                raise ValueError(
+                    "js.nnx: evaluation has no random key, but the module draws numbers in it; let it draw only "
+                    "while training, as nnx.Dropout does (deterministic=True, which module.eval() sets)"
+                )
+            return flax_nnx.to_pure_dict(new), _values(params)
+
+        return Bound(module, after)
 
     def run(
         self, model: PyTree, batch: PyTree, key: jax.Array | None, *, units: Units = (), save: Save | None = None
     ) -> Any:
         """Run the user's loss on the module; see `Adapted.run`."""
-        module, check = self.bind(model, key)
-        gathering = UnitCalls(save)
-        intercept_calls(module, units, gathering.run)  # the module is this trace's own
-        own = None if key is None else neighbour(key)
-        rngs = None if own is None else flax_nnx.Rngs(neighbour(own))
-        with explain_missing_key("js.nnx", self.loss_fn, key):
-            output = call_loss(self.loss_fn, module, batch, train=key is not None, key=own, rngs=rngs)
-        state = check()
-        gathering.check_ran(units)
-        return attach_state("js.nnx", output, split_model(model)[1], state, self.declared)
+        params, state = split_model(model)
+
+        def run(params: PyTree) -> tuple[Any, Values]:
+            module, after = self.bind(join_model(params, state), key)
+            calls = UnitCalls(save)
+            intercept_calls(module, units, calls.around)  # the module is this trace's own
+            own = None if key is None else neighbour(key)
+            rngs = None if own is None else flax_nnx.Rngs(neighbour(own))
+            with explain_missing_key("js.nnx", self.loss_fn, key):
+                output = call_loss(self.loss_fn, module, batch, train=key is not None, key=own, rngs=rngs)
+            new, values = after()
+            calls.check_ran(units)
+            return attach_state("js.nnx", output, state, new, self.declared), values
+
+        return run_unchanged(run, params)
 
     def unit_params(self, units: Units, params: PyTree) -> PyTree:
         """Return True for every parameter under the path of a unit; see `Adapted.unit_params`."""
@@ -221,7 +246,7 @@ class Nnx(Adapted):
                 problems.append(f"{one.__name__}: the module has none")
             elif not any(issubclass(kind, one) for kinds in owned for kind in kinds):
                 problems.append(f"{one.__name__}: has no parameters")
-        raise_all(problems, ValueError, "units: every one must be a module that runs by itself and has parameters")
+        raise_all(problems, ValueError, WHAT_UNITS_ARE)
         return jax.tree.unflatten(jax.tree.structure(params), [bool(kinds) for kinds in owned])
 
     def _make(self, key: jax.Array) -> flax_nnx.Module:
@@ -257,34 +282,18 @@ class Nnx(Adapted):
         ((graph, params, streams, state, kinds, names, contracted),) = found
         return ModuleForm(graph, params, streams, state, random, kinds, names, contracted)
 
-    def _merge(self, model: PyTree, key: jax.Array | None) -> tuple[flax_nnx.Module, Callable[[], dict[str, Any]]]:
-        """Make the module that holds the given values, and `check`; see `bind`."""
-        form, (params, state) = self._form, split_model(model)
-        streams = _seed_streams(form.random, key)
-        weights = [x if is_pending(x) else jnp.asarray(x) for x in jax.tree.leaves(params, is_leaf=is_pending)]
-        merged = (
-            form.params.unflatten(weights),
-            form.streams.unflatten(streams),
-            form.state.unflatten(map(jnp.asarray, jax.tree.leaves(state))),
-        )
-        # copy=True: variables of this trace's own, else a second loss would find the tracers of the first.
-        module = flax_nnx.merge(form.graph, *merged, copy=True)
-        before = _arrays_by_path(_split(module)[1])
 
-        def check() -> dict[str, Any]:
-            _, after, drawn, new = _split(module)
-            _check_params(before, _arrays_by_path(after))
-            # A stream counts its draws; the count is another array if there was one.
-            counts = [x for x in jax.tree.leaves(drawn) if not is_key(x.dtype)]
-            if key is None and any(a is not b for a, b in zip(counts, [x for x in streams if not is_key(x.dtype)])):
-                raise ValueError(
-                    "js.nnx: evaluation has no random key, but the module draws numbers in it; let it draw only "
-                    "while training, as nnx.Dropout does (deterministic=True, which module.eval() sets)"
-                )
-            state: dict[str, Any] = flax_nnx.to_pure_dict(new)
-            return state
+class Bound(NamedTuple):
+    """A module that holds given values, for one run.
 
-        return module, check
+    Attributes:
+      module: the module.
+      after: to be called after the run: returns (the new state, the values of all parameters). Raises a ValueError if
+        the module drew random numbers without a key.
+    """
+
+    module: flax_nnx.Module
+    after: Callable[[], tuple[dict[str, Any], Values]]
 
 
 def _split(module: flax_nnx.Module) -> tuple[Any, Any, Any, Any]:
@@ -323,26 +332,9 @@ def _seed_streams(shapes: list[Any], key: jax.Array | None) -> list[jax.Array]:
     return values
 
 
-def _arrays_by_path(params: Any) -> dict[str, list[Any]]:
-    """List the arrays behind every parameter, to tell by their identity whether it was set.
-
-    A list because a pending parameter has two, and Flax makes a new `Pending` of them each time that it splits.
-    """
-    found = jax.tree_util.tree_leaves_with_path(flax_nnx.to_pure_dict(params), is_leaf=is_pending)
-    return {path_str(path): jax.tree.leaves(x) for path, x in found}
-
-
-def _check_params(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> None:
-    raise_all(
-        (
-            f"{path}: " + ("set" if path in before else "was never initialised: made by a call")
-            for path, arrays in after.items()
-            if path not in before or any(a is not b for a, b in zip(before[path], arrays, strict=True))
-        ),
-        ValueError,
-        "js.nnx: the loss made or changed parameters, which only the optimizer may; make every nnx.Param in the "
-        "module's __init__, and what a call changes another nnx.Variable",
-    )
+def _values(params: Any) -> Values:
+    """Return (path, value) of every parameter of a state."""
+    return [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(flax_nnx.to_pure_dict(params))]
 
 
 def _is_object(x: Any) -> bool:
@@ -350,20 +342,35 @@ def _is_object(x: Any) -> bool:
 
 
 class UnitCalls:
-    """Runs the calls of units, each under `jax.checkpoint` with its own parameters gathered; outermost units only.
+    """Runs the calls of units, each inside of a `jax.checkpoint`; outermost units only.
 
     Args:
-      save: the `jax.checkpoint` policy.
+      save: the policy of the `jax.checkpoint`.
     """
 
     def __init__(self, save: Save | None):
         self._save, self._inside = save, False
         self._ran: set[type] = set()
 
-    def run(self, unit: flax_nnx.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one call of a unit; `call` is what it does inside of another unit."""
-        if self._inside:
-            return call(*args, **kwargs)
+    def around(self, path: tuple[Any, ...], unit: flax_nnx.Module) -> Around:
+        """Return what runs instead of a unit's call."""
+        shapes = _param_shapes(unit)
+
+        def run(unit: flax_nnx.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self._inside:
+                return call(*args, **kwargs)
+            if _param_shapes(unit) != shapes:  # inside of nnx.scan it has one layer's slice of what it was made with
+                where = f"{type(unit).__name__} at {'/'.join(map(str, path))}"
+                raise_all([f"{where}: {STACKED_UNIT.format('nnx.scan, nnx.vmap')}"], ValueError, WHAT_UNITS_ARE)
+            self._inside = True
+            try:
+                return self._run(unit, args, kwargs)
+            finally:
+                self._inside = False
+
+        return run
+
+    def _run(self, unit: flax_nnx.Module, args: Any, kwargs: Any) -> Any:
         flat: Any = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
         leaves, tree = flat
         # The Rngs among the arguments count their draws, so they go in and out like the unit; together with it, for it
@@ -371,24 +378,22 @@ class UnitCalls:
         objects = (unit, tuple(x for x in leaves if _is_object(x)))
         parts: Any = flax_nnx.split(objects, flax_nnx.Param, ...)
         graph, params, rest = parts
+        known = {id(x) for x in jax.tree.leaves(params)}
 
-        # jax.checkpoint needs a function of arrays, so the unit goes in and out as its parts. It closes over `params`,
-        # which are shards here: the gather inside is made again in the backward pass.
+        def is_known(_: Any, variable: Any) -> bool:
+            return all(id(x) in known for x in jax.tree.leaves(variable))
+
+        # jax.checkpoint needs a function of arrays, so the unit goes in and out as its parts: out go all values that
+        # are others than before. Of parameters `run_unchanged` finds out whether they were changed.
         def body(rest: PyTree) -> tuple[Any, PyTree]:
-            copies = flax_nnx.merge(graph, gather_pending(params), rest, copy=True)
+            copies = flax_nnx.merge(graph, params, rest, copy=True)
             module, handed = copies[0], iter(copies[1])
-            before = _arrays_by_path(flax_nnx.state(module, flax_nnx.Param))
             args, kwargs = tree.unflatten([next(handed) if _is_object(x) else x for x in leaves])
             output = module(*args, **kwargs)
-            _check_params(before, _arrays_by_path(flax_nnx.state(module, flax_nnx.Param)))
-            parts: Any = flax_nnx.split(copies, flax_nnx.Param, ...)
+            parts: Any = flax_nnx.split(copies, flax_nnx.All(flax_nnx.Param, is_known), ...)
             return output, parts[2]
 
-        self._inside = True
-        try:
-            output, new = jax.checkpoint(body, policy=self._save)(rest)
-        finally:
-            self._inside = False
+        output, new = jax.checkpoint(body, policy=self._save)(rest)
         flax_nnx.update(objects, new)  # batch statistics and counts of random streams
         self._ran.add(type(unit))
         return output
@@ -400,3 +405,7 @@ class UnitCalls:
             ValueError,
             "units: these never ran in the loss, or only inside another unit (it is __call__ that gathers)",
         )
+
+
+def _param_shapes(module: flax_nnx.Module) -> dict[str, tuple[int, ...]]:
+    return {path: jnp.shape(x) for path, x in _values(flax_nnx.state(module, flax_nnx.Param))}

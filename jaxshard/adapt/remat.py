@@ -65,7 +65,11 @@ def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
     Args:
       policy: see `policy_function`.
     """
-    allows = policy_function(policy)
+    return save_no_weights(policy_function(policy))
+
+
+def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `jax.checkpoint` policy that saves what `allows` does, except gathered weights."""
 
     def save(prim: Any, *args: Any, **params: Any) -> Any:
         return prim.name not in _MOVES and allows(prim, *args, **params)

@@ -28,6 +28,7 @@ from jaxshard.adapt.compat import Names, Path, names_in_boxes, without_box_place
 from jaxshard.adapt.linen import LinenInit, LinenModel
 from jaxshard.adapt.nnx import Nnx
 from jaxshard.adapt.stacked import Stacked
+from jaxshard.adapt.unchanged import Values, run_unchanged
 from jaxshard.adapt.units import call_loss, check_loss, dim_names_of, zeros_of
 from jaxshard.core.jaxpr import Program, assign, needed_equations
 from jaxshard.core.loss import Loss, Mean, Model
@@ -144,25 +145,31 @@ class StackedModules(Stacked):
         def reach(*args: Any, **kwargs: Any) -> None:
             raise _BlocksReached(args, kwargs)
 
-        bound = self._bind(params, key)
-        try:
-            call_loss(self.loss_fn, PartsModel(bound.called, reach), batch, train=key is not None)
-        except _BlocksReached as reached:
-            bound.check()
-            return BlockArguments.of(reached.args_, reached.kwargs_)
-        raise ValueError("js.stack: the loss must call model.blocks(x), which it did not")
+        def run(params: PyTree) -> tuple[BlockArguments, Values]:
+            bound = self._bind(params, key)
+            try:
+                call_loss(self.loss_fn, PartsModel(bound.called, reach), batch, train=key is not None)
+            except _BlocksReached as reached:
+                return BlockArguments.of(reached.args_, reached.kwargs_), bound.values()
+            raise ValueError("js.stack: the loss must call model.blocks(x), which it did not")
+
+        embedded: BlockArguments = run_unchanged(run, params)
+        return embedded
 
     def _block(self, params: PyTree, x: BlockArguments, key: jax.Array | None) -> BlockArguments:
-        bound = BoundModules({_BLOCK: self.parts.bind(_BLOCK, params, key)})
-        args, kwargs = x.arguments()
-        y = bound.called[_BLOCK](*args, **kwargs)
-        bound.check()
-        return replace(x, x=y)
+        def run(params: PyTree) -> tuple[BlockArguments, Values]:
+            bound = BoundModules({_BLOCK: self.parts.bind(_BLOCK, params[_BLOCK], key)})
+            args, kwargs = x.arguments()
+            y = bound.called[_BLOCK](*args, **kwargs)
+            return replace(x, x=y), bound.values()
+
+        after: BlockArguments = run_unchanged(run, {_BLOCK: params})
+        return after
 
     def _head(self, params: PyTree, x: BlockArguments, batch: PyTree, key: jax.Array | None) -> Mean | Loss:
         # Until the blocks the parts have the key `before`, from then on `key`. Both have the same value; as two
         # arguments of the trace they tell whether the result depends on what was drawn before the blocks.
-        def run(params: PyTree, x: PyTree, batch: PyTree, before: Any, key: Any) -> Any:
+        def run_unchecked(params: PyTree, x: PyTree, batch: PyTree, before: Any, key: Any) -> tuple[Any, Values]:
             halves = [self._bind(params, before), self._bind(params, key)]
             ran: list[bool] = []
 
@@ -175,9 +182,10 @@ class StackedModules(Stacked):
 
             model = PartsModel(halves[0].called, blocks)
             output = call_loss(self.loss_fn, model, batch, train=key is not None)
-            for half in halves:
-                half.check()
-            return output
+            return output, [value for half in halves for value in half.values()]
+
+        def run(params: PyTree, *rest: Any) -> Any:
+            return run_unchanged(lambda params: run_unchecked(params, *rest), params)
 
         args = (params, x.x, batch, key, key)
         program = Program.trace(run, *args)
@@ -213,21 +221,19 @@ class BoundModules:
     """Modules with their weights.
 
     Args:
-      bound: by name, what a user calls, and a function that raises if the call did more than read weights.
+      bound: by name, what a user calls, and a function that returns the values of its parameters afterwards.
 
     Attributes:
       called: what a user calls, by name.
-      checks: the functions.
     """
 
-    def __init__(self, bound: dict[str, tuple[Any, Callable[[], Any]]]):
+    def __init__(self, bound: dict[str, tuple[Any, Callable[[], Values]]]):
         self.called = {name: called for name, (called, _) in bound.items()}
-        self.checks = [check for _, check in bound.values()]
+        self._values = {name: values for name, (_, values) in bound.items()}
 
-    def check(self) -> None:
-        """Raise a ValueError if a module changed its parameters, or drew random numbers without a key."""
-        for check in self.checks:
-            check()
+    def values(self) -> Values:
+        """Return the values of parameters after a run. Raises a ValueError if a module drew numbers without a key."""
+        return [(f"{name}/{path}", x) for name, values in self._values.items() for path, x in values()]
 
 
 class _BlocksReached(BaseException):
@@ -299,9 +305,9 @@ class _LinenParts:
             raise ValueError("js.stack: the block has no parameters, or the loss did not call model.blocks(x)")
         return {name: variables.get("params", {}) for name, variables in made.items()}
 
-    def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], None]]:
-        """Return what a user calls, and its check: Linen itself refuses what would need one."""
-        return LinenModel(self.modules[name], params, key), lambda: None
+    def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
+        """Return what a user calls, and that no values need a check: a Linen module can't change its parameters."""
+        return LinenModel(self.modules[name], params, key), list
 
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
         """Return the names in the metadata of the parameters, and what their layers sum over, by path."""
@@ -334,9 +340,10 @@ class _NnxParts:
         _check_no_state({name: model.state for name, model in made.items() if isinstance(model, Model)})
         return made
 
-    def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Any]]:
-        """Return what a user calls, and its check."""
-        return self.modules[name].bind(params, key)
+    def bind(self, name: str, params: PyTree, key: jax.Array | None) -> tuple[Any, Callable[[], Values]]:
+        """Return what a user calls, and the values of its parameters afterwards."""
+        module, after = self.modules[name].bind(params, key)
+        return module, lambda: after()[1]
 
     def names(self) -> tuple[dict[Path, Names], dict[Path, Names]]:
         """Return the names in the metadata of the parameters, and what their layers sum over, by path."""

@@ -1,12 +1,9 @@
-"""The base of `js.linen` and `js.nnx`, and the parameters that are gathered only while their module runs.
+"""The base of `js.linen` and `js.nnx`, and the modules whose parameters are gathered only while they run.
 
-A unit is a submodule whose class the user lists in `units=[Block]`. An engine knows no module library. It calls
-`Adapted.run` with a model in which the parameters of units are `Pending` (stored shards, not yet weights):
-
-    {"Dense_0": {"kernel": weight}, "Block_0": {"kernel": Pending}, "Block_1": {"kernel": Pending}}
-
-The adapter gathers them (`gather_pending`) when `Block_0` runs, and again for `Block_1`. It does so inside of a
-`jax.checkpoint` around each unit, whose policy the engine gives, so that the backward pass gathers again.
+A unit is a submodule whose class the user lists in `units=[Block]`. An engine knows no module library, and an adapter
+nothing of gathers. The adapter puts a `jax.checkpoint` around each unit, with a policy that the engine gives; the
+engine traces the run and gathers the parameters of units inside of these checkpoints (see `engines/pending.py`). The
+loss itself sees every parameter as an array of its full shape, whether it is a unit's or not.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,6 +27,9 @@ from jaxshard.core.types import InitFn, LossFn, PyTree
 
 Units = tuple[type, ...]
 Save = Callable[..., Any]
+
+WHAT_UNITS_ARE = "units: every one must be a module that runs by itself and has parameters"
+STACKED_UNIT = "its parameters are stacked ({}); describe such a model with js.Stacked"
 
 
 class Adapted(KnownModel):
@@ -61,11 +61,11 @@ class Adapted(KnownModel):
         """Run the user's loss on the module.
 
         Args:
-          model: parameters, or js.Model(params, state). Those of units may be `Pending`.
+          model: parameters, or js.Model(params, state).
           batch: the rows at hand.
           key: the random key of the step; None in evaluation.
-          units: classes of modules whose parameters are gathered while each of them runs.
-          save: the `jax.checkpoint` policy of each unit.
+          units: classes of modules, each of which runs inside of a `jax.checkpoint`.
+          save: the policy of these.
 
         Returns:
           What the loss returned, with the module's new state where it has one.
@@ -80,47 +80,6 @@ class Adapted(KnownModel):
           ValueError: a module of a class never runs by itself, or has no parameters.
         """
         raise NotImplementedError
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class Pending:
-    """A parameter of a unit that is not gathered yet. In the place of a weight it raises an error that says so.
-
-    Attributes:
-      stored: this device's shard of the parameter; of a weight that is made of several parameters, all of theirs.
-      sink: zeros, with respect to which the loss is differentiated (see `engines/just_in_time.py`); None if frozen.
-      use: `use(stored, sink) -> weight`; issues the all-gather.
-    """
-
-    stored: PyTree
-    sink: PyTree
-    use: Callable[[PyTree, PyTree], jax.Array]
-
-    def __getitem__(self, _: Any) -> Any:
-        raise ValueError(
-            "units: a parameter of a unit was used while that unit does not run (it is shared with another module, or "
-            "used by another method than __call__ of an NNX module); leave its class out of units"
-        )
-
-    __jax_array__ = property(lambda self: self[()])  # what jax.numpy asks for: the same error
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        return (self.stored, self.sink), self.use
-
-    @classmethod
-    def tree_unflatten(cls, use: Any, children: tuple[Any, Any]) -> Pending:
-        return cls(*children, use)
-
-
-def is_pending(x: Any) -> bool:
-    """Return whether `x` is a parameter that is not gathered yet."""
-    return isinstance(x, Pending)
-
-
-def gather_pending(tree: PyTree) -> PyTree:
-    """Return the tree with a weight in the place of each `Pending`. Issues their all-gathers."""
-    return jax.tree.map(lambda x: x.use(x.stored, x.sink) if is_pending(x) else x, tree, is_leaf=is_pending)
 
 
 def call_loss(loss_fn: Callable[..., Any], model: Any, batch: PyTree, **options: Any) -> Any:

@@ -41,6 +41,9 @@ CALLS = {
 }
 """Primitives that run, once and on their own operands, the program in the parameter of that name."""
 
+PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
+"""Those of them that do nothing else."""
+
 Rule = Callable[[Any, list[Any]], list[Any] | None]
 """`rule(equation, operands)` -> its results, or None for those that the equation itself gives."""
 
@@ -63,6 +66,11 @@ class Program(NamedTuple):
         """Trace `fn` on trees of arrays, or of their shapes."""
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         return cls._of(closed, jax.tree.structure(args), jax.tree.structure(shapes))
+
+    def results(self, values: Sequence[Any]) -> PyTree:
+        """Return the tree of results with these values, numbers as arrays of the dtypes that the program has."""
+        arrays = (jnp.asarray(x, atom.aval.dtype) for x, atom in zip(values, jax.tree.leaves(self.out), strict=True))
+        return jax.tree.unflatten(jax.tree.structure(self.out), arrays)
 
     @classmethod
     def _of(cls, closed: Any, args: Any, out: Any) -> Program:
@@ -186,6 +194,20 @@ def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Return the results of an equation for these operands."""
     made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Return whether an equation is a `jax.checkpoint`."""
+    return eqn.primitive.name in ("remat2", "remat", "checkpoint")
+
+
+def checkpoint_again(
+    eqn: Any, body: Callable[..., list[Any]], policy: Callable[..., Any] | None
+) -> Callable[..., list[Any]]:
+    """Return `body` in a `jax.checkpoint` like the equation, with this policy."""
+    prevent_cse = bool(jax.tree.reduce(lambda a, b: a or b, eqn.params["prevent_cse"]))
+    again: Callable[..., list[Any]] = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
+    return again
 
 
 # Variables.

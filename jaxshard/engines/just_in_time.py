@@ -26,7 +26,7 @@ from jaxshard.adapt.objective import Objective, OfBlocks, OfModule
 from jaxshard.adapt.offer import Offer, offering
 from jaxshard.adapt.remat import RematPolicy, check_host_memory, check_names, checkpoint_body, make_save_policy
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.adapt.units import Adapted, Pending, Units
+from jaxshard.adapt.units import Adapted, Units
 from jaxshard.core.compat import is_refused_spec, unbound_axis_name
 from jaxshard.core.constrain import follow_layout
 from jaxshard.core.keys import advance
@@ -39,6 +39,7 @@ from jaxshard.core.tree import BLOCKS, map_with_path, path_str, raise_all
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
 from jaxshard.core.weight_chunks import Offered, offer_chunks
+from jaxshard.engines.pending import Pending, run_on_pending
 
 
 class Move(NamedTuple):
@@ -101,14 +102,14 @@ def list_offered(
     Args:
       layout: where everything lives.
       make_move: how the engine moves each weight.
-      weights: what the loss receives, gathered or `Pending`.
+      weights: what the loss receives.
       params, grads, stored, sinks: of the same parameters, as `use_weights` takes them.
     """
 
     def offer(param: Placement, grad: Placement | None, weight: Any, stored: jax.Array, sink: Any) -> list[Offered]:
         # Of a weight that is split over axes of the batch while it is used, each device sees another part.
         whole = not set(axes_of(param.use)) & set(layout.sum_axes)
-        if len(param.view.logical) != 2 or isinstance(weight, Pending) or not whole:
+        if len(param.view.logical) != 2 or not whole:
             return []
         return [Offered(weight, stored, sink, param, grad, make_move, layout.mesh)]
 
@@ -251,21 +252,23 @@ def _first(*policies: RematPolicy | None) -> RematPolicy:
 
 def _make_units_run(adapted: Adapted, layout: Layout, make_move: MakeMove, remat: RematPolicy, units: Units) -> Run:
     check_host_memory(remat, layout.mesh)
-    pending = adapted.unit_params(units, layout.shapes.params)
+    owned = adapted.unit_params(units, layout.shapes.params)
 
     def weight(late: bool, param: Placement, grad: Placement | None, stored: jax.Array, sink: Any) -> Any:
         gather = partial(use_weight, make_move(param, grad))
-        return Pending(stored, sink, gather) if late else gather(stored, sink)
+        return Pending((stored, sink), gather) if late else gather(stored, sink)
 
     def run(stored: PyTree, sinks: PyTree, state: PyTree, batch: PyTree, key: Any, row: Any) -> Any:
         own_key = None if key is None else advance(key, row)
 
         def run_with(sinks: PyTree) -> Any:
-            weights = jax.tree.map(weight, pending, layout.params, layout.grads, stored, sinks)
-            offered = list_offered(layout, make_move, weights, layout.params, layout.grads, stored, sinks)
-            model = join_model(weights, state)
-            with offer_chunks(offered):
-                return adapted.run(model, batch, own_key, units=units, save=make_save_policy(remat))
+            def run_on(weights: PyTree) -> Any:
+                offered = list_offered(layout, make_move, weights, layout.params, layout.grads, stored, sinks)
+                model = join_model(weights, state)
+                with offer_chunks(offered):
+                    return adapted.run(model, batch, own_key, units=units, save=make_save_policy(remat))
+
+            return run_on_pending(run_on, jax.tree.map(weight, owned, layout.params, layout.grads, stored, sinks))
 
         check_names(remat, run_with, sinks)
         return run_with(sinks)

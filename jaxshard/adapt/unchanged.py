@@ -1,0 +1,52 @@
+"""The check that a loss leaves every parameter of an NNX module as it was: only the optimizer may change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxshard.core.handed_through import handed_through
+from jaxshard.core.jaxpr import Program
+from jaxshard.core.tree import path_str, raise_all
+from jaxshard.core.types import PyTree
+
+Values = list[tuple[str, Any]]
+"""(path, array) of parameters after a loss."""
+
+
+def run_unchanged(run: Callable[[PyTree], tuple[Any, Values]], params: PyTree) -> Any:
+    """Return the output of `run(params) -> (output, values)`, whose values must be the parameters themselves.
+
+    A transform of Flax (nnx.remat, nnx.jit, nnx.scan) writes into each variable what its own program returned for it:
+    another array with the same value. So where an array is another one the run is traced, and the trace says whether
+    the value is a parameter that was handed through.
+
+    Raises:
+      ValueError: names every parameter that was changed, or that the run made.
+    """
+    params = jax.tree.map(jnp.asarray, params)
+    output, values = run(params)
+    before = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    if any(before.get(path) is not x for path, x in values):
+        program = Program.trace(lambda params: [x for _, x in run(params)[1]], params)
+        paths = list(before)
+        sources = [None if index is None else paths[index] for index in handed_through(program.closed)]
+        refuse_changes(
+            f"{path}: " + ("set" if path in before else "was never initialised: made by a call")
+            for (path, _), source in zip(values, sources, strict=True)
+            if path != source
+        )
+    return output
+
+
+def refuse_changes(problems: Any) -> None:
+    """Raise a ValueError that lists these changes of parameters, if there are any."""
+    raise_all(
+        problems,
+        ValueError,
+        "js.nnx: the loss made or changed parameters, which only the optimizer may; make every nnx.Param in the "
+        "module's __init__, and what a call changes another nnx.Variable",
+    )
