@@ -302,14 +302,17 @@ def _outermost(units: Units, around: Callable[[Callable[[], Any], nn.Module, Any
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         nonlocal inside
-        if inside or not isinstance(context.module, units) or context.method_name == "setup":
+        module, method = context.module, context.method_name
+        # A class that nn.remat or nn.jit made runs a function of its own around the module, which is no method.
+        is_call = isinstance(module, units) and method != "setup" and hasattr(module, method)
+        if inside or not is_call:
             return next_fun(*args, **kwargs)
         inside = True
         try:
             return around(
                 lambda: next_fun(*args, **kwargs),
-                context.module,
-                lambda module: getattr(module, context.method_name)(*args, **kwargs),
+                module,
+                lambda module: getattr(module, method)(*args, **kwargs),
             )
         finally:
             inside = False
