@@ -132,7 +132,8 @@ def intercept_calls(
     """
     from flax import nnx
 
-    for path, node in list(nnx.iter_graph(module)):
+    nodes: list[tuple[Path, Any]] = list(nnx.iter_graph(module))
+    for path, node in nodes:
         if isinstance(node, classes):
             cls: Any = type(node)
             object.__setattr__(node, "__class__", _intercepted(cls))

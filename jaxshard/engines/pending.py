@@ -59,10 +59,9 @@ def run_on_pending(fn: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
       fn: receives the weights as arrays.
       weights: arrays and `Pending`s.
     """
-    leaves, tree = jax.tree.flatten(weights, is_leaf=_is_pending)
-    shapes = [x.shape if _is_pending(x) else x for x in leaves]
-    program = Program.trace(fn, tree.unflatten(shapes))
-    return program.results(_run(program.closed, leaves))
+    shapes = jax.tree.map(lambda x: x.shape if _is_pending(x) else x, weights, is_leaf=_is_pending)
+    program = Program.trace(fn, shapes)
+    return program.results(_run(program.closed, jax.tree.leaves(weights, is_leaf=_is_pending)))
 
 
 def _is_pending(x: Any) -> bool:

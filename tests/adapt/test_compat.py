@@ -80,7 +80,9 @@ def test_calls_of_instances_are_intercepted():
         ran.append(type(unit))
         return call(*args, **kwargs)
 
-    compat.intercept_calls(module, (nnx.Linear,), around)
+    seen = []
+    compat.intercept_calls(module, (nnx.Linear,), lambda path, unit: seen.append(path) or around)
+    assert seen == [("layers", 0)]
     assert jnp.array_equal(module(jnp.ones((1, 3))), expected)
     assert [issubclass(kind, nnx.Linear) for kind in ran] == [True]
     paths = [[path for path, _ in nnx.to_flat_state(one)] for one in (nnx.split(module)[1], state)]
