@@ -132,12 +132,11 @@ def intercept_calls(
     """
     from flax import nnx
 
-    nodes: list[tuple[Path, Any]] = list(nnx.iter_graph(module))
-    for path, node in nodes:
-        if isinstance(node, classes):
-            cls: Any = type(node)
-            object.__setattr__(node, "__class__", _intercepted(cls))
-            object.__setattr__(node, _AROUND, around(path, node))
+    found: list[tuple[Path, Any]] = [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, classes)]
+    for path, node in found:
+        cls: Any = type(node)
+        object.__setattr__(node, "__class__", _intercepted(cls))
+        object.__setattr__(node, _AROUND, around(path, node))
 
 
 @functools.cache  # NNX registers every class of modules for good, so there is one subclass for each class.

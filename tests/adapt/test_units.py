@@ -243,7 +243,7 @@ def read_in_every_way(module, batch):
     kernel = module.blocks[0].down.kernel
     noisy = nnx.merge(graph, jax.tree.map(lambda x: 1.1 * x, params), rest)
     terms = [
-        squares(params) + squares(module.blocks) + optax.global_norm(nnx.to_pure_dict(params)),
+        squares(params) + squares(module.blocks) + optax.tree.norm(nnx.to_pure_dict(params)),
         jnp.square(kernel[...]).sum() + jnp.abs(kernel).sum() + jnp.linalg.norm(kernel[...]),
         nnx.remat(lambda module: squares(nnx.state(module, nnx.Param)))(module),
         jax.lax.cond(squares(params) > 0, squares, lambda _: 0.0, params),
