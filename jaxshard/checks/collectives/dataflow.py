@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxshard.checks.collectives.asynchronous import ENDS, STARTS, find_start, operands_of
 from jaxshard.checks.collectives.hlo import Computation, Op, Scope
 
 Path = tuple[int, ...]
@@ -53,8 +54,11 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
                 name, path = op.operands[path[0]], path[1:]
             case "copy" | "copy-start" | "copy-done" | "bitcast" | "convert" | "reshape" | "optimization-barrier":
                 name = op.operands[0]
-            case "fusion" | "call":
+            case "fusion" | "call" | "custom-call" if op.opcode != "custom-call" or _is_started(scope, op):
                 scope = scope.enter(op, op.callees[0])
+                name = scope.computation.root
+            case end if end in ENDS and (start := find_start(scope.computation, op)).callees:
+                scope = scope.enter(start, start.callees[0], operands_of(scope.computation, start))
                 name = scope.computation.root
             case "while" if path and _is_unchanged(scope, op, path[0]):
                 name = op.operands[0]
@@ -68,6 +72,11 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
                 scope = scope.parent
             case _:
                 return scope, op, path
+
+
+def _is_started(scope: Scope, op: Op) -> bool:
+    """True for the custom call of a computation that was started to run what it calls."""
+    return bool(op.callees) and scope.caller is not None and scope.caller.opcode in STARTS
 
 
 def _is_unchanged(scope: Scope, loop: Op, index: int) -> bool:

@@ -27,12 +27,13 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.asynchronous import users
 from jaxshard.checks.collectives.groups import UNKNOWN, Groups, find_groups
 from jaxshard.checks.collectives.overlap import is_synchronous
 from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.trail import Trail, find_trail
 from jaxshard.checks.collectives.transfers import is_transfer, transfer_kind
-from jaxshard.checks.collectives.walk import Executed, add_counts, executed, is_fused, users
+from jaxshard.checks.collectives.walk import Executed, add_counts, executed, is_fused
 from jaxshard.core.compat import device_order
 from jaxshard.core.mesh import mesh_str, slice_indices
 from jaxshard.core.text_table import align_columns

@@ -17,9 +17,9 @@ from jaxshard.checks.collectives.dataflow import Path, resolve
 from jaxshard.checks.collectives.groups import parse_groups
 
 _MOVES = (
-    "all-gather", "all-gather-done", "all-gather-start", "async-done", "async-start", "bitcast-convert", "broadcast",
-    "copy-done", "copy-start", "dynamic-slice", "opt-barrier", "pad", "reduce-precision", "reverse", "slice",
-    "transpose", "collective-permute", "collective-permute-start", "collective-permute-done",
+    "all-gather", "all-gather-done", "all-gather-start", "bitcast-convert", "broadcast", "copy-done", "copy-start",
+    "dynamic-slice", "opt-barrier", "pad", "reduce-precision", "reverse", "slice", "transpose", "collective-permute",
+    "collective-permute-start", "collective-permute-done",
 )  # fmt: skip
 _CONSTANT = ("constant", "iota", "partition-id")
 _MOST = 400

@@ -17,9 +17,11 @@ hands its state on:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.asynchronous import STARTS
 from jaxshard.checks.collectives.walk import is_fused
 
 _NO_WORK = (
@@ -34,6 +36,10 @@ _NO_WORK = (
     "tuple",
 )
 """Opcodes that take no time."""
+_BOOKKEEPING = ("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallStart", "PrepareAsyncCallDone")
+"""Targets of a TPU's custom calls that take no time either."""
+_CALLS = ("fusion", "call", "custom-call")
+"""Opcodes that run a computation at once."""
 _HALVES = ("-start", "-update", "-done")
 _HANDS_ON = ("get-tuple-element", "tuple", "bitcast")
 
@@ -45,20 +51,17 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
       scope: the computation that the collective stands in.
       op: the collective itself, or its start.
     """
-    if is_fused(scope):
-        if "chain_id=" not in op.notes:
-            return True
+    if is_fused(scope) and "chain_id=" in op.notes:
         assert scope.parent is not None and scope.caller is not None
         return _ends_at_once(scope.parent, scope.caller)
-    # A collective on a SparseCore is called by the one operation of the computation that is started.
-    while scope.caller is not None and scope.caller.opcode == "custom-call" and scope.parent is not None:
-        scope = scope.parent
-    if scope.caller is None or scope.parent is None or scope.caller.opcode not in ("async-start", "call-start"):
-        if not op.opcode.endswith("-start") and op.opcode not in ("send", "recv"):
-            return True
+    if op.opcode.endswith("-start") or op.opcode in ("send", "recv"):
         # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.
         return '"is_sync":true' in op.notes or _ends_at_once(scope, op)
-    return _ends_at_once(scope.parent, scope.caller)
+    while scope.caller is not None and scope.parent is not None and scope.caller.opcode in (*_CALLS, *STARTS):
+        if scope.caller.opcode in STARTS:
+            return '"is_sync":true' in scope.caller.notes or _ends_at_once(scope.parent, scope.caller)
+        scope = scope.parent
+    return True
 
 
 def _ends_at_once(scope: hlo.Scope, start: hlo.Op) -> bool:
@@ -96,4 +99,14 @@ def _is_work(scope: hlo.Scope, op: hlo.Op) -> bool:
         return not any(
             '"AsyncCollectiveStart"' in line or '"AsyncCollectiveDone"' in line for line in inside.lines.values()
         )
-    return op.opcode not in (*_NO_WORK, "send", "recv") and not op.opcode.endswith(_HALVES)
+    if op.opcode in (*_NO_WORK, "send", "recv") or op.opcode.endswith(_HALVES):
+        return False
+    if op.opcode == "custom-call":
+        return (op.attribute("custom_call_target") or "").strip('"') not in _BOOKKEEPING
+    return not _is_scalar_arithmetic(scope.computation, op)
+
+
+def _is_scalar_arithmetic(computation: hlo.Computation, op: hlo.Op) -> bool:
+    """True for what counts the turns of a loop, or finds an offset: it hides no collective."""
+    values = (op, *(computation[name] for name in op.operands))
+    return not op.callees and all(math.prod(shape) == 1 for one in values for _, shape in hlo.arrays(one.type))

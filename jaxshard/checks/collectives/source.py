@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.asynchronous import STARTS, operands_of
 from jaxshard.core.our_code import is_jaxshard_file, users_frame, users_line
 
 _FAR = 64
@@ -43,7 +44,18 @@ def find_source(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
         for producer in _producers(computation, one):
             if frames := _frames(scope.module, producer.notes):
                 return SourceLine(f"near {users_line(frames)}", frames, name or name_in_notes(producer.notes))
+    if frames := _frames_of_addition(scope, op):
+        return SourceLine(f"near {users_line(frames)}", frames, name)
     return SourceLine(name or op.name, (), name)
+
+
+def _frames_of_addition(scope: hlo.Scope, op: hlo.Op) -> tuple[str, ...]:
+    """The stack of what a sum over devices adds with: a compiler that splits the sum keeps it."""
+    for name in op.callees:
+        computation = scope.module.computations[name]
+        if frames := _frames(scope.module, computation[computation.root].notes):
+            return frames
+    return ()
 
 
 def find_user(scope: hlo.Scope, op: hlo.Op) -> str:
@@ -71,7 +83,7 @@ def find_reader(scope: hlo.Scope, op: hlo.Op) -> SourceLine:
 
 def _producers(computation: hlo.Computation, op: hlo.Op) -> Iterator[hlo.Op]:
     """The operations that an operation depends on, the nearest first."""
-    for name in _walk(op.operands, lambda name: computation[name].operands):
+    for name in _walk(operands_of(computation, op), lambda name: computation[name].operands):
         yield computation[name]
 
 
@@ -86,9 +98,9 @@ def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> I
 
 
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
-    """The operation and the fusions it is in, each with the computation it stands in."""
+    """The operation, and the fusions and started computations it is in, each with the computation it stands in."""
     yield scope.computation, op
-    calls = "fusion", "async-start", "call-start"
+    calls = ("fusion", "custom-call", *STARTS)
     while scope.parent is not None and scope.caller is not None and scope.caller.opcode in calls:
         yield scope.parent.computation, scope.caller
         scope = scope.parent

@@ -19,8 +19,7 @@ from jaxshard.checks.collectives.origins import find_origin
 from jaxshard.checks.collectives.source import find_reader, find_source, name_in_notes
 
 _HANDED_ON = (
-    "async-done", "async-start", "copy-done", "copy-start", "convert", "opt-barrier", "pad", "reduce-precision",
-    "transpose", "slice",
+    "copy-done", "copy-start", "convert", "opt-barrier", "pad", "reduce-precision", "transpose", "slice",
 )  # fmt: skip
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 """JAX's names of the operations that contract dimensions."""

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.asynchronous import STARTS, operands_of
 from jaxshard.checks.collectives.dataflow import trip_count
 
-_CALLING = re.compile(r" (?:while|conditional|fusion|call|async-start|call-start|custom-call)\(")
+_CALLING = re.compile(rf" (?:while|conditional|fusion|call|custom-call|{'|'.join(STARTS)})\(")
 
 
 class Executed(NamedTuple):
@@ -53,7 +54,7 @@ def _executed(
             yield Executed(scope, scope.computation[name], times, conditional)
         if _CALLING.search(line):
             op = scope.computation[name]
-            if op.opcode == "fusion" and not fused:
+            if op.opcode in ("fusion", "fusion-start") and not fused:
                 continue
             for inner, turns in _calls(scope, op):
                 total = None if times is None or turns is None else times * turns
@@ -72,15 +73,7 @@ def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None
             yield scope.enter(op, name, (operand,)), 1
     else:
         for name in op.callees:
-            yield scope.enter(op, name, _started_with(scope, op)), 1
-
-
-def _started_with(scope: hlo.Scope, op: hlo.Op) -> tuple[str, ...]:
-    """The operands of a call; a TPU's SparseCore is started without them, and gets them by an update."""
-    if op.operands or not op.opcode.endswith("-start"):
-        return op.operands
-    updates = (user for user in users(scope.computation, op.name) if user.opcode.endswith("-update"))
-    return next((user.operands[1:] for user in updates), ())
+            yield scope.enter(op, name, operands_of(scope.computation, op)), 1
 
 
 def add_counts(left: int | None, right: int | None) -> int | None:
@@ -90,12 +83,4 @@ def add_counts(left: int | None, right: int | None) -> int | None:
 
 def is_fused(scope: hlo.Scope) -> bool:
     """Return True for a computation that a fusion calls."""
-    return scope.caller is not None and scope.caller.opcode == "fusion"
-
-
-def users(computation: hlo.Computation, name: str) -> Iterator[hlo.Op]:
-    """Yield the operations that use a value, also as an element of a tuple or in another shape."""
-    for op in (computation[user] for user in computation.users.get(name, ())):
-        yield op
-        if op.opcode in ("get-tuple-element", "bitcast", "reshape", "copy"):
-            yield from users(computation, op.name)
+    return scope.caller is not None and scope.caller.opcode in ("fusion", "fusion-start")

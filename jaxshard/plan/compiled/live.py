@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.asynchronous import STARTS, find_start, operands_of
 from jaxshard.checks.collectives.dataflow import resolve
 from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.walk import Executed, executed
@@ -201,15 +202,10 @@ def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.O
             name = scope.computation.root  # each turn makes it anew
         elif op.opcode == "dynamic-update-slice":
             name, path, kept = op.operands[1], (), True
-        elif op.opcode == "reduce-precision" or op.opcode in (
-            "async-done",
-            "call-done",
-            "async-update",
-            "call-update",
-        ):  # of what a policy of `jax.checkpoint` keeps
+        elif op.opcode == "reduce-precision":  # of what a policy of `jax.checkpoint` keeps
             name, path = op.operands[0], ()
-        elif op.opcode in ("async-start", "call-start") and op.callees:
-            scope = scope.enter(op, op.callees[0])
+        elif (start := find_start(scope.computation, op)).opcode in STARTS:  # a buffer of what runs meanwhile
+            scope = scope.enter(start, start.callees[0], operands_of(scope.computation, start))
             name, path = scope.computation.root, ()
         else:
             break

@@ -1,0 +1,291 @@
+"""Collectives that a program starts and ends apart, as versions of XLA print them for TPUs with SparseCores."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.asynchronous import find_start, operands_of
+from jaxshard.checks.collectives.found import Row, collectives, summary
+from jaxshard.checks.collectives.origins import find_origin
+from jaxshard.checks.collectives.walk import executed
+from jaxshard.checks.programs.report import audit_program
+from jaxshard.plan.topology import topology_mesh
+from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
+from tests.engines.programs import tpu
+
+TABLES = """
+FileNames
+1 "/home/user/model.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+"""
+LINE = ', metadata={op_name="jit(step)/collective" stack_frame_id=1}'
+WORK = "%w = f32[64,16]{1,0} fusion(%p), kind=kLoop, calls=%add"
+
+KINDS = {
+    "gather": (f"all-gather(%q), {GROUPS}, dimensions={{0}}", "f32[256,16]", Row("all-gather", ("y",), 1, 16384)),
+    "scatter": (
+        f"reduce-scatter(%q), {GROUPS}, dimensions={{0}}, to_apply=%add",
+        "f32[16,16]",
+        Row("reduce-scatter", ("y",), 1, 4096),
+    ),
+    "sum": (f"all-reduce(%q), {GROUPS}, to_apply=%add", "f32[64,16]", Row("all-reduce", ("y",), 1, 4096)),
+    "exchange": (f"all-to-all(%q), {GROUPS}, dimensions={{0}}", "f32[64,16]", Row("all-to-all", ("y",), 1, 4096)),
+    "ragged exchange": (
+        f"ragged-all-to-all(%q, %q, %i, %i, %i, %i), {GROUPS}",
+        "f32[64,16]",
+        Row("ragged-all-to-all", ("y",), 1, 4096),
+    ),
+    "permute": (
+        "collective-permute(%q), source_target_pairs={{0,4},{4,0}}",
+        "f32[64,16]",
+        Row("collective-permute", ("x",), 1, 4096),
+    ),
+}
+"""What runs, its result, and what is to be read of it."""
+
+
+def _called(runs, result):
+    """A computation as SparseCores run it, with the detour through a tuple that libtpu prints."""
+    return f"""%called (q0: f32[64,16]) -> {result} {{
+  %q0 = f32[64,16]{{1,0}} parameter(0)
+  %t = (f32[64,16]{{1,0}}) tuple(%q0)
+  %q = f32[64,16]{{1,0}} get-tuple-element(%t), index=0
+  %i = s32[4]{{0}} constant({{0,0,0,0}})
+  ROOT %c = {result}{{1,0}} {runs}{LINE}
+}}, execution_thread="sparsecore"
+"""
+
+
+def _in_wrapper(result):
+    """What an earlier libtpu started: a computation with a custom call that calls the collective's."""
+    return f"""%wrapper (q: f32[64,16]) -> {result} {{
+  %q = f32[64,16]{{1,0}} parameter(0)
+  ROOT %o = {result}{{1,0}} custom-call(%q), custom_call_target="offload", called_computations={{%called}}
+}}
+"""
+
+
+def started(form, result):
+    """The lines of a start, of what is computed before the operands are there, and of an end."""
+    state = f"((f32[64,16]{{1,0}}), {result}{{1,0}}, s32[8])"
+    updated = [
+        WORK.replace("%w", "%w0"),
+        f"%u = {state} {form.removesuffix('()').replace('-start', '')}-update(%s, %p)",
+    ]
+    end = form.removesuffix("()").replace("-start", "-done")
+    if form == "call-start with a token":
+        return [
+            '%t0 = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"',
+            '%t1 = token[] custom-call(%t0), custom_call_target="PrepareAsyncCallDone"',
+            f'%s = ((f32[64,16], token[]), {result}) call-start(%p, %t1), async_execution_thread="sparsecore", '
+            "to_apply=%called",
+        ], f"ROOT %d = {result} call-done(%s)"
+    if form == "custom-call-start()":
+        start = (
+            '%s = ((), (), (s32[8], /*index=1*/s32[0])) custom-call-start(), async_execution_thread="sparsecore", '
+            'custom_call_target="TODO(b/1)", called_computations={%called}'
+        )
+        return [start, *updated], f"ROOT %d = {result} {end}(%u)"
+    if form.endswith("()"):
+        attribute = "to_apply=%called" if form == "call-start()" else "calls=%wrapper"
+        return [f"%s = ((), (), s32[8]) {form}, {attribute}", *updated], f"ROOT %d = {result} {end}(%u)"
+    return [f"%s = {state} {form}(%p), calls=%called"], f"ROOT %d = {result} {end}(%s)"
+
+
+FORMS = ("async-start", "async-start()", "call-start with a token", "call-start()", "custom-call-start()")
+
+
+def text_of(form, kind, *between):
+    runs, result, _ = KINDS[kind]
+    start, end = started(form, result)
+    return program("\n".join([*start, *between, end]), _called(runs, result), _in_wrapper(result), tables=TABLES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_sparse_core_runs_is_read_whatever_its_start_is_called(form, kind):
+    (found,) = collectives(text_of(form, kind), mesh_of(**XY))
+    assert summary([found]) == (KINDS[kind][2],)
+    assert found.source == "/home/user/model.py:22" and found.synchronous and not found.conditional
+    (beside,) = collectives(text_of(form, kind, WORK), mesh_of(**XY))
+    assert not beside.synchronous
+
+
+def test_scalars_and_buffers_hide_no_collective():
+    """Between start and end a loop counts its turns and a compiler hands out buffers: nothing to compute meanwhile."""
+    idle = [
+        "%one = s32[] constant(1)",
+        "%n = s32[] add(%one, %one)",
+        '%b = f32[64,16]{1,0} custom-call(), custom_call_target="AllocateBuffer"',
+    ]
+    assert collectives(text_of("custom-call-start()", "gather", *idle), mesh_of(**XY))[0].synchronous
+    scan = "%n = f32[] reduce(%p, %one), dimensions={0,1}, to_apply=%add"
+    assert not collectives(text_of("custom-call-start()", "gather", *idle[:1], scan), mesh_of(**XY))[0].synchronous
+
+
+def _loop(body):
+    """A program of 12 turns around a body whose value of this type it hands on."""
+    computations = f"""%body (c: (s32[], f32[64,16])) -> (s32[], f32[64,16]) {{
+  %c = (s32[], f32[64,16]) parameter(0)
+  %i0 = s32[] get-tuple-element(%c), index=0
+  %p = f32[64,16] get-tuple-element(%c), index=1
+  %one = s32[] constant(1)
+  %i1 = s32[] add(%i0, %one)
+  {body}
+  ROOT %r = (s32[], f32[64,16]) tuple(%i1, %d)
+}}
+%condition (c: (s32[], f32[64,16])) -> pred[] {{
+  %c = (s32[], f32[64,16]) parameter(0)
+  %i0 = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(12)
+  ROOT %l = pred[] compare(%i0, %n), direction=LT
+}}
+"""
+    entry = """%zero = s32[] constant(0)
+%init = (s32[], f32[64,16]) tuple(%zero, %p)
+%loop = (s32[], f32[64,16]) while(%init), condition=%condition, body=%body
+ROOT %out = f32[64,16] get-tuple-element(%loop), index=1"""
+    return entry, computations
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_turns_of_a_loop_and_branches_around_a_started_sum(form):
+    runs, result, _ = KINDS["sum"]
+    start, end = started(form, result)
+    lines = [*start, end.removeprefix("ROOT ")]
+    entry, loop = _loop("\n  ".join(lines))
+    (found,) = collectives(program(entry, _called(runs, result), _in_wrapper(result), loop), mesh_of(**XY))
+    assert (found.count, found.bytes, found.conditional, found.axes) == (12, 12 * 4096, False, ("y",))
+    inside = "\n  ".join(lines[:-1])
+    branches = f"""%then (p: f32[64,16]) -> f32[64,16] {{
+  %p = f32[64,16] parameter(0)
+  {inside}
+  ROOT {lines[-1]}
+}}
+%otherwise (p: f32[64,16]) -> f32[64,16] {{
+  ROOT %p = f32[64,16] parameter(0)
+}}
+"""
+    entry = """%which = pred[] constant(true)
+ROOT %o = f32[64,16] conditional(%which, %p, %p), true_computation=%then, false_computation=%otherwise"""
+    (found,) = collectives(program(entry, _called(runs, result), _in_wrapper(result), branches), mesh_of(**XY))
+    assert (found.count, found.conditional) == (1, True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_is_known_behind_a_gather_that_runs_meanwhile(form):
+    """A second gather, over the other axis, works on what the first one brought: of the argument 0, in four parts."""
+    second = (
+        "ROOT %g = f32[512,16] all-gather(%d), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}, channel_id=1"
+    )
+    text = text_of(form, "gather").replace("ROOT %d = f32", "%d = f32").rstrip().removesuffix("}") + f"  {second}\n}}\n"
+    module = hlo.parse(text)
+    (gather,) = executed(module, re.compile(r"^g = "))
+    assert find_origin(gather.scope, "d") == (frozenset({0}), 4)
+    assert [one.axes for one in collectives(text, mesh_of(**XY))] == [("y",), ("x",)]
+    computation = module.computations["main"]
+    start = find_start(computation, computation["d"])
+    assert start.name == "s" and operands_of(computation, start)[0] == "p"
+    assert find_start(computation, computation["p"]).name == "p"  # what is not started apart is itself
+
+
+def test_the_line_of_a_sum_that_has_lost_its_own_is_that_of_its_addition():
+    """libtpu prints a reduce-scatter that it took apart without a line, but not what it adds with."""
+    runs = KINDS["scatter"][0]
+    text = text_of("custom-call-start()", "scatter").replace(f"{runs}{LINE}", runs)
+    added = text.replace("ROOT %s = f32[] add(%a, %a)", f"ROOT %s = f32[] add(%a, %a){LINE}")
+    assert collectives(text, mesh_of(**XY))[0].source == "c"
+    assert collectives(added, mesh_of(**XY))[0].source == "near /home/user/model.py:22"
+
+
+def test_a_fusion_that_moves_and_is_started_apart():
+    """As GPUs slice and scatter in one: it is waited for only where nothing is computed meanwhile."""
+    inner = f"""%fused (q: f32[64,16]) -> f32[16,16] {{
+  %q = f32[64,16]{{1,0}} parameter(0)
+  ROOT %r = f32[16,16]{{1,0}} reduce-scatter(%q), {GROUPS}, dimensions={{0}}, to_apply=%add
+}}
+%async (q: f32[64,16]) -> f32[16,16] {{
+  %q = f32[64,16]{{1,0}} parameter(0)
+  ROOT %f = f32[16,16]{{1,0}} fusion(%q), kind=kCustom, calls=%fused
+}}
+"""
+    for opcode, calls in (("async", "async"), ("fusion", "fused")):
+        start = f"%s = ((f32[64,16]), f32[16,16], s32[]) {opcode}-start(%p), calls=%{calls}"
+        end = f"ROOT %d = f32[16,16] {opcode}-done(%s)"
+        (found,) = collectives(program("\n".join([start, WORK, end]), inner), mesh_of(**XY))
+        assert (found.kind, found.bytes, found.synchronous) == ("reduce-scatter", 4096, False)
+        assert collectives(program("\n".join([start, end]), inner), mesh_of(**XY))[0].synchronous
+
+
+def test_the_audit_of_a_text_counts_what_sparse_cores_run():
+    report = audit_program(text_of("custom-call-start()", "gather", WORK), XY)
+    (row,) = report.rows()
+    assert (row["kind"], row["axis"], row["bytes"], row["synchronous_bytes"]) == ("all-gather", "y", 16384, 0)
+
+
+OFFLOADED = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
+    for kind in ("all_gather", "all_reduce", "reduce_scatter")
+}
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_gathers_scatters_and_sums_of_every_chip(topology):
+    """With code; v5p and v6e by themselves and on SparseCores, on which TPU7x puts collectives by itself."""
+    mesh = topology_mesh(topology, x=-1)
+
+    def read(function, given, made, options):
+        shape = jax.ShapeDtypeStruct((4096, 2048), jnp.float32, sharding=NamedSharding(mesh, given))
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+        found = collectives(jax.jit(mapped).lower(shape).compile(compiler_options=options), mesh)
+        return [one for one in found if one.kind != "collective-permute"]  # shards that are no whole tiles
+
+    size = 4096 * 2048 * 4
+    programs = {
+        "all-gather": (lambda x: lax.all_gather(x, "x", tiled=True), P("x"), P()),
+        "reduce-scatter": (lambda x: lax.psum_scatter(x, "x", tiled=True), P(), P("x")),
+        "all-reduce": (lambda x: lax.psum(x, "x"), P(), P()),
+    }
+    for kind, made in programs.items():
+        for options in ({}, OFFLOADED) if topology[:3] in ("v5p", "v6e") else ({},):
+            (found,) = read(*made, options)
+            assert (found.kind, found.axes, found.bytes, found.count) == (kind, ("x",), size, 1)
+            assert found.synchronous and not found.conditional
+
+
+@tpu
+@pytest.mark.slow
+def test_a_scan_over_gathered_weights_overlaps_and_counts_its_turns():
+    mesh = topology_mesh("tpu7x:2x2x1", x=8)
+
+    def step(w, x):
+        @jax.checkpoint
+        def block(x, w):
+            return jnp.tanh(x @ lax.all_gather(w, "x", tiled=True)), None
+
+        return jax.grad(lambda w: lax.scan(block, x, w)[0].astype(jnp.float32).sum())(w)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(None, "x"))
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((6, 4096, 4096), P(None, "x")), ((8 * 1024, 4096), P("x")))
+    ]
+    found = collectives(jax.jit(mapped).lower(*shapes).compile(), mesh)
+    layer = 4096 * 4096 * 2
+    rows = {row.kind: (row.count, row.bytes) for row in summary(found)}
+    assert rows == {"all-gather": (12, 12 * layer), "reduce-scatter": (6, 6 * layer)}
+    assert not any(one.synchronous for one in found)
+    assert all(__file__ in one.source for one in found)
