@@ -19,10 +19,10 @@ from collections.abc import Iterator
 
 from jaxshard.checks.collectives import hlo
 
-STARTS = ("async-start", "call-start", "custom-call-start", "fusion-start")
-"""Opcodes that start a computation."""
-ENDS = tuple(start.replace("-start", "-done") for start in STARTS)
-"""Opcodes whose value is that of the computation."""
+
+def starts_computation(op: hlo.Op) -> bool:
+    """Return True for the start of a computation, whatever it is called."""
+    return op.opcode.endswith("-start") and bool(op.runs)
 
 
 def find_start(computation: hlo.Computation, op: hlo.Op) -> hlo.Op:
@@ -34,7 +34,7 @@ def find_start(computation: hlo.Computation, op: hlo.Op) -> hlo.Op:
 
 def operands_of(computation: hlo.Computation, start: hlo.Op) -> tuple[str, ...]:
     """Return the operands of a start; where it has none, those of the update that brings them."""
-    if start.operands or start.opcode not in STARTS:
+    if start.operands or not starts_computation(start):
         return start.operands
     updates = (user for user in users(computation, start.name) if user.opcode.endswith("-update"))
     return next((user.operands[1:] for user in updates if len(user.operands) > 1), ())

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxshard.checks.collectives.asynchronous import ENDS, STARTS, find_start, operands_of
+from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
 from jaxshard.checks.collectives.hlo import Computation, Op, Scope
 
 Path = tuple[int, ...]
@@ -57,8 +57,8 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
             case "fusion" | "call" | "custom-call" if op.opcode != "custom-call" or _is_started(scope, op):
                 scope = scope.enter(op, op.callees[0])
                 name = scope.computation.root
-            case end if end in ENDS and (start := find_start(scope.computation, op)).callees:
-                scope = scope.enter(start, start.callees[0], operands_of(scope.computation, start))
+            case end if end.endswith("-done") and starts_computation(start := find_start(scope.computation, op)):
+                scope = scope.enter(start, start.runs[0], operands_of(scope.computation, start))
                 name = scope.computation.root
             case "while" if path and _is_unchanged(scope, op, path[0]):
                 name = op.operands[0]
@@ -76,7 +76,7 @@ def resolve(scope: Scope, name: str, path: Path = ()) -> tuple[Scope, Op, Path]:
 
 def _is_started(scope: Scope, op: Op) -> bool:
     """True for the custom call of a computation that was started to run what it calls."""
-    return bool(op.callees) and scope.caller is not None and scope.caller.opcode in STARTS
+    return bool(op.runs) and scope.caller is not None and starts_computation(scope.caller)
 
 
 def _is_unchanged(scope: Scope, loop: Op, index: int) -> bool:

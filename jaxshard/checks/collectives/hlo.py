@@ -45,6 +45,10 @@ _CALLEES = re.compile(
     r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
     r"=(\{[^}]*\}|%[\w.\-~]+)"
 )
+_COMBINING = (
+    "all-reduce", "map", "reduce", "reduce-scatter", "reduce-window", "scatter", "select-and-scatter", "sort", "topk",
+)  # fmt: skip
+"""Opcodes whose computations combine or compare elements."""
 _BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -73,6 +77,14 @@ class Op(NamedTuple):
     def callees(self) -> tuple[str, ...]:
         """The names of all computations that it calls, branches in their order."""
         return tuple(name for group in _CALLEES.findall(self.attributes) for name in _NAME.findall(group))
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The names of the computations that it runs as parts of the program, whatever the call is named.
+
+        Left out are those that only add or compare elements.
+        """
+        return () if self.opcode.removesuffix("-start") in _COMBINING else self.callees
 
     def callee(self, attribute: str) -> str:
         """Return the name of the computation that one attribute names, such as a loop's `body`."""

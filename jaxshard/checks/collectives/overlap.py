@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import STARTS
+from jaxshard.checks.collectives.asynchronous import starts_computation
 from jaxshard.checks.collectives.walk import is_fused
 
 _NO_WORK = (
@@ -57,9 +57,11 @@ def is_synchronous(scope: hlo.Scope, op: hlo.Op) -> bool:
     if op.opcode.endswith("-start") or op.opcode in ("send", "recv"):
         # A GPU's compiler keeps the form of a pair that it runs on the stream of the computation.
         return '"is_sync":true' in op.notes or _ends_at_once(scope, op)
-    while scope.caller is not None and scope.parent is not None and scope.caller.opcode in (*_CALLS, *STARTS):
-        if scope.caller.opcode in STARTS:
+    while scope.caller is not None and scope.parent is not None:
+        if starts_computation(scope.caller):
             return '"is_sync":true' in scope.caller.notes or _ends_at_once(scope.parent, scope.caller)
+        if scope.caller.opcode not in _CALLS:
+            break
         scope = scope.parent
     return True
 

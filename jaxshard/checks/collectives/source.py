@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import STARTS, operands_of
+from jaxshard.checks.collectives.asynchronous import operands_of, starts_computation
 from jaxshard.core.our_code import is_jaxshard_file, users_frame, users_line
 
 _FAR = 64
@@ -100,8 +100,9 @@ def _walk(first: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> I
 def _fusions(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Computation, hlo.Op]]:
     """The operation, and the fusions and started computations it is in, each with the computation it stands in."""
     yield scope.computation, op
-    calls = ("fusion", "custom-call", *STARTS)
-    while scope.parent is not None and scope.caller is not None and scope.caller.opcode in calls:
+    while scope.parent is not None and scope.caller is not None:
+        if scope.caller.opcode not in ("fusion", "custom-call") and not starts_computation(scope.caller):
+            break
         yield scope.parent.computation, scope.caller
         scope = scope.parent
 

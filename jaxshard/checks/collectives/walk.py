@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import STARTS, operands_of
+from jaxshard.checks.collectives.asynchronous import operands_of
 from jaxshard.checks.collectives.dataflow import trip_count
 
-_CALLING = re.compile(rf" (?:while|conditional|fusion|call|custom-call|{'|'.join(STARTS)})\(")
+_CALLING = re.compile(r"\b(?:calls|to_apply|body|branch_computations|true_computation|called_computations)=[{%]")
 
 
 class Executed(NamedTuple):
@@ -54,7 +54,7 @@ def _executed(
             yield Executed(scope, scope.computation[name], times, conditional)
         if _CALLING.search(line):
             op = scope.computation[name]
-            if op.opcode in ("fusion", "fusion-start") and not fused:
+            if _is_fusion(op) and not fused:
                 continue
             for inner, turns in _calls(scope, op):
                 total = None if times is None or turns is None else times * turns
@@ -72,7 +72,7 @@ def _calls(scope: hlo.Scope, op: hlo.Op) -> Iterator[tuple[hlo.Scope, int | None
         for name, operand in zip(op.callees, op.operands[1:], strict=True):
             yield scope.enter(op, name, (operand,)), 1
     else:
-        for name in op.callees:
+        for name in op.runs:
             yield scope.enter(op, name, operands_of(scope.computation, op)), 1
 
 
@@ -83,4 +83,8 @@ def add_counts(left: int | None, right: int | None) -> int | None:
 
 def is_fused(scope: hlo.Scope) -> bool:
     """Return True for a computation that a fusion calls."""
-    return scope.caller is not None and scope.caller.opcode in ("fusion", "fusion-start")
+    return scope.caller is not None and _is_fusion(scope.caller)
+
+
+def _is_fusion(op: hlo.Op) -> bool:
+    return op.opcode.removesuffix("-start") == "fusion"

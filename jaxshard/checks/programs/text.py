@@ -14,7 +14,7 @@ _HOW = (
 )
 _OPERATION = re.compile(r"\s+(?:ROOT )?%([\w.\-~]+) = (?:\(|[a-z]\w*\[)")
 _FREE_TEXT = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-~]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|called_computations)=\{?%([\w.\-~]+)")
 
 
 def read_program(file: Path) -> hlo.Module:

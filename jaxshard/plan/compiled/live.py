@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import STARTS, find_start, operands_of
+from jaxshard.checks.collectives.asynchronous import find_start, operands_of, starts_computation
 from jaxshard.checks.collectives.dataflow import resolve
 from jaxshard.checks.collectives.source import find_source, find_user
 from jaxshard.checks.collectives.walk import Executed, executed
@@ -204,8 +204,8 @@ def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.O
             name, path, kept = op.operands[1], (), True
         elif op.opcode == "reduce-precision":  # of what a policy of `jax.checkpoint` keeps
             name, path = op.operands[0], ()
-        elif (start := find_start(scope.computation, op)).opcode in STARTS:  # a buffer of what runs meanwhile
-            scope = scope.enter(start, start.callees[0], operands_of(scope.computation, start))
+        elif starts_computation(start := find_start(scope.computation, op)):  # a buffer of what runs meanwhile
+            scope = scope.enter(start, start.runs[0], operands_of(scope.computation, start))
             name, path = scope.computation.root, ()
         else:
             break

@@ -103,7 +103,15 @@ def started(form, result):
     return [f"%s = {state} {form}(%p), calls=%called"], f"ROOT %d = {result} {end}(%s)"
 
 
-FORMS = ("async-start", "async-start()", "call-start with a token", "call-start()", "custom-call-start()")
+FORMS = (
+    "async-start",
+    "async-start()",
+    "call-start with a token",
+    "call-start()",
+    "custom-call-start()",
+    "offload-start()",
+)
+"""The last is not of this world: what a later version may call it."""
 
 
 def text_of(form, kind, *between):
