@@ -306,7 +306,7 @@ def numbers(text: str, row: Row, depth: int | None) -> dict[str, Any]:
             {"kind": kind, "dtype": dtype, "bytes": total, "synchronous": waited, "received": on_wire}
             for (kind, dtype), (total, waited, on_wire) in sorted(sums.items(), key=lambda item: -item[1][0])
         ],
-        "wire_waited": wire,
+        "wire_waited": wire if sums else None,
         "waits": [
             f"{gigabytes(one.bytes)} GB {one.kind} {one.count} x {one.dtype}{list(one.shapes[0])} {one.op_name}"
             for one in sorted(waits, key=lambda one: -(one.bytes or 0))[:10]
@@ -419,7 +419,8 @@ COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
 
 
 def total(one: dict[str, Any], key: str) -> int | None:
-    return sum(entry[key] for entry in one["collectives"]) if "collectives" in one else None
+    """The sum over all collectives; None where none was read: nothing is known of what is waited for then."""
+    return sum(entry[key] for entry in one["collectives"]) if one.get("collectives") else None
 
 
 def gigabytes(size: int | None) -> str:

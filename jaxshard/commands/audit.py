@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
+from jaxshard.checks.collectives.short import short
 from jaxshard.checks.programs.report import audit_module
 from jaxshard.checks.programs.text import read_program
 from jaxshard.commands.errors import refusals, usage_errors
@@ -36,12 +37,13 @@ def run(
     precision: PrecisionName | None,
     topology: str | None,
     repair: bool,
+    all: bool,
     json: Path | None,
 ) -> int:
     """Compare the collectives of a compiled step with the promised ones; the arguments are the flags.
 
     Returns:
-      1 if there is a collective that was not promised, else 0.
+      1 if there is a collective that was not promised, or a promised kind that could not be read, else 0.
     """
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
@@ -58,7 +60,7 @@ def run(
                 topology=topology,
                 repair=repair,
             )
-            return _audit_text(hlo, sharding, json)
+            return _audit_text(hlo, sharding, json, all)
         if target is None:
             raise ValueError("name a model or a function, such as gpt-1m or file.py:function, or give --hlo FILE")
     chips = None if topology is None else Topology(topology)
@@ -79,7 +81,7 @@ def run(
     with working(console, "compiling"), refusals():
         comparison = audit_step(step, prepared.rows)
     seconds = time.perf_counter() - started
-    console.print(f"\n{comparison}\n\n{_verdict(comparison)}")
+    console.print(f"\n{comparison if all else short(comparison)}\n\n{comparison.verdict}")
     about = {"model": prepared.program.name, "topology": topology} | prepared.how.about
     numbers = about | _numbers(comparison) | {"compile_seconds": seconds}
     if repair:
@@ -101,7 +103,7 @@ def _refuse_others(target: str | None, sharding: ShardingFlags, **flags: Any) ->
         raise ValueError("--hlo needs --mesh: the axes of the mesh that the step was compiled for, such as data=8")
 
 
-def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None) -> int:
+def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None, all: bool) -> int:
     """Audit the text of a compiled step; 1 where a strategy is named and broken, else 0."""
     assert sharding.mesh is not None
     console = make_console(stderr=str(json) == "-")
@@ -113,10 +115,7 @@ def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None) -> int:
     except ValueError as error:
         raise ValueError(f"{hlo}: {error}") from error
     facts(console, {"file": str(hlo), "mesh": mesh_str(found.mesh), "strategy": sharding.strategy or "none named"})
-    broken = len(found.verdict.surprises) + len(found.verdict.misplaced)
-    kept = "nothing against the strategy" if sharding.strategy else "no strategy named: nothing was compared"
-    verdict = f"{broken} surprise{'s' * (broken > 1)}" if broken else kept
-    console.print(f"\n{found}\n\n{verdict}")
+    console.print(f"\n{found.text(most=None) if all else found}\n\n{found.outcome}")
     write_json(json, {"file": str(hlo)} | found.as_dict())
     return 0 if found.ok else 1
 
@@ -131,20 +130,17 @@ def _repair(console: Console, prepared: Prepared, comparison: Comparison) -> Rep
         return find_repairs(init_fn, loss_fn, tx, how.strategy, how.mesh, batch, engine=how.engine)
 
 
-def _verdict(comparison: Comparison) -> str:
-    count = len(comparison.surprises)
-    return f"{count} surprise{'s' * (count > 1)}" if count else "as promised"
-
-
 def _numbers(comparison: Comparison) -> dict[str, Any]:
     return {
         "ok": comparison.ok,
         "collectives": comparison.rows(),
         "surprises": [surprise.as_dict() for surprise in comparison.surprises],
+        "unread": list(comparison.unread),
         "missing": list(comparison.missing),
         "substitutes": list(comparison.substitutes),
         "promised_bytes": comparison.promised_bytes,
         "found_bytes": comparison.found_bytes,
         "differences": [difference.as_dict() for difference in comparison.differences],
         "tolerated_bytes": comparison.tolerated,
+        "widened_bytes": comparison.widened_bytes,
     } | (comparison.program.as_dict() if comparison.program else {})

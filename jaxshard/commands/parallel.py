@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -156,11 +157,11 @@ def make_parallel(
         mesh, where = topology.mesh(axes), str(topology)
     split = _context_axes(flags, axes)
     *replicas, data = data_axes
-    rows_over = (data, "expert") if "expert" in axes else (data,)
+    rows_over = (*(_parts_of(data, axes) or (data,)), *(("expert",) if "expert" in axes else ()))
     shared = (*rows_over, *split)
     if flags.sync_every:
         strategy = compose(
-            _STRATEGIES[name](shared if len(shared) > 1 else data),
+            _STRATEGIES[name](shared if len(shared) > 1 else shared[0]),
             local(
                 "replica",
                 every=flags.sync_every,
@@ -170,7 +171,7 @@ def make_parallel(
             ),
         )
     else:
-        strategy = _STRATEGIES[name](*replicas, shared if len(shared) > 1 else data)
+        strategy = _STRATEGIES[name](*replicas, shared if len(shared) > 1 else shared[0])
     if split:
         strategy = compose(strategy, context(split, how=flags.context or "gather"))
     if "expert" in axes:
@@ -225,7 +226,8 @@ def _with_data_axes(flags: ShardingFlags, name: str, data_axes: dict[str, int]) 
     given = [name for name in axes if name not in ("expert", "tensor", "pipe", *CONTEXT_AXES)]
     if not given:
         return dict.fromkeys(data_axes, 1) | axes
-    if set(given) != set(data_axes):
+    *replicas, data = data_axes
+    if set(given) not in (set(data_axes), {*replicas, *_parts_of(data, axes)}):
         example = ",".join(f"{name}={count}" for name, count in data_axes.items())
         raise ValueError(
             f"--mesh {flags.mesh}: the strategy {name} needs the axes {' and '.join(data_axes)}, and tensor, "
@@ -233,6 +235,11 @@ def _with_data_axes(flags: ShardingFlags, name: str, data_axes: dict[str, int]) 
             "choose another strategy"
         )
     return axes
+
+
+def _parts_of(data: str, axes: dict[str, int]) -> tuple[str, ...]:
+    """The axes in --mesh that one data axis is divided into, one for each dimension of a torus: data0, data1, ..."""
+    return tuple(name for name in axes if re.fullmatch(rf"{data}\d+", name))
 
 
 def _context_axes(flags: ShardingFlags, axes: dict[str, int]) -> tuple[str, ...]:

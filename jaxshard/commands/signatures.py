@@ -189,6 +189,7 @@ def audit(
     precision: Precision = None,
     topology: Words = None,
     repair: bool = False,
+    all: bool = False,
     json: JsonFile = None,
 ) -> int:
     """Compile a training step and name every collective that the strategy does not promise; status 1 if there is one.
@@ -205,6 +206,8 @@ def audit(
       seq: tokens in a row, for a ready-made size; by default what suits it.
       topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
       repair: for each surprise look for the edit that removes it, by compiling the step with it (up to 48 times).
+      all: print every collective, difference and instruction; by default surprises by line and kind, and the number
+        of all else.
     """
     from jaxshard.commands.audit import run
 
@@ -219,6 +222,7 @@ def audit(
         precision=precision,
         topology=topology,
         repair=repair,
+        all=all,
         json=json,
     )
 

@@ -126,6 +126,20 @@ def test_a_surprise_is_named_with_its_line_and_ends_with_status_1(model, capsys,
     assert {"kind": "all-reduce", "axis": "data", "promised": 6656, "bytes": 6656, "count": 1} in result["collectives"]
 
 
+def test_by_default_the_audit_is_short_and_all_is_behind_a_flag(model, capsys):
+    """Three kinds of arrays over tensor, and bf16 that the CPU sends as f32: a note, and no list of either."""
+    flags = [f"{model}:plain", "--mesh", "data=4,tensor=2", "--strategy", "fsdp", "--precision", "bf16"]
+    assert run(*flags) == 0
+    brief = capsys.readouterr().out
+    assert run(*flags, "--all") == 0
+    whole = capsys.readouterr().out
+    assert "a CPU's compiler sends bf16 as f32" in brief and "in f32 in place of" not in brief
+    assert "made by" not in brief and "made by" in whole and "in f32 in place of" in whole
+    assert len(brief.splitlines()) < 20 < len(whole.splitlines())
+    for out in (brief, whole):
+        assert out.rstrip().endswith("no surprises") and "as promised" not in out
+
+
 def test_the_automatic_engine(model, capsys):
     assert run(f"{model}:plain", "--engine", "auto", "--strategy", "zero2") == 0
     assert "as promised" in capsys.readouterr().out
@@ -202,6 +216,10 @@ def test_the_text_of_anyones_step(tmp_path, capsys):
     assert surprise["why"].startswith("state.opt_state[0].mu['up']: moments of the optimizer")
     file.write_text(step_text(*FSDP))
     assert main(["audit", *flags, "--strategy", "fsdp"]) == 0
+    assert "could not read" not in capsys.readouterr().out
+    file.write_text(step_text(gather(), gather(name="again")))
+    assert main(["audit", *flags, "--strategy", "fsdp"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith("could not read sums of gradients over data")
     file.write_text("module @jit_step {}")
     assert main(["audit", *flags]) == 2
     assert "this is StableHLO" in capsys.readouterr().err

@@ -1,7 +1,11 @@
 """What flags make of the engine."""
 
+import re
+
 import pytest
 
+import jaxshard as js
+from jaxshard.checks.collectives.compiler_choices import explain_substitutes
 from jaxshard.commands.flags import ShardingFlags
 from jaxshard.commands.main import main
 from jaxshard.commands.parallel import make_parallel
@@ -48,3 +52,26 @@ def test_an_axis_expert_splits_rows_and_experts(mesh, strategy, rows, multiple):
     how = make_parallel(ShardingFlags(mesh=mesh, strategy=strategy))
     assert (split_rows(how.strategy, how.mesh), how.rows_multiple) == (rows, multiple)
     assert expert_of(how.strategy).axis == ("expert",)
+
+
+@pytest.mark.parametrize(
+    ("axes", "strategy", "rows"),
+    [
+        ({"data": 8}, "fsdp", ("data0", "data1")),
+        ({"data": 8}, "zero1", ("data0", "data1")),
+        ({"replica": 2, "data": 4}, "hsdp", ("replica", "data0", "data1")),
+    ],
+)
+def test_the_mesh_that_the_audit_advises_for_a_torus_is_accepted_as_it_is_printed(axes, strategy, rows):
+    """One axis over a v5e's 2 x 4 chips, or over 2 x 2 of them, where one axis for each dimension scatters."""
+    if strategy == "hsdp":  # the replicas along the third dimension of a cube
+        mesh = js.plan.planned_mesh("v5p:2x2x2", **axes)
+    else:
+        mesh = js.plan.planned_mesh("v5e:2x4", **axes)
+    remedy = explain_substitutes(mesh, ("data",))
+    (flag,) = re.findall(r"--mesh (\S+)$", remedy)
+    how = make_parallel(ShardingFlags(mesh=flag, strategy=strategy))
+    assert (split_rows(how.strategy, how.mesh), how.rows_multiple) == (rows, 8)
+    named = re.findall(r"'(data\d)'", remedy)
+    assert tuple(named) == rows[-2:]
+    assert make_parallel(ShardingFlags(mesh="data0=2,data1=2,tensor=2", strategy="fsdp")).rows_multiple == 4

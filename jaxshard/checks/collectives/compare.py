@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from jaxshard.checks.collectives import describe
 from jaxshard.checks.collectives.accounts import counts
 from jaxshard.checks.collectives.cause import array_words, cause
 from jaxshard.checks.collectives.compiler_choices import explain_substitutes
-from jaxshard.checks.collectives.differences import UNASKED, Difference, find_differences
+from jaxshard.checks.collectives.differences import AS_NEEDED, UNASKED, Difference, find_differences
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
 from jaxshard.checks.collectives.found import KINDS, Collective, arrays_only, collectives, pick, summary
@@ -20,6 +21,7 @@ from jaxshard.checks.collectives.instructions import in_host_memory, remateriali
 from jaxshard.checks.collectives.matching import Allowances, Taken
 from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.promise import Promise, promise
+from jaxshard.checks.collectives.unread import find_unread
 from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
@@ -31,8 +33,10 @@ from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
 _NOTHING = "no collectives, and none promised"
-_MISSING = "promised, but not found"
-_SUBSTITUTES = "other kinds or dtypes than promised"
+_IN_F32 = re.compile(r"(\S+) in f32 in place of \1 in (?:bf16|f16) ")
+MISSING = "promised, but not found"
+SUBSTITUTES = "other kinds or dtypes than promised"
+UNREAD = "could not read"
 _SHOWN = 12
 """The differences that are printed; JSON has them all."""
 
@@ -78,7 +82,7 @@ class Comparison:
     Attributes:
       promised: what was expected.
       found: every collective of the program.
-      surprises: what nothing promised, in the order of the program. None of them: the promise was kept.
+      surprises: what nothing promised, in the order of the program.
       missing: what was promised to happen and did not, or more seldom; a compiler drops what nothing needs.
       tolerated: bytes that were not expected, but left to the compiler.
       substitutes: collectives that stand for promised ones of another kind or dtype: an all-reduce moves about twice
@@ -87,6 +91,9 @@ class Comparison:
       differences: why the bytes found are others than those promised: by name, the largest first. Together with
         `promised_bytes` they add up to `found_bytes`.
       program: what the program's text says beside its collectives; None where only those were given.
+      unread: kinds of collectives whose promised bytes are not in the program, in no form: they do not happen, or the
+        compiler wrote them in a way that is not known.
+      widened_bytes: bytes that a CPU's compiler adds by sending bf16 as f32. TPUs and GPUs send bf16.
     """
 
     promised: tuple[Expected, ...]
@@ -97,11 +104,36 @@ class Comparison:
     substitutes: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
     program: Program | None = None
+    unread: tuple[str, ...] = ()
+    widened_bytes: int = 0
 
     @property
     def ok(self) -> bool:
-        """True if there is no surprise."""
-        return not self.surprises
+        """True if there is no surprise, and nothing that could not be read."""
+        return not self.surprises and not self.unread
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few words; "as promised" only where nothing differs from the promise."""
+        count = len(self.surprises)
+        outcome = [f"{count} surprise{'s' * (count > 1)}"] if count else []
+        outcome += [f"could not read {', '.join(one.partition(':')[0] for one in self.unread)}"] if self.unread else []
+        if outcome:
+            return "; ".join(outcome)
+        differs = self.missing or self.tolerated or self.substitutes or self.deviations()
+        return "no surprises" if differs else "as promised"
+
+    @property
+    def other_forms(self) -> tuple[str, ...]:
+        """The substitutes that are of another kind, or of a dtype that no CPU's compiler explains."""
+        return tuple(one for one in self.substitutes if not (self.widened_bytes and _IN_F32.match(one)))
+
+    def notes(self) -> list[str]:
+        """Return what holds for all collectives of a program."""
+        if not self.widened_bytes:
+            return []
+        more = human_bytes(self.widened_bytes)
+        return [f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"]
 
     @property
     def promised_bytes(self) -> int:
@@ -140,25 +172,32 @@ class Comparison:
         return rows
 
     def __str__(self) -> str:
-        missing = _listed(_MISSING, self.missing)
-        substitutes = _listed(_SUBSTITUTES, self.substitutes)
-        table = self._table()
+        missing = listed(MISSING, self.missing)
+        substitutes = listed(SUBSTITUTES, self.substitutes)
         parts = (
-            "\n".join(table.lines) if table.rows else _NOTHING,
-            _listed("surprises", self.surprises),
+            self.table_str(),
+            listed(UNREAD, self.unread),
+            listed("surprises", self.surprises),
+            *self.notes(),
             missing,
             substitutes,
-            _listed(*self.explained()),
+            listed(*self.needed()),
+            listed(*self.explained()),
             self._left_to_the_compiler(),
             self._seldom(),
             self.program,
         )
         return "\n\n".join(text for part in parts if part and (text := str(part)))
 
+    def table_str(self) -> str:
+        """Write the rows as a table."""
+        table = self._table()
+        return "\n".join(table.lines) if table.rows else _NOTHING
+
     def _repr_html_(self) -> str:
         """Show the same in a notebook, with the verdict above and a bar for the bytes of each row."""
-        count, table = len(self.surprises), self._table()
-        outcome = "no surprises" if self.ok else f"{count} surprise{'s' * (count > 1)}"
+        table, lists = self._table(), (self.needed(), self.explained())
+        outcome = "no surprises" if self.ok else self.verdict
         largest = max((row["bytes"] or 0 for row in self.rows()), default=0)
         bars = [
             page.bar({row["kind"]: (row["bytes"] or 0, human_bytes(row["bytes"] or 0))}, {row["kind"]: SKY},
@@ -168,10 +207,12 @@ class Comparison:
         return page.page(
             page.verdict(self.ok, outcome),
             page.table(table, last=bars) if table.rows else page.paragraph(_NOTHING),
+            page.listing(f"{UNREAD} {one}" for one in self.unread),
             page.listing(str(one) for one in self.surprises),
+            *map(page.paragraph, self.notes()),
             *(
                 page.title(title) + page.listing(entries)
-                for title, entries in ((_MISSING, self.missing), (_SUBSTITUTES, self.substitutes), self.explained())
+                for title, entries in ((MISSING, self.missing), (SUBSTITUTES, self.substitutes), *lists)
                 if entries
             ),
             page.preformatted(self._left_to_the_compiler()),
@@ -206,14 +247,30 @@ class Comparison:
             cells.append((row["kind"], row["axis"], promised, size, count))
         return Table(cells, "<<>>>", ("collective", "axis", "promised at most", "found", "times"))
 
+    def deviations(self) -> list[Difference]:
+        """Return the differences that are neither surprises nor promised as needed."""
+        return [one for one in self.differences if not one.why.startswith((UNASKED, AS_NEEDED))]
+
     def explained(self) -> tuple[str, list[str]]:
         """Return a title and the largest differences in words; surprises have a list of their own and are left out."""
-        shown = [one for one in self.differences if not one.why.startswith(UNASKED)]
-        title = f"promised {human_bytes(self.promised_bytes)}, found {human_bytes(self.found_bytes)}; the difference"
-        lines = [str(one) for one in shown[:_SHOWN]]
-        if rest := shown[_SHOWN:]:
-            lines.append(f"and {len(rest)} smaller ones, {human_bytes(sum(abs(one.bytes) for one in rest))}")
-        return title, lines
+        needed = sum(one.bytes for one in self._needed())
+        more = f" and as needed {human_bytes(needed)}" if needed else ""
+        promised, found = human_bytes(self.promised_bytes), human_bytes(self.found_bytes)
+        return f"promised {promised}{more}, found {found}; the difference", _largest(self.deviations())
+
+    def needed(self) -> tuple[str, list[str]]:
+        """Return a title and the largest of the arrays that are promised without a number of bytes."""
+        return f"as needed, {human_bytes(sum(one.bytes for one in self._needed()))}", _largest(self._needed())
+
+    def _needed(self) -> list[Difference]:
+        return [one for one in self.differences if one.why.startswith(AS_NEEDED)]
+
+
+def _largest(differences: Sequence[Difference]) -> list[str]:
+    lines = [str(one) for one in differences[:_SHOWN]]
+    if rest := differences[_SHOWN:]:
+        lines.append(f"and {len(rest)} smaller ones, {human_bytes(sum(abs(one.bytes) for one in rest))}")
+    return lines
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
@@ -303,8 +360,30 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     surprises = _merge_surprises(found, problems)
     substitutes = _explain_substitutes(promised, taken)
     unasked = [arrays[at] for at in problems]
-    differences = find_differences(allowances.accounts(), allowances.as_needed, small, unasked)
-    return Comparison(promised.expected, found, surprises, missing, promised.slack - slack, substitutes, differences)
+    accounts, on_cpu = allowances.accounts(), _is_cpu(promised)
+    differences = find_differences(accounts, allowances.as_needed, small, unasked, on_cpu=on_cpu)
+    instead = [one for of, one in allowances.as_needed if of.limit is None]
+    return Comparison(
+        promised.expected,
+        found,
+        surprises,
+        missing,
+        promised.slack - slack,
+        substitutes,
+        differences,
+        unread=tuple(find_unread(accounts, found, [*instead, *small, *unasked])),
+        widened_bytes=sum(map(_widened_by, taken)) if on_cpu else 0,
+    )
+
+
+def _is_cpu(promised: Promise) -> bool:
+    return promised.mesh is not None and promised.mesh.devices.flat[0].platform == "cpu"
+
+
+def _widened_by(pair: tuple[Collective, Taken]) -> int:
+    """The bytes that an array has because it is sent as f32 where 16 bits were promised."""
+    one, covered = pair
+    return (one.bytes or 0) // 2 if one.dtype == "f32" and covered.dtype in ("bf16", "f16") else 0
 
 
 def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int], str]) -> tuple[Surprise, ...]:
@@ -345,6 +424,7 @@ def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Ta
     return tuple(lines)
 
 
-def _listed(title: str, entries: Iterable[object]) -> str:
+def listed(title: str, entries: Iterable[object]) -> str:
+    """Write a title and one entry on each line; "" without entries."""
     lines = [f"- {entry}" for entry in entries]
     return "\n".join([f"{title}:", *lines]) if lines else ""

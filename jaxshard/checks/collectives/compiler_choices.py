@@ -171,8 +171,10 @@ def explain_substitutes(mesh: Mesh, axes: Sequence[str]) -> str:
     for axis in axes:
         sizes = torus_sizes(mesh, axis)
         if len(sizes) > 1:
-            names = [f"{axis}{number}" for number in range(len(sizes))]
-            parts = ", ".join(f"{name}={size}" for name, size in zip(names, sizes))
-            named = ", ".join(map(repr, names))
-            return f"{axis!r} covers {len(sizes)} dimensions of the torus; give each an axis: {parts} for ({named})"
+            own = {f"{axis}{number}": size for number, size in enumerate(sizes)}
+            parts = ", ".join(f"{name}={size}" for name, size in own.items())
+            divided = [own if name == axis else {name: size} for name, size in mesh.shape.items()]
+            flag = ",".join(f"{name}={size}" for of in divided for name, size in of.items())
+            remedy = f"give each an axis: {parts} for ({', '.join(map(repr, own))}), by command --mesh {flag}"
+            return f"{axis!r} covers {len(sizes)} dimensions of the torus; {remedy}"
     return ""

@@ -45,9 +45,13 @@ def as_dict(one: Collective) -> dict[str, Any]:
 def describe(one: Collective) -> str:
     """Write a collective on two lines: what it moves, and where it comes from."""
     size = "? bytes" if one.bytes is None else human_bytes(one.bytes)
-    shapes = ", ".join(f"{one.dtype}{list(shape)}" for shape in one.shapes)
     over = f"{one.kind} over {'+'.join(one.axes)}"
-    return f"{over}, {times_str(one.count)}, {size}: {shapes}\n    at {place_of(one)}"
+    return f"{over}, {times_str(one.count)}, {size}: {arrays_str(one)}\n    at {place_of(one)}"
+
+
+def arrays_str(one: Collective) -> str:
+    """Write dtype and shape of every array."""
+    return ", ".join(f"{one.dtype}{list(shape)}" for shape in one.shapes)
 
 
 def times_str(count: int | None) -> str:

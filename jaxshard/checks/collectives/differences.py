@@ -23,6 +23,7 @@ from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import first_words
 
 UNASKED, AS_NEEDED, SMALL = "not promised", "promised as needed", "left to the compiler"
+WIDENED = "sent as f32 by a CPU's compiler"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def find_differences(
     as_needed: Iterable[tuple[Expected, Collective]],
     small: Iterable[Collective],
     unasked: Iterable[Collective],
+    *,
+    on_cpu: bool = False,
 ) -> tuple[Difference, ...]:
     """Return the differences of a comparison, the largest first.
 
@@ -85,28 +88,29 @@ def find_differences(
       as_needed: arrays that a promise without a number covers, each with that promise.
       small: arrays that are left to the compiler.
       unasked: arrays that nothing promised.
+      on_cpu: the compiler is a CPU's, which sends bf16 as f32.
     """
-    found = list(_of_accounts(accounts))
+    found = list(_of_accounts(accounts, on_cpu))
     found += _grouped((one, f"{AS_NEEDED}: {promise.what}") for promise, one in as_needed)
     found += _grouped((one, SMALL) for one in small)
     found += _grouped((one, UNASKED) for one in unasked)
     return tuple(sorted(found, key=lambda one: -abs(one.bytes)))
 
 
-def _of_accounts(accounts: Iterable[Account]) -> Iterator[Difference]:
+def _of_accounts(accounts: Iterable[Account], on_cpu: bool) -> Iterator[Difference]:
     """One difference for all arrays with the same reason."""
     groups: dict[tuple[Any, ...], list[Account]] = {}
     for one in accounts:
         if one.promised != one.found:
             kinds = tuple(dict.fromkeys(map(_kind, one.covered or one.forms)))
             role = next(iter(one.names)).partition(" ")[0]
-            groups.setdefault((kinds, role, _reason(one, role)), []).append(one)
+            groups.setdefault((kinds, role, _reason(one, role, on_cpu)), []).append(one)
     for (kinds, _, why), ones in groups.items():
         names = first_words(list(dict.fromkeys(name for one in ones for name in one.names)))
         yield Difference(names, why, kinds, "", sum(one.promised for one in ones), sum(one.found for one in ones))
 
 
-def _reason(account: Account, role: str) -> str:
+def _reason(account: Account, role: str, on_cpu: bool) -> str:
     """Why promised arrays move more or less than promised."""
     covered = [one for one in account.covered if one.elements > 1]
     if not covered:
@@ -114,16 +118,19 @@ def _reason(account: Account, role: str) -> str:
             "weight": "not gathered: devices multiply with their parts of it and move activations, or nothing needs it",
             "gradient": "not summed in this form: what is moved for it is named apart, or nothing needs it",
         }.get(role, "not moved: it is there already, or nothing needs it")
-    return "; ".join(_reasons(account, covered, role)) or "more elements than the array has: the compiler pads it"
+    return (
+        "; ".join(_reasons(account, covered, role, on_cpu)) or "more elements than the array has: the compiler pads it"
+    )
 
 
-def _reasons(account: Account, covered: list[Collective], role: str) -> Iterator[str]:
+def _reasons(account: Account, covered: list[Collective], role: str, on_cpu: bool) -> Iterator[str]:
     wanted = {one.wire_dtype for one in account.forms} - {""}
     for dtype in sorted({one.dtype for one in covered if one.dtype.startswith(("f", "bf"))} - wanted) if wanted else ():
         promised = " or ".join(sorted(wanted))
         narrower = all(hlo.bits_of(dtype) < hlo.bits_of(one) for one in wanted)
         why = "rounded before it is moved, as its product rounds it anyway" if narrower else "its cast comes after"
-        yield f"in {dtype} in place of {promised}: {why}"
+        by_cpu = on_cpu and dtype == "f32" and wanted <= {"bf16", "f16"}
+        yield WIDENED if by_cpu else f"in {dtype} in place of {promised}: {why}"
     rings = any(one.kind == "collective-permute" for one in covered)
     if rings:
         yield "in shards around a ring, or over the borders of padded ones"

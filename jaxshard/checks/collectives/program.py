@@ -43,23 +43,30 @@ class Program:
 
     def __str__(self) -> str:
         """The three lists, the largest first; one that is empty is left out, and so are scalars."""
-        waited = arrays_only(self.synchronous)
-        parts = (
-            _largest("collectives that the device waits for", waited, describe.describe),
-            _largest("computed again by the compiler on its own, to save memory", self.rematerialized, str),
-            _largest("in host memory", self.host, str),
+        return "\n\n".join(_largest(title, entries, write) for title, entries, write in self._lists() if entries)
+
+    def titles(self) -> list[str]:
+        """Return of each list only how many entries and bytes it has."""
+        return [_title(title, entries) for title, entries, _ in self._lists() if entries]
+
+    def _lists(self) -> tuple[tuple[str, Sequence[Any], Callable[[Any], str]], ...]:
+        return (
+            ("collectives that the device waits for", arrays_only(self.synchronous), describe.describe),
+            ("computed again by the compiler on its own, to save memory", self.rematerialized, str),
+            ("in host memory", self.host, str),
         )
-        return "\n\n".join(part for part in parts if part)
 
 
 def _largest(title: str, entries: Sequence[Any], write: Callable[[Any], str]) -> str:
-    if not entries:
-        return ""
     entries = sorted(entries, key=lambda one: -(one.bytes or 0))
     lines = [f"- {write(one)}" for one in entries[:_SHOWN]]
     if rest := entries[_SHOWN:]:
         lines.append(f"- and {len(rest)} more, {_total(rest)}")
-    return "\n".join([f"{title}: {len(entries)}, {_total(entries)}", *lines])
+    return "\n".join([_title(title, entries), *lines])
+
+
+def _title(title: str, entries: Sequence[Any]) -> str:
+    return f"{title}: {len(entries)}, {_total(entries)}"
 
 
 def _total(entries: Iterable[Any]) -> str:

@@ -57,7 +57,18 @@ class ProgramAudit:
     @property
     def ok(self) -> bool:
         """True if a strategy was named and kept, or if none was."""
-        return not self.verdict.surprises and not self.verdict.misplaced
+        return not self.verdict.surprises and not self.verdict.misplaced and not self.verdict.unread
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in a few words."""
+        if self.strategy is None:
+            return "no strategy named: nothing was compared"
+        count = len(self.verdict.surprises) + len(self.verdict.misplaced)
+        outcome = [f"{count} surprise{'s' * (count > 1)}"] if count else []
+        unread = [one.partition(":")[0] for one in self.verdict.unread]
+        outcome += [f"could not read {', '.join(unread)}"] if unread else []
+        return "; ".join(outcome) or "nothing against the strategy"
 
     def rows(self) -> list[dict[str, Any]]:
         """Add up collectives: one dictionary per kind, axes and what is moved; scalars last."""
@@ -101,6 +112,7 @@ class ProgramAudit:
             "surprises": [one.as_dict() for one in verdict.surprises],
             "misplaced": list(verdict.misplaced),
             "missing": list(verdict.missing),
+            "unread": list(verdict.unread),
             "substitutes": [{"axis": "+".join(axes), "bytes": size} for axes, size in verdict.substitutes.items()],
             "tolerated_bytes": verdict.tolerated,
             "assumed": list(self.assumed),
@@ -108,8 +120,12 @@ class ProgramAudit:
 
     def __str__(self) -> str:
         """Tables by axis and by source line, then the surprises and what was assumed."""
+        return self.text()
+
+    def text(self, *, most: int | None = _SHOWN) -> str:
+        """Write what `str` does, with so many entries of each list; None for all."""
         roles, moved = _roles(self.arguments), _table(self.rows(), self.asynchronous)
-        listed = [_listed(title, entries, most) for title, entries, most in self._lists()]
+        listed = [_listed(title, entries, shown and most) for title, entries, shown in self._lists()]
         parts = (
             "\n".join(roles.lines),
             "\n".join(moved.lines) if moved.rows else _NOTHING,
@@ -123,8 +139,7 @@ class ProgramAudit:
     def _repr_html_(self) -> str:
         """Show the same in a notebook, with the verdict above where a strategy was named."""
         moved = _table(self.rows(), self.asynchronous)
-        count = len(self.verdict.surprises) + len(self.verdict.misplaced)
-        outcome = f"{self.strategy}: " + ("kept" if self.ok else f"{count} surprise{'s' * (count > 1)}")
+        outcome = f"{self.strategy}: " + ("kept" if self.ok else self.outcome)
         lists = [
             page.title(f"{title}: {len(entries)}") + page.listing(_cut(entries, most))
             for title, entries, most in self._lists()
@@ -152,6 +167,7 @@ class ProgramAudit:
         ]
         return [
             ("by source line", [_in_words(one) for one in self.lines()], _SHOWN),
+            ("could not read", verdict.unread, _SHOWN),
             ("surprises", surprises, _SHOWN),
             ("not where the strategy puts it", verdict.misplaced, _SHOWN),
             ("promised, but not recognised", verdict.missing, _SHOWN),

@@ -62,6 +62,7 @@ class Verdict:
       surprises: collectives that nothing promised.
       misplaced: arrays that do not rest as the strategy says.
       missing: what was promised and not found.
+      unread: kinds of collectives of which the program, as it was read, has none, though the strategy needs them.
       substitutes: bytes of all-reduces in place of reduce-scatters, by their axes.
       tolerated: bytes that were left to the compiler.
     """
@@ -69,6 +70,7 @@ class Verdict:
     surprises: list[Surprise] = field(default_factory=list)
     misplaced: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     substitutes: Counter[tuple[str, ...]] = field(default_factory=Counter)
     tolerated: int = 0
 
@@ -91,6 +93,7 @@ def judge(
     verdict.surprises = _merged(verdict.surprises)
     verdict.misplaced += judged.misplaced()
     verdict.missing += judged.missing()
+    verdict.unread += judged.unread(moves)
     verdict.substitutes = judged.substitutes
     return verdict
 
@@ -289,6 +292,18 @@ class _Judge:
             yield f"a gather of {_listed(rest)}: whole already, used split, or gathered in another form"
         if self.rows and (rest := [one for one in large if one.number not in sums]):
             yield f"a sum of the gradient of {_listed(rest)}: in another form, or joined with others"
+
+    def unread(self, moves: Sequence[Move]) -> Iterator[str]:
+        """Yield the kinds of which no array moves over the rows: either they are not there, or in an unknown form."""
+        large = [one for one in self.parameters if one.elements > _SMALL]
+        kinds = {one.found.kind for one in moves if one.what != SCALAR and set(one.found.axes) & {*self.rows, *UNKNOWN}}
+        if not large or not self.rows or kinds - {"all-gather", "all-reduce", "reduce-scatter"}:
+            return
+        size = human_bytes(sum(self.whole_bytes(one) for one in large))
+        if (self.terms.gathers or self.terms.renewals) and not kinds & {"all-gather", "all-reduce"}:
+            yield f"gathers of weights over {words(self.rows)}: parameters of {size}, and nothing is gathered"
+        if not kinds & {"all-reduce", "reduce-scatter"}:
+            yield f"sums of gradients over {words(self.rows)}: parameters of {size}, and nothing is summed"
 
 
 def vocabularies_of(parameters: Sequence[Argument], shape_of: Callable[[Argument], tuple[int, ...]]) -> set[int]:

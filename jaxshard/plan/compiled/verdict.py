@@ -165,6 +165,7 @@ class Verdict:
             "savings": [one._asdict() for one in self.savings],
             "collectives": [asdict(row) | {"axes": list(row.axes)} for row in self.traffic],
             "surprises": [one.as_dict() for one in self.comparison.surprises] if self.comparison else [],
+            "unread": list(self.comparison.unread) if self.comparison else [],
             "substitutes": list(self.comparison.substitutes) if self.comparison else [],
             "collective_differences": [one.as_dict() for one in self.comparison.differences] if self.comparison else [],
             "rematerialized": [one.as_dict() for one in self.rematerialized],
@@ -205,14 +206,18 @@ class Verdict:
         if self.traffic:
             waited = sum(row.bytes or 0 for row in self.traffic if row.synchronous)
             title = f"collectives, of which a device waits for {human_bytes(waited)}"
+            title += ", of those that could be read" * bool(self.comparison and self.comparison.unread)
             head = ("kind", "axes", "times", "bytes", "", "at")
             yield Section(title, _cut(map(_traffic_row, self.traffic), "<<>><<", head))
+        if self.comparison and self.comparison.unread:
+            yield Section("could not read", list(self.comparison.unread))
         if self.comparison and self.comparison.surprises:
             yield Section("collectives that nothing promised", [str(one) for one in self.comparison.surprises[:_SHOWN]])
         if self.comparison and self.comparison.substitutes:
             yield Section("other kinds or dtypes than promised", list(self.comparison.substitutes))
-        if self.comparison and self.comparison.explained()[1]:
-            yield Section(*self.comparison.explained())
+        for title, lines in (self.comparison.needed(), self.comparison.explained()) if self.comparison else ():
+            if lines:
+                yield Section(title, list(lines))
         if self.rematerialized:
             lines = [str(one) for one in self.rematerialized[:_SHOWN]]
             yield Section(f"computed again by the compiler, {len(self.rematerialized)} instructions", lines)

@@ -149,7 +149,7 @@ def test_a_single_axis_over_a_torus_of_three_dimensions_is_named_with_the_remedy
     assert single.ok
     (sums,) = [line for line in single.substitutes if "all-reduce in place of reduce-scatter over data" in line]
     assert "'data' covers 3 dimensions of the torus" in sums
-    assert "data0=4, data1=4, data2=4" in sums
+    assert "data0=4, data1=4, data2=4" in sums and "--mesh data0=4,data1=4,data2=4" in sums
     assert any(one.kind == "all-gather" for one in single.found)  # the torus is closed to rings
     assert "other kinds or dtypes than promised" in str(single)
     split = compared(js.fsdp(("x", "y", "z")), x=4, y=4, z=4)
