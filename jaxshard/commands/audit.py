@@ -24,6 +24,9 @@ from jaxshard.plan.repair.parts import Parts
 from jaxshard.plan.repair.repair import repair as find_repairs
 from jaxshard.plan.repair.result import Repairs
 
+_TRIED = "\ntried:\n"
+"""What introduces the edits of a repair that did not help."""
+
 
 def run(
     target: str | None,
@@ -86,7 +89,7 @@ def run(
     numbers = about | _numbers(comparison) | {"compile_seconds": seconds}
     if repair:
         repairs = _repair(console, prepared, comparison)
-        console.print(f"\n{repairs}")
+        console.print(f"\n{str(repairs) if all else str(repairs).partition(_TRIED)[0]}")
         numbers |= repairs.as_dict()
     write_json(json, numbers)
     return 0 if comparison.ok else 1

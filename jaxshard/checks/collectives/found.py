@@ -162,12 +162,12 @@ def collectives(compiled: Compiled | str, mesh: Mesh) -> tuple[Collective, ...]:
 
 def locate(module: hlo.Module, mesh: Mesh) -> tuple[tuple[Executed, Collective], ...]:
     """Read the collectives out of a parsed program, each with one place where it is executed."""
-    found: dict[tuple[str, str], tuple[Executed, Collective]] = {}
+    found: dict[tuple[str, str, bool], tuple[Executed, Collective]] = {}
     for one in executed(module, _COLLECTIVE):
         record = _make_record(mesh, one.scope, one.op)
-        key = (one.scope.computation.name, one.op.name)
         # A computation that is called from several places is found several times.
         if record is not None:
+            key = (one.scope.computation.name, one.op.name, record.synchronous)
             _, known = found.get(key, (one, replace(record, count=0, conditional=True)))
             count = add_counts(known.count, one.times)
             found[key] = one, replace(known, count=count, conditional=known.conditional and one.conditional)

@@ -10,10 +10,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.compare import Surprise
 from jaxshard.checks.collectives.describe import as_dict, place_of
 from jaxshard.checks.collectives.found import KINDS
 from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
 from jaxshard.checks.collectives.program import Program
+from jaxshard.checks.collectives.short import group
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, ROLES, Argument, read_arguments
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, check_axes, position_mesh, words
 from jaxshard.checks.programs.moves import SCALAR, WHAT, Move, find_moves
@@ -125,7 +127,8 @@ class ProgramAudit:
     def text(self, *, most: int | None = _SHOWN) -> str:
         """Write what `str` does, with so many entries of each list; None for all."""
         roles, moved = _roles(self.arguments), _table(self.rows(), self.asynchronous)
-        listed = [_listed(title, entries, shown and most) for title, entries, shown in self._lists()]
+        lists = self._lists(grouped=most is not None)
+        listed = [_listed(title, entries, shown and most) for title, entries, shown in lists]
         parts = (
             "\n".join(roles.lines),
             "\n".join(moved.lines) if moved.rows else _NOTHING,
@@ -154,13 +157,11 @@ class ProgramAudit:
             page.preformatted(str(self.program)),
         )
 
-    def _lists(self) -> list[tuple[str, Sequence[str], int | None]]:
-        """Titles, entries, and how many of these are shown."""
+    def _lists(self, *, grouped: bool = True) -> list[tuple[str, Sequence[str], int | None]]:
+        """Titles, entries, and how many of these are shown; surprises of one line and kind grouped to one entry."""
         verdict = self.verdict
-        surprises = [
-            "\n    ".join(filter(None, (_in_words(as_dict(one.found)), one.why, one.cause)))
-            for one in verdict.surprises
-        ]
+        groups = group(verdict.surprises) if grouped else [(one,) for one in verdict.surprises]
+        surprises = [_surprise(*of) for of in groups]
         substitutes = [
             f"all-reduce in place of a reduce-scatter over {words(axes)}, {human_bytes(size)}"
             for axes, size in verdict.substitutes.items()
@@ -295,6 +296,14 @@ def _in_words(one: dict[str, Any]) -> str:
     arrays = ", ".join(f"{one['dtype']}{shape}" for shape in one.get("shapes", ()))
     what = one.get("moves") or arrays
     return f"{one['kind']} over {one['axis']}, {times}, {_size(one['bytes'])}: {what}\n    at {one['place']}"
+
+
+def _surprise(largest: Surprise, *others: Surprise) -> str:
+    """The largest surprise of a line, and how much the others of its kind there move."""
+    sizes = [one.found.bytes for one in others]
+    size = human_bytes(sum(one or 0 for one in sizes)) if None not in sizes else "?"
+    more = f"and {len(others)} more of this kind there, {size}" if others else ""
+    return "\n    ".join(filter(None, (_in_words(as_dict(largest.found)), largest.why, largest.cause, more)))
 
 
 def _size(size: int | None) -> str:

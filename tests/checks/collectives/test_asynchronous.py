@@ -142,6 +142,17 @@ def test_scalars_and_buffers_hide_no_collective():
     assert not collectives(text_of("custom-call-start()", "gather", *idle[:1], scan), mesh_of(**XY))[0].synchronous
 
 
+def test_one_computation_that_is_started_twice_may_be_waited_for_once():
+    runs, result, _ = KINDS["gather"]
+    lines = ["custom-call-start(), called_computations={%called}", "custom-call-update(%s, %p)", "custom-call-done(%u)"]
+    types = ["((), (), s32[8])", f"((f32[64,16]), {result}, s32[8])", result]
+    first = [f"%{name} = {kind} {line}" for name, kind, line in zip("sud", types, lines, strict=True)]
+    again = [re.sub(r"%(s|u|d)\b", r"%\g<1>2", line) for line in first]
+    entry = "\n".join([*first, again[0], again[1], WORK, f"ROOT {again[2]}"])
+    found = collectives(program(entry, _called(runs, result)), mesh_of(**XY))
+    assert [(one.count, one.synchronous) for one in found] == [(1, True), (1, False)]
+
+
 def _loop(body):
     """A program of 12 turns around a body whose value of this type it hands on."""
     computations = f"""%body (c: (s32[], f32[64,16])) -> (s32[], f32[64,16]) {{

@@ -239,3 +239,11 @@ def own_text(made, engine=js.explicit):
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in toy.batch.items()}
     with quick_compile():
         return js.make_step(toy.loss_fn, tx, layout, engine=engine()).compile(batch).as_text()
+
+
+def test_surprises_of_one_line_and_kind_are_one_entry_unless_all_are_asked_for():
+    moments = [gather("moment", name=f"m{dim}", dim=dim) for dim in (0, 1)]
+    found = audit_program(step_text(*FSDP, *moments), {"data": 8}, strategy="fsdp")
+    assert len(found.verdict.surprises) == 2 and "and 1 more of this kind there" in str(found)
+    assert str(found).count("moments of the optimizer") == 1
+    assert found.text(most=None).count("moments of the optimizer") == 2 and found.outcome == "2 surprises"
