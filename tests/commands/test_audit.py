@@ -111,7 +111,7 @@ def test_a_surprise_is_named_with_its_line_and_ends_with_status_1(model, capsys,
     assert any(f"at {place}\n" in out for place in places)
     assert "all-gather over tensor, once, 1.28 kB: f32[2, 4, 40]" in out
     assert "logits, all 40 of a vocabulary: must never move over tensor" in out
-    assert out.rstrip().endswith("1 surprise")
+    assert out.rstrip().endswith("1 surprise") and "js.cross_entropy works on logits that are split" in out
     result = json.loads(file.read_text())
     assert not result["ok"] and result["mesh"] == {"data": 4, "tensor": 2}
     assert result["synchronous"] == result["rematerialized"] == result["host"] == []  # of a CPU there is nothing to say
@@ -126,6 +126,7 @@ def test_a_surprise_is_named_with_its_line_and_ends_with_status_1(model, capsys,
     assert {"kind": "all-reduce", "axis": "data", "promised": 6656, "bytes": 6656, "count": 1} in result["collectives"]
 
 
+@pytest.mark.slow
 def test_by_default_the_audit_is_short_and_all_is_behind_a_flag(model, capsys):
     """Three kinds of arrays over tensor, and bf16 that the CPU sends as f32: a note, and no list of either."""
     flags = [f"{model}:plain", "--mesh", "data=4,tensor=2", "--strategy", "fsdp", "--precision", "bf16"]
@@ -214,6 +215,8 @@ def test_the_text_of_anyones_step(tmp_path, capsys):
     (surprise,) = result["surprises"]
     assert not result["ok"] and result["file"] == str(file) and surprise["place"] == "/home/user/train.py:12"
     assert surprise["why"].startswith("state.opt_state[0].mu['up']: moments of the optimizer")
+    assert main(["audit", *flags, "--strategy", "fsdp", "--all"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith("1 surprise")
     file.write_text(step_text(*FSDP))
     assert main(["audit", *flags, "--strategy", "fsdp"]) == 0
     assert "could not read" not in capsys.readouterr().out

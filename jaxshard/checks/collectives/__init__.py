@@ -3,12 +3,14 @@
 - `promise` (`js.plan.promise`) derives them from a layout, an engine and a loss. `weight_uses` counts how often the
   loss uses each weight, `parameters` and `expected` are what is counted, `compiler_choices` and `forbidden` say what a
   compiler may and must not add.
-- `found` (`js.collectives`) reads them out of a compiled program. `hlo` parses its text, `dataflow` follows values and
-  counts the turns of loops, `groups` turns replica groups into mesh axes, `source` finds the user's lines.
+- `found` (`js.collectives`) reads them out of a compiled program. `hlo` parses its text, `asynchronous` knows what is
+  started and ended apart, `dataflow` follows values and counts the turns of loops, `groups` turns replica groups into
+  mesh axes, `source` finds the user's lines.
 - `trail` says of every array which argument it is or what computes it, and what reads it: `origins` follows a value
   back to the arguments, `cause` writes what is moved and why.
 - `compare` (`js.audit`) puts both side by side, by way of `matching`; `accounts` and `differences` name every byte by
-  which the promise and the program differ.
+  which the promise and the program differ, `unread` names kinds of which the program shows nothing, and `short`
+  writes the comparison as `jaxshard audit` prints it.
 
 Imports what `checks/` imports.
 """

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
+from jaxshard.checks.collectives.short import short
 from jaxshard.models.llama import llama
 from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import gpt_shapes
@@ -342,6 +343,13 @@ def test_a_cpu_that_widens_bf16_is_named_and_not_counted():
     assert comparison.ok, str(comparison)
     (line,) = comparison.substitutes
     assert line.startswith("all-gather in f32 in place of all-gather in bf16 over data, ")
+    # In short one note says so of all collectives, and no difference is left.
+    gathers = sum(row["bytes"] for row in comparison.rows() if row["kind"] == "all-gather")
+    assert comparison.widened_bytes == gathers // 2 and comparison.other_forms == ()
+    (note,) = comparison.notes()
+    assert note.startswith("a CPU's compiler sends bf16 as f32")
+    assert short(comparison).count("f32") == 1 and "difference" not in short(comparison)
+    assert comparison.verdict == "no surprises"
 
 
 @tpu

@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 import optax
 import pytest
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit, compare
 from jaxshard.checks.collectives.promise import promise
-from jaxshard.checks.collectives.short import short
 from jaxshard.checks.programs.report import audit_program
 from jaxshard.core.layout import human_bytes
 from tests.checks.programs.texts import FSDP, SCATTER, SUM, gather, step_text
@@ -79,19 +77,3 @@ def test_a_text_without_the_collectives_of_its_strategy(lines, unread):
     assert report.outcome == (f"could not read {', '.join(unread)}" if unread else "nothing against the strategy")
     assert ("could not read" in str(report)) is bool(unread)
     assert not audit_program(step_text(*lines), {"data": 8}).verdict.unread  # nothing is promised without a strategy
-
-
-def test_bf16_that_a_cpu_sends_as_f32_is_one_note():
-    toy, mesh = linen_toy(), js.make_mesh(data=8)
-    layout = js.layout(js.fsdp(min_size=0), mesh, toy.init_fn, optax.sgd(0.1))
-    engine = js.explicit(compute_dtype=jnp.bfloat16)
-    with quick_compile():
-        comparison = audit(js.make_step(toy.loss_fn, optax.sgd(0.1), layout, engine=engine), toy.batch)
-    gathers = sum(row["bytes"] for row in comparison.rows() if row["kind"] == "all-gather")
-    assert comparison.widened_bytes == gathers // 2 and comparison.ok
-    (note,) = comparison.notes()
-    assert note.startswith("a CPU's compiler sends bf16 as f32") and comparison.other_forms == ()
-    assert len(comparison.substitutes) == 1  # JSON has it
-    text = short(comparison)
-    assert text.count("f32") == 1 and "difference" not in text
-    assert comparison.verdict == "no surprises"
