@@ -1,4 +1,4 @@
-"""Computations that a program starts, leaves to run while it goes on, and waits for later.
+"""Asynchronous computations of a program: their start, their update and their end.
 
 The operands come with the start, or, for a TPU's SparseCore, with an update:
 
@@ -21,7 +21,7 @@ from jaxshard.checks.collectives import hlo
 
 
 def starts_computation(op: hlo.Op) -> bool:
-    """Return True for the start of a computation, whatever it is called."""
+    """Return True for an asynchronous call of a computation, whatever the name of its opcode."""
     return op.opcode.endswith("-start") and bool(op.runs)
 
 

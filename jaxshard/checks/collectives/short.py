@@ -7,9 +7,9 @@
     - all-gather over tensor, 3 times, 3.84 kB: f32[2, 4, 40]
         at model.py:31
         logits, all 40 of a vocabulary: must never move over tensor
-        js.cross_entropy works on logits that are split: hand it these, and let no constraint make them whole
+        js.cross_entropy works on logits that are split: hand it these, and let no constraint replicate them
 
-What only explains a number of bytes is counted; `str(comparison)` has it all.
+Explanations of differences in bytes are only counted; `str(comparison)` has them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ORDERED = ("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "cumlogs
 
 
 def short(comparison: Comparison) -> str:
-    """Write a comparison in short: the table, what was not promised by line and kind, and counts of all else."""
+    """Write the table, the surprises grouped by line and kind, and the number of entries of all other lists."""
     groups = group(comparison.surprises)
     surprises = [_group_str(one) for one in groups[:_SHOWN]]
     if rest := groups[_SHOWN:]:
@@ -65,20 +65,20 @@ def advice(one: Surprise) -> str:
     if one.why.startswith("wire dtype"):
         return "to add in fewer bits say so, by reduce_dtype= of the engine; else cast after the sum"
     if "optax" in one.place:
-        return "the optimizer looks at whole arrays: take an elementwise one, or a strategy that splits no moments"
+        return "the optimizer reads full arrays: take an elementwise one, or a strategy that keeps its state replicated"
     if own in _OWN and describe.is_users(one.found):
         return "take it out: return js.Mean and js.Sum of a device's own rows, which the engine adds up"
     if one.why.startswith("logits"):
-        return "js.cross_entropy works on logits that are split: hand it these, and let no constraint make them whole"
+        return "js.cross_entropy works on logits that are split: hand it these, and let no constraint replicate them"
     if own == "sharding_constraint" or read == "sharding_constraint":
         return f"take the constraint out, or let it keep the dimension split over {over}"
     if {own, made, read} & set(_ORDERED):
         return f"sort or accumulate within a row, or after a reduction: along {over} each device has a part"
     if "must never move" in one.why:
-        return f"use the weight in a product, split over {over} as it is stored; a rule of js.tensor leaves it whole"
+        return f"use the weight in a product, sharded over {over} as it is stored, or keep it replicated by a rule of js.tensor"
     if {own, made} & set(PRODUCTS):
-        return "let both operands of the product be split alike: js.constrain its result as its reader takes it"
-    return "js.constrain the array where it is made, as its reader takes it, or use js.explicit, which adds nothing"
+        return "shard both operands of the product alike: js.constrain its result to the sharding in which it is read"
+    return "js.constrain the array where it is made to the sharding in which it is read, or use js.explicit"
 
 
 def _group_str(of: Sequence[Surprise]) -> str:
@@ -99,7 +99,7 @@ def _size(found: Iterable[Collective]) -> str:
 
 
 def _counts(comparison: Comparison) -> Iterable[str]:
-    """What is left out, in numbers."""
+    """The number of entries of each list that is left out."""
     explained = [one for one in comparison.deviations() if one.why != WIDENED]
     if explained:
         lines = "difference in bytes is" if len(explained) == 1 else "differences in bytes are"

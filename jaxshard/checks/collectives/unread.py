@@ -1,4 +1,4 @@
-"""Promised collectives of which a program shows nothing: the audit must not call them kept."""
+"""Kinds of collectives that are promised and of which nothing was found in a program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jaxshard.core.layout import human_bytes
 
 
 def find_unread(accounts: Iterable[Account], found: Iterable[Collective], instead: Iterable[Collective]) -> list[str]:
-    """Name the kinds of collectives whose promised bytes are not in a program, in no form.
+    """List the kinds of collectives that are promised and of which a program has neither a byte nor a substitute.
 
-    Either the compiler wrote them in a way that the reader does not know, or they do not happen.
+    Either the compiler writes them in a form that the parser does not know, or they do not happen.
 
     Args:
       accounts: of the promised arrays, with what was found of each in any form.
