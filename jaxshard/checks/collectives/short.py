@@ -75,7 +75,7 @@ def advice(one: Surprise) -> str:
     if {own, made, read} & set(_ORDERED):
         return f"sort or accumulate within a row, or after a reduction: along {over} each device has a part"
     if "must never move" in one.why:
-        return f"use the weight in a product, sharded over {over} as it is stored, or keep it replicated by a rule of js.tensor"
+        return f"use the weight in a product as it is stored, or keep it replicated over {over} by a rule of js.tensor"
     if {own, made} & set(PRODUCTS):
         return "shard both operands of the product alike: js.constrain its result to the sharding in which it is read"
     return "js.constrain the array where it is made to the sharding in which it is read, or use js.explicit"
