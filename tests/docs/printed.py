@@ -18,7 +18,7 @@ from jaxshard.commands.main import command_of
 from jaxshard.commands.parse import parse
 from tests.data.small_tokenizer import make_word_tokenizer
 from tests.docs.pages import ROOT
-from tests.hf.checkpoints import VOCAB, write_folder
+from tests.hf.checkpoints import VOCAB, draw, numbers, write_tensors
 
 _LINE = re.compile(r"(?:\$ )?(?P<command>(?:[A-Z_]+=\S+ )*(?:python -m )?jaxshard(?= +[a-z-]+(?: |$)).*)")
 _SPAN = re.compile(r"`(?P<command>jaxshard [a-z]+[^`]*)`")
@@ -54,11 +54,9 @@ class Printed(NamedTuple):
         return self._words[self._words.index("jaxshard") + 1 :]
 
     @property
-    def folders(self) -> set[str]:
-        """What the command makes and others may go on with."""
-        words = self.words
-        made = {after for word, after in itertools.pairwise(words) if word in ("--checkpoint", "--export")}
-        return made | {word.removeprefix("hf:") for word in words if word.startswith("hf:")}
+    def makes(self) -> set[str]:
+        """The folders that the command makes and others may go on with."""
+        return {after for word, after in itertools.pairwise(self.words) if word in ("--checkpoint", "--export")}
 
     @property
     def _words(self) -> list[str]:
@@ -103,17 +101,17 @@ def why_not_accepted(command: Printed) -> str:
 
 
 def stories_of(page: Path) -> list[list[Printed]]:
-    """Group the commands in the blocks of a page, in order, by the folders that they share."""
+    """Group the commands in the blocks of a page, in order: with the first that made a folder those that name it."""
     stories: list[tuple[set[str], list[Printed]]] = []
     for command in (one for one in printed_by(page) if not one.quoted):
-        shared = command.folders
-        for folders, story in stories:
-            if folders & shared:
-                folders |= shared
+        named = {word.removeprefix("hf:") for word in command.words}
+        for made, story in stories:
+            if made & named:
+                made |= command.makes
                 story.append(command)
                 break
         else:
-            stories.append((shared, [command]))
+            stories.append((command.makes, [command]))
     return [story for _, story in stories]
 
 
@@ -123,19 +121,27 @@ def write_files(folder: Path, commands: list[Printed]) -> None:
     named |= {f"{command.words[0]} {word}" for command in commands for word in command.words}
     for name, write in FILES.items():
         if name in named:
-            file = folder / name.split()[-1].removeprefix("hf:").partition(":")[0]
+            file = folder / name.split()[-1].partition(":")[0]
             file.parent.mkdir(parents=True, exist_ok=True)
             write(file)
+    for name in MODELS & named:
+        _write_model(folder / name.removeprefix("hf:"), positions=1024 if "--seq" in named else 128)
 
 
 def _write_text(file: Path) -> None:
     file.write_text((ROOT / "README.md").read_text(encoding="utf-8") * 20)
 
 
-def _write_model(folder: Path) -> None:
-    """A model and its tokenizer, of 96 words."""
+def _write_model(folder: Path, positions: int) -> None:
+    """A model of one block, and its tokenizer of 96 words."""
     folder.mkdir(exist_ok=True)
-    write_folder(folder, "llama", max_position_embeddings=1024)
+    stored = numbers("llama")
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 4)
+    sizes |= {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": positions}
+    (folder / "config.json").write_text(json.dumps(stored["config"] | sizes))
+    tensors = {name: shape for name, shape in stored["tensors"].items() if "layers." not in name or ".0." in name}
+    shapes = {name: tuple(n if n == VOCAB else 16 for n in shape) for name, shape in tensors.items()}
+    write_tensors(folder / "model.safetensors", {name: draw(name, shape) for name, shape in shapes.items()})
     make_word_tokenizer(folder, VOCAB)
 
 
@@ -189,9 +195,6 @@ make = function
 FILES = {
     "generate DIR": _write_run,
     "PATH": _write_text,
-    "hf:PATH": _write_model,
-    "hf:FOLDER": _write_model,
-    "hf:llama/": _write_model,
     "chats.jsonl": _write_chats,
     "cifar.npz": _write_images,
     "file.py:function": _write_program,
@@ -199,3 +202,6 @@ FILES = {
     "dump/module_0012.jit_train_step.cpu_after_optimizations.txt": _write_step,
 }
 """What readers have of their own, by the words of commands that name it."""
+
+MODELS = {"hf:PATH", "hf:FOLDER", "hf:llama/"}
+"""The models of Hugging Face's that they have."""

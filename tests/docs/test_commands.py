@@ -29,6 +29,7 @@ PACKAGES |= {"chats.jsonl": "tokenizers", "hf:PATH": "tokenizers"}
 NEVER_RUN = {
     "resnet50": "a million pictures, and accelerators to learn from them",
     "my-project --checkpoint": "an account of Weights & Biases",
+    "--seq 1024 --batch 16 --steps 500": "an accelerator: half an hour of two CPU cores",
 }
 """The parts of commands that no test can run as they are, and what they would need."""
 
