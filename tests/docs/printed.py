@@ -12,8 +12,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+import jaxshard as js
 from jaxshard.commands.main import command_of
 from jaxshard.commands.parse import parse
 from tests.data.small_tokenizer import make_word_tokenizer
@@ -167,13 +171,17 @@ def _write_program(file: Path) -> None:
 
 
 def _write_step(file: Path) -> None:
-    """The text of a step of `_PROGRAM` under `js.fsdp`."""
-    import jaxshard as js
+    """The text of a step of two matrices under `js.fsdp`."""
 
-    namespace: dict = {}
-    exec(_PROGRAM, namespace)
-    init_fn, loss_fn, tx, batch = namespace["function"]()
-    layout = js.layout(js.fsdp("fsdp", min_size=0), js.make_mesh(fsdp=8), init_fn, tx)
+    def init_fn(key):
+        return {"up": jax.random.normal(key, (64, 256)), "down": jax.random.normal(key, (256, 64))}
+
+    def loss_fn(params, batch, key):
+        errors = jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["x"]
+        return js.Mean((errors**2).sum(), errors.size)
+
+    tx, batch = optax.sgd(0.1), {"x": np.ones((32, 64), np.float32)}
+    layout = js.layout(js.fsdp("fsdp"), js.make_mesh(fsdp=8), init_fn, tx)
     file.write_text(js.make_step(loss_fn, tx, layout, engine=js.explicit()).compile(batch).as_text())
 
 
