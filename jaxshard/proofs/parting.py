@@ -66,7 +66,7 @@ class Choice(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a traced program says about collectives that devices may not all reach.
+    """Findings in a traced program about collectives that devices may not all reach.
 
     Attributes:
       partings: the collectives, in the order of the program.
