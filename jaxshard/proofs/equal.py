@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxshard.core.compat import newly_manual_axes
+from jaxshard.core.compat import newly_manual_axes, scan_counts
 from jaxshard.core.placement import axes_of
 from jaxshard.core.primitives import SAME
 from jaxshard.core.types import PyTree
@@ -165,9 +165,20 @@ def _split_over(place: Place, spec: Any) -> Axes:
     return split & newly_manual_axes(place.equation.params)
 
 
+class _Rows(NamedTuple):
+    """The spec of an array whose rows, stacked by a scan, are split by this spec."""
+
+    row: Any
+
+
+def _row_of(spec: Any) -> Any:
+    return spec.row if isinstance(spec, _Rows) else None
+
+
 def _enter(place: Place, facts: list[Difference]) -> list[Difference]:
     if not _is_shard_map(place.equation):
-        return facts
+        kept = sum(scan_counts(place.equation.params))
+        return facts[:kept] + [_with_spec(fact, _row_of) for fact in facts[kept:]]
 
     def shard(fact: Difference, spec: Any) -> Difference:
         if fact.shards is not None and fact.shards[:1] in ((), (tuple(spec),)):
@@ -179,10 +190,19 @@ def _enter(place: Place, facts: list[Difference]) -> list[Difference]:
 
 def _leave(place: Place, facts: list[Difference]) -> list[Difference]:
     if not _is_shard_map(place.equation):
-        return facts
+        _, kept = scan_counts(place.equation.params)
+        return facts[:kept] + [_with_spec(fact, _Rows) for fact in facts[kept:]]
 
     def whole(fact: Difference, spec: Any) -> Difference:
         split = _split_over(place, spec)
         return Difference(fact.over - split, (tuple(spec), fact.over & split) if split else None)
 
     return [whole(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]
+
+
+def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:
+    """Return the fact with another spec of its shards; without shards where that is None."""
+    if not fact.shards:
+        return fact
+    spec = change(fact.shards[0])
+    return fact._replace(shards=None if spec is None else (spec, *fact.shards[1:]))

@@ -191,3 +191,21 @@ def test_shards_that_are_equal_stay_so_on_their_way_to_the_backward_pass():
     closed = jax.make_jaxpr(backward)(jnp.ones(4), jnp.ones((8, 4)))
     walk(closed, [equal.Difference()] * 2, equal.differences(), visit)
     assert sorted(map(len, found)) == [0, 1]
+
+
+def test_a_scan_stacks_shards_that_are_equal_and_takes_them_apart_again():
+    """A stack of equal shards is split otherwise than its rows: read whole, its parts differ."""
+
+    def save(p):
+        return p, lax.pmax(p.sum(), "data")[None]
+
+    everywhere = P(("data", "tensor"))
+    save = jax.shard_map(save, mesh=MESH, in_specs=P(), out_specs=(P(), everywhere), check_vma=False)
+    read = jax.shard_map(lambda x: x.sum(), mesh=MESH, in_specs=everywhere, out_specs=P(), check_vma=False)
+
+    def fn(p):
+        p, saved = lax.scan(lambda p, _: save(p), p, None, length=8)
+        _, rows = lax.scan(lambda c, one: (c, read(one)), 0, saved)
+        return rows, read(saved)
+
+    assert differing(jax.make_jaxpr(fn)(jnp.ones(4)), [EQUAL]) == [EQUAL, BOTH]
