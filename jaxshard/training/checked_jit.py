@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxshard.proofs.parting import check_together
 
@@ -30,7 +30,7 @@ def checked_jit(fn: Callable[..., Any], what: str, **options: Any) -> Callable[.
 
     def call(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
-        key = tree, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        key = tree, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
         if key not in checked:
             check_together(jitted.trace(*args).jaxpr, what)
             checked.add(key)
