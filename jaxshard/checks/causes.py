@@ -28,7 +28,7 @@ from jaxshard.adapt.objective import OfBlocks
 from jaxshard.checks.difference import CLOSE, Difference
 from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, select, split_model
-from jaxshard.core.loss import Mean, as_loss
+from jaxshard.core.loss import Mean, as_loss, explain_weight
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.text_table import first_words
 from jaxshard.core.tree import row_count
@@ -128,12 +128,7 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
         off = ~np.isclose(totals / weights, whole_totals / whole_weights, rtol=1e-5, atol=0)
     totals, weights, whole_totals, whole_weights = (x[off] for x in (totals, weights, whole_totals, whole_weights))
     if not _near(weights, whole_weights):
-        return (
-            f"the weight of js.Mean is no sum over rows: that of the whole batch is {_as_sum(whole_weights)}, those of "
-            f"its {parts} parts add up to {_as_sum(weights)}; return js.Mean(total, weight) with the sum of the "
-            "weighted values and the sum of the weights of the rows at hand; where the weight of a row depends on "
-            f"other rows, as in batches of graphs, {_AUTO}",
-        )
+        return (explain_weight(_as_sum(whole_weights), parts, _as_sum(weights)),)
     if _near(totals, whole_totals):
         return ()
     sums = (

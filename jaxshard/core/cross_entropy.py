@@ -100,8 +100,8 @@ def _find_counted(labels: jax.Array, where: Any, ignore_index: Any) -> jax.Array
         return counts
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
         raise TypeError(f"cross_entropy: ignore_index must be an integer such as -100, got {ignore_index!r}")
-    bounds = jnp.iinfo(labels.dtype)
-    if not bounds.min <= ignore_index <= bounds.max:  # no label of this dtype
+    bounds, ignored = jnp.iinfo(labels.dtype), int(ignore_index)
+    if not bounds.min <= ignored <= bounds.max:  # no label of this dtype
         return counts
-    kept = labels != int(ignore_index)
+    kept = labels != ignored
     return kept if counts is None else counts & kept

@@ -59,7 +59,8 @@ class Mean:
     Args:
       total: a scalar, the sum of the weighted values of the rows at hand.
       weight: a scalar, the sum of the weights of the same rows. The rows at hand may be a share of the batch: a weight
-        that counts anything else, such as a fixed batch size, is added up over the shares as well.
+        that counts anything else, such as a fixed batch size, is added up over the shares as well. Where a batch is
+        computed in parts that is refused if it is seen in the program of the loss, and found by `js.parity` else.
 
     Attributes:
       totals: one floating scalar per term of the sum.
@@ -144,6 +145,22 @@ def weighted_sum(mean: Mean, weights: tuple[Float[Array, ""], ...]) -> Float[Arr
         return jnp.where(weight == 0, 0, total) / jnp.where(weight == 0, 1, weight)
 
     return sum((share(t, w) for t, w in zip(mean.totals, weights, strict=True)), start=jnp.zeros((), jnp.float32))
+
+
+def explain_weight(whole: str, parts: int, added: str) -> str:
+    """Say that a weight is no sum over rows, and what to write instead.
+
+    Args:
+      whole: the weight of the whole batch.
+      parts: in how many parts the batch is computed.
+      added: what the weights of the parts add up to.
+    """
+    return (
+        f"the weight of js.Mean is no sum over rows: that of the whole batch is {whole}, those of its {parts} parts "
+        f"add up to {added}; return js.Mean(total, weight) with the sum of the weighted values and the sum of the "
+        "weights of the rows at hand; where the weight of a row depends on other rows, as in batches of graphs, use "
+        "js.auto(), which is right for any loss (and takes no js.pipeline)"
+    )
 
 
 class Sum(NamedTuple):
@@ -307,4 +324,5 @@ def _exact(x: Any) -> np.ndarray:
     x = np.asarray(x)
     kinds = ((jnp.floating, np.float64), (jnp.unsignedinteger, np.uint64), (jnp.complexfloating, np.complex128))
     wide: Any = next((wide for kind, wide in kinds if jnp.issubdtype(x.dtype, kind)), np.int64)
-    return x.astype(wide)
+    exact: np.ndarray = x.astype(wide)
+    return exact

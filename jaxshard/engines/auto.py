@@ -28,6 +28,7 @@ from jaxshard.core.types import PyTree
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import constrain_batch, position_entries
+from jaxshard.engines.counted_rows import make_mean_check
 from jaxshard.engines.engine import (
     Engine,
     Outcome,
@@ -75,11 +76,15 @@ class Auto(WholeModelEngine):
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
         call = self._make_call(objective, layout)
+        check_means = make_mean_check(
+            layout, objective.loss_fn, self.microbatches, frozenset(), compute_dtype=self.compute_dtype
+        )
 
         def loss_and_grads(
             params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
         ) -> tuple[Outcome, PyTree]:
             del residuals  # this engine has none
+            check_means(batch)
             rules = self.state_rules(objective, layout, batch)
             batch = constrain_batch(layout, objective.known, batch)
             mask, turns, first_rows = self._cut(layout, batch)

@@ -18,6 +18,7 @@ from jaxshard.core.checked_moves import CHECKED, checked_gather
 from jaxshard.core.collectives import NATIVE, Sums, all_max, gather, sum_scalar
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.loss import Loss, Max, Mean, Sum, sum_dtype
+from jaxshard.core.mesh import axis_size
 from jaxshard.core.ordered_sums import ORDERED
 from jaxshard.core.placement import Placement, axes_of, only_axes
 from jaxshard.core.tree import row_count
@@ -27,6 +28,7 @@ from jaxshard.core.wire import Scaled
 from jaxshard.engines.accumulate import accumulate
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
+from jaxshard.engines.counted_rows import make_mean_check
 from jaxshard.engines.engine import (
     Gathers,
     Outcome,
@@ -155,6 +157,8 @@ class Explicit(WholeModelEngine):
             microbatches=self.microbatches,
             compute_dtype=self.compute_dtype,
         )
+        parts = self.microbatches * axis_size(layout.mesh, layout.batch_axes)
+        check_means = make_mean_check(layout, objective.loss_fn, parts, manual, compute_dtype=self.compute_dtype)
 
         placed = self.residuals(layout)
 
@@ -181,6 +185,7 @@ class Explicit(WholeModelEngine):
             params: PyTree, state: PyTree, batch: PyTree, key: jax.Array, residuals: PyTree = ()
         ) -> tuple[Outcome, PyTree]:
             check_positions(batch)
+            check_means(batch)
             if not jax.tree.leaves(residuals):
                 residuals = jax.tree.map(lambda one: jnp.zeros(one.view.stored), placed)
             whole, kept = PartitionSpec(), stored_specs(placed, manual)

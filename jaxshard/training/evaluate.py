@@ -30,6 +30,7 @@ from jaxshard.core.tree import abstract, check_arrays, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.context import constrain_batch, split_batch
+from jaxshard.engines.counted_rows import make_mean_check
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.explicit import combine_over, explicit
 from jaxshard.engines.just_in_time import MakeMove, make_opaque_run, users_code
@@ -71,7 +72,8 @@ def make_eval_step(
       all-reduce of each result.
 
     Raises:
-      TypeError: by the first call, results that are not a dict of js.Mean, js.Sum or js.Max.
+      TypeError: by the first call, results that are not a dict of js.Mean, js.Sum or js.Max. By a call with a shorter
+        batch, or where devices evaluate their own rows, a js.Mean whose weight does not count the rows at hand.
       ValueError: by a call, a batch with more rows than the first, or a run that does not fit the layout.
 
     Example:
@@ -98,9 +100,10 @@ def make_eval_step(
 
     evaluate_full, evaluate_short = (checked_jit(fn, "the evaluation") for fn in (compute_full, compute_short))
     size, checked = 0, None
+    check_single_rows: Callable[[PyTree], None]
 
     def eval_step(run: TrainState, batch: PyTree) -> Results:
-        nonlocal size, checked
+        nonlocal size, checked, check_single_rows
         check_run(layout, run)
         check_arrays("the batch", batch)
         mask, counts = layout.rows_mask(batch), row_counts(layout.strategy, batch)
@@ -117,8 +120,11 @@ def make_eval_step(
         if abstract(padded) != checked:
             check_batch(layout, abstract(padded), 1, whole=on_devices is None)
             checked = abstract(padded)
+            check_single_rows = make_mean_check(layout, eval_fn, size, frozenset(), with_key=False)
         check_narrowing(batch, "the batch")
         with own_settings(layout.mesh):
+            if rows != size:
+                check_single_rows(padded)
             placed = jax.tree.map(_place, padded, layout.batch_shardings(abstract(padded)))
             result: Results = evaluate_full(run, placed) if rows == size else evaluate_short(run, placed, rows)
         jax.block_until_ready(result)
@@ -276,6 +282,7 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
     rows_over, manual = layout.batch_axes, manual_axes_of(layout)
     compute = make_compute(eval_fn, layout, make_explicit_move(layout, explicit()))
     check_positions = make_position_check(layout, eval_fn, known_evaluate(eval_fn), manual, with_key=False)
+    check_means = make_mean_check(layout, eval_fn, axis_size(layout.mesh, rows_over), manual, with_key=False)
 
     def on_device(params: PyTree, state: PyTree, batch: PyTree, rows: jax.Array | None) -> Results:
         batch = split_batch(layout, known_evaluate(eval_fn), batch)
@@ -293,6 +300,7 @@ def _make_ordered(eval_fn: EvalFn, layout: Layout, sums: Sums) -> Evaluate:
 
     def evaluate(run: TrainState, batch: PyTree, rows: jax.Array | None = None) -> Results:
         check_positions(batch)
+        check_means(batch)
         specs = stored_specs(layout.params, manual), PartitionSpec(), row_specs(layout, batch), PartitionSpec()
         spread = on_each_device(on_device, layout, manual, in_specs=specs, out_specs=PartitionSpec())
         results: Results = spread(run.params, use_stored(layout, layout.state, run.state), batch, rows)

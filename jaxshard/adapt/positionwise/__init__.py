@@ -6,6 +6,7 @@
     backward    the backward passes that users write
     shares      what may be done with sums and maxima over positions
     facts       what is known of one value
+    rows        the same walk over two numbers of rows: means whose weight does not grow as their total does
     report      where in the user's code, and what to write instead
 
 A loss is traced twice, on all positions and on one device's share. That tells how a dimension, a number or a constant

@@ -57,8 +57,8 @@ def find_mixing(
     part = tree.unflatten([shrink(x, dim) for x, dim in zip(leaves, dims, strict=True)])
     env = list((manual or {}).items())
     with show_marks(length):
-        one, out = jax.make_jaxpr(_as_loss(loss_fn), axis_env=env, return_shape=True)(*whole)
-        two, other = jax.make_jaxpr(_as_loss(loss_fn), axis_env=env, return_shape=True)(*part)
+        one, out = jax.make_jaxpr(returning_loss(loss_fn), axis_env=env, return_shape=True)(*whole)
+        two, other = jax.make_jaxpr(returning_loss(loss_fn), axis_env=env, return_shape=True)(*part)
     results: Any = jax.tree.structure(out)
     if results != jax.tree.structure(other):
         return [Finding("the loss", "returns other metrics on a part of the positions", "the loss", "", "", "")]
@@ -70,7 +70,9 @@ def find_mixing(
     return walk.findings
 
 
-def _as_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
+def returning_loss(loss_fn: Callable[..., Any]) -> Callable[..., Loss]:
+    """Make a function that returns what `loss_fn` does as a `js.Loss`, also where that is metrics by name."""
+
     def run(*args: Any) -> Loss:
         output = loss_fn(*args)
         # An evaluation: metrics by name, "loss" among them, which is no name for a metric of a loss.

@@ -44,6 +44,11 @@ def apply_rule(pair: Pair, facts: list[Fact]) -> list[Fact]:
     return found
 
 
+def has_rule(name: str) -> bool:
+    """Return whether anything is known of a primitive."""
+    return _rule_of(name) is not _unknown
+
+
 def _rule_of(name: str) -> Rule:
     for names, rule in ((KEPT, _keep), (EACH_ELEMENT, _elementwise), (REDUCTIONS, _reduce), (SCANNED, _scanned)):
         if name in names:

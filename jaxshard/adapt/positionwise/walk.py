@@ -74,10 +74,7 @@ class Walk:
     def _run(self, jaxpr: Any, other: Any, consts: Any, other_consts: Any, facts: Sequence[Fact]) -> list[Fact]:
         known: dict[Any, Fact] = dict(zip(jaxpr.invars, facts, strict=True))
         if not self._is_alike(jaxpr, other):
-            return [
-                guess(a.aval.shape, b.aval.shape, self.parts)
-                for a, b in zip(jaxpr.outvars, other.outvars, strict=False)
-            ]
+            return [self.guess(a.aval.shape, b.aval.shape) for a, b in zip(jaxpr.outvars, other.outvars, strict=False)]
         for var, twin, value, other_value in zip(jaxpr.constvars, other.constvars, consts, other_consts, strict=True):
             known[var] = self._constant(var, twin, value, other_value, jaxpr)
         for eqn, twin in zip(jaxpr.eqns, other.eqns, strict=True):
@@ -132,7 +129,7 @@ class Walk:
         if user is not None:
             what = "takes a constant with as many entries as there are positions"
             self.note(Pair(user, user, self.length, self.parts), Mixes(what, "positions"))
-        return guess(var.aval.shape, twin.aval.shape, self.parts)
+        return self.guess(var.aval.shape, twin.aval.shape)
 
     def _read(self, known: dict[Any, Fact], atom: Any, twin: Any) -> Fact:
         if not isinstance(atom, Literal):
@@ -141,7 +138,6 @@ class Walk:
 
     def _equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
         shapes = [pair.out_shapes(index) for index in range(len(pair.one.outvars))]
-        guesses = [guess(*both, self.parts) for both in shapes]
         if pair.name in _PROGRAMS or pair.name in CALLS:
             with self._inside(pair):
                 try:
@@ -149,21 +145,30 @@ class Walk:
                     found = _PROGRAMS.get(pair.name, _call)(self, pair, facts)
                 except Mixes as refusal:
                     self.note(pair, refusal)
-                    return guesses
+                    return self.after_refusal(pair, facts)
         elif any(fact.kind is Kind.LOST for fact in facts):
-            return guesses
+            return self.after_refusal(pair, facts)
         else:
             try:
                 found = [self._with_cause(fact, pair) for fact in apply_rule(pair, facts)]
             except Mixes as refusal:
                 self.note(pair, refusal)
-                return guesses
+                return self.after_refusal(pair, facts)
         for fact, both in zip(found, shapes, strict=True):
             if not is_consistent(fact, *both, self.parts, self.length):
                 if not self.findings:  # else it follows from one of them: tokens[:, 1:] makes many such shapes
                     self.note(pair, Mixes("makes an array whose shape depends on the number of positions", "positions"))
                 return [LOST] * len(found)
         return found
+
+    def after_refusal(self, pair: Pair, facts: Sequence[Fact]) -> list[Fact]:
+        """Return the facts with which the walk goes on behind an equation that was refused."""
+        del facts
+        return [self.guess(*pair.out_shapes(index)) for index in range(len(pair.one.outvars))]
+
+    def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
+        """Return what is taken to be so of a value of these shapes behind something that was refused."""
+        return guess(one, two, self.parts)
 
     def _with_cause(self, fact: Fact, pair: Pair) -> Fact:
         """Remember the place of an equation that makes a sum or maximum over positions."""

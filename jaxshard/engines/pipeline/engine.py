@@ -22,6 +22,7 @@ from jaxshard.core.unsuited import Unsuited
 from jaxshard.core.wire import Scaled
 from jaxshard.engines.compiler_options import Options
 from jaxshard.engines.context import split_batch
+from jaxshard.engines.counted_rows import make_mean_check
 from jaxshard.engines.engine import (
     BlockPasses,
     Engine,
@@ -156,6 +157,8 @@ class Pipelined(Engine):
         check_positions = make_position_check(
             layout, model.loss, model, manual, microbatches=self.microbatches, compute_dtype=self.compute_dtype
         )
+        parts = self.microbatches * axis_size(layout.mesh, layout.batch_axes)
+        check_means = make_mean_check(layout, model.loss, parts, manual, compute_dtype=self.compute_dtype)
 
         def on_device(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Outcome, PyTree]:
             with users_code(layout):
@@ -173,6 +176,7 @@ class Pipelined(Engine):
         ) -> tuple[Outcome, PyTree]:
             del state, residuals  # a Stacked model has no state, and this engine no residuals
             check_positions(batch)
+            check_means(batch)
             run = on_each_device(
                 on_device,
                 layout,

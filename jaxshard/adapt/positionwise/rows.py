@@ -1,0 +1,221 @@
+"""Means that do not add up over the rows: `js.Mean(nats.sum(), 32)`, whose weight is 32 for any part of a batch.
+
+The loss is traced for all rows and for one of n equal parts of them, and `Walk` follows both, with rows in the place of
+positions. So of every total and weight is known how n parts add up, or nothing:
+
+    total, weight                            n parts add up to          the mean of the parts is
+    nats.sum(), nats.size or mask.sum()      1 and 1 times as much      right
+    nats.mean(), 1 or penalty(params), 1     n and n times              right: a mean of means, a term of its own
+    nats.sum(), 32                           1 and n times              1 / n of it
+    nats.mean(), nats.size                   n and 1 times              n times too large
+
+Nothing is known of what goes through an operation that mixes rows, and nothing is refused there: a right loss must
+never be. `js.parity` compares the numbers themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxshard.adapt.positionwise.facts import LOST, SAME, Fact, Kind, along, guess
+from jaxshard.adapt.positionwise.pair import Pair
+from jaxshard.adapt.positionwise.prove import returning_loss
+from jaxshard.adapt.positionwise.rules import has_rule
+from jaxshard.adapt.positionwise.shares import is_share
+from jaxshard.adapt.positionwise.walk import Walk
+from jaxshard.core.compat import replace_equations
+from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr
+from jaxshard.core.loss import Mean, explain_weight
+from jaxshard.core.types import PyTree
+
+_ROW_BY_ROW = frozenset({"iota", "random_bits", "random_split", "random_gamma", "rng_bit_generator", "gather"})
+"""They number rows, draw for them, or look something up for them (`log_p[jnp.arange(rows), labels]`).
+
+Other rows get other numbers, but as many rows add up to as much.
+"""
+
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+_COLLECTIVES = frozenset(
+    {
+        "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced",
+        "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter", "all_to_all", "ragged_all_to_all", "ppermute",
+    }
+)  # fmt: skip
+"""Of the user's own, such as a total that is summed over devices already: what adds up how is theirs to say."""
+
+
+class _RowWalk(Walk):
+    """A walk that knows nothing of what follows from something that mixes rows."""
+
+    def _equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
+        if pair.name in _COLLECTIVES and any(fact != SAME for fact in facts):
+            return [LOST] * len(pair.one.outvars)
+        return super()._equation(pair, facts)
+
+    def after_refusal(self, pair: Pair, facts: Sequence[Fact]) -> list[Fact]:
+        """Take it that an unknown operation goes row by row, as looking something up by the number of a row does."""
+        made = [guess(*pair.out_shapes(index), self.parts) for index in range(len(pair.one.outvars))]
+        counted = any(fact.degree for fact in facts)
+        if pair.name in _COMPARISONS or (pair.name == "add" and _is_integer(pair)):
+            trusted = True  # of numbers of rows and how many there are
+        else:
+            trusted = not counted and (pair.name in _ROW_BY_ROW or not has_rule(pair.name))
+        known = not any(is_share(fact) or fact.kind is Kind.LOST for fact in facts)
+        if trusted and known and all(fact.kind is Kind.ALONG for fact in made):
+            return made
+        return [LOST] * len(made)
+
+    def guess(self, one: Sequence[int], two: Sequence[int]) -> Fact:
+        """Return that nothing is known."""
+        return LOST
+
+    def _constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
+        """Take whole numbers and flags for the rows, such as `np.arange(rows)`, for their numbers."""
+        numbers = var.aval.dtype.kind in "iub" and var.aval.shape != twin.aval.shape
+        found = guess(var.aval.shape, twin.aval.shape, self.parts) if numbers else LOST
+        return found if found.kind is Kind.ALONG else super()._constant(var, twin, value, other, jaxpr)
+
+
+def find_unequal_means(
+    loss_fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    has_rows: Sequence[bool],
+    parts: int,
+    *,
+    manual: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Find the means of a loss, or of its metrics, that are wrong where a batch is computed in parts.
+
+    An empty list is no proof that there are none. The loss is traced twice and nothing is computed.
+
+    Args:
+      loss_fn: returns a `js.Mean`, a `js.Loss` or, in an evaluation, metrics by name.
+      args: its arguments for one part of the rows, trees of shapes.
+      has_rows: for each leaf of `args`, whether its first dimension is that of the rows.
+      parts: the number of parts of the whole batch.
+      manual: the sizes of mesh axes that the loss may name.
+
+    Returns:
+      A sentence for each, with the way out.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    rows = next((x.shape[0] for x, found in zip(leaves, has_rows, strict=True) if found), 0)
+    if parts == 1 or not rows:
+        return []
+    size = max(rows, 2)  # of one row alone, sizes of 1 are dropped and repeated as others are not
+
+    def trace(rows: int) -> tuple[Any, Any]:
+        shapes = [(rows, *x.shape[1:]) if found else x.shape for x, found in zip(leaves, has_rows, strict=True)]
+        made = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True)]
+        env = list((manual or {}).items())
+        return jax.make_jaxpr(returning_loss(loss_fn), axis_env=env, return_shape=True)(*jax.tree.unflatten(tree, made))
+
+    try:
+        two, part = trace(size)
+        structure: Any = jax.tree.structure(part)
+        atoms, numbers = _results(two, structure)
+        with_rows = [var for var, found in zip(open_jaxpr(two)[0].invars, has_rows, strict=True) if found]
+        if all(_counts_rows(two, mean, numbers[name], with_rows) for name, mean in atoms.items()):
+            return []
+        one, whole = trace(size * parts)
+    except Exception:  # whatever a loss raises that is written for one number of rows, or is none: a step says so
+        return []
+    if structure != jax.tree.structure(whole):
+        return []
+    # Silent: nobody reads what the walk refuses, and backward passes make no totals.
+    walk = _RowWalk(size * parts, parts, silent=1)
+    facts = _means(structure.unflatten(walk.closed(one, two, [along(0) if found else SAME for found in has_rows])))
+    _, numbers = _results(one, structure)
+    return [name + text for name, mean in facts.items() for text in _explain(mean, numbers[name], parts)]
+
+
+def _results(program: Any, structure: Any) -> tuple[dict[str, Mean], dict[str, Mean]]:
+    """Return the means of a program as its variables, and with the values of those that are numbers."""
+    outs = open_jaxpr(program)[0].outvars
+    return _means(structure.unflatten(outs)), _means(structure.unflatten([_number(program, atom) for atom in outs]))
+
+
+def _means(loss: Any) -> dict[str, Mean]:
+    found = {"": loss.value} | {f"the metric {name!r}: ": metric for name, metric in loss.metrics.items()}
+    return {name: mean for name, mean in found.items() if isinstance(mean, Mean)}
+
+
+def _is_integer(pair: Pair) -> bool:
+    return bool(np.issubdtype(pair.one.outvars[0].aval.dtype, np.integer))
+
+
+def _counts_rows(program: Any, mean: Mean, numbers: Mean, rows: Sequence[Any]) -> bool:
+    """Return whether every weight is made of the rows, or is the number of the entries that its total adds up.
+
+    Args:
+      program: that of a part of the rows.
+      mean: its totals and weights, as variables.
+      numbers: its totals and weights, those that are numbers.
+      rows: the arguments that have rows.
+    """
+    return all(
+        _reads(program, weight, rows) or (number is not None and _entries(program, total) == number)
+        for total, weight, number in zip(mean.totals, mean.weights, numbers.weights, strict=True)
+    )
+
+
+def _reads(program: Any, atom: Any, rows: Sequence[Any]) -> bool:
+    jaxpr, _ = open_jaxpr(program)
+    if isinstance(atom, Literal):
+        return False
+    _, used = eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, [atom], jaxpr.eqns))
+    return any(found and var in rows for var, found in zip(jaxpr.invars, used, strict=True))
+
+
+def _entries(program: Any, atom: Any) -> int | None:
+    """How many entries a total is the sum of; None where that is not seen, as where the sum is scaled."""
+    while (eqn := _maker(program, atom)) is not None and eqn.primitive.name in ("neg", "convert_element_type"):
+        (atom,) = eqn.invars
+    if eqn is None or eqn.primitive.name != "reduce_sum":
+        return None
+    return math.prod(eqn.invars[0].aval.shape)
+
+
+def _number(program: Any, atom: Any) -> float | None:
+    """The value of a result that is a number in the program or a sum of one, `jnp.ones(5).sum()`; else None."""
+    jaxpr, consts = open_jaxpr(program)
+    value = atom.val if isinstance(atom, Literal) else dict(zip(jaxpr.constvars, consts, strict=True)).get(atom)
+    if value is not None:
+        return None if isinstance(value, jax.core.Tracer) else float(np.asarray(value))
+    eqn = _maker(program, atom)
+    if eqn is None or eqn.primitive.name != "reduce_sum":
+        return None
+    repeated = _maker(program, eqn.invars[0])
+    if repeated is None or repeated.primitive.name != "broadcast_in_dim" or repeated.invars[0].aval.shape:
+        return None
+    one = _number(program, repeated.invars[0])
+    return None if one is None else one * math.prod(eqn.invars[0].aval.shape)
+
+
+def _maker(program: Any, atom: Any) -> Any | None:
+    """The equation that makes a variable; None for an argument or a number."""
+    return next((eqn for eqn in open_jaxpr(program)[0].eqns for var in eqn.outvars if var is atom), None)
+
+
+def _explain(facts: Any, numbers: Any, parts: int) -> Iterator[str]:
+    for total, weight, number in zip(facts.totals, facts.weights, numbers.weights, strict=True):
+        known = all(fact.kind in (Kind.SAME, Kind.SUM) and not math.isnan(fact.degree) for fact in (total, weight))
+        if not known or total.zero or weight.zero or total.shares == weight.shares:
+            continue
+        if (total.shares, weight.shares) == (0, 1):
+            value = ("w", f"{parts} w") if number is None else (f"{number:.6g}", f"{parts * number:.6g}")
+            yield explain_weight(value[0], parts, value[1])
+        elif (total.shares, weight.shares) == (1, 0):
+            yield (
+                "the total of js.Mean is no sum over rows, but its weight is: those of the "
+                f"{parts} parts of a batch add up to {parts} times that of the whole batch; if it is the same for all "
+                "rows, or a mean over them, write js.Mean(value, 1), and add that to other means"
+            )

@@ -1,0 +1,69 @@
+"""The check, where a batch is computed in parts, that the means of the loss add up over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import jax
+
+from jaxshard.adapt.positionwise.rows import find_unequal_means
+from jaxshard.core.layout import Layout, join_model, select
+from jaxshard.core.tree import abstract, row_count
+from jaxshard.core.types import PyTree
+from jaxshard.core.unsuited import Unsuited
+from jaxshard.engines.just_in_time import cast_floats
+
+
+def make_mean_check(
+    layout: Layout,
+    fn: Callable[..., Any],
+    parts: int,
+    manual: Set[str],
+    *,
+    compute_dtype: Any = None,
+    with_key: bool = True,
+) -> Callable[[PyTree], None]:
+    """Make `check(batch)`, which reads the program of `fn` for the rows of a part and for all of them.
+
+    It takes about as long as tracing `fn` twice; nothing where there is one part, or for shapes that passed before.
+
+    Args:
+      layout: says which arrays have rows.
+      fn: `fn(model, batch, key)` returns a `js.Mean` or `js.Loss`; `fn(model, batch)` metrics if `with_key` is False.
+      parts: of the rows: the devices that split them, times the micro-batches of each.
+      manual: the mesh axes that `fn` may name.
+      compute_dtype: of the weights; None leaves them.
+      with_key: whether `fn` takes a key, that of the layout.
+
+    Raises:
+      Unsuited: when `check` runs, with all means that are wrong for certain.
+    """
+    passed: set[Any] = set()
+
+    def check(batch: PyTree) -> None:
+        mask, whole = layout.rows_mask(batch), abstract(batch)
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(whole))
+        count = row_count(select(mask, whole))
+        if parts == 1 or count % parts or shapes in passed:
+            return
+        rows = jax.tree.map(lambda x, has: _resize(x, count // parts) if has else x, whole, mask)
+        model = join_model(jax.tree.map(lambda x: _cast(x, compute_dtype), layout.shapes.params), layout.shapes.state)
+        after = [layout.shapes.key] if with_key else []
+        in_model, in_batch = len(jax.tree.leaves(model)), jax.tree.leaves(mask)
+        has_rows = [False] * in_model + in_batch + [False] * len(after)
+        sizes = {axis: layout.mesh.shape[axis] for axis in sorted(manual)}
+        if found := find_unequal_means(fn, (model, rows, *after), has_rows, parts, manual=sizes):
+            raise Unsuited("\n".join(found))
+        passed.add(shapes)
+
+    return check
+
+
+def _resize(x: Any, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    made: Any = jax.eval_shape(lambda x: cast_floats(x, dtype), x)
+    return made
