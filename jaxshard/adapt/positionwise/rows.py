@@ -55,10 +55,11 @@ _COLLECTIVES = frozenset(
 class _RowWalk(Walk):
     """A walk that knows nothing of what follows from something that mixes rows."""
 
-    def _equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
+    def equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
+        """Return that nothing is known of what the loss itself sums over devices; else what `Walk` does."""
         if pair.name in _COLLECTIVES and any(fact != SAME for fact in facts):
             return [LOST] * len(pair.one.outvars)
-        return super()._equation(pair, facts)
+        return super().equation(pair, facts)
 
     def after_refusal(self, pair: Pair, facts: Sequence[Fact]) -> list[Fact]:
         """Take it that an unknown operation goes row by row, as looking something up by the number of a row does."""
@@ -77,11 +78,11 @@ class _RowWalk(Walk):
         """Return that nothing is known."""
         return LOST
 
-    def _constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
+    def constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
         """Take whole numbers and flags for the rows, such as `np.arange(rows)`, for their numbers."""
         numbers = var.aval.dtype.kind in "iub" and var.aval.shape != twin.aval.shape
         found = guess(var.aval.shape, twin.aval.shape, self.parts) if numbers else LOST
-        return found if found.kind is Kind.ALONG else super()._constant(var, twin, value, other, jaxpr)
+        return found if found.kind is Kind.ALONG else super().constant(var, twin, value, other, jaxpr)
 
 
 def find_unequal_means(
@@ -181,7 +182,7 @@ def _entries(program: Any, atom: Any) -> int | None:
         (atom,) = eqn.invars
     if eqn is None or eqn.primitive.name != "reduce_sum":
         return None
-    return math.prod(eqn.invars[0].aval.shape)
+    return int(math.prod(eqn.invars[0].aval.shape))
 
 
 def _number(program: Any, atom: Any) -> float | None:

@@ -76,11 +76,11 @@ class Walk:
         if not self._is_alike(jaxpr, other):
             return [self.guess(a.aval.shape, b.aval.shape) for a, b in zip(jaxpr.outvars, other.outvars, strict=False)]
         for var, twin, value, other_value in zip(jaxpr.constvars, other.constvars, consts, other_consts, strict=True):
-            known[var] = self._constant(var, twin, value, other_value, jaxpr)
+            known[var] = self.constant(var, twin, value, other_value, jaxpr)
         for eqn, twin in zip(jaxpr.eqns, other.eqns, strict=True):
             pair = Pair(eqn, twin, self.length, self.parts, self.axes)
             operands = [self._read(known, a, b) for a, b in zip(eqn.invars, twin.invars, strict=True)]
-            known.update(zip(eqn.outvars, self._equation(pair, operands), strict=True))
+            known.update(zip(eqn.outvars, self.equation(pair, operands), strict=True))
         return [self._read(known, a, b) for a, b in zip(jaxpr.outvars, other.outvars, strict=True)]
 
     def _is_alike(self, one: Any, two: Any) -> bool:
@@ -120,7 +120,8 @@ class Walk:
             return False
         return True
 
-    def _constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
+    def constant(self, var: Any, twin: Any, value: Any, other: Any, jaxpr: Any) -> Fact:
+        """Return the fact of a constant of a program, given its values in both traces."""
         if value is other:
             return SAME
         user = next((eqn for eqn in jaxpr.eqns if var in eqn.invars), None)
@@ -136,7 +137,8 @@ class Walk:
             return known.get(atom, LOST)
         return number(atom.val, twin.val, self.parts) if isinstance(twin, Literal) else LOST
 
-    def _equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
+    def equation(self, pair: Pair, facts: list[Fact]) -> list[Fact]:
+        """Return the facts about the results of an equation, given those about its operands."""
         shapes = [pair.out_shapes(index) for index in range(len(pair.one.outvars))]
         if pair.name in _PROGRAMS or pair.name in CALLS:
             with self._inside(pair):
