@@ -7,16 +7,13 @@ run/2000/    incomplete: an interrupted save left it; it counts as absent, and t
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
 from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.checkpoint.signature import WrongKey, check_key
-
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""The beginning of gs://bucket, of which a Path has made gs:/bucket."""
+from jaxshard.core.local_path import local_path
 
 
 def absolute_root(dir: str | os.PathLike[str]) -> Path:
@@ -25,11 +22,7 @@ def absolute_root(dir: str | os.PathLike[str]) -> Path:
     Raises:
       ValueError: it is an address such as gs://..., which as a path would be a local folder of that name.
     """
-    if _ADDRESS.match(os.fspath(dir)):
-        raise ValueError(
-            f"{os.fspath(dir)}: checkpoints lie in a folder of a file system; mount the bucket and name that"
-        )
-    return Path(dir).absolute()
+    return local_path(dir).absolute()
 
 
 def step_folders(root: Path) -> dict[int, Path]:

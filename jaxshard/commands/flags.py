@@ -16,6 +16,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxshard.core.local_path import check_local
+
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16"]
@@ -27,6 +29,8 @@ Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Rate = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")]
 Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+# A folder or an address, as text: a Path would drop one of the slashes of gs://.
+Folder = Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 Texts = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 Number = Annotated[int, tyro.conf.arg(metavar="N")]
 
@@ -217,21 +221,21 @@ class OutputFlags:
       sample: how many tokens to draw from the model at the end; 0 for none.
       export: write the trained model into this folder at the end, as transformers reads it, with factors merged.
       log: append the numbers of every step to this file, one JSON object a line.
-      tensorboard: write them for TensorBoard into this folder; needs tensorboardX.
+      tensorboard: write them for TensorBoard into this folder, or at an address gs:// or s3://; needs tensorboardX.
       wandb: write them into a run of this project of Weights & Biases; needs wandb. A run that goes on from
         --checkpoint goes on there too.
       mlflow: write them into a run of this experiment of MLflow, at MLFLOW_TRACKING_URI; needs mlflow.
-      profile: write a profile of three steps into this folder.
+      profile: write a profile of three steps into this folder, or at an address gs://.
     """
 
     sample: Number = 160
     export: File = None
     json: JsonFile = None
     log: File = None
-    tensorboard: File = None
+    tensorboard: Folder = None
     wandb: Annotated[str | None, tyro.conf.arg(metavar="PROJECT", help_behavior_hint="")] = None
     mlflow: Annotated[str | None, tyro.conf.arg(metavar="EXPERIMENT", help_behavior_hint="")] = None
-    profile: File = None
+    profile: Folder = None
 
 
 def check_positive(**numbers: float | None) -> None:
@@ -278,10 +282,17 @@ def check_files(**files: Path | None) -> None:
             raise ValueError(f"--{name} {file} can't be written; give another file")
 
 
-def check_folders(**folders: Path | None) -> None:
-    """Raise ValueError for a folder in which nothing could be written later; those above it are made with it."""
-    for name, folder in folders.items():
-        if folder is None or "://" in str(folder):
+def check_folders(schemes: tuple[str, ...] = (), **folders: str | Path | None) -> None:
+    """Raise ValueError for a folder in which nothing could be written later; those above it are made with it.
+
+    Addresses of the given schemes, such as "gs", are not tried.
+    """
+    for name, given in folders.items():
+        if given is None:
+            continue
+        check_local(given, schemes=schemes)
+        folder = Path(given)
+        if "://" in str(given):
             continue
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         if not there.is_dir():

@@ -16,6 +16,7 @@ from jaxshard.commands.doctor import versions
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import ShardingFlags, StrategyName, check_files, check_seed
 from jaxshard.commands.parallel import Parallel, make_parallel, parse_axes
+from jaxshard.commands.pretrained import PREFIX, folder_of
 from jaxshard.commands.program import name_with_changes, parse_changes
 from jaxshard.commands.result import write_json
 from jaxshard.commands.stops import Bytes, ends_of_text, parse_stops
@@ -28,14 +29,12 @@ from jaxshard.data.tokenizer import FILE, Tokenizer, tokenizer
 from jaxshard.distributed.cluster import initialize
 from jaxshard.generation.generate import check_request, generate
 from jaxshard.generation.sampling import Sampling
-from jaxshard.hf.folder import find_folder
 from jaxshard.hf.load import load as load_weights
 from jaxshard.hf.load import model as read_model
 from jaxshard.models.decoder import Decoder
 from jaxshard.models.sizes import SIZES
 from jaxshard.training.state import init
 
-_HF = "hf:"
 _LENGTH = 64
 """New tokens where --length is not given, and as many positions are left."""
 _BYTES = 256
@@ -82,7 +81,7 @@ def run(
         facts(console, {name: how.shown[name] for name in ("devices", "mesh", "strategy")} | {"model": source.name})
     with working(console, "reading the weights"), usage_errors():
         params = source.params(network, layout, seed)
-    if checkpoint is None and not model.startswith(_HF):
+    if checkpoint is None and not model.startswith(PREFIX):
         console.print(f"note: {model} without --checkpoint: its weights are random, of --seed {seed}")
     started = time.perf_counter()
     with working(console, "generating"), usage_errors():
@@ -122,7 +121,7 @@ class _Source(NamedTuple):
     @property
     def folder(self) -> Path | None:
         """The folder of a model of Hugging Face's; None for a ready-made size."""
-        return find_folder(self.target.removeprefix(_HF)) if self.target.startswith(_HF) else None
+        return folder_of(self.target) if self.target.startswith(PREFIX) else None
 
     def model(self) -> Decoder:
         """Build the model; one that was trained has the length of rows that it was trained with."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
 
-from jaxshard.commands.errors import UsageError
+from jaxshard.commands.errors import UsageError, usage_errors
+from jaxshard.core.local_path import check_local
 
 
 def parse(command: Callable[..., int | None], name: str, words: Sequence[str]) -> Callable[[], int | None]:
@@ -30,7 +33,7 @@ def parse(command: Callable[..., int | None], name: str, words: Sequence[str]) -
     Raises:
       SystemExit: with status 0 after the help, and with status 2 after a line on standard error for a flag that does
         not exist or a value of another type.
-      UsageError: a word that is not UTF-8, or empty.
+      UsageError: a word that is not UTF-8, or empty; an address such as gs://... where a path is expected.
     """
     own = words[: words.index("--")] if "--" in words else words  # what follows is handed on as it is
     for word in own:
@@ -44,6 +47,9 @@ def parse(command: Callable[..., int | None], name: str, words: Sequence[str]) -
 
     @functools.wraps(command)
     def bind(*args: Any, **flags: Any) -> Callable[[], int | None]:
+        with usage_errors():
+            for path in _paths_in([*args, *flags.values()]):
+                check_local(path)
         return functools.partial(command, *args, **flags)
 
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -54,6 +60,15 @@ def parse(command: Callable[..., int | None], name: str, words: Sequence[str]) -
     if status:
         print(f"jaxshard: {_one_line(said.getvalue())}; see jaxshard {name} --help", file=sys.stderr)
     raise SystemExit(status)
+
+
+def _paths_in(values: Iterable[Any]) -> Iterator[Path]:
+    """Yield the paths among the values of flags, and among those of groups of flags."""
+    for value in values:
+        if isinstance(value, Path):
+            yield value
+        elif dataclasses.is_dataclass(value):
+            yield from _paths_in(vars(value).values())
 
 
 def _one_line(box: str) -> str:

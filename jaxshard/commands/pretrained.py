@@ -72,13 +72,25 @@ class Pretrained(NamedTuple):
         )
 
 
+def folder_of(name: str) -> Path:
+    """Return the folder of the model "hf:PATH".
+
+    Raises:
+      FileNotFoundError, ValueError: as `js.hf.model`; an address hf://.
+    """
+    path = name.removeprefix(PREFIX)
+    if path.startswith("//"):
+        raise ValueError(f"{name} is an address; write {PREFIX}{path.lstrip('/')}, the name of a model or its folder")
+    return find_folder(path)
+
+
 def pretrained_size(name: str) -> Size:
     """Describe the model of "hf:PATH" as a ready-made size, whose numbers are those of its config.json.
 
     Raises:
       FileNotFoundError, ValueError: as `js.hf.model`.
     """
-    config = read_config(find_folder(name.removeprefix(PREFIX)))
+    config = read_config(folder_of(name))
     return Size(config.arguments, RECIPE, config.family.make, "nothing")
 
 
@@ -91,4 +103,4 @@ def find_pretrained(name: str, changes: dict[str, Any]) -> Pretrained | None:
     if not name.startswith(PREFIX):
         return None
     shape = pretrained_size(name).shape | changes
-    return Pretrained(find_folder(name.removeprefix(PREFIX)), shape["vocab"], shape["seq"])
+    return Pretrained(folder_of(name), shape["vocab"], shape["seq"])

@@ -18,6 +18,7 @@ import optax
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import RecipeFlags, check_positive
 from jaxshard.commands.pretrained import PREFIX, ROW, pretrained_size
+from jaxshard.core.local_path import check_local
 from jaxshard.core.transform import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.models.recipe import Size
@@ -166,6 +167,8 @@ def program_of(
             f"--change, --batch and --seq are for ready-made sizes ({', '.join(SIZES)}); {target} makes its own model "
             "and batch: change them there"
         )
+    with usage_errors():
+        check_local(target)
     where, _, name = target.rpartition(":")
     make = _find_function(_import_module(where, target), name, target)
     return _check_program(make(), target)

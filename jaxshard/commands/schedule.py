@@ -11,6 +11,7 @@ from jaxshard.commands.flags import check_files, check_positive
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console
 from jaxshard.core.file_errors import naming
+from jaxshard.core.local_path import local_path
 from jaxshard.schedules.chart import WIDTH
 from jaxshard.schedules.file import COLUMNS
 from jaxshard.schedules.named import NAMES, full_name, named
@@ -46,9 +47,10 @@ def run(
 
 def _load_or_make(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
     """Read the schedule from a file, whose sizes the flags must not contradict, or make the one of that name."""
-    if Path(name).suffix == ".csv" and not Path(name).is_file():
+    file = local_path(name)
+    if file.suffix == ".csv" and not file.is_file():
         raise ValueError(f"{name}: there is no such file; give the path of a CSV file, or one of {', '.join(NAMES)}")
-    if Path(name).is_file():
+    if file.is_file():
         loaded = Schedule.from_csv(name)
         for size, number in {"stages": stages, "microbatches": microbatches, "chunks": chunks}.items():
             if number not in (None, getattr(loaded, size)):

@@ -50,7 +50,8 @@ from jaxshard.hf.save import save
 from jaxshard.models.recipe import Size
 from jaxshard.training import metrics
 from jaxshard.training.evaluate import evaluate, make_eval_step
-from jaxshard.training.fit import fit
+from jaxshard.training.fit import PROFILE_SCHEMES, fit
+from jaxshard.training.metrics.events import SCHEMES
 from jaxshard.training.metrics.writer import finishing
 from jaxshard.training.non_finite import BadSteps, Rollback
 from jaxshard.training.records import Record
@@ -75,7 +76,8 @@ def run(
     with usage_errors():
         initialize()
     restore_sigterm()  # until there is a run to save
-    files = (output.json, output.log, output.tensorboard, output.profile)
+    written = (output.json, output.log, output.tensorboard, output.profile)
+    files = [Path(file) for file in written if file is not None]
     is_first = process_count_and_id()[1] == 0
     console = make_console(stderr=str(output.json) == "-", quiet=not is_first)
     if not is_first:  # of several processes one speaks and writes, and all compute
@@ -86,7 +88,8 @@ def run(
         check_not_empty(wandb=output.wandb, mlflow=output.mlflow)
         check_seed(recipe.seed)
         check_files(json=output.json, log=output.log)
-        check_folders(tensorboard=output.tensorboard, profile=output.profile)
+        check_folders(SCHEMES, tensorboard=output.tensorboard)
+        check_folders(PROFILE_SCHEMES, profile=output.profile)
         saves = make_saving(saving, others=files)
         if recipe.bad_steps == "rollback" and recipe.lora is not None:
             raise ValueError("--bad-steps rollback: the frozen model of --lora is in no checkpoint; use skip or raise")

@@ -16,6 +16,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxshard.core.local_path import local_path
+
 HELD_OUT = 0.08
 """The share of the files, or of the end of a single token array, that is held out.
 
@@ -109,7 +111,7 @@ def load(path: str | Path, *, dtype: Any = None, vocab: int | None = None) -> Co
         corpus = js.data.load("notes.txt")
         source = js.data.windows(corpus.train, batch=8, seq=16, seed=0, vocab=corpus.vocab)
     """
-    path = Path(path)
+    path = local_path(path)
     if not path.exists():
         raise FileNotFoundError(
             f"data: {path} does not exist; give a text file, a folder of text, a .npy or a .bin file"

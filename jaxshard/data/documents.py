@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxshard.core.local_path import local_path
 from jaxshard.data.corpus import HELD_OUT, Corpus, check_token_array, choose_held_out, read_texts
 from jaxshard.data.records import TEMPLATE, Record, first_kind, read_records, split_template
 from jaxshard.data.token_cache import TokenFiles, load_tokens, save_tokens
@@ -147,7 +148,7 @@ def tokenize(
         corpus = js.data.tokenize("chats.jsonl", tokenizer, template="<|im_start|>{role}\n{content}<|im_end|>\n")
         source = js.data.packed(corpus.train, batch=32, seq=1024, seed=0)
     """
-    texts = _open(Path(path), tokenizer, template)
+    texts = _open(local_path(path), tokenizer, template)
     key = hashlib.sha256()
     for fact in (_FORMAT, tokenizer.digest, TEMPLATE if template is None else template, texts.digest):
         key.update(f"{len(fact)} {fact}".encode())

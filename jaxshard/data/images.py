@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Int
 
+from jaxshard.core.local_path import local_path
 from jaxshard.data.corpus import HELD_OUT
 from jaxshard.data.examples import Indexed
 from jaxshard.data.image_files import ImageFolder, open_folder, read_in_parallel, resize
@@ -194,7 +195,7 @@ def load_images(path: str | Path) -> Images:
         images = js.data.load_images("photos.npz")
         source = js.data.images(images.train, batch=8, seed=0)
     """
-    path = Path(path)
+    path = local_path(path)
     if not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; give {_FORMS}")
     if path.is_dir():

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxshard.core.local_path import local_path
 from jaxshard.data.corpus import hash_tokens
 
 _FACTS = "facts.json"
@@ -83,4 +84,4 @@ def save_tokens(cache: str | Path | None, name: str, key: str, found: TokenFiles
 def _folder(cache: str | Path | None, name: str, key: str) -> Path:
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxshard" / "tokens"
-    return Path(cache) / f"{name[:64]}-{key[:32]}"
+    return local_path(cache) / f"{name[:64]}-{key[:32]}"

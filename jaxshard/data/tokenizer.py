@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxshard.core.local_path import local_path
+
 FILE = "tokenizer.json"
 
 
@@ -80,7 +82,7 @@ def tokenizer(path: str | Path) -> Tokenizer:
         (ids,) = tokenizer.encode(["a text"])
         tokenizer.decode(ids)
     """
-    file = Path(path)
+    file = local_path(path)
     file = file / FILE if file.is_dir() else file
     if not file.is_file():
         raise FileNotFoundError(f"tokenizer: {file} does not exist{_other_kinds(file.parent)}")

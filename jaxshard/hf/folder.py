@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
+from jaxshard.core.local_path import local_path
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -34,7 +35,7 @@ def find_folder(name: str | os.PathLike[str]) -> Path:
     Raises:
       FileNotFoundError: there is neither; the message says how to get one.
     """
-    folder = Path(name).expanduser()
+    folder = local_path(name).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).exists():
             raise FileNotFoundError(f"js.hf: {folder} has no {CONFIG}; name a folder with {CONFIG} and {WEIGHTS}")

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.checkpoint.leaves import Entry, list_differences
 from jaxshard.checkpoint.safetensors.header import Tensor
+from jaxshard.checkpoint.safetensors.index import index_of
 from jaxshard.checkpoint.safetensors.names import model_entries
 from jaxshard.checkpoint.safetensors.parts import LEAST_RUN, Range, Source, read_part
-from jaxshard.checkpoint.safetensors.reader import StoredTensor, open_files
-from jaxshard.checkpoint.safetensors.writer import INDEX
+from jaxshard.checkpoint.safetensors.reader import StoredTensor, check_exists, open_files
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of, spec_entry
@@ -90,9 +90,9 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
       split; for `js.init(..., init_from=)`.
 
     Raises:
-      FileNotFoundError: there is no such folder.
-      ValueError: a file is missing, cut off or damaged; a tensor has no place in the model, an array of the model no
-        tensor, or either another shape or dtype. All are named.
+      FileNotFoundError: there is no such folder, or it has no weights.
+      ValueError: a file of the index is missing, one is cut off or damaged; a tensor has no place in the model, an
+        array of the model no tensor, or either another shape or dtype. All are named.
 
     Example:
         model = js.hf.model("folder")
@@ -101,6 +101,7 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
     """
     folder = find_folder(folder)
     config = read_config(folder, ignore)
+    check_exists(folder / WEIGHTS, _POINT)
     found, problems = _open_weights(config, folder)
     raise_together(problems, ValueError, f"{folder}: its weights are not complete", point=_POINT)
     wanted, structure = model_entries(layout)
@@ -211,7 +212,7 @@ def _jit_move(wanted: NamedSharding) -> Any:
 def _set_dtypes(made: Decoder, config: Config, folder: Path, dtype: Any) -> None:
     """Let `made.init` return parameters in the dtypes of the files, or in `dtype`."""
     original = made.init_parts
-    there = (folder / WEIGHTS).exists() or (folder / (WEIGHTS + INDEX)).exists()
+    there = (folder / WEIGHTS).exists() or index_of(folder / WEIGHTS).exists()
     found = _open_weights(config, folder)[0] if there and dtype is None else {}
     names = {ours: theirs for ours, theirs, _ in config.family.rows()}
     default = dtype or config.entries.get("dtype") or config.entries.get("torch_dtype") or "float32"

@@ -18,6 +18,7 @@ from jaxshard.checkpoint.safetensors.header import Tensor
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays
 from jaxshard.checkpoint.safetensors.writer import MAX_BYTES, Output, write_model
 from jaxshard.core.layout import Layout
+from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.settings import with_own_settings
@@ -73,7 +74,7 @@ def save(
         run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
         js.hf.save("trained", run, layout)
     """
-    folder = Path(folder).absolute()
+    folder = local_path(folder).absolute()
     known = model or layout.model
     if not isinstance(known, Decoder):
         raise ValueError("js.hf.save: the layout was not made from the init of a model of js.models; pass model=")
@@ -82,7 +83,7 @@ def save(
     config = make_config(known, dtypes.pop() if len(dtypes) == 1 else "float32")
     places, problems = find_places(config.family, [entry for entry, _ in arrays], config.arguments)
     raise_all(problems, ValueError, "js.hf.save: the model is not one that transformers knows")
-    beside = _files_beside(config, None if tokenizer is None else Path(tokenizer))
+    beside = _files_beside(config, None if tokenizer is None else local_path(tokenizer))
     call_in_first_process(lambda: _check_free(folder), _POINT)
     outputs = list(_outputs(arrays, places, layout.mesh))
     write_model(folder / WEIGHTS, outputs, layout.mesh, max_bytes=max_bytes, metadata={"format": "pt"})

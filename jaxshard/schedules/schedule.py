@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from jaxshard.core.local_path import local_path
 from jaxshard.schedules import file
 from jaxshard.schedules.chart import WIDTH, draw_chart
 from jaxshard.schedules.page import schedule_page
@@ -59,11 +59,11 @@ class Schedule(Table):
           ValueError: names every line that is no operation, else every operation that is missing, doubled, out of
             range or premature.
         """
-        return cls(*file.read_csv(Path(path)))
+        return cls(*file.read_csv(local_path(path)))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the file that `from_csv` reads, sizes and name included."""
-        file.write_csv(Path(path), self)
+        file.write_csv(local_path(path), self)
 
     def __str__(self) -> str:
         return self.chart()

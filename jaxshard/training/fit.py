@@ -14,6 +14,7 @@ import jax
 
 from jaxshard.core.compat import forget_profile
 from jaxshard.core.file_errors import errno_of
+from jaxshard.core.local_path import check_local
 from jaxshard.core.tree import row_count
 from jaxshard.core.types import PyTree
 from jaxshard.training.early_stopping import EarlyStopping
@@ -22,6 +23,9 @@ from jaxshard.training.non_finite import BadSteps
 from jaxshard.training.records import Metrics, Reader, Record, call_with_records
 from jaxshard.training.recovery import Feed, Recovery
 from jaxshard.training.state import TrainState, check_is_run, check_not_donated
+
+PROFILE_SCHEMES = ("gs",)
+"""The schemes of the addresses at which JAX writes profiles."""
 
 _TRACED = (3, 5)
 """The steps, counted from the start of `fit`, that a profile shows; the first two compile and warm up."""
@@ -71,7 +75,7 @@ def fit(
         that has it (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`jaxshard.cost.flops.train_flops`), for "flops_per_second", "mfu".
-      profile: a folder for a `jax.profiler` trace of the third to the fifth step.
+      profile: a folder for a `jax.profiler` trace of the third to the fifth step, or an address gs:// as a str.
       bad_steps: what to do about a loss or gradient that is not finite, known as late as all numbers. Such a step
         changes nothing but its number, so that later steps have the batches and random keys that they would have had.
         "raise" stops; "skip" goes on, and the records count; both raise where an update spoils the parameters, for no
@@ -90,7 +94,7 @@ def fit(
       ValueError: no batch where a step was to be taken; `eval_every` or `patience` without `evaluate`, or below 1; a
         `js.EarlyStopping`, or a checkpointer that keeps the best run, without `evaluate`; `patience` beside `stop`, or
         with an evaluation that has no "loss"; a run that was donated to an earlier step; `js.Rollback` for a run under
-        `js.local`.
+        `js.local`; a `profile` at another address than gs://.
       TypeError: `run` is no TrainState; `js.Rollback` with batches that can't go back.
 
     Example:
@@ -100,6 +104,8 @@ def fit(
     """
     check_is_run(run)
     check_not_donated(run)
+    if profile is not None:
+        check_local(profile, schemes=PROFILE_SCHEMES)
     callbacks, on_run = tuple(callbacks), tuple(on_run)
     stop = _check_evaluation(evaluate, eval_every, patience, stop)
     _check_judges(evaluate, stop, on_run)

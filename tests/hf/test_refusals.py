@@ -103,6 +103,9 @@ def test_files_that_are_missing_or_cut_off_are_named(folder):
     assert "model-00001-of-00003.safetensors" in message and "cut off" in message
     for missing in ("model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"):
         assert f"{missing}: No such file" in message
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors: no model is here"):
+        js.hf.load(folder, layout)
 
 
 def test_dtypes_are_kept_unless_others_are_asked_for(folder):

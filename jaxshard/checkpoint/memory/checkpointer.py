@@ -24,6 +24,7 @@ from jaxshard.checkpoint.writer import check_data
 from jaxshard.core.keys import keys_of
 from jaxshard.core.launch_environment import MEMORY
 from jaxshard.core.layout import Layout
+from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import raise_all
@@ -92,7 +93,7 @@ class MemoryCheckpointer:
     ):
         if every < 1:
             raise ValueError(f"MemoryCheckpointer: every must be at least 1, got {every}")
-        self.folder = Path(dir) if dir is not None else memory_of_launch()
+        self.folder = local_path(dir) if dir is not None else memory_of_launch()
         self.every, self._layout, self._data = every, layout, data
         wanted, self._structure = entries(layout, base=True)
         self._blocks = Blocks(layout, wanted)
@@ -276,7 +277,7 @@ def memory_of_launch() -> Path:
             "nothing starts these processes again, so nothing goes on from memory: start them with jaxshard launch "
             f"--max-restarts N on Linux, or set {MEMORY} to a folder in memory, such as /dev/shm/mine"
         )
-    return Path(folder)
+    return local_path(folder)
 
 
 def _together(fn: Callable[[], Any], point: str) -> Any:

@@ -13,14 +13,17 @@ import numpy.typing as npt
 
 from jaxshard.checkpoint.leaves import Entry, list_differences
 from jaxshard.checkpoint.safetensors.header import Tensor, decode_header, header_size
+from jaxshard.checkpoint.safetensors.index import index_of, parse_index
 from jaxshard.checkpoint.safetensors.names import model_entries, tensor_of
-from jaxshard.checkpoint.safetensors.writer import INDEX
-from jaxshard.checkpoint.strict_json import check_plain_file, decode_object, read_plain_file
+from jaxshard.checkpoint.strict_json import check_plain_file, read_plain_file
 from jaxshard.core.keys import keys_of
 from jaxshard.core.layout import Layout
+from jaxshard.core.local_path import local_path
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.together import raise_together
+
+_POINT = "js.load_safetensors"
 
 
 class StoredTensor(NamedTuple):
@@ -67,14 +70,17 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
       For a layout of `js.lora` it is what the model without factors has, from which `js.init` starts.
 
     Raises:
+      FileNotFoundError: there is neither the file nor an index of it.
       ValueError: a tensor is missing, unknown, or has another shape or dtype than the layout (every such tensor is
-        named, nothing is cast); a file is missing, damaged, cut off or no safetensors file.
+        named, nothing is cast); a file is damaged, cut off or no safetensors file, or one of the index is missing; the
+        path is an address such as gs://...
 
     Example:
         js.save_safetensors("model.safetensors", run, layout)
         run = js.init(init_fn, tx, layout, 0, init_from=js.load_safetensors("model.safetensors", layout))
     """
-    path = Path(path).absolute()
+    path = local_path(path).absolute()
+    check_exists(path, _POINT)
     found, problems = open_files(path)
     return _load_onto(layout, str(path), found, problems, verify=verify)
 
@@ -106,7 +112,7 @@ def _load_onto(
     layout: Layout, what: str, found: dict[str, StoredTensor], problems: list[str], *, verify: bool
 ) -> PyTree:
     wanted, structure = model_entries(layout)
-    raise_together(problems, ValueError, f"{what}: not a complete model", point="js.load_safetensors")
+    raise_together(problems, ValueError, f"{what}: not a complete model", point=_POINT)
     check_tensors(wanted, what, found, verify=verify)
     placed = ((entry, place_tensor(entry, found[entry.path].array, layout)) for entry in wanted)
     return jax.tree.unflatten(structure, [keys_of(x, entry.dtype) for entry, x in placed])
@@ -114,7 +120,6 @@ def _load_onto(
 
 def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor], *, verify: bool) -> None:
     """Raise in all processes unless tensors are those that are wanted, and with `verify` have their checksums."""
-    point = "js.load_safetensors"
     differences = list_differences(
         {name: str(one.tensor) for name, one in found.items()}, {entry.path: str(tensor_of(entry)) for entry in wanted}
     )
@@ -122,12 +127,12 @@ def check_tensors(wanted: list[Entry], what: str, found: dict[str, StoredTensor]
         f"{what}: the tensors are not those of this layout, and nothing is cast or left out; make the layout from the "
         "init_fn and tx that they are of"
     )
-    raise_together(differences, ValueError, headline, point=point)
+    raise_together(differences, ValueError, headline, point=_POINT)
     if verify:
         mine = sorted(found)[jax.process_index() :: jax.process_count()]
         wrong = (f"{found[name].file}: tensor {name!r}" for name in mine if _is_damaged(found[name]))
         problems = [f"{text}: its bytes are not those that were saved" for text in wrong]
-        raise_together(problems, ValueError, f"{what} is damaged", point=point)
+        raise_together(problems, ValueError, f"{what} is damaged", point=_POINT)
 
 
 def place_tensor(entry: Entry, array: npt.NDArray[Any], layout: Layout) -> jax.Array:
@@ -145,14 +150,21 @@ def _is_damaged(one: StoredTensor) -> bool:
     return one.crc32 is not None and zlib.crc32(one.raw.data) != one.crc32
 
 
+def check_exists(path: Path, point: str) -> None:
+    """Raise FileNotFoundError in all processes unless each finds the file, or its index. Collective."""
+    there = path.exists() or index_of(path).exists()
+    missing = [] if there else ["there is neither this file nor an index of it"]
+    raise_together(missing, FileNotFoundError, f"{path}: no model is here", point=point)
+
+
 def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of a file, or of the files of its index, and what is wrong with them."""
     problems: list[str] = []
-    index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
+    index = index_of(path)
     if index != path and (path.exists() or not index.exists()):
         return _map_file(path, problems), problems
     try:
-        weights = _parse_index(read_plain_file(index))
+        weights = parse_index(read_plain_file(index))
     except (OSError, ValueError) as error:
         problems.append(_describe_error(index, error))
         return {}, problems
@@ -165,18 +177,6 @@ def open_files(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         problems += [f"{file}: tensor {one!r} is missing, by the index it lies there" for one in missing]
         found |= there
     return found, problems
-
-
-def _parse_index(raw: bytes) -> dict[str, str]:
-    """Return the name of the file in which each tensor lies."""
-    weights = decode_object(raw).get("weight_map")
-    if not isinstance(weights, dict) or not all(map(_is_file_name, weights.values())):
-        raise ValueError("it has no weight_map of tensors to files beside it")
-    return weights
-
-
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and name.isprintable()
 
 
 def _map_file(file: Path, problems: list[str]) -> dict[str, StoredTensor]:

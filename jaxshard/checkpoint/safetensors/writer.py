@@ -24,9 +24,11 @@ from jaxshard.checkpoint.leaves import Entry
 from jaxshard.checkpoint.manifest import sync_folder, write_atomically
 from jaxshard.checkpoint.os_errors import os_error
 from jaxshard.checkpoint.safetensors.header import Tensor, encode_header
+from jaxshard.checkpoint.safetensors.index import find_model_files, index_of
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays, tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch_bytes, stream_pieces
 from jaxshard.core.layout import Layout
+from jaxshard.core.local_path import local_path
 from jaxshard.core.settings import with_own_settings
 from jaxshard.distributed.together import failed_processes
 
@@ -34,7 +36,6 @@ MAX_BYTES = 5_000_000_000
 """Bytes of the tensors in the largest file, by default; as on Hugging Face."""
 LEAST = 1 << 20
 """Bytes of a piece where many processes write: each has one on every device."""
-INDEX = ".index.json"
 NamedPiece = tuple[str, Piece]
 """The name of a tensor, and some of its bytes."""
 
@@ -66,7 +67,9 @@ def outputs_of(arrays: Iterable[ModelArray], mesh: Mesh) -> list[Output]:
 
 
 @with_own_settings
-def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, max_bytes: int = MAX_BYTES) -> Path:
+def save_safetensors(
+    path: str | os.PathLike[str], run: Any, layout: Layout, *, max_bytes: int = MAX_BYTES, overwrite: bool = False
+) -> Path:
     """Write the model of a run as a safetensors file, or as several with an index. Every process calls this.
 
     The file holds the parameters (of a `js.Model` its state too) in model order without padding, each under its path in
@@ -84,26 +87,36 @@ def save_safetensors(path: str | os.PathLike[str], run: Any, layout: Layout, *, 
       max_bytes: bytes of tensors in one file. For more there are several, model-00001-of-00002.safetensors and so on,
         and model.safetensors.index.json says which tensor lies in which, as on Hugging Face. `js.load_safetensors`
         takes the same path for both.
+      overwrite: replace the model that is there, once all of the new one is written. One file that replaces one file
+        does so at once; where both models are several files there is none for a moment, and never a mixture.
 
     Returns:
       The absolute path; all files are complete and on disk.
 
     Raises:
-      ValueError: two tensors would have one name; safetensors lacks a dtype; the run is not one of this layout.
-      FileExistsError: the file or its index is there.
+      ValueError: two tensors would have one name; safetensors lacks a dtype; the run is not one of this layout; the
+        path is an address such as gs://...
+      FileExistsError: the file or its index is there, and `overwrite` is False.
       OSError: it could not be written. Nothing of it is left.
 
     Example:
         path = js.save_safetensors("model.safetensors", run, layout)
     """
-    path = Path(path).absolute()
+    path = local_path(path).absolute()
     if path.suffix != ".safetensors" or max_bytes < 1:
         raise ValueError(f"{path}, max_bytes={max_bytes}: name a file that ends with .safetensors, of at least 1 byte")
-    return write_model(path, outputs_of(model_arrays(run, layout), layout.mesh), layout.mesh, max_bytes=max_bytes)
+    outputs = outputs_of(model_arrays(run, layout), layout.mesh)
+    return write_model(path, outputs, layout.mesh, max_bytes=max_bytes, overwrite=overwrite)
 
 
 def write_model(
-    path: Path, outputs: Iterable[Output], mesh: Mesh, *, max_bytes: int, metadata: Mapping[str, str] = {}
+    path: Path,
+    outputs: Iterable[Output],
+    mesh: Mesh,
+    *,
+    max_bytes: int,
+    metadata: Mapping[str, str] = {},
+    overwrite: bool = False,
 ) -> Path:
     """Write tensors as a safetensors file, or as several with an index. Every process calls this.
 
@@ -113,6 +126,7 @@ def write_model(
       mesh: their mesh.
       max_bytes: bytes of tensors in one file.
       metadata: more metadata of each file.
+      overwrite: replace a model that is there.
 
     Returns:
       The path.
@@ -123,7 +137,7 @@ def write_model(
     files = _name_files(path, _divide_into_files(outputs, max_bytes))
     drafts = {name: path.with_name(f"{name}.draft") for name in files}
     first = jax.process_index() == 0
-    _raise_in_all(path, _failure_of(_make_folder, path) if first else None)
+    _raise_in_all(path, _failure_of(_make_folder, path, overwrite) if first else None)
     try:
         _raise_in_all(path, _write_drafts(drafts, files, mesh, metadata))
         _raise_in_all(path, _failure_of(_commit, path, drafts, files) if first else None)
@@ -247,31 +261,39 @@ def _write_draft(
         os.fsync(opened.fileno())
 
 
-def _make_folder(path: Path) -> None:
+def _make_folder(path: Path, overwrite: bool) -> None:
     """Make the folder of a file, unless the file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for there in (path, path.with_name(path.name + INDEX)):
-        if there.exists():
-            raise FileExistsError(f"{there} is there already; delete it, or choose another name")
+    for there in (path, index_of(path)):
+        if there.exists() and not overwrite:
+            raise FileExistsError(f"{there} is there already; delete it, choose another name, or give overwrite=True")
 
 
 def _commit(path: Path, drafts: dict[str, Path], files: dict[str, list[Output]]) -> None:
     """Give complete files their names, then write the index if there are several.
 
-    Without the index the files of a set count as absent, so nothing is there until all of it is.
+    Without the index the files of a set count as absent, so nothing is there until all of it is. So an old index goes
+    before files that it may name are replaced; a single file, old or new, is read in preference to an index.
     """
     done: list[Path] = []
+    index, old = index_of(path), find_model_files(path)
     try:
+        if len(files) > 1:
+            index.unlink(missing_ok=True)
         for name, draft in drafts.items():
             done.append(draft.rename(path.with_name(name)))
         if len(files) > 1:
             total = sum(output.tensor.size for file in files.values() for output in file)
             weights = {output.name: name for name, file in files.items() for output in file}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            write_atomically(path.with_name(path.name + INDEX), json.dumps(index, indent=2).encode() + b"\n")
+            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            write_atomically(index, json.dumps(content, indent=2).encode() + b"\n")
+            done.append(index)
+        for file in old:
+            if file not in done:
+                file.unlink(missing_ok=True)
         sync_folder(path.parent)
     except OSError:
-        _delete([*done, path.with_name(f"{path.name}{INDEX}.draft")])
+        _delete([*done, index.with_name(f"{index.name}.draft")])
         raise
 
 

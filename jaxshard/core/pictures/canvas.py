@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxshard.core.local_path import local_path
 from jaxshard.core.pictures.style import DARK, LIGHT, SIZE, Look, luminance
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def write_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     import matplotlib
 
-    suffix = Path(path).suffix.lower()
+    suffix = local_path(path).suffix.lower()
     if suffix not in FORMATS:
         raise ValueError(f"{path}: pictures are written as {', '.join(FORMATS)}; give a file with such an ending")
     metadata = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[suffix]

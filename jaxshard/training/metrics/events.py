@@ -15,9 +15,13 @@ from typing import Any
 import jax
 
 from jaxshard.core.file_errors import naming
+from jaxshard.core.local_path import check_local
 from jaxshard.training.metrics.configuration import describe
 from jaxshard.training.metrics.writer import Writer, flat
 from jaxshard.training.records import Record
+
+SCHEMES = ("gs", "s3")
+"""The schemes of the addresses at which tensorboardX writes."""
 
 _UPLOAD_EVERY = 2.0
 """Seconds between writes into a folder that is not a local one: each of them sends the whole file."""
@@ -31,7 +35,7 @@ def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) 
     about the steps that are taken again.
 
     Args:
-      folder: the folder for TensorBoard's event files.
+      folder: the folder for TensorBoard's event files, or an address gs:// or s3:// as a str.
       config: facts about the run, as `js.metrics.wandb` takes them; they are shown under "Text".
 
     Returns:
@@ -39,11 +43,13 @@ def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) 
 
     Raises:
       ImportError: tensorboardX is not installed.
+      ValueError: `folder` is another address.
       OSError: by the callback: the folder can't be made or written.
 
     Example:
         js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.tensorboard("runs/first")])
     """
+    check_local(folder, schemes=SCHEMES)
     try:
         import tensorboardX  # noqa: F401
     except ImportError as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxshard.core.local_path import local_path
 from jaxshard.training.metrics.address import check_answers, without_password
 from jaxshard.training.metrics.background import Background, End
 from jaxshard.training.metrics.configuration import describe, flatten
@@ -59,13 +60,13 @@ def mlflow(
         log = js.metrics.mlflow("gpt", uri="sqlite:///runs.db", config={"lr": 3e-4, "layout": layout})
         js.fit(run, step, batches, steps=1000, callbacks=[log])
     """
+    id = RunId("mlflow", run, None if folder is None else local_path(folder))
     try:
         import mlflow as library
         import mlflow.entities
         import mlflow.exceptions
     except ImportError as error:
         raise ImportError('js.metrics.mlflow needs MLflow: pip install "mlflow>=3"') from error
-    id = RunId("mlflow", run, None if folder is None else Path(folder))
     return Background(_Runs(library, experiment, uri, describe(config or {}), id, name))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from jaxshard.core.file_errors import naming
+from jaxshard.core.local_path import local_path
 from jaxshard.training.metrics.writer import Writer, finite, flat
 from jaxshard.training.records import Record
 
@@ -30,7 +31,7 @@ def json_lines(path: str | Path) -> Writer:
     Example:
         js.fit(run, step, batches, steps=1000, callbacks=[js.metrics.json_lines("metrics.jsonl")])
     """
-    path = Path(path)
+    path = local_path(path)
     path.open("a").close()
 
     def write(record: Record) -> None:

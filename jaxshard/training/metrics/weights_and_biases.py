@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxshard.core.local_path import local_path
 from jaxshard.training.metrics.address import check_answers
 from jaxshard.training.metrics.background import Background, End
 from jaxshard.training.metrics.configuration import describe
@@ -49,11 +50,11 @@ def wandb(
         log = js.metrics.wandb("gpt", config={"lr": 3e-4, "layout": layout}, folder="run")
         js.fit(run, step, batches, steps=1000, callbacks=[log])
     """
+    id = RunId("wandb", run, None if folder is None else local_path(folder))
     try:
         import wandb as library
     except ImportError as error:
         raise ImportError('js.metrics.wandb needs wandb: pip install "wandb>=0.19"') from error
-    id = RunId("wandb", run, None if folder is None else Path(folder))
     return Background(_Runs(library, project, describe(config or {}), id, name))
 
 

@@ -246,11 +246,28 @@ def test_another_run_and_another_place(tmp_path):
         js.to_bytes({"w": np.ones(2, np.float32)}, layout)
     path = js.save_safetensors(tmp_path / "new" / "x.safetensors", run, layout)
     before = path.read_bytes()
-    with pytest.raises(FileExistsError, match=r"x.safetensors is there already; delete it, or choose another name"):
+    with pytest.raises(FileExistsError, match=r"x.safetensors is there already; delete it, .* or give overwrite=True"):
         js.save_safetensors(path, run, layout)
     assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
-    with pytest.raises(ValueError, match=r"y.safetensors: No such file"):
-        js.load_safetensors(tmp_path / "y.safetensors", layout)
+    for name in ("y.safetensors", "y.safetensors.index.json", "none/y.safetensors"):
+        with pytest.raises(FileNotFoundError, match=rf"{name}: no model is here"):
+            js.load_safetensors(tmp_path / name, layout)
+
+
+FORMS = {"one": 1 << 20, "two": 16, "three": 8}
+
+
+@pytest.mark.parametrize("after", FORMS)
+@pytest.mark.parametrize("before", FORMS)
+def test_a_model_replaces_another_one_whatever_files_they_have(before, after, tmp_path):
+    old, new = ({"u": jnp.full(2, x), "v": jnp.full(2, 2 * x), "w": jnp.full(2, 3 * x)} for x in (1.0, 5.0))
+    path = js.save_safetensors(tmp_path / "x.safetensors", *simple(old), max_bytes=FORMS[before])
+    (tmp_path / "x-other.safetensors").write_bytes(b"not of the model")
+    run, layout = simple(new)
+    js.save_safetensors(path, run, layout, max_bytes=FORMS[after], overwrite=True)
+    assert js.load_safetensors(path, layout)["w"].tolist() == [15, 15]
+    count = {"one": 1, "two": 3, "three": 4}[after]
+    assert len(list(tmp_path.iterdir())) == count + 1 and (tmp_path / "x-other.safetensors").exists()
 
 
 def test_every_tensor_that_differs_is_named(tmp_path):

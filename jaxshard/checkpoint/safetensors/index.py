@@ -1,0 +1,43 @@
+"""The index of a model in several safetensors files: which tensor is in which file, as on Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxshard.checkpoint.strict_json import decode_object, read_plain_file
+
+INDEX = ".index.json"
+
+
+def index_of(path: Path) -> Path:
+    """Return the path of the index of a model, whose own path may be that of the index."""
+    return path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
+
+
+def parse_index(raw: bytes) -> dict[str, str]:
+    """Return the name of the file of each tensor.
+
+    Raises:
+      ValueError: it is no index, or a file is not in the folder of the index.
+    """
+    weights = decode_object(raw).get("weight_map")
+    if not isinstance(weights, dict) or not all(map(_is_file_name, weights.values())):
+        raise ValueError("it has no weight_map of tensors to files beside it")
+    return weights
+
+
+def find_model_files(path: Path) -> list[Path]:
+    """List the files of the model at a path: its index first, then the file itself, then the files of the index."""
+    index = index_of(path)
+    if not index.exists():
+        return [path] if path.exists() else []
+    try:
+        names = set(parse_index(read_plain_file(index)).values())
+    except (OSError, ValueError):
+        names = set()  # what a damaged index names is unknown
+    return [index, *filter(Path.exists, [path, *(index.with_name(name) for name in sorted(names))])]
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and name.isprintable()

@@ -1,0 +1,40 @@
+"""Paths of files and folders that users give: of a file system that is mounted here, never addresses such as gs://."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+"""The beginning of gs://bucket, or of gs:/bucket, which is what `Path` makes of it; a drive has one letter (C:/)."""
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path as a `Path`.
+
+    Raises:
+      ValueError: the path is an address, which `Path` would turn into a local folder of that name.
+    """
+    check_local(path)
+    return Path(path)
+
+
+def check_local(path: str | os.PathLike[str], *, schemes: tuple[str, ...] = ()) -> None:
+    """Raise ValueError for an address, such as gs://bucket/run.
+
+    Args:
+      path: a path or an address.
+      schemes: those of addresses that the caller can use, such as "gs". An address that was made into a `Path` is
+        refused all the same, because `Path` drops one of its slashes.
+    """
+    text = os.fspath(path)
+    address = _ADDRESS.match(text)
+    if address is None or text.startswith(tuple(f"{scheme}://" for scheme in schemes)):
+        return
+    shown = f"{address[1]}://{text[address.end() :]}"
+    besides = f", or an address of {', '.join(f'{scheme}://' for scheme in schemes)} as a str" if schemes else ""
+    raise ValueError(
+        f"{shown}: files are read and written in a mounted file system, not at an address; mount the storage or copy "
+        f"the file, and give its path there{besides}"
+    )
