@@ -27,6 +27,7 @@ from jaxshard.checks.difference import Difference, compare_losses, compare_trees
 from jaxshard.checks.separating import make_separating
 from jaxshard.core.average import is_average
 from jaxshard.core.compat import unbound_axis_name
+from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.keys import typed_key
 from jaxshard.core.layout import Layout, join_model, put_back, select, split_model
 from jaxshard.core.local import local_of
@@ -38,7 +39,7 @@ from jaxshard.core.settings import no_mesh, own_settings
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import Table
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract, check_arrays
+from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
@@ -248,7 +249,7 @@ def parity(
     if isinstance(engine, Engine) and (given := [name for name in exact if getattr(engine, name) is not None]):
         notes.append(f"{' and '.join(given)} of the engine left out: all is computed in f32")
         engine = replace(engine, **exact)
-    check_arrays("the batch", batch)
+    batch = as_arrays("the batch", batch)
     with own_settings(mesh), jax.default_matmul_precision("float32"):
         with no_mesh(), jax.default_device(first):
             batch = _to_f32("batch", jax.tree.map(np.asarray, batch), notes)

@@ -26,6 +26,37 @@ def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
     return {path_str(path): np.shape(x)[0] for path, x in found if np.ndim(x) and not _named(strategy, path)}
 
 
+def check_no_lists(what: str, tree: PyTree) -> None:
+    """Raise TypeError for lists of numbers that are meant to be arrays; JAX sees a scalar in each number.
+
+    Those are lists of lists, lists as long as arrays have rows, and all lists where there are no arrays with rows.
+
+    Args:
+      what: the name of the tree.
+      tree: a batch, or an example.
+    """
+    if not any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)):
+        return
+    sizes = {np.shape(x)[0] for x in jax.tree.leaves(tree) if np.ndim(x)}
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_list_of_scalars)
+    lists = {path_str(path): x for path, x in found if _is_list_of_scalars(x)}
+    wrong = [name for name, x in lists.items() if not sizes or len(x) in sizes or isinstance(x[0], list)]
+    if wrong:
+        raise TypeError(
+            f"{what}: {', '.join(wrong[:4])}{' and more' * (len(wrong) > 4)}: a list of Python numbers, each of which "
+            "would be a scalar; pass arrays, such as np.asarray(...). A data set of Hugging Face gives arrays as "
+            'dataset.with_format("numpy"): js.data.examples(dataset, batch=..., seed=...) makes batches of its rows'
+        )
+
+
+def _is_list_of_scalars(x: Any) -> bool:
+    if not isinstance(x, list) or not x:
+        return False
+    return all(isinstance(one, list) and _is_list_of_scalars(one) for one in x) or not any(
+        isinstance(one, list | tuple | dict) or np.ndim(one) for one in x
+    )
+
+
 def describe_no_rows(batch: PyTree) -> str:
     """Return the sentence for a batch in which no array has rows, with the way out where the strategy is the cause."""
     if any(np.ndim(x) for x in jax.tree.leaves(batch)):

@@ -18,9 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.core.batch_rows import describe_differing, name_those_without, row_counts
+from jaxshard.core.batch_rows import check_no_lists, describe_differing, name_those_without, row_counts
+from jaxshard.core.foreign_arrays import as_arrays, convert_foreign
 from jaxshard.core.narrowing import check_narrowing
-from jaxshard.core.tree import check_arrays, map_with_path, path_str
+from jaxshard.core.tree import map_with_path, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.data.examples import Indexed
 from jaxshard.data.resumable import batches_in_turn, to_step
@@ -50,7 +51,10 @@ def batches(
         - global batches by number: a list, a `grain.MapDataset` that ends in `.batch(n)`, anything with `len` and an
           index. The position is the step; every host reads the whole batch and keeps its rows.
         - an iterable of global batches, the same on every host: a `grain.IterDataset` or `grain.DataLoader`, a
-          generator. For the position see `local_batches`.
+          `DataLoader` of torch, `dataset.with_format("numpy").iter(batch_size)` of Hugging Face, a generator. For the
+          position see `local_batches`.
+
+        Leaves are arrays of NumPy or JAX, or of a library that has `__array__` or `__dlpack__`, such as torch.
 
       layout: says how a batch is split over the devices.
       start: the step to begin with (also as a `jax.Array` scalar: `start=run.step` goes on where a run stopped), or a
@@ -62,7 +66,8 @@ def batches(
       An iterator of trees of global arrays [batch, ...], with a `position`, `seek` and `close`.
 
     Raises:
-      TypeError: a source that is none of these. By `next`: what the source raises.
+      TypeError: a source that is none of these, or a data set of single rows (`js.data.examples` makes batches of
+        them); a list of Python numbers in the place of an array. By `next`: what the source raises.
       js.distributed.Disagreement: in several processes, one has other batches: `start`, their shape, or the first row,
         which shows another seed or corpus. (Of an iterable no batch is taken to look at it.)
 
@@ -76,6 +81,7 @@ def batches(
     if isinstance(source, Mapping | str | bytes):
         raise TypeError(f"batches: a {type(source).__name__} is no source of batches; give an iterable of them")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        _check_gives_batches(source)
         return _batches_by_number(_whole_reader(source, layout, to_step(start)), start, prefetch)
     if not hasattr(source, "__iter__"):
         raise TypeError(
@@ -99,7 +105,7 @@ def local_batches(iterator: Iterable[PyTree], layout: Layout, *, start: Any = 0,
     "base64". It belongs to this host. The position of any other iterator is the number of batches.
 
     Args:
-      iterator: gives trees of NumPy arrays [rows of this host, ...].
+      iterator: gives trees of arrays [rows of this host, ...], of NumPy, JAX, torch or the like.
       layout: says how a batch is split over the devices.
       start: a `position`, or a number of batches, which are read and dropped.
       prefetch: as in `batches`; the iterator then runs in another thread.
@@ -138,7 +144,7 @@ def _batches_by_number(read_step: Callable[[int], PyTree], start: Any, prefetch:
 
 def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
     """Return `fn(step) -> batch` for a `Source`, of which this host reads its own rows."""
-    row = jax.tree.map(np.asarray, source.rows(start, np.zeros(1, np.int64)))
+    row = jax.tree.map(np.asarray, convert_foreign("the batch", source.rows(start, np.zeros(1, np.int64))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((source.batch, *leaf.shape[1:]), leaf.dtype), row)
     if (peers := peers_of(layout.mesh)) is not None:
         _agree_on_start(peers, start, shapes, row)
@@ -155,17 +161,33 @@ def _rows_reader(source: Any, layout: Layout, start: int) -> Callable[[int], PyT
         return jax.make_array_from_callback(shape.shape, sharding, shard)
 
     def read(step: int) -> PyTree:
-        batch = source.rows(step, rows)
+        batch = convert_foreign("the batch", source.rows(step, rows))
         check_narrowing(batch, "the batch")
         return jax.tree.map(place, batch, shapes, shardings)
 
     return read
 
 
+def _check_gives_batches(indexed: Any) -> None:
+    """Raise TypeError for a data set of torch or Hugging Face whose elements are single rows.
+
+    A row has a scalar, or no array of more than one dimension.
+    """
+    libraries = {kind.__module__.partition(".")[0] for kind in type(indexed).__mro__}
+    if not libraries & {"torch", "datasets"} or not len(indexed):
+        return
+    sizes = [np.ndim(x) for x in jax.tree.leaves(as_arrays("a batch", indexed[0]))]
+    if 0 in sizes or max(sizes, default=0) < 2:
+        raise TypeError(
+            f"batches: the elements of this {type(indexed).__name__} are single rows; make batches of them with "
+            "js.data.examples(dataset, batch=..., seed=...), or give torch's DataLoader(dataset, batch_size=...)"
+        )
+
+
 def _whole_reader(indexed: Any, layout: Layout, start: int) -> Callable[[int], PyTree]:
     """Return `fn(step) -> batch` for global batches by number; it raises StopIteration after the last."""
     if (peers := peers_of(layout.mesh)) is not None and start < len(indexed):
-        batch = jax.tree.map(np.asarray, indexed[start])
+        batch = jax.tree.map(np.asarray, as_arrays("a batch", indexed[start]))
         _agree_on_start(peers, start, batch, jax.tree.map(lambda x: np.atleast_1d(x)[:1], batch))
 
     def read(step: int) -> PyTree:
@@ -184,7 +206,8 @@ def _agree_on_start(peers: Peers, step: int, batch: PyTree, row: PyTree) -> None
 def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
     """Place a batch that this host has whole."""
 
-    check_arrays("a batch", batch)
+    batch = as_arrays("a batch", batch)
+    check_no_lists("a batch", batch)
     # A copy: some iterators fill one buffer over and over, and on a CPU JAX goes on using the array it is given.
     batch = jax.tree.map(np.array, batch)
 
@@ -198,7 +221,8 @@ def _place_whole(batch: PyTree, layout: Layout) -> PyTree:
 def _place_local(batch: PyTree, layout: Layout) -> PyTree:
     """Place a batch of which this host has its own rows."""
 
-    check_arrays("a batch", batch)
+    batch = as_arrays("a batch", batch)
+    check_no_lists("a batch", batch)
     counts = row_counts(layout.strategy, batch)
     if len(set(counts.values())) > 1:
         fix = name_those_without(counts, Counter(counts.values()).most_common(1)[0][0])

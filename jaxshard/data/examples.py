@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxshard.core.batch_rows import check_no_lists
+from jaxshard.core.foreign_arrays import convert_foreign
 from jaxshard.core.tree import check_same_tree, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.data.source import draw_indices
@@ -97,7 +99,9 @@ def _stack(numbers: list[int], chosen: list[PyTree]) -> PyTree:
         raise ValueError(
             f"examples: number {missing[0]} is None, as in a filtered data set; give js.batches batches of its iterator"
         )
-    chosen = [jax.tree.map(np.asarray, example) for example in chosen]
+    chosen = [jax.tree.map(np.asarray, convert_foreign("an example", example)) for example in chosen]
+    if isinstance(chosen[0], dict):
+        check_no_lists("examples", chosen[0])
     # The signatures are compared before the trees: they take a tenth of the time, and nearly always suffice.
     for number, example in zip(numbers, chosen, strict=True):
         if _signature(example) != _signature(chosen[0]):

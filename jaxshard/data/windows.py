@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jaxshard.core.foreign_arrays import convert_foreign
 from jaxshard.data.corpus import check_ids, check_token_array
 from jaxshard.data.documents import Documents
 from jaxshard.data.packing import eval_rows
@@ -92,6 +93,7 @@ def windows(
         >>> source.rows(0, np.array([0, 1]))["tokens"].shape
         (2, 5)
     """
+    tokens = convert_foreign("the tokens", tokens)
     _check_tokens(tokens, batch, seq)
     return Windows(tokens, batch, seq, seed, vocab)
 
@@ -130,12 +132,13 @@ def eval_batches(
         raise ValueError(f"data: limit must be at least 1 window, got {limit}")
     if isinstance(tokens, Documents):
         return eval_rows(tokens, batch=batch, seq=seq, limit=limit)
-    _check_tokens(tokens, batch, seq)
-    total = (len(tokens) - 1) // seq
+    array: np.ndarray = convert_foreign("the tokens", tokens)
+    _check_tokens(array, batch, seq)
+    total = (len(array) - 1) // seq
     count = min(total, limit or total)
     chosen = np.arange(count) * total // count
     parts = np.split(chosen, range(batch, count, batch))
-    return ({"tokens": _read_windows(tokens, part * seq, seq, vocab)} for part in parts)
+    return ({"tokens": _read_windows(array, part * seq, seq, vocab)} for part in parts)
 
 
 def _read_windows(tokens: np.ndarray, starts: np.ndarray, seq: int, vocab: int | None) -> np.ndarray:

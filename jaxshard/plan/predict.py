@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxshard.checks.collectives.compiler_choices import torus_sizes
 from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
+from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr
 from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.tree import abstract
@@ -66,7 +67,7 @@ def predict(
         print(prediction)
         prediction.peak.total, prediction.fits
     """
-    engine, batch = engine or auto(), abstract(batch)
+    engine, batch = engine or auto(), abstract(as_arrays("the batch", batch))
     device = layout.mesh.devices.flat[0]
     if chip is None:
         chip = chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))

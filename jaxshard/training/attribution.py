@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.core.foreign_arrays import as_arrays, convert_foreign
 from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
-from jaxshard.core.tree import abstract, check_arrays, paths, row_count, same_structure
+from jaxshard.core.tree import abstract, paths, row_count, same_structure
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.watchdog import waits_for_devices
 from jaxshard.engines.auto import auto, make_move
@@ -118,7 +119,7 @@ def attribution(
         raise ValueError(f"attribution: method must be one of {', '.join(get_args(Method))}, got {method!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"attribution: steps must be a whole number from 1 on, got {steps!r}")
-    check_arrays("the inputs", inputs)
+    inputs, target = as_arrays("the inputs", inputs), convert_foreign("the target", target)
     if embed is None and not any(map(_is_float, jax.tree.leaves(inputs))):
         raise ValueError(
             f"attribution: the inputs ({_shown_all(inputs)}) have no gradient: "

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import warnings
 
-from jaxshard.core.batch_rows import describe_differing, describe_no_rows, name_those_without, row_counts
+from jaxshard.core.batch_rows import (
+    check_no_lists,
+    describe_differing,
+    describe_no_rows,
+    name_those_without,
+    row_counts,
+)
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import row_count
@@ -22,9 +28,11 @@ def check_batch(layout: Layout, batch: PyTree, microbatches: int, *, whole: bool
         with a warning that names those that every device has whole.
 
     Raises:
+      TypeError: a list of numbers stands where an array is meant.
       ValueError: no array has rows, they have different numbers of them, or devices and micro-batches do not divide
         the rows.
     """
+    check_no_lists("the batch", batch)
     counts = row_counts(layout.strategy, batch)
     if not counts:
         raise ValueError(describe_no_rows(batch))

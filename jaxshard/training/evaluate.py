@@ -20,13 +20,14 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.batch_rows import describe_differing, name_those_without, row_counts
 from jaxshard.core.collectives import NATIVE, Sums
+from jaxshard.core.foreign_arrays import as_arrays, convert_foreign
 from jaxshard.core.known_model import check_function, known_evaluate
 from jaxshard.core.layout import Layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value, on_host, sum_dtype
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings, settings_of, with_own_settings
-from jaxshard.core.tree import abstract, check_arrays, row_count
+from jaxshard.core.tree import abstract, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.auto import auto, make_move
 from jaxshard.engines.context import constrain_batch, split_batch
@@ -105,7 +106,7 @@ def make_eval_step(
     def eval_step(run: TrainState, batch: PyTree) -> Results:
         nonlocal size, checked, check_single_rows
         check_run(layout, run)
-        check_arrays("the batch", batch)
+        batch = as_arrays("the batch", batch)
         mask, counts = layout.rows_mask(batch), row_counts(layout.strategy, batch)
         differ, rows = len(set(counts.values())) > 1, row_count(select(mask, batch))
         if differ and checked not in (None, abstract(batch)):
@@ -162,6 +163,7 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
 
     def apply(run: TrainState, *args: Any) -> Any:
         check_run(layout, run)
+        args = convert_foreign("the arguments", args)
         check_narrowing(args, "the arguments")
         with own_settings(layout.mesh):
             return jax.block_until_ready(jitted(run, *args))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 
 from jaxshard.adapt.objective import resolve
+from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout
 from jaxshard.core.narrowing import check_narrowing
@@ -69,6 +70,7 @@ def value_and_grad(
     @waits_for_devices
     def gradient(run: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
         check_run(layout, run)
+        batch = as_arrays("the batch", batch)
         check_batch(layout, abstract(batch), engine.microbatches, whole=engine.shows_whole_batch)
         check_narrowing(batch, "the batch")
         with own_settings(layout.mesh):

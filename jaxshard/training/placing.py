@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.layout import Layout, join_model, split_model
 from jaxshard.core.low_rank import cast_base, is_low_rank, matrix_shapes
 from jaxshard.core.placement import Placement
 from jaxshard.core.settings import no_mesh
-from jaxshard.core.tree import check_arrays, check_same_tree, path_str, raise_all, same_structure
+from jaxshard.core.tree import check_same_tree, path_str, raise_all, same_structure
 from jaxshard.core.types import PyTree
 
 
@@ -33,6 +34,7 @@ def place_model(model: PyTree, layout: Layout, what: str, *, with_state: bool = 
     Raises:
       ValueError: an array with another shape or dtype than the layout has; each is named.
     """
+    model = as_arrays(what, model)
     expected = join_model(layout.shapes.params, layout.shapes.state if with_state else ())
     _check_given(expected, model, what, "give what init_fn returns")
     params, state = split_model(model)
@@ -57,6 +59,7 @@ def place_base(model: PyTree, layout: Layout, what: str) -> tuple[PyTree, PyTree
     Raises:
       ValueError: an array has another shape or dtype (for one that is cast any floating dtype will do); each is named.
     """
+    model = as_arrays(what, model)
     expected = join_model(matrix_shapes(layout.shapes.params), layout.shapes.state)
     given = split_model(model)[0]
 
@@ -93,7 +96,6 @@ def place_base(model: PyTree, layout: Layout, what: str) -> tuple[PyTree, PyTree
 
 
 def _check_given(expected: PyTree, model: PyTree, what: str, fix: str) -> None:
-    check_arrays(what, model)
     check_same_tree(expected, model, f"{what} does not fit the layout", fix)
     _check_dtypes(expected, model, what)
 

@@ -13,15 +13,16 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.core.batch_rows import warn_of_patterns
+from jaxshard.core.batch_rows import check_no_lists, warn_of_patterns
 from jaxshard.core.compat import NonFiniteResult
+from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.known_model import check_function
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import check_is_here, shares_threads
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
 from jaxshard.core.transform import check_transform
-from jaxshard.core.tree import abstract, check_arrays, check_same_tree
+from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.distributed.agree import peers_of
 from jaxshard.distributed.facts import batch_facts, program_text
@@ -181,6 +182,7 @@ class Step:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((run, batch))):
             return self._call_inside(run, batch)
         check_not_donated(run)
+        batch = as_arrays("the batch", batch)
         check_narrowing(batch, "the batch")
         check_batch_not_donated(batch)
         with own_settings(self.layout.mesh):
@@ -240,6 +242,7 @@ class Step:
           run: a run or its shapes; by default the shapes of the layout.
         """
         check_is_here(self.layout.mesh)
+        batch = as_arrays("the batch", batch)
         run = run_shapes(self.layout, self._residuals) if run is None else run
         with own_settings(self.layout.mesh):
             return self._lower(self._program(run, batch), run, batch)
@@ -250,6 +253,7 @@ class Step:
         Args:
           batch: global arrays or ShapeDtypeStructs.
         """
+        batch = as_arrays("the batch", batch)
         with own_settings(self.layout.mesh):
             return self._compile(run_shapes(self.layout, self._residuals), batch)
 
@@ -289,7 +293,6 @@ class Step:
         return compiled
 
     def _program(self, run: TrainState, batch: PyTree) -> Any:
-        check_arrays("the batch", batch)
         shapes = abstract(batch)
         if self._jitted is None or (self._compiled is None and shapes != self._batch):
             warn_of_patterns(self.layout.strategy, shapes)
@@ -316,6 +319,7 @@ class Step:
                     in_shardings=inputs, out_shardings=whole, compiler_options=options,
                 )  # fmt: skip
         elif shapes != self._batch:
+            check_no_lists("the batch", shapes)
             check_same_tree(
                 self._batch, shapes, "the batch has other shapes or dtypes than the first, which would compile again",
                 "make batches of one shape (drop or pad the last one), or another step for the other shape",

@@ -23,12 +23,12 @@ from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.promise import Promise, promise
 from jaxshard.checks.collectives.unread import find_unread
 from jaxshard.checks.collectives.walk import add_counts
+from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
 from jaxshard.core.pictures.style import SKY
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import Table, first_words
-from jaxshard.core.tree import check_arrays
 from jaxshard.core.types import PyTree
 from jaxshard.training.step import Step
 
@@ -289,7 +289,7 @@ def audit(step: Step, batch: PyTree) -> Comparison:
       comparison = js.audit(js.make_step(loss_fn, tx, layout), batch_shapes)
       assert comparison.ok, str(comparison)
     """
-    check_arrays("the batch", batch)
+    batch = as_arrays("the batch", batch)
     with own_settings(step.layout.mesh):
         promised = promise(step.layout, step.engine, step.loss_fn, batch)
     compiled, mesh = step.compile(batch), step.layout.mesh

@@ -14,8 +14,9 @@ from jaxshard.checks.collectives.compare import Comparison, compare
 from jaxshard.checks.collectives.found import Collective, collectives
 from jaxshard.checks.collectives.instructions import rematerialized
 from jaxshard.checks.collectives.promise import promise
+from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.settings import own_settings
-from jaxshard.core.tree import abstract, check_arrays
+from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.plan.compiled.cycles import estimated_cycles
@@ -64,8 +65,7 @@ def compile_for(
         print(verdict)
         verdict.fits, verdict.peak_bytes, verdict.cycles
     """
-    check_arrays("the batch", batch)
-    batch = abstract(batch)
+    batch = abstract(as_arrays("the batch", batch))
     step = step_for(step, topology, num_slices)
     layout = step.layout
     if prediction is None:
