@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
-from jax.sharding import Mesh
 
 from jaxshard.core.collectives import Sums
 from jaxshard.core.factorizations import one_matrix_at_a_time
@@ -17,10 +16,10 @@ from jaxshard.core.jaxpr import open_jaxpr, replace_values
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.mesh import shares_threads
 from jaxshard.core.transform import as_transform
-from jaxshard.core.tree import abstract, check_same_tree
 from jaxshard.core.types import PyTree
 from jaxshard.training.extra_args import ExtraArgs, LossAt
 from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
+from jaxshard.training.opt_state_check import check_opt_state_kept
 from jaxshard.training.streamed import update_streamed
 from jaxshard.training.views import (
     bring_to_device,
@@ -128,16 +127,18 @@ def make_update(
         grads = see(grads)
         old_state = opt_state if streamed else view_state(opt_state)
         if streamed:
+            check_opt_state_kept(layout, old_state, jax.eval_shape(tx.update, grads, old_state, chosen)[1])
             updates, new_state = update_streamed(tx, ok, grads, old_state, chosen, layout.opt_state)
         elif extra.names:
             updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))
-            _check_state(old_state, new_state)
+            check_opt_state_kept(layout, old_state, new_state)
             new_state = keep_old_unless(ok, new_state, old_state)
         elif owned is not None:
             updates, new_state = owned(grads, old_state, chosen)
+            check_opt_state_kept(layout, old_state, new_state)
             new_state = keep_old_unless(ok, new_state, old_state)
         else:
-            updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen, layout.mesh)
+            updates, new_state = _update_with_kept_state(tx, ok, grads, old_state, chosen, layout)
         # Chosen before anything is gathered (see above); `hold_stored` keeps the compiler from gathering both first.
         new = keep_old_unless(ok, optax.apply_updates(chosen, updates), chosen)
         # Of the numbers that are written anyway, so that parameters are read once.
@@ -152,7 +153,7 @@ def make_update(
 
 
 def _update_with_kept_state(
-    tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree, mesh: Mesh
+    tx: optax.GradientTransformation, ok: jax.Array, grads: PyTree, old_state: PyTree, params: PyTree, layout: Layout
 ) -> tuple[PyTree, PyTree]:
     """Run `tx.update` such that each new array of its state is the old one unless `ok`, from where it is made on.
 
@@ -161,8 +162,8 @@ def _update_with_kept_state(
     moment when that is already overwritten, for which the compiler would copy the old moment of every parameter.
     """
     closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, old_state, params)
-    _check_state(old_state, shapes[1])
-    if shares_threads(mesh):
+    check_opt_state_kept(layout, old_state, shapes[1])
+    if shares_threads(layout.mesh):
         closed = one_matrix_at_a_time(closed)
     jaxpr, _ = open_jaxpr(closed)
     old = jax.tree.leaves(old_state)
@@ -181,13 +182,6 @@ def _update_with_kept_state(
         for var, new, x in zip(state_vars, jax.tree.leaves(state), old, strict=True)
     ]
     return updates, jax.tree.unflatten(jax.tree.structure(state), kept)
-
-
-def _check_state(old: PyTree, new: PyTree) -> None:
-    check_same_tree(
-        abstract(old), abstract(new), "tx.update returned another state than tx.init",
-        "a compiled step needs the same arrays before and after; initialise them all in tx.init",
-    )  # fmt: skip
 
 
 def _subtract(new: jax.Array, old: jax.Array) -> jax.Array:
