@@ -20,7 +20,8 @@ from jaxshard.checkpoint.reader import describe, restore
 from jaxshard.checkpoint.signature import check_key
 from jaxshard.checkpoint.writer import begin_save
 from jaxshard.core.compat import call_before_exit
-from jaxshard.core.layout import Layout
+from jaxshard.core.counts import check_count
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.text_table import first_words
 from jaxshard.core.types import PyTree
 from jaxshard.distributed.agree import all_peers
@@ -86,9 +87,8 @@ class Checkpointer:
         best_mode: Literal["min", "max"] = "min",
         init_from: PyTree = None,
     ):
-        for name, value in (("every", every), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"Checkpointer: {name} must be at least 1, got {value}")
+        check_layout("js.Checkpointer(dir, layout, every=...)", layout)
+        check_count("Checkpointer", every=every, keep=keep)
         check_key(key)
         if best_mode not in ("min", "max"):
             raise ValueError(f'Checkpointer: best_mode must be "min" or "max", got {best_mode!r}')

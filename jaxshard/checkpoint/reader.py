@@ -15,7 +15,7 @@ from jaxshard.checkpoint.leaves import Entry, entries, list_differences
 from jaxshard.checkpoint.manifest import Manifest, SavedArray, encode_manifest, read_manifest
 from jaxshard.checkpoint.residuals import RESIDUALS, place_residuals, saved_residuals
 from jaxshard.checkpoint.signature import check_key, check_signature
-from jaxshard.core.layout import Layout, put_back
+from jaxshard.core.layout import Layout, check_layout, put_back
 from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
@@ -77,6 +77,7 @@ def restore(
         other = js.layout(js.hsdp(), js.make_mesh(replica=2, data=4), init_fn, tx)
         run = js.restore("run", other)      # a layout other than that which saved it
     """
+    check_layout("js.restore(dir, layout)", layout)
     check_key(key)
     if key is not None and not verify:
         raise ValueError("a key finds nothing where verify=False leaves the files unread; leave one of them out")

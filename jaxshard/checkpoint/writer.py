@@ -40,7 +40,7 @@ from jaxshard.checkpoint.residuals import residual_entries
 from jaxshard.checkpoint.signature import agree_on_key, check_key, new_digest, sign
 from jaxshard.checkpoint.snapshot import snapshot
 from jaxshard.core.keys import words_of
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.tree import raise_all
 from jaxshard.distributed.together import call_in_first_process, failed_processes
@@ -92,6 +92,8 @@ def save(
     """
     if isinstance(dir, TrainState):
         raise TypeError("dir is a run; write js.save(dir, run, layout), in this order")
+    check_is_run(run)
+    check_layout("js.save(dir, run, layout)", layout)
     return begin_save(absolute_root(dir), run, layout, data, key)()
 
 

@@ -30,7 +30,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.core.bit_sums import bit_sum
-from jaxshard.core.layout import Layout
+from jaxshard.core.counts import check_count
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of
 from jaxshard.core.settings import own_settings, with_own_settings
@@ -149,8 +150,8 @@ class ReplicaWatch:
     """
 
     def __init__(self, layout: Layout, *, every: int = 10):
-        if every < 1:
-            raise ValueError(f"ReplicaWatch: every must be at least 1, got {every}")
+        check_layout("js.ReplicaWatch(layout)", layout)
+        check_count("ReplicaWatch", every=every)
         self._layout, self._every = layout, every
         self._watched = list_watched(layout)
         self._sums: BitSums | None = None

@@ -20,7 +20,7 @@ from jaxshard.core.local_path import check_local
 
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
-PrecisionName = Literal["bf16"]
+PrecisionName = Literal["bf16", "bfloat16"]
 ContextName = Literal["gather", "ulysses", "usp", "ring"]
 AugmentName = Literal["none", "shift", "flip", "crop"]
 
@@ -68,8 +68,8 @@ Remat = Annotated[
 Precision = Annotated[
     PrecisionName | None,
     tyro.conf.arg(
-        help="bf16 computes, gathers weights and reduces gradients in bfloat16; parameters and optimizer state stay "
-        "f32. By default all is f32.",
+        help="bf16, or bfloat16, computes, gathers weights and reduces gradients in bfloat16; parameters and optimizer "
+        "state stay f32. By default all is f32.",
         help_behavior_hint="",
     ),
 ]

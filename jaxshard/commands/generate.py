@@ -24,6 +24,7 @@ from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.compat import process_count_and_id
 from jaxshard.core.layout import Layout
 from jaxshard.core.make_layout import layout as make_layout
+from jaxshard.core.near_words import one_of
 from jaxshard.core.types import PyTree
 from jaxshard.data.tokenizer import FILE, Tokenizer, tokenizer
 from jaxshard.distributed.cluster import initialize
@@ -130,8 +131,8 @@ class _Source(NamedTuple):
             return read_model(self.folder, dtype=None if self.checkpoint is None else "float32", **changes)
         if self.target not in SIZES:
             raise ValueError(
-                f"--model {self.target}: there is no such size; use one of {', '.join(SIZES)}, or hf:PATH for a model "
-                "of Hugging Face's"
+                f"--model {self.target}: there is no such size; {one_of(self.target, SIZES)}, or "
+                " hf:PATH for a model of Hugging Face's"
             )
         size = SIZES[self.target]
         try:

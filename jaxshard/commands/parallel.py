@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
+import jax
 from jax.sharding import Mesh
 
 from jaxshard.adapt.remat import Kept, RematPolicy, offloaded
@@ -151,6 +153,7 @@ def make_parallel(
     axes = _with_data_axes(flags, name, data_axes)
     if topology is None:
         devices = choose_devices(flags.devices)
+        _check_count(flags, axes, devices)
         mesh, where = make_mesh(devices, **axes), describe(devices)
     else:
         refuse("is for the devices that are here, and --topology names others; leave one out", devices=flags.devices)
@@ -202,6 +205,19 @@ def make_parallel(
         2 * parts if parts > 1 else 1,
         name,
         where,
+    )
+
+
+def _check_count(flags: ShardingFlags, axes: dict[str, int], devices: Sequence[jax.Device]) -> None:
+    """Raise ValueError for a mesh of another number of devices than there are."""
+    needed = math.prod(axes.values())
+    if -1 in axes.values() or needed == len(devices) or min(axes.values()) < 1:
+        return
+    more = needed > len(devices) and devices[0].platform != "cpu"
+    way = "" if more else f", or give --devices {needed}"
+    raise ValueError(
+        f"--mesh {flags.mesh} needs {needed} devices, but there are {len(devices)}; set one size to -1, which takes "
+        f"what the others leave{way}"
     )
 
 

@@ -17,6 +17,7 @@ import tyro
 
 from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.core.local_path import check_local
+from jaxshard.core.near_words import did_you_mean
 
 
 def parse(command: Callable[..., int | None], name: str, words: Sequence[str]) -> Callable[[], int | None]:
@@ -82,6 +83,11 @@ def _one_line(box: str) -> str:
             parts[-1].append(text)
     del parts[0]
     problem = " ".join(" ".join(parts[0]).split()).partition(" Got errors:")[0].removesuffix(".")
+    if wrong := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)$", problem):
+        choices = sorted(set(re.findall(r"'([^']*)'", wrong[3])) - {"None"})
+        near = did_you_mean(wrong[1], choices)
+        hint = f"{near} Expected" if near else "expected"
+        return f"invalid choice '{wrong[1]}' for argument '{wrong[2]}'; {hint} one of {tuple(choices)}"
     if wrong := re.match(r"Error parsing (\S+): no type matching \S+ could be instantiated from \['(.*)'\]$", problem):
         problem = f"{wrong[1]} {wrong[2]}: give a number"
     proposed = next((part[1] for part in parts if part[:1] == ["Perhaps you meant:"]), None)

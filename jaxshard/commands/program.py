@@ -19,6 +19,7 @@ from jaxshard.commands.errors import UsageError, usage_errors
 from jaxshard.commands.flags import RecipeFlags, check_positive
 from jaxshard.commands.pretrained import PREFIX, ROW, pretrained_size
 from jaxshard.core.local_path import check_local
+from jaxshard.core.near_words import one_of
 from jaxshard.core.transform import check_transform
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.models.recipe import Size
@@ -83,7 +84,7 @@ def named_size(model: str) -> Size:
     if model.startswith(PREFIX):
         return pretrained_size(model)
     if model not in SIZES:
-        raise ValueError(f"--model {model}: there is no such size; use one of {', '.join(SIZES)}, or hf:PATH")
+        raise ValueError(f"--model {model}: there is no such size; {one_of(model, SIZES)}, or hf:PATH")
     return SIZES[model]
 
 
@@ -177,7 +178,7 @@ def program_of(
 def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple: int, seed: int | None) -> Program:
     if not _is_known(name):
         raise UsageError(
-            f"{name}: there is no such size; give one of {', '.join(SIZES)}, or hf:PATH, or path/to/file.py:function "
+            f"{name}: there is no such size; {one_of(name, SIZES)}, or hf:PATH, or path/to/file.py:function "
             f"or package.module:function, {_RETURNS}"
         )
     with usage_errors():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,6 +25,18 @@ def row_counts(strategy: Strategy, batch: PyTree) -> dict[str, int]:
     """Return the first size of every array that may have rows, by path: of those that are no scalars and not named."""
     found = jax.tree_util.tree_leaves_with_path(batch)
     return {path_str(path): np.shape(x)[0] for path, x in found if np.ndim(x) and not _named(strategy, path)}
+
+
+def check_several_batches(who: str, batches: Any) -> None:
+    """Raise TypeError for one batch, a tree or an array, where an iterable of batches is meant."""
+    is_one = isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__")
+    if not is_one and (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        return
+    given = f"a {type(batches).__name__}"
+    if isinstance(batches, Mapping):
+        given += f" with {', '.join(map(str, list(batches)[:4]))}"
+    one = "" if isinstance(batches, str | bytes) or callable(batches) else "; one batch alone is [batch]"
+    raise TypeError(f"{who}: batches must be an iterable of batches, got {given}; give js.batches(...) or a list{one}")
 
 
 def check_no_lists(what: str, tree: PyTree) -> None:

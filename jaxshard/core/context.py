@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from jaxshard.core.mesh import axis_names
+from jaxshard.core.several_axes import axes_in_a_tuple
 from jaxshard.core.strategy_parts import Batch, Context, Pipeline, Strategy, Tensor
 from jaxshard.core.types import AxisName
 
@@ -16,6 +17,7 @@ CONTEXT_DIMS: Mapping[str, int] = {"tokens": 1, "targets": 1, "weights": 1, "pos
 """The arrays of a batch that have positions, and in which dimension, unless `js.context` is told otherwise."""
 
 
+@axes_in_a_tuple
 def context(
     axis: AxisName = "context", *, dims: Mapping[str, int | None] = CONTEXT_DIMS, how: ContextForm = "gather"
 ) -> Strategy:

@@ -9,6 +9,7 @@ while it is traced: `models_run` lists the known models whose functions ran.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,6 +114,12 @@ class EvaluateOf:
 
 
 def check_function(name: str, fn: Any, call: str) -> None:
+    """Raise TypeError unless this is a function that can be called so; see `check_is_function`."""
+    check_is_function(name, fn, call)
+    check_call(name, fn, call)
+
+
+def check_is_function(name: str, fn: Any, call: str) -> None:
     """Raise TypeError unless this is a function; of a known model the message names the method to pass.
 
     Args:
@@ -125,6 +132,38 @@ def check_function(name: str, fn: Any, call: str) -> None:
         raise TypeError(f"{name} must be a function {call}, got the model itself; pass model.{method}")
     if not callable(fn):
         raise TypeError(f"{name} must be a function {call}, got {type(fn).__name__}")
+
+
+def check_call(name: str, fn: Any, call: str) -> None:
+    """Raise TypeError for a function that takes other arguments, such as another method of a known model."""
+    _check_method(name, fn, call)
+    _check_parameters(name, fn, call)
+
+
+def _check_method(name: str, fn: Any, call: str) -> None:
+    """Raise TypeError for another method of a known model than that which is meant."""
+    methods = {InitOf: "init", LossOf: "loss", EvaluateOf: "evaluate"}
+    own = {"init_fn": "init", "loss_fn": "loss", "eval_fn": "evaluate"}.get(name)
+    given = methods.get(type(unwrap(fn)))
+    if own is not None and given not in (None, own):
+        raise TypeError(f"{name} must be a function {call}, got model.{given}; pass model.{own}")
+
+
+def _check_parameters(name: str, fn: Any, call: str) -> None:
+    """Raise TypeError for a function that can't be called in this way."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin; calling it will tell
+        return
+    words = call.partition("(")[2].removesuffix(")").split(", ")
+    try:
+        signature.bind(*words)
+    except TypeError:
+        shown = getattr(fn, "__qualname__", type(fn).__qualname__).rpartition(".")[2]
+        raise TypeError(
+            f"{name} is called as {call}, and {shown}{signature} can't be: give it these parameters, in this order, "
+            "whether it uses them or not"
+        ) from None
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:

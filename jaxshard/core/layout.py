@@ -247,6 +247,19 @@ class Layout:
         return to_html(self._contents())
 
 
+def check_layout(call: str, layout: Any) -> None:
+    """Raise TypeError unless this is a `Layout`, as where arguments are given in another order.
+
+    Args:
+      call: how the function is called: "js.restore(dir, layout)".
+      layout: what was given as the layout.
+    """
+    if isinstance(layout, Layout):
+        return
+    how = "; make it by js.layout(strategy, mesh, init_fn, tx)" if callable(layout) else ""
+    raise TypeError(f"layout must be a js.Layout, got {type(layout).__name__}; write {call}, in this order{how}")
+
+
 class Shapes(NamedTuple):
     """The logical shapes behind a layout: trees of ShapeDtypeStruct.
 

@@ -67,13 +67,20 @@ def solve_sizes(axes: dict[str, int], devices: int) -> dict[str, int]:
             )
         return axes | {unknown[0]: devices // known}
     if known != devices:
-        raise ValueError(f"make_mesh: {asked} needs {known} devices, but there are {devices}{_other_counts(known)}")
+        raise ValueError(
+            f"make_mesh: {asked} needs {known} devices, but there are {devices}{_other_counts(known, devices)}"
+        )
     return dict(axes)
 
 
-def _other_counts(wanted: int) -> str:
+def _other_counts(wanted: int, devices: int) -> str:
     """Say how to get another number of devices; simulated ones are counted for each process."""
     processes = process_count_and_id()[0]
+    if processes == 1 and wanted > devices:
+        return (
+            f"; take smaller sizes, whose product is {devices}, set one size to -1, or try it on simulated CPU devices: "
+            f"js.simulate_devices({wanted}) at the top of the program"
+        )
     if processes == 1:
         some = f"pass jax.devices()[:{wanted}] to use some of them"
         return f"; set one size to -1, {some}, or call js.simulate_devices({wanted}) first"

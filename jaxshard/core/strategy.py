@@ -22,6 +22,7 @@ from jaxshard.core.mesh import axis_names, make_mesh
 from jaxshard.core.offload import Offload
 from jaxshard.core.offload import offload as offload
 from jaxshard.core.rules import RULES, Rule, Rules
+from jaxshard.core.several_axes import axes_in_a_tuple
 from jaxshard.core.strategy_parts import MIN_SIZE, Batch, Composed, Expert, Pipeline, Shard, Tensor, WithoutRows
 from jaxshard.core.strategy_parts import Strategy as Strategy
 from jaxshard.core.types import ROLES, AxisName, Role
@@ -169,6 +170,7 @@ def pipeline(axis: AxisName = "pipe", *, chunks: int = 2) -> Strategy:
     return Pipeline(axis_names(axis)[0], chunks)
 
 
+@axes_in_a_tuple
 def expert(
     axis: AxisName = "expert", *, rules: Iterable[Rule] = RULES, exchange: Literal["equal"] | None = None
 ) -> Strategy:
@@ -241,6 +243,7 @@ def _turn(part: Strategy) -> int:
     return {Pipeline: 0, Local: 0, Batch: 1, Expert: 2, Shard: 4, Offload: 5}.get(type(part), 3)
 
 
+@axes_in_a_tuple
 def ddp(axis: AxisName = "data") -> Strategy:
     """Data parallelism: rows split over `axis`, everything else whole on every device.
 
@@ -252,6 +255,7 @@ def ddp(axis: AxisName = "data") -> Strategy:
     return compose(batch(axis))
 
 
+@axes_in_a_tuple
 def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     """ZeRO stage 1: optimizer state split over `axis`, parameters and gradients whole.
 
@@ -270,6 +274,7 @@ def zero1(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     return compose(batch(axis), shard(axis, ["opt"], min_size=min_size))
 
 
+@axes_in_a_tuple
 def zero2(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     """ZeRO stage 2: optimizer state and gradients split over `axis`, parameters whole.
 
@@ -288,6 +293,7 @@ def zero2(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     return compose(batch(axis), shard(axis, ["opt", "grad"], min_size=min_size))
 
 
+@axes_in_a_tuple
 def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     """Fully sharded data parallelism (ZeRO stage 3): parameters, gradients and optimizer state split over `axis`.
 
@@ -309,6 +315,7 @@ def fsdp(axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     return compose(batch(axis), shard(axis, ["opt", "grad", "param"], min_size=min_size))
 
 
+@axes_in_a_tuple
 def hsdp(replica: AxisName = "replica", axis: AxisName = "data", *, min_size: int = MIN_SIZE) -> Strategy:
     """Hybrid sharding: rows split over both axes, everything else split over `axis` and copied over `replica`.
 

@@ -30,7 +30,7 @@ from jaxshard.engines.compiler_options import (
 from jaxshard.engines.just_in_time import Call, MakeMove, make_call
 
 Scatter = Literal["each", "end"]
-Precision = Literal["bf16"]
+Precision = Literal["bf16", "bfloat16"]
 Reduction = Literal["native", "ordered", "checked"]
 Gathers = Literal["plain", "checked"]
 
@@ -272,7 +272,8 @@ def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dty
     """Return (compute_dtype, reduce_dtype) of an engine that is made with a precision in one word.
 
     Args:
-      precision: "bf16" computes and reduces gradients in bfloat16; None leaves both dtypes as they are given.
+      precision: "bf16", or "bfloat16", computes and reduces gradients in bfloat16; None leaves both dtypes as they
+        are given.
       compute_dtype: as given beside it; only that of the precision may be.
       reduce_dtype: as given beside it, which goes before that of the precision.
 
@@ -281,7 +282,7 @@ def precision_dtypes(precision: Precision | None, compute_dtype: Any, reduce_dty
     """
     if precision is None:
         return compute_dtype, reduce_dtype
-    if precision != "bf16":
+    if precision not in ("bf16", "bfloat16"):
         raise ValueError(f"precision must be 'bf16' or None, which leaves parameters in their dtype, got {precision!r}")
     _check_dtype("compute_dtype", compute_dtype)
     if compute_dtype is not None and jnp.dtype(compute_dtype) != jnp.bfloat16:

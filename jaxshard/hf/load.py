@@ -21,7 +21,7 @@ from jaxshard.checkpoint.safetensors.index import index_of
 from jaxshard.checkpoint.safetensors.names import model_entries
 from jaxshard.checkpoint.safetensors.parts import LEAST_RUN, Range, Source, read_part
 from jaxshard.checkpoint.safetensors.reader import StoredTensor, check_exists, open_files
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of, spec_entry
 from jaxshard.core.settings import with_own_settings
@@ -99,6 +99,7 @@ def load(folder: str | os.PathLike[str], layout: Layout, *, dtype: Any = None, i
         layout = js.layout(js.fsdp(), mesh, model.init, tx)
         run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
     """
+    check_layout("js.hf.load(folder, layout)", layout)
     folder = find_folder(folder)
     config = read_config(folder, ignore)
     check_exists(folder / WEIGHTS, _POINT)

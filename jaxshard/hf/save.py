@@ -17,7 +17,7 @@ from jaxshard.checkpoint.manifest import write_atomically
 from jaxshard.checkpoint.safetensors.header import Tensor
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays
 from jaxshard.checkpoint.safetensors.writer import MAX_BYTES, Output, write_model
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import axes_of, spec_entry
@@ -74,6 +74,7 @@ def save(
         run = js.init(model.init, tx, layout, 0, init_from=js.hf.load("folder", layout))
         js.hf.save("trained", run, layout)
     """
+    check_layout("js.hf.save(folder, run, layout)", layout)
     folder = local_path(folder).absolute()
     known = model or layout.model
     if not isinstance(known, Decoder):

@@ -11,6 +11,7 @@ import optax
 
 from jaxshard.adapt.remat import RematPolicy
 from jaxshard.adapt.stacked import Stacked
+from jaxshard.core.near_words import one_of
 
 
 class Recipe(NamedTuple):
@@ -148,6 +149,5 @@ class Size(NamedTuple):
         known = inspect.signature(self.make).parameters
         if unknown := [name for name in changes if name not in known]:
             raise ValueError(
-                f"js.models.{self.make.__name__} has no {', '.join(map(repr, unknown))}; what can be changed: "
-                f"{', '.join(known)}"
+                f"js.models.{self.make.__name__} has no {', '.join(map(repr, unknown))}; {one_of(unknown[0], known)}"
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxshard.core.near_words import did_you_mean
 from jaxshard.schedules.schedule import Schedule
 from jaxshard.schedules.table import Op, check_sizes
 
@@ -210,7 +211,8 @@ def full_name(name: str) -> str:
     """
     known = "one_f_one_b" if name == "1f1b" else name.replace("-", "_")
     if known not in _NAMED:
-        raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(NAMES)}")
+        hint = f"; {near}" if (near := did_you_mean(known, NAMES)) else ""
+        raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(NAMES)}{hint}")
     return known
 
 

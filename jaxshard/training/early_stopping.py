@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxshard.core.counts import check_count
+
 
 @dataclass
 class EarlyStopping:
@@ -54,8 +56,7 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise ValueError(f'EarlyStopping: mode must be "min" or "max", got {self.mode!r}')
-        if self.patience is not None and self.patience < 1:
-            raise ValueError(f"EarlyStopping: patience must be at least 1, got {self.patience}")
+        check_count("EarlyStopping", patience=self.patience)
         if self.patience is None and self.max_worse is None and self.min_update is None:
             raise ValueError("EarlyStopping: give it a rule: patience=, max_worse= or min_update=")
         for name in ("min_delta", "max_worse", "min_update"):

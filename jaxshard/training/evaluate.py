@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxshard.adapt.stacked import Stacked
-from jaxshard.core.batch_rows import describe_differing, name_those_without, row_counts
+from jaxshard.core.batch_rows import check_several_batches, describe_differing, name_those_without, row_counts
 from jaxshard.core.collectives import NATIVE, Sums
 from jaxshard.core.foreign_arrays import as_arrays, convert_foreign
 from jaxshard.core.known_model import check_function, known_evaluate
-from jaxshard.core.layout import Layout, join_model, put_back, select
+from jaxshard.core.layout import Layout, check_layout, join_model, put_back, select
 from jaxshard.core.loss import Max, Mean, Sum, combine, lowest_value, on_host, sum_dtype
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.narrowing import check_narrowing
@@ -43,7 +43,7 @@ from jaxshard.optim.averaging import averaged_params
 from jaxshard.training.batch import check_batch
 from jaxshard.training.checked_jit import checked_jit
 from jaxshard.training.owned_state import split_owned
-from jaxshard.training.state import TrainState, check_run
+from jaxshard.training.state import TrainState, check_is_run, check_run
 from jaxshard.training.views import move_stored, use_stored
 
 EvalFn = Callable[[PyTree, PyTree], "Results"]
@@ -82,6 +82,7 @@ def make_eval_step(
         js.evaluate(eval_step, run, held_out)["loss"]
     """
     check_function("eval_fn", eval_fn, "eval_fn(model, batch)")
+    check_layout("js.make_eval_step(eval_fn, layout)", layout)
     on_devices = _make_device_evaluation(eval_fn, layout, engine)
     compute_stored = make_compute(eval_fn, layout, make_move(layout, auto()))
 
@@ -152,6 +153,9 @@ def make_apply(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
         apply = js.make_apply(lambda params, x: module.apply(params, x), layout)
         logits = apply(run, batch["x"])     # f32[rows, classes], whole
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function fn(model, *args), got {type(fn).__name__}")
+    check_layout("js.make_apply(fn, layout)", layout)
 
     def run_stored(run: TrainState, *args: Any) -> Any:
         params = use_stored(layout, layout.params, run.params)
@@ -231,6 +235,13 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
     Example:
         js.evaluate(eval_step, run, held_out)     # {"loss": 3.21, "accuracy": 0.4}
     """
+    if not callable(eval_step) or isinstance(eval_step, TrainState):
+        raise TypeError(
+            f"evaluate: eval_step must be what js.make_eval_step returns, got {type(eval_step).__name__}; write "
+            "js.evaluate(eval_step, run, batches), in this order"
+        )
+    check_is_run(run)
+    check_several_batches("evaluate", batches)
     total: Results = {}
     unread: Results = {}
     for batch in batches:

@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 
+from jaxshard.core.batch_rows import check_several_batches
 from jaxshard.core.compat import forget_profile
+from jaxshard.core.counts import check_count
 from jaxshard.core.file_errors import errno_of
 from jaxshard.core.local_path import check_local
 from jaxshard.core.tree import row_count
@@ -102,8 +104,7 @@ def fit(
         run = js.fit(run, step, batches, steps=1000, callbacks=[history.append],
                      evaluate=lambda run: js.evaluate(eval_step, run, held_out), eval_every=100, patience=3)
     """
-    check_is_run(run)
-    check_not_donated(run)
+    _check_arguments(run, step, batches, steps)
     if profile is not None:
         check_local(profile, schemes=PROFILE_SCHEMES)
     callbacks, on_run = tuple(callbacks), tuple(on_run)
@@ -199,13 +200,25 @@ def _list_judged(records: Sequence[Record], evaluates: bool) -> list[dict[str, f
     return [norm | one.evaluation for norm, one in zip(norms, records, strict=True) if one.evaluation is not None]
 
 
+def _check_arguments(run: Any, step: Any, batches: Any, steps: Any) -> None:
+    """Raise for arguments in another order, and for one batch in the place of several."""
+    if not isinstance(run, TrainState) and any(isinstance(x, TrainState) for x in (step, batches)):
+        raise TypeError("fit: the arguments are in another order; write js.fit(run, step, batches, steps=...)")
+    check_is_run(run)
+    check_not_donated(run)
+    if not callable(step):
+        wrong = f"a {type(step).__name__}"
+        raise TypeError(f"fit: step must be a function (run, batch) -> (run, metrics) of js.make_step, got {wrong}")
+    check_several_batches("fit", batches)
+    check_count("fit", least=0, steps=steps)
+
+
 def _check_evaluation(
     evaluate: Any, eval_every: int | None, patience: int | None, stop: Callable[[Mapping[str, float]], bool] | None
 ) -> Callable[[Mapping[str, float]], bool] | None:
     """Return the rule for the end, if there is one."""
+    check_count("fit", eval_every=eval_every, patience=patience)
     for name, value in (("eval_every", eval_every), ("patience", patience)):
-        if value is not None and value < 1:
-            raise ValueError(f"fit: {name} must be at least 1, got {value}")
         if value is not None and evaluate is None:
             raise ValueError(f"fit: {name}={value} needs evaluate=, a function run -> {{name: number}}")
     if patience is None:

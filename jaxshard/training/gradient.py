@@ -9,7 +9,7 @@ import jax
 from jaxshard.adapt.objective import resolve
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.known_model import check_function
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import abstract
@@ -52,6 +52,7 @@ def value_and_grad(
     engine = engine or auto()
     check_engine(engine)
     check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
+    check_layout("js.value_and_grad(loss_fn, layout)", layout)
     if layout.local is not None:
         raise ValueError(
             "value_and_grad: replicas that train by themselves (js.local) have a loss and gradients each, of their own "

@@ -23,7 +23,7 @@ from jaxshard.training.state import TrainState
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["flags"], meta_fields=["paths"])
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bad:
     """The arrays of a step that were not finite: `metrics["bad"]`.
 
@@ -44,6 +44,13 @@ class Bad:
 
     flags: Bool[Array, " arrays"]
     paths: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """Write what `bool` says, and the arrays concerned; the flags themselves inside a program."""
+        if not isinstance(self.flags, jax.Array | np.ndarray) or isinstance(self.flags, jax.core.Tracer):
+            return f"Bad(flags={self.flags!r})"
+        named = [f", {what}={found!r}" for what in ("grads", "params") if (found := getattr(self, what))]
+        return f"Bad(bad={bool(self)}{''.join(named)})"
 
     def __bool__(self) -> bool:
         return bool(np.asarray(self.flags).any())

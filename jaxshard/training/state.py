@@ -10,7 +10,7 @@ import optax
 
 from jaxshard.core.keys import typed_key
 from jaxshard.core.known_model import check_function
-from jaxshard.core.layout import Layout, put_back, select, split_model
+from jaxshard.core.layout import Layout, check_layout, put_back, select, split_model
 from jaxshard.core.low_rank import has_low_rank
 from jaxshard.core.placement import Placement
 from jaxshard.core.settings import with_own_settings
@@ -22,6 +22,11 @@ from jaxshard.distributed.facts import key_fact, run_facts
 from jaxshard.training.placing import place_base, place_model
 from jaxshard.training.state_page import state_page
 from jaxshard.training.views import store, store_state, unstore, unstore_state
+
+_DONATED = (
+    "this run was donated to an earlier step, which took its arrays; go on with the run it returned, or make the "
+    "step with js.make_step(..., donate=False), which leaves the run as it is"
+)
 
 
 class TrainState(NamedTuple):
@@ -45,6 +50,12 @@ class TrainState(NamedTuple):
     state: PyTree
     key: jax.Array
     residuals: PyTree = ()
+
+    def __repr__(self) -> str:
+        """Write the fields, or what became of a run whose arrays are gone."""
+        if _taken_arrays(self):
+            return f"TrainState({_DONATED})"
+        return f"TrainState({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
 
     def _repr_html_(self) -> str:
         """Show step, shapes and bytes in a notebook; values stay on their devices."""
@@ -85,7 +96,11 @@ def init(
         run = js.init(init_fn, tx, layout, 0)
     """
     check_function("init_fn", init_fn, "init_fn(key)")
-    if tx is not None or layout.shapes.opt_state is not None:
+    check_layout("js.init(init_fn, tx, layout, key)", layout)
+    if tx is not None and layout.shapes.opt_state is None:
+        check_transform(tx)
+        raise ValueError(f"this layout was made without an optimizer, and js.init was given one; {_WITH_TX}")
+    if layout.shapes.opt_state is not None:
         check_transform(tx)
     key = typed_key(key)
     peers = peers_of(layout.mesh)
@@ -229,6 +244,7 @@ def logical(run: TrainState, layout: Layout) -> TrainState:
     return converted
 
 
+_WITH_TX = "make it with the optimizer, js.layout(strategy, mesh, init_fn, tx)"
 _REMAKE = "make the layout again from the same init_fn and tx"
 
 
@@ -242,6 +258,8 @@ def check_model(layout: Layout, params: PyTree, state: PyTree) -> None:
 def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
     """Raise ValueError unless a logical optimizer state is of the transform that the layout was made for."""
     shapes = layout.shapes.opt_state
+    if shapes is None:
+        raise ValueError(f"this layout was made without an optimizer; {_WITH_TX}")
     check_same_tree(shapes, abstract(opt_state), "tx is not the one that the layout was made for", _REMAKE)
 
 
@@ -251,7 +269,8 @@ def check_is_run(run: Any) -> None:
         return
     if isinstance(run, tuple) and run and isinstance(run[0], TrainState):
         raise TypeError("run is the pair that a step returned; take it apart: run, metrics = step(run, batch)")
-    raise TypeError(f"run must be a js.TrainState, as js.init and a step return it, got {type(run).__name__}")
+    order = "; the arguments are in another order, for a run comes before its layout" if isinstance(run, Layout) else ""
+    raise TypeError(f"run must be a js.TrainState, as js.init and a step return it, got {type(run).__name__}{order}")
 
 
 def check_not_donated(run: TrainState) -> None:
@@ -265,10 +284,7 @@ def check_not_donated(run: TrainState) -> None:
             "take them from the run that the step returned (run._replace(params=...)), or make the steps of runs that "
             "share arrays with js.make_step(..., donate=False)"
         )
-    raise ValueError(
-        "this run was donated to an earlier step, which took its arrays; go on with the run it returned, or make the "
-        "step with js.make_step(..., donate=False), which leaves the run as it is"
-    )
+    raise ValueError(_DONATED)
 
 
 def check_batch_not_donated(batch: PyTree) -> None:

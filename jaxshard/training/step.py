@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxshard.core.batch_rows import check_no_lists, warn_of_patterns
 from jaxshard.core.compat import NonFiniteResult
 from jaxshard.core.foreign_arrays import as_arrays
-from jaxshard.core.known_model import check_function
-from jaxshard.core.layout import Layout, select
+from jaxshard.core.known_model import check_call, check_is_function
+from jaxshard.core.layout import Layout, check_layout, select
 from jaxshard.core.mesh import check_is_here, shares_threads
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.settings import own_settings
@@ -45,6 +45,8 @@ from jaxshard.training.state import (
     run_shardings,
 )
 from jaxshard.training.traced_step import Metrics, TracedStep
+
+_CALL = "loss_fn(model, batch, key)"
 
 
 def make_step(
@@ -147,13 +149,15 @@ class Step:
         check_exchange: bool = False,
     ):
         check_engine(engine)
-        check_function("loss_fn", loss_fn, "loss_fn(model, batch, key)")
+        check_is_function("loss_fn", loss_fn, _CALL)
         check_transform(tx)
+        check_layout("js.make_step(loss_fn, tx, layout)", layout)
         params = select(layout.trainable, layout.shapes.params)
         check_opt_state(layout, jax.eval_shape(partial(layout.start_optimizer, tx), params))
         self.loss_fn, self.tx, self.layout, self.engine, self.donate = loss_fn, tx, layout, engine, donate
         made = TracedStep if layout.local is None else LocalStep
         self._traced: TracedStep | LocalStep = made(loss_fn, tx, layout, engine, guarded=guarded)
+        check_call("loss_fn", loss_fn, _CALL)  # after the engine, which may want a known model
         self.objective, self.elementwise = self._traced.objective, self._traced.elementwise
         self.owned, self.guarded = self._traced.owned, self._traced.guarded
         self.check_exchange = check_exchange and layout.local is None

@@ -30,6 +30,13 @@ def test_what_the_forward_pass_keeps(mesh, remat, field, expected):
     assert getattr(make_parallel(ShardingFlags(mesh=mesh), remat=remat).engine, field) == expected
 
 
+def test_both_names_of_bfloat16_are_one_precision():
+    assert (
+        make_parallel(ShardingFlags(), precision="bfloat16").engine
+        == make_parallel(ShardingFlags(), precision="bf16").engine
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["audit", "llama-1m"], ["train", "--model", "llama-1m", "--sample", "0"]])
 def test_an_activation_that_the_model_does_not_name_is_refused_in_one_line(command, capsys):

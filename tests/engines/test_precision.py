@@ -65,6 +65,7 @@ def test_other_dtypes_beside_it(name):
     make = MAKERS[name]
     assert make(precision="bf16") == make(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16)
     assert make(precision="bf16", compute_dtype="bfloat16") == make(precision="bf16")
+    assert make(precision="bfloat16") == make(precision="bf16")
     engine = make(precision="bf16", reduce_dtype=jnp.float32)
     assert engine.describe()["compute_dtype"] == "bfloat16" and engine.describe()["reduce_dtype"] == "float32"
     with pytest.raises(ValueError, match="computes in bfloat16, but compute_dtype=float16 is beside it; leave one of"):

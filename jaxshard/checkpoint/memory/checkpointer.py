@@ -21,9 +21,10 @@ from jaxshard.checkpoint.memory.exchange import fetch
 from jaxshard.checkpoint.memory.segment import SLOTS, Bytes, Header, Record, Segment, create_segment, open_segment
 from jaxshard.checkpoint.residuals import refuse_residuals
 from jaxshard.checkpoint.writer import check_data
+from jaxshard.core.counts import check_count
 from jaxshard.core.keys import keys_of
 from jaxshard.core.launch_environment import MEMORY
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.local_path import local_path
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.settings import own_settings
@@ -91,8 +92,8 @@ class MemoryCheckpointer:
         dir: str | os.PathLike[str] | None = None,
         data: Callable[[], Any] | None = None,
     ):
-        if every < 1:
-            raise ValueError(f"MemoryCheckpointer: every must be at least 1, got {every}")
+        check_layout("js.MemoryCheckpointer(layout)", layout)
+        check_count("MemoryCheckpointer", every=every)
         self.folder = local_path(dir) if dir is not None else memory_of_launch()
         self.every, self._layout, self._data = every, layout, data
         wanted, self._structure = entries(layout, base=True)

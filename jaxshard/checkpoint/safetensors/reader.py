@@ -17,7 +17,7 @@ from jaxshard.checkpoint.safetensors.index import index_of, parse_index
 from jaxshard.checkpoint.safetensors.names import model_entries, tensor_of
 from jaxshard.checkpoint.strict_json import check_plain_file, read_plain_file
 from jaxshard.core.keys import keys_of
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.local_path import local_path
 from jaxshard.core.settings import with_own_settings
 from jaxshard.core.types import PyTree
@@ -79,6 +79,7 @@ def load_safetensors(path: str | os.PathLike[str], layout: Layout, *, verify: bo
         js.save_safetensors("model.safetensors", run, layout)
         run = js.init(init_fn, tx, layout, 0, init_from=js.load_safetensors("model.safetensors", layout))
     """
+    check_layout("js.load_safetensors(path, layout)", layout)
     path = local_path(path).absolute()
     check_exists(path, _POINT)
     found, problems = open_files(path)
@@ -103,6 +104,7 @@ def from_bytes(raw: bytes, layout: Layout) -> PyTree:
         raw = js.to_bytes(run, layout)
         run = js.replace_params(run, js.from_bytes(raw, layout), tx, layout, opt_state="reset")
     """
+    check_layout("js.from_bytes(raw, layout)", layout)
     problems: list[str] = []
     found = _open_buffer("the bytes", np.frombuffer(raw, np.uint8), problems)
     return _load_onto(layout, "the bytes", found, problems, verify=True)

@@ -27,7 +27,7 @@ from jaxshard.checkpoint.safetensors.header import Tensor, encode_header
 from jaxshard.checkpoint.safetensors.index import find_model_files, index_of
 from jaxshard.checkpoint.safetensors.names import ModelArray, model_arrays, tensor_of
 from jaxshard.checkpoint.safetensors.pieces import LIMIT, Piece, fetch_bytes, stream_pieces
-from jaxshard.core.layout import Layout
+from jaxshard.core.layout import Layout, check_layout
 from jaxshard.core.local_path import local_path
 from jaxshard.core.settings import with_own_settings
 from jaxshard.distributed.together import failed_processes
@@ -102,6 +102,7 @@ def save_safetensors(
     Example:
         path = js.save_safetensors("model.safetensors", run, layout)
     """
+    check_layout("js.save_safetensors(path, run, layout)", layout)
     path = local_path(path).absolute()
     if path.suffix != ".safetensors" or max_bytes < 1:
         raise ValueError(f"{path}, max_bytes={max_bytes}: name a file that ends with .safetensors, of at least 1 byte")

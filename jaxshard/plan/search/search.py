@@ -20,6 +20,7 @@ from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.hardware import Chip
 from jaxshard.cost.hardware import chip as chip_of
+from jaxshard.engines.engine import precision_dtypes
 from jaxshard.plan.arrange import arrange
 from jaxshard.plan.compiled.compile_for import compile_for
 from jaxshard.plan.planned import planned_devices
@@ -56,7 +57,7 @@ def search(
     topology: str,
     *,
     num_slices: int = 1,
-    precision: Literal["bf16"] | None = None,
+    precision: Literal["bf16", "bfloat16"] | None = None,
     chip: Chip | None = None,
     price: float | None = None,
     seconds: float = 90.0,
@@ -97,6 +98,7 @@ def search(
         layout = js.layout(plan.strategy, js.make_mesh(**plan.axes), model.init, tx)
         step = js.make_step(model.loss, tx, layout, engine=plan.engine)
     """
+    precision_dtypes(precision, None, None)  # which refuses others
     faults: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layouts that are only tried
@@ -107,7 +109,7 @@ def search(
             abstract(batch),
             topology,
             num_slices,
-            precision,
+            precision and "bf16",
             chip,
             price,
             seconds,

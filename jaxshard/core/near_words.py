@@ -1,0 +1,19 @@
+"""Suggestions for misspelt words: the nearest one of those that there are, and all of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return "did you mean fsdp?" for the nearest of some words; nothing where none is near."""
+    near = difflib.get_close_matches(word.lower(), list(words), 1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def one_of(word: str, words: Iterable[str]) -> str:
+    """Return "did you mean fsdp? Use one of ddp, zero1, fsdp"; the second part alone where no word is near."""
+    words = list(words)
+    near, listed = did_you_mean(word, words), ", ".join(words)
+    return f"{near} Use one of {listed}" if near else f"use one of {listed}"

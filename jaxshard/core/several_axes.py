@@ -1,0 +1,32 @@
+"""Functions that make strategies, called with several mesh axes: js.fsdp("x", "y") for js.fsdp(("x", "y"))."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+Maker = TypeVar("Maker", bound=Callable[..., Any])
+
+
+def axes_in_a_tuple(make: Maker) -> Maker:
+    """Let a function that makes a strategy say that several mesh axes are given to it as one tuple.
+
+    Python's own TypeError would tell how many arguments it takes, and no way out.
+    """
+    positional = [one for one in inspect.signature(make).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    count, name = len(positional), make.__name__
+
+    @functools.wraps(make)
+    def checked(*given: Any, **options: Any) -> Any:
+        if len(given) > count and all(isinstance(one, str) for one in given):
+            right = ", ".join(map(repr, (*given[: count - 1], given[count - 1 :])))
+            raise TypeError(
+                f"{name}({', '.join(map(repr, given))}): several mesh axes for one dimension are a tuple; write "
+                f"js.{name}({right}). What splits over an axis in another way is a strategy of its own, such as "
+                f"js.compose(js.{name}(...), js.tensor())"
+            )
+        return make(*given, **options)
+
+    return cast(Maker, checked)
