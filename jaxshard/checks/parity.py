@@ -232,23 +232,13 @@ def parity(
               mesh = js.make_mesh(data=8)
               js.parity(init_fn, loss_fn, tx, js.fsdp(), mesh, batch, engine=js.explicit()).check()
     """
-    if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
-        raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
-    if local_of(strategy) is not None:
-        raise ValueError(
-            "parity: replicas that train by themselves (js.local) take other steps than one device does on the whole "
-            "batch; check the strategy inside a replica, without js.local, on a mesh without its axis"
-        )
+    _check_comparable(strategy, mesh)
     check_transform(tx)
     engine, first = engine or auto(), mesh.devices.flat[0]
     with own_settings(mesh):
         seed = typed_key(key)
     notes: list[str] = []
-    # What is no engine is refused with the step.
-    exact: dict[str, Any] = {"compute_dtype": None, "reduce_dtype": None, "gather_dtype": None}
-    if isinstance(engine, Engine) and (given := [name for name in exact if getattr(engine, name) is not None]):
-        notes.append(f"{' and '.join(given)} of the engine left out: all is computed in f32")
-        engine = replace(engine, **exact)
+    engine = _in_f32(engine, notes)
     batch = as_arrays("the batch", batch)
     with own_settings(mesh), jax.default_matmul_precision("float32"):
         with no_mesh(), jax.default_device(first):
@@ -311,6 +301,25 @@ def parity(
             return report
         model, key = join_model(split_model(start)[0], trial.state), alone.key_of(trial)
         return replace(report, why=find_causes(report.failures, step, model, trial.batch, key, alone.bind))
+
+
+def _check_comparable(strategy: Strategy, mesh: Mesh) -> None:
+    if not isinstance(mesh, Mesh) or any(d.process_index != jax.process_index() for d in mesh.devices.flat):
+        raise ValueError("parity: it runs the step, so the mesh must be made of this process's own devices")
+    if local_of(strategy) is not None:
+        raise ValueError(
+            "parity: replicas that train by themselves (js.local) take other steps than one device does on the whole "
+            "batch; check the strategy inside a replica, without js.local, on a mesh without its axis"
+        )
+
+
+def _in_f32(engine: Engine, notes: list[str]) -> Engine:
+    """Return the engine without its dtypes, and note that; anything that is no engine is refused with the step."""
+    exact: dict[str, Any] = {"compute_dtype": None, "reduce_dtype": None, "gather_dtype": None}
+    if not isinstance(engine, Engine) or not (given := [name for name in exact if getattr(engine, name) is not None]):
+        return engine
+    notes.append(f"{' and '.join(given)} of the engine left out: all is computed in f32")
+    return replace(engine, **exact)
 
 
 class _Trial(NamedTuple):

@@ -78,8 +78,8 @@ def _other_counts(wanted: int, devices: int) -> str:
     processes = process_count_and_id()[0]
     if processes == 1 and wanted > devices:
         return (
-            f"; take smaller sizes, whose product is {devices}, set one size to -1, or try it on simulated CPU devices: "
-            f"js.simulate_devices({wanted}) at the top of the program"
+            f"; take smaller sizes, whose product is {devices}, set one size to -1, or try it on simulated CPU "
+            f"devices: js.simulate_devices({wanted}) at the top of the program"
         )
     if processes == 1:
         some = f"pass jax.devices()[:{wanted}] to use some of them"

@@ -133,9 +133,8 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
     raise ValueError(
         f"{what} could hang: some devices may never reach a collective in which others wait for them:{listed}\n"
         "Compute what communicates before the branch, on all devices, and choose afterwards, by jnp.where or a weight "
-        "of zero (a module that gathers its own weights: leave its class out of units=). Or decide for all devices "
-        f"together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under which the loss, outside of any "
-        "shard_map, sees all rows and takes one branch."
+        f"of zero. Or decide for all devices together: jax.lax.pmax(predicate, {tuple(axes)}). Or use js.auto(), under "
+        "which the loss, outside of any shard_map, sees all rows and takes one branch."
     )
 
 

@@ -43,7 +43,7 @@ from jaxshard.optim.averaging import averaged_params
 from jaxshard.training.batch import check_batch
 from jaxshard.training.checked_jit import checked_jit
 from jaxshard.training.owned_state import split_owned
-from jaxshard.training.state import TrainState, check_is_run, check_run
+from jaxshard.training.state import TrainState, check_run
 from jaxshard.training.views import move_stored, use_stored
 
 EvalFn = Callable[[PyTree, PyTree], "Results"]
@@ -240,7 +240,6 @@ def evaluate(eval_step: Callable[[TrainState, PyTree], Results], run: TrainState
             f"evaluate: eval_step must be what js.make_eval_step returns, got {type(eval_step).__name__}; write "
             "js.evaluate(eval_step, run, batches), in this order"
         )
-    check_is_run(run)
     check_several_batches("evaluate", batches)
     total: Results = {}
     unread: Results = {}

@@ -16,6 +16,7 @@ from jaxshard.core.jaxpr import open_jaxpr, replace_values
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.mesh import shares_threads
 from jaxshard.core.transform import as_transform
+from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 from jaxshard.training.extra_args import ExtraArgs, LossAt
 from jaxshard.training.non_finite import keep_old_unless, sum_of_squares
@@ -127,7 +128,7 @@ def make_update(
         grads = see(grads)
         old_state = opt_state if streamed else view_state(opt_state)
         if streamed:
-            check_opt_state_kept(layout, old_state, jax.eval_shape(tx.update, grads, old_state, chosen)[1])
+            check_opt_state_kept(layout, old_state, jax.eval_shape(tx.update, *abstract((grads, old_state, chosen)))[1])
             updates, new_state = update_streamed(tx, ok, grads, old_state, chosen, layout.opt_state)
         elif extra.names:
             updates, new_state = tx.update(grads, old_state, chosen, **extra.make(grads, loss, seen_loss_at))

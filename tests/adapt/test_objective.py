@@ -188,7 +188,7 @@ class Dense(nn.Module):
 
 
 def stack():
-    return js.stack(Dense(), 4, lambda model, batch: js.Mean(model.blocks(batch["x"]).sum(), 1), batch())
+    return js.stack(Dense(), 4, lambda model, batch: js.Mean(model.blocks(batch["x"]).sum(), len(batch["x"])), batch())
 
 
 def opaque_init(model):
@@ -242,7 +242,9 @@ class Net(nn.Module):
 
 def test_units_of_a_module_inside_a_function():
     """The same collectives as the adapter's own loss; without one inside, refused by name."""
-    init_fn, loss_fn = js.linen(Net(), lambda model, batch: js.Mean(jnp.square(model(batch["x"])).sum(), 80), batch())
+    init_fn, loss_fn = js.linen(
+        Net(), lambda model, batch: js.Mean(jnp.square(model(batch["x"])).sum(), len(batch["x"])), batch()
+    )
     engine = js.explicit(units=[Dense], remat="nothing")
     assert traffic(lambda p, b, k: loss_fn(p, b, k), engine, init_fn) == traffic(loss_fn, engine, init_fn)
     with pytest.raises(TypeError, match="has no units to look into"):

@@ -178,6 +178,7 @@ FLAGS = {
     "launch": {"-n": NUMBERS, "--processes": NUMBERS, "--max-restarts": ["-1", "x", "", "1.5"], "--grace": [*RATES]},
     "audit": SHARDING | {
         "--hlo": ["/nonexistent", "text.txt", ".", ""],
+        "--all": ["x"],
         "--change": CHANGES,
         "--batch": NUMBERS,
         "--seq": NUMBERS,
@@ -228,7 +229,7 @@ FLAGS = {
     "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
     "doctor": {"--json": FILES},
 }  # fmt: skip
-SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile", "--repair"}
+SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile", "--repair", "--all"}
 
 GOOD_PY = """
 import jax.numpy as jnp, numpy as np, optax, jaxshard as js
@@ -341,5 +342,11 @@ def test_every_flag_is_drawn(command, capsys):
     shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
     own = {flag for flag in shown if not flag.startswith("--no-")}
     assert set(FLAGS[command]) - {"-n"} <= shown
-    named = {"--checkpoint", "--resume", "--max-restarts", "--memory-every"}  # by texts, as flags of other commands
+    named = {
+        "--checkpoint",
+        "--resume",
+        "--max-restarts",
+        "--memory-every",
+        "--devices",
+    }  # by texts, as flags of other commands
     assert own - set(FLAGS[command]) <= named

@@ -25,8 +25,11 @@ def right():
         optax.adam(0.1), {"x": ROWS}
 
 def wrong():
-    """The weight is that of the global batch, whatever the rows at hand."""
-    return init, lambda params, batch, key: js.Mean(losses(params, batch).sum(), 16.0), optax.sgd(0.1), {"x": ROWS}
+    """The weight is that of the global batch, whatever the rows at hand; no trace shows it."""
+    def loss(params, batch, key):
+        return js.Mean(losses(params, batch).sum(), 16.0 * jnp.isfinite(batch["x"]).max())
+
+    return init, loss, optax.sgd(0.1), {"x": ROWS}
 
 def opaque():
     return init, lambda params, batch, key: losses(params, batch).mean(), optax.sgd(0.1), {"x": ROWS}
@@ -95,7 +98,7 @@ def test_a_wrong_program_fails_with_the_names_of_its_leaves(capsys, tmp_path):
 @pytest.mark.parametrize(
     "target, flags, message",
     [
-        ("gpt5", [], "gpt5: there is no such size; give one of gpt-1m"),
+        ("gpt5", [], "gpt5: there is no such size; did you mean gpt2? Use one of gpt-1m"),
         ("absent.py:make", [], "the file absent.py does not exist"),
         ("parity_programs.py:right", ["--batch", "8"], "parity_programs.py:right makes its own model and batch"),
         ("parity_programs.py:right", ["--mesh", "model=8"], "the strategy fsdp needs the axes data"),

@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_a_plain_answer(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["llama3-8"], "llama3-8: there is no such size; give one of gpt-1m"),
+        (["llama3-8"], "llama3-8: there is no such size; did you mean llama3-8b? Use one of gpt-1m"),
         (["llama-1m", "--topology", "v5e:4x5"], "v5e is not rented as 4x5; near it are v5e:4x4"),
         (["llama-1m", "--topology", "v5e:4x4", "--mesh", "data=8"], "data=8 needs 8 devices, but there are 16"),
         (["llama-1m", "--topology", "v5e:4x4", "--batch", "20"], "20 rows, which the 16 devices"),

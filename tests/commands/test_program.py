@@ -62,7 +62,7 @@ def test_a_function_of_a_file_or_module(folder, where):
 @pytest.mark.parametrize(
     "target, message",
     [
-        ("gpt5", "gpt5: there is no such size; give one of gpt-1m, gpt-10m, gpt2"),
+        ("gpt5", "gpt5: there is no such size; did you mean gpt2? Use one of gpt-1m, gpt-10m, gpt2"),
         ("absent.py:make", "the file absent.py does not exist; give path/to/file.py:function, a function without arg"),
         ("absent.module:make", "there is no module 'absent.module'; give package.module:function"),
         (":make", "'' is no module's name"),
@@ -108,7 +108,10 @@ def test_a_ready_made_size_with_other_arguments():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ("dept=2", "--change dept=2: js.models.llama has no 'dept'; what can be changed: vocab, width, depth"),
+        (
+            "dept=2",
+            "--change dept=2: js.models.llama has no 'dept'; did you mean depth? Use one of vocab, width, depth",
+        ),
         ("depth=2,depth=3", "write each argument once, as name=number"),
         ("depth", "write each argument once, as name=number"),
         ("kv_heads=3", "--change kv_heads=3: llama: heads 8 is not divisible by kv_heads 3"),

@@ -204,7 +204,7 @@ def test_writes_what_it_is_asked_for_and_shows_tables(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--model", "gpt5"], "--model gpt5: there is no such size; use one of gpt-1m, gpt-10m"),
+        (["--model", "gpt5"], "--model gpt5: there is no such size; did you mean gpt2? Use one of gpt-1m, gpt-10m"),
         (["--change", "vocab=8"], "--change vocab=8: the vocabulary is that of the corpus; leave vocab out"),
         (["--change", "seq=8"], "--seq 16 and --change seq=8 both say seq; leave one out"),
         (["--steps", "0"], "--steps 0: give a number above 0"),

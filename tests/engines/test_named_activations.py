@@ -139,7 +139,7 @@ class Loop(nn.Module):
 
 def unit_step(**options):
     batch = {"x": np.ones((16, 16), np.float32)}
-    model = js.linen(Loop(), lambda model, batch: js.Mean((model(batch["x"]) ** 2).sum(), 16.0), batch)
+    model = js.linen(Loop(), lambda model, batch: js.Mean((model(batch["x"]) ** 2).sum(), len(batch["x"])), batch)
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
     return js.make_step(model.loss, TX, layout, engine=js.explicit(**options)), batch
 

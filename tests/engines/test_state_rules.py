@@ -239,7 +239,7 @@ def test_an_average_is_stored_as_its_parameter_and_gathered_only_to_be_read():
     assert layout.state["teacher"].params == layout.params
     step = js.make_step(teacher_loss, TX, layout, engine=js.explicit())
     unread = js.make_step(
-        lambda m, b, k: js.Mean((b["x"] @ m.params["big"]).sum(), 1), TX, layout, engine=js.explicit()
+        lambda m, b, k: js.Mean((b["x"] @ m.params["big"]).sum(), len(b["x"])), TX, layout, engine=js.explicit()
     )
     gathers = [
         [

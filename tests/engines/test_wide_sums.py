@@ -83,7 +83,7 @@ def gradient(loss, engine, dtype=None, axes=None, strategy=None, rows=ROWS):
 
     def loss_fn(params, batch, key):
         params = params if dtype is None else jax.tree.map(lambda w: w.astype(dtype), params)
-        return js.Mean(loss(params, jax.tree.map(jnp.asarray, batch)), jnp.float32(1))
+        return js.Mean(loss(params, jax.tree.map(jnp.asarray, batch)), len(batch["x"]) / ROWS)
 
     mesh = js.make_mesh(**(axes or {"data": 8}))
     tx = optax.sgd(1.0)

@@ -53,7 +53,9 @@ def test_names_and_arguments_that_there_are_not_are_refused_with_those_that_ther
         ValueError, match=r"no size 'llama4'; use one of gpt-1m, .*, llama3-405b, .*, deepseek-16b, .*, resnet101$"
     ):
         js.models.make("llama4")
-    with pytest.raises(ValueError, match=r"llama has no 'dept', 'hide'; what can be changed: vocab, .*, tied$"):
+    with pytest.raises(
+        ValueError, match=r"llama has no 'dept', 'hide'; did you mean depth\? Use one of vocab, .*, tied$"
+    ):
         js.models.make("llama-1m", dept=3, hide=2)
     with pytest.raises(ValueError, match=r"js.models.gpt has no 'kv_heads'"):
         js.models.make("gpt-1m", kv_heads=3)

@@ -184,17 +184,17 @@ UNITS = js.explicit(units=[Block])
 BATCHES = {"ring attention": POSITIONS, "gathered attention": POSITIONS, "ring attention under auto": POSITIONS}
 
 REFUSED = {
-    "a Linen unit": (lambda: linen(UNITS), "all_gather of a weight, f32[1,8] over ['data']"),
     "a chunked head": (lambda: make(head(4), js.explicit()), "all_gather of a chunk of js.head_loss"),
     "a sum of the user's": (lambda: make(pooled(), js.explicit()), "psum of f32[2,8] over ['data']"),
     "a loop until rows are small": (lambda: make(until_small, js.explicit()), "how often lax.while_loop iterates"),
     "BatchNorm over devices": (lambda: linen(js.explicit(), inner=Norm), "psum of BatchNorm(axis_name)"),
-    "an NNX unit": (lambda: nnx_step(js.explicit(units=[NnxBlock])), "all_gather of a weight, f32[1,8] over ['data']"),
     "experts": (lambda: experts(js.explicit(), branch=True), "all_gather of js.moe"),
     "ring attention": (lambda: attends("ring", js.explicit()), "ppermute of js.attention"),
 }
 PASSED = {
     "a Linen unit under auto": lambda: linen(js.auto(units=[Block])),
+    "a Linen unit": lambda: linen(UNITS),
+    "an NNX unit": lambda: nnx_step(js.explicit(units=[NnxBlock])),
     "no unit": lambda: linen(js.explicit()),
     "a unit that all run or none": lambda: linen(UNITS, agree="data"),
     "a head in one chunk": lambda: make(head(1), js.explicit()),

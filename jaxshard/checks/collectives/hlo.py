@@ -82,9 +82,11 @@ class Op(NamedTuple):
     def runs(self) -> tuple[str, ...]:
         """The names of the computations that it runs as parts of the program, whatever the call is named.
 
-        Left out are those that only add or compare elements.
+        Left out are those that only add or compare elements, and those that an update or an end of an asynchronous call
+        names again.
         """
-        return () if self.opcode.removesuffix("-start") in _COMBINING else self.callees
+        names_only = self.opcode.removesuffix("-start") in _COMBINING or self.opcode.endswith(("-update", "-done"))
+        return () if names_only else self.callees
 
     def callee(self, attribute: str) -> str:
         """Return the name of the computation that one attribute names, such as a loop's `body`."""

@@ -153,7 +153,7 @@ def test_the_command_writes_plans_as_json(few, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope", "--topology", "v5e:2x2"], "nope: there is no such size; give one of"),
+        (["nope", "--topology", "v5e:2x2"], "nope: there is no such size; use one of"),
         (["llama-1m", "--topology", "v5e:2x3"], "v5e is not rented as 2x3; near it are"),
         (["llama-1m", "--topology", "v5e:2x2", "--compile", "-1"], "--compile -1: give a number above 0"),
     ],
