@@ -258,7 +258,7 @@ def check_model(layout: Layout, params: PyTree, state: PyTree) -> None:
 def check_opt_state(layout: Layout, opt_state: PyTree) -> None:
     """Raise ValueError unless a logical optimizer state is of the transform that the layout was made for."""
     shapes = layout.shapes.opt_state
-    if shapes is None:
+    if shapes is None and opt_state is not None:
         raise ValueError(f"this layout was made without an optimizer; {_WITH_TX}")
     check_same_tree(shapes, abstract(opt_state), "tx is not the one that the layout was made for", _REMAKE)
 

@@ -273,3 +273,10 @@ def test_a_run_of_another_layout(split):
         js.make_eval_step(eval_fn, other)(run, rows(16))
     with pytest.raises(ValueError, match=message):
         js.make_apply(lambda model: model.params, other)(run)
+
+
+def test_a_run_without_an_optimizer_is_evaluated():
+    layout = js.layout(js.ddp(), js.make_mesh(data=8), init_fn)
+    run = js.init(init_fn, None, layout, 0)
+    eval_step = js.make_eval_step(lambda model, batch: {"rows": js.Sum(len(batch["n"]))}, layout)
+    assert js.evaluate(eval_step, run, [{"n": np.ones(16, np.float32)}]) == {"rows": 16}
