@@ -22,7 +22,7 @@ from jaxshard.adapt.stacked import evaluation
 from jaxshard.core.known_model import KnownModel
 from jaxshard.core.loss import Max, Mean, Sum, as_loss
 from jaxshard.core.rules import ends_with
-from jaxshard.core.tree import LAYERS, map_with_path, path_str, paths, raise_all
+from jaxshard.core.tree import LAYERS, map_with_path, path_str, paths, raise_all, same_structure
 from jaxshard.core.types import InitFn, LossFn, PyTree
 
 Units = tuple[type, ...]
@@ -168,7 +168,7 @@ def attach_state(who: str, output: Any, old: PyTree, new: dict[str, Any], declar
     )
     if not new:
         return output
-    if not declared:
+    if not declared or not same_structure(old, new):  # another tree is refused with its leaves
         return replace(loss, state=new)
     rules = map_with_path(lambda path, _: _rule_for(path_str(path), declared), new)
 
