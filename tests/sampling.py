@@ -3,6 +3,9 @@
 `--sample N` runs N of them, none marked `slow(sampled=False)`, a case of every test function before a second case of
 any. `--shard I/N` runs the I-th of N parts, which are disjoint and together hold all of them; `tests/run_slow.sh` runs
 one after another. Under JAXSHARD_REQUIRE_TPU=1 a tpu test that skips fails.
+
+A test function, or a file by its `pytestmark`, that is marked `fast_cases(N)` has its first N cases in the fast tier;
+the others are slow.
 """
 
 from __future__ import annotations
@@ -25,6 +28,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sample", type=int, metavar="N", help="run only N of the selected tests")
     group.addoption("--sample-seed", default="", metavar="TEXT", help="every text draws another sample")
     group.addoption("--shard", type=_parse_shard, metavar="I/N", help="run only part I of N of the selected tests")
+
+
+_FAST_CASES = pytest.StashKey[Counter[str]]()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks the cases of a function slow that are too many for the fast tier."""
+    mark = item.get_closest_marker("fast_cases")
+    if mark is None or item.get_closest_marker("slow"):
+        return
+    seen = item.config.stash.setdefault(_FAST_CASES, Counter())
+    function = item.nodeid.partition("[")[0]
+    seen[function] += 1
+    if seen[function] > mark.args[0]:
+        item.add_marker(pytest.mark.slow)
 
 
 def _parse_shard(text: str) -> tuple[int, int]:

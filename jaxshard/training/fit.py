@@ -77,7 +77,7 @@ def fit(
         that has it (`js.ReplicaWatch`) at the end, as for `callbacks`.
       tokens: tokens in a batch, for "tokens_per_second"; without it rows are counted.
       flops: model FLOPs of a step over all devices (`jaxshard.cost.flops.train_flops`), for "flops_per_second", "mfu".
-      profile: a folder for a `jax.profiler` trace of the third to the fifth step, or an address gs:// as a str.
+      profile: a folder for a `jax.profiler` trace of the third to the fifth step, or the text of an address gs://.
       bad_steps: what to do about a loss or gradient that is not finite, known as late as all numbers. Such a step
         changes nothing but its number, so that later steps have the batches and random keys that they would have had.
         "raise" stops; "skip" goes on, and the records count; both raise where an update spoils the parameters, for no

@@ -16,6 +16,8 @@ from jaxshard.adapt.objective import OfBlocks, OfModule, Opaque, resolve
 from tests.adapt.test_stacked import batch, block, init_parts, model_of
 from tests.toys import quick_compile
 
+pytestmark = pytest.mark.fast_cases(2)
+
 TX = optax.sgd(0.1)
 MODEL = model_of(num_blocks=3)
 ENGINES = [js.explicit(), js.auto()]

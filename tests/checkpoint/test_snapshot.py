@@ -42,6 +42,7 @@ def placements(draw):
     return Placement(view, P(*(None,) * len(logical)), P(*store))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(placements(), st.integers(0, 9))
 def test_every_element_is_there_once_at_its_place(placement, number):

@@ -17,6 +17,8 @@ import jaxshard as js
 from tests.notebook_page import check_shows_text
 from tests.toys import cross_entropy, gpt_toy, quick_compile
 
+pytestmark = pytest.mark.fast_cases(2)
+
 ROWS, FEATURES, CLASSES = 16, 12, 7
 LEAVES = {f"Dense_{number}/{leaf}" for number in (0, 1) for leaf in ("kernel", "bias")}
 NUMBERS = r"the total of the loss over the whole batch is [\d.]+, those of its 8 parts add up to [\d.]+: "

@@ -8,6 +8,8 @@ import pytest
 import jaxshard as js
 from jaxshard.commands.main import main
 
+pytestmark = pytest.mark.fast_cases(3)
+
 SMALL = "width=16,depth=2,heads=4,kv_heads=4,hidden=32"
 
 

@@ -14,6 +14,8 @@ from jaxshard.commands.main import main
 from jaxshard.commands.saving import EVERY, make_saving
 from tests.checkpoint.small import at, layout
 
+pytestmark = pytest.mark.fast_cases(3)
+
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):

@@ -27,6 +27,7 @@ def bound(x, wire):
     return np.maximum(np.abs(x) / 16, largest / 448 / 1024)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(FORMATS), st.sampled_from([1, 5, 300]), st.integers(-20, 20), st.integers(0, 2**31), st.floats(0, 1)

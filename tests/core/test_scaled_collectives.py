@@ -13,6 +13,8 @@ from jaxshard.checks.collectives.found import collectives
 from jaxshard.core import collectives as native
 from jaxshard.core.scaled_collectives import gather, list_scatter_sum, scatter_sum
 
+pytestmark = pytest.mark.fast_cases(3)
+
 INT8 = js.wire.int8(block=16)
 SPECS = {
     "reduce-scatter": ((24, 10), P("data"), {"data": 8}),

@@ -15,6 +15,8 @@ import jaxshard as js
 from jaxshard.core.mesh import MeshById
 from tests.toys import quick_compile
 
+pytestmark = pytest.mark.fast_cases(1)
+
 TX = optax.sgd(1e-2, momentum=0.9)
 BATCH = {
     "x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32),

@@ -30,6 +30,8 @@ from tests.engines.programs import (
 )
 from tests.toys import linen_toy, quick_compile
 
+pytestmark = pytest.mark.fast_cases(3)
+
 SIZES = {"vocab": 256, "width": 64, "depth": 3, "heads": 4, "seq": 16}
 
 # A block has 12 x 64 x 64 weights and 13 x 64 biases and scales, 49,984 in all; three of them 149,952, the embeddings

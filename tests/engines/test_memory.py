@@ -19,6 +19,8 @@ from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import gpt_program, setups, torus_setups, tpu
 from tests.toys import cross_entropy, quick_compile
 
+pytestmark = pytest.mark.fast_cases(2)
+
 PyTree = Any
 TX = optax.adam(1e-3)
 BATCH = {

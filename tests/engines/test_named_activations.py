@@ -160,6 +160,7 @@ def test_a_loss_without_blocks_and_units_has_nothing_to_keep():
         step.lower(batch)
 
 
+@pytest.mark.slow
 def test_the_model_states_what_an_engine_is_not_told():
     def products(stated, told):
         model = js.models.make("llama-1m", **SHAPES["llama-1m"])

@@ -33,6 +33,8 @@ from tests.toys import (
     tree_error,
 )
 
+pytestmark = pytest.mark.fast_cases(3)
+
 ORDERED = js.explicit(reduction="ordered")
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3))
 

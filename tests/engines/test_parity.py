@@ -36,6 +36,8 @@ from tests.toys import (
     tree_error,
 )
 
+pytestmark = pytest.mark.fast_cases(2)
+
 STRATEGIES = {
     "ddp": ({"data": 8}, js.ddp()),
     "zero1": ({"data": 8}, js.zero1(min_size=0)),
@@ -64,6 +66,7 @@ PRODUCT = [
 ]
 
 
+@pytest.mark.fast_cases(20)
 @pytest.mark.parametrize(("strategy", "engine", "toy"), PRODUCT)
 def test_strategy_equals_one_device(strategy, engine, toy):
     trace, layout = sharded(TOYS[toy](), STRATEGIES[strategy][1], mesh_of(strategy), ENGINES[engine]())

@@ -13,6 +13,8 @@ from flax import nnx
 
 import jaxshard as js
 
+pytestmark = pytest.mark.fast_cases(3)
+
 ENGINES = [js.explicit(), js.explicit(microbatches=2), js.auto(microbatches=2), js.auto()]
 SHARED = [ENGINES[0], *(pytest.param(engine, marks=pytest.mark.slow) for engine in ENGINES[1:3])]
 """Engines under which the loss sees some of the rows at a time; what they refuse is found by one function."""

@@ -17,6 +17,8 @@ from tests.engines.programs import Program, gpt_program, tpu
 from tests.toys import Trace, assert_equal_runs, one_device, quick_compile, sharded
 from tests.zoo import GLOBAL_VIEW_ONLY, ZOO
 
+pytestmark = pytest.mark.fast_cases(1)
+
 DATA = {"tensor alone": None, "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
 ENGINES = {"auto": js.auto(), "explicit": js.explicit()}
 # "dropout" is "linen" with random numbers, "tied" with fewer weights.

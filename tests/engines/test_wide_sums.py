@@ -14,6 +14,8 @@ from jaxshard.engines.wide_sums import sum_in, widen_sums
 from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import elements, gpt_program, setups, tpu
 
+pytestmark = pytest.mark.fast_cases(3)
+
 ROWS = 264  # 33 on each of 8 devices; one of them weighs nothing
 EXACT, ROUNDED = 263, 264
 

@@ -15,6 +15,8 @@ from jaxshard.plan.topology import topology_mesh
 from tests.engines.programs import tpu
 from tests.toys import assert_equal_runs, gpt_toy, one_device, sharded
 
+pytestmark = pytest.mark.fast_cases(2)
+
 ROWS, SEQ, WIDTH = 4, 6, 16
 CAPPED = {"z_loss": 0.01, "soft_cap": 3.0}
 

@@ -15,6 +15,8 @@ from jaxshard.models.decoder import logits
 from jaxshard.models.gpt import SIZES, gpt
 from jaxshard.models.recipe import Recipe
 
+pytestmark = pytest.mark.fast_cases(3)
+
 SMALL = {"vocab": 65, "width": 32, "depth": 2, "heads": 4, "seq": 12}
 KEY = jax.random.key(0)
 

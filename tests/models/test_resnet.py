@@ -12,6 +12,8 @@ from flax import linen as nn
 import jaxshard as js
 from jaxshard.models.resnet import resnet
 
+pytestmark = pytest.mark.fast_cases(2)
+
 SMALL = {"image": 8, "classes": 8, "depths": (1, 1), "kind": "basic", "width": 8, "small": True}
 KEY = jax.random.key(0)
 TENSOR = js.compose(js.fsdp("data", min_size=0), js.tensor())

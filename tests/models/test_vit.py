@@ -12,6 +12,8 @@ from scipy.special import erf
 import jaxshard as js
 from jaxshard.models.vit import vit
 
+pytestmark = pytest.mark.fast_cases(3)
+
 SMALL = {"image": 8, "patch": 2, "classes": 8, "width": 16, "depth": 2, "heads": 4}
 KEY = jax.random.key(0)
 

@@ -8,6 +8,8 @@ import pytest
 
 import jaxshard as js
 
+pytestmark = pytest.mark.fast_cases(2)
+
 STRATEGIES = {"ddp": js.ddp(), "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
 BATCH = {"x": np.linspace(-1, 1, 16 * 5, dtype=np.float32).reshape(16, 5), "y": np.ones((16, 3), np.float32)}
 

@@ -10,6 +10,8 @@ import pytest
 
 from jaxshard.optim.blocks import box_of, largest_per_block, scales_shape, spread
 
+pytestmark = pytest.mark.fast_cases(3)
+
 BOXES = {
     (1024, 4096): (1, 128),
     (768, 3072): (1, 192),

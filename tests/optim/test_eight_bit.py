@@ -115,6 +115,7 @@ def test_blocks_that_devices_cut_change_no_bit(mesh: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, after, one_device(tx, CUT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_no_collective_more_than_adam(mesh: str) -> None:
     eight, full = (collectives(tx, mesh, SHAPES) for tx in (js.optim.adam8bit(1e-2), optax.adam(1e-2)))
@@ -154,6 +155,7 @@ def test_state_has_at_most_2_1_bytes_per_parameter(shapes: PyTree) -> None:
     assert total - 8 * small - 4 <= 2.1 * large
 
 
+@pytest.mark.slow
 def test_errors_are_a_small_part_of_a_block_s_largest() -> None:
     x = jnp.asarray(values(0)["w"])
     signed = dequantise_signed(*quantise_signed(x))

@@ -51,6 +51,7 @@ def test_parameters_are_the_rounded_originals_bit_for_bit(dtype: Any) -> None:
     np.testing.assert_array_equal(params["norm"], full["norm"])
 
 
+@pytest.mark.slow
 @given(st.floats(-16, 15.9), st.floats(1, 1.999), st.booleans(), st.booleans(), st.integers(0, 2**16 - 1))
 @settings(max_examples=100, deadline=None)
 def test_any_step_is_exact(exponent: float, mantissa: float, sign: bool, jitted: bool, low_bits: int) -> None:

@@ -15,6 +15,8 @@ from jaxshard import optim
 
 from . import fast_jit
 
+pytestmark = pytest.mark.fast_cases(2)
+
 BLOCKS = 3
 
 

@@ -18,6 +18,8 @@ from jaxshard.checks.collectives.found import collectives
 
 from . import fast_jit
 
+pytestmark = pytest.mark.fast_cases(2)
+
 P = PartitionSpec
 B, T, C, F, STEPS = 4, 8, 6, 16, 3
 SPECS = {

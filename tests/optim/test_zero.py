@@ -21,6 +21,8 @@ from jaxshard.optim.parts import split_of
 
 from . import fast_jit
 
+pytestmark = pytest.mark.fast_cases(1)
+
 P = PartitionSpec
 SHAPES = {"long": (1001,), "short": (7,), "one": (1,), "scalar": (), "cube": (3, 5, 16), "deep": {"bias": (2, 1)}}
 MESHES = {"data": ((8,), ("data",)), ("x", "y"): ((4, 2), ("x", "y"))}

@@ -10,6 +10,8 @@ import jaxshard as js
 from jaxshard.core.placement import View
 from jaxshard.training.base import _checksum, checksum_base
 
+pytestmark = pytest.mark.fast_cases(2)
+
 WHOLE = View((7, 5), (7, 5), (7, 5))
 
 

@@ -13,6 +13,8 @@ from jaxshard.models.decoder import logits
 from jaxshard.models.gpt import gpt
 from tests.toys import linen_toy, mask, quick_compile
 
+pytestmark = pytest.mark.fast_cases(2)
+
 TX = optax.sgd(0.1)
 
 

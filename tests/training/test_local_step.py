@@ -84,6 +84,7 @@ def test_two_replicas_under_fsdp_in_two_fragments_equal_the_plain_loop_to_1e_6()
     compare(FSDP, MESH, EXPLICIT, 4, 2, (2, 0), CLIPPED)
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_that_of_one_device_reduces_gradients_in_a_conditional_and_keeps_replicas_alike() -> None:
     layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2, warmup=3)
     compiled = step.compile(batches(1)[0])

@@ -17,6 +17,8 @@ from tests.engines.pipeline.pipes import small_gpt, stack_toy
 from tests.engines.programs import Program, scalar_traffic
 from tests.toys import quick_compile
 
+pytestmark = pytest.mark.fast_cases(2)
+
 TX = optax.adam(1e-2)
 
 

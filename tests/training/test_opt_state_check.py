@@ -62,6 +62,7 @@ def test_dtypes_that_change_are_refused_with_what_keeps_them(name):
         step_of(make(advice), strategy).lower(BATCH)
 
 
+@pytest.mark.slow
 def test_what_the_message_says_trains_as_optax_alone_does():
     tx = injected(optax.adamw)(("b1", "b2", "eps", "eps_root", "weight_decay"))
     step = step_of(tx, FSDP)

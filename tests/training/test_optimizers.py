@@ -33,6 +33,8 @@ from jaxshard.training.owned_state import split_owned
 from tests.optim.proof.aliases import ALIASES, TYPICAL, WRAPPERS
 from tests.training.optimizers import CASES, GIVEN, PARTS, REFUSED, Case
 
+pytestmark = pytest.mark.fast_cases(2)
+
 PyTree = Any
 TOLERANCE = 1e-5
 STEPS = 3

@@ -65,6 +65,7 @@ def test_nobody_reads_a_run_that_was_donated():
             use(run)
 
 
+@pytest.mark.slow
 def test_other_meshes_and_guards_make_no_difference():
     tx = optax.sgd(0.1)
     layout, run, _ = made(tx)

@@ -17,6 +17,8 @@ from jaxshard.training.state import check_run, init_program, run_key
 from tests.notebook_page import read
 from tests.toys import TOYS, model_order, quick_compile
 
+pytestmark = pytest.mark.fast_cases(2)
+
 MESH = {"data": 8}
 
 

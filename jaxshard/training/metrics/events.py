@@ -35,7 +35,7 @@ def tensorboard(folder: str | Path, *, config: Mapping[str, Any] | None = None) 
     about the steps that are taken again.
 
     Args:
-      folder: the folder for TensorBoard's event files, or an address gs:// or s3:// as a str.
+      folder: the folder for TensorBoard's event files, or the text of an address gs:// or s3://.
       config: facts about the run, as `js.metrics.wandb` takes them; they are shown under "Text".
 
     Returns:

@@ -14,6 +14,8 @@ from jaxshard.checkpoint.safetensors.header import DTYPES
 from jaxshard.checkpoint.safetensors.pieces import fetch_bytes, largest_window, stream_pieces, window_starts
 from jaxshard.checks.collectives.found import collectives
 
+pytestmark = pytest.mark.fast_cases(4)
+
 
 @st.composite
 def cuts(draw):

@@ -20,6 +20,8 @@ from tests.checkpoint.runs import DEPTH, made
 from tests.engines.pipeline.pipes import small_gpt
 from tests.toys import model_order, start_of
 
+pytestmark = pytest.mark.fast_cases(3)
+
 NAMES = ["ddp", "fsdp", "tensor", "pipeline", "three"]
 FAST = [("three", 8), pytest.param("pipeline", 4, marks=pytest.mark.slow)]
 PRODUCT = [(name, devices) for name in NAMES for devices in (1, 2, 4, 8)]

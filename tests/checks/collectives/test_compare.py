@@ -62,6 +62,7 @@ def test_the_gpt_keeps_the_promise_of_every_strategy(strategy):
     assert_exact(audited(gpt_toy(vocab=48), made, js.make_mesh(**axes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("zero2 x tensor", marks=pytest.mark.slow), "fsdp x tensor"])
 def test_the_gpt_keeps_the_promise_over_a_tensor_axis(strategy):
     comparison = audited(gpt_toy(vocab=48), TENSOR[strategy], js.make_mesh(data=4, tensor=2))

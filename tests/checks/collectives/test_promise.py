@@ -12,6 +12,8 @@ from tests.engines import test_collectives as literals
 from tests.engines.programs import setups, torus_setups
 from tests.toys import gpt_toy, linen_toy
 
+pytestmark = pytest.mark.fast_cases(2)
+
 ADAM = optax.adam(1e-3)
 WEIGHT = "Dense_0/kernel"
 

@@ -187,6 +187,7 @@ def temporaries(toy: Toy, microbatches: int, stash: str) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_temporaries_do_not_grow_with_micro_batches():
     """At most 5 % from 8 to 32 micro-batches of 8 rows, over 4 devices with two chunks of 16 blocks in all."""
     few, many = (temporaries(stack_toy(residual_block, 16, rows=8 * m), m, "layer") for m in (8, 32))

@@ -18,6 +18,8 @@ from jaxshard.layers.attention.formula import Extras, Form, formula
 from jaxshard.plan.topology import topology_mesh
 from tests.layers.cases import arrays, documents, normal
 
+pytestmark = pytest.mark.fast_cases(2)
+
 SGD = optax.sgd(0.1)
 
 

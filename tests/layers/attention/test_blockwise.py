@@ -14,6 +14,8 @@ from jaxshard.layers.attention.blockwise import Cut, blockwise
 from jaxshard.layers.attention.formula import Extras, Form, formula
 from tests.layers.cases import NOTHING, arrays, assert_equal, documents, normal
 
+pytestmark = pytest.mark.fast_cases(2)
+
 in_blocks = partial(blockwise, block=16)
 
 

@@ -23,6 +23,8 @@ from jaxshard.layers.attention.visited import visited_blocks
 from jaxshard.layers.attention.zigzag import from_zigzag, to_zigzag
 from tests.layers.cases import arrays, assert_equal, documents, normal
 
+pytestmark = pytest.mark.fast_cases(1)
+
 BLOCKS = Kernels(partial(blockwise, block=16), partial(blockwise, block=16), ring.blocks(16))
 AXES = {"gather": {"c": 8}, "ulysses": {"c": 8}, "usp": {"c": 2, "d": 4}, "ring": {"c": 8}}
 

@@ -53,6 +53,7 @@ def test_linen(mask, dropout):
     assert_same(make, lambda layer, params: layer.apply({"params": params}, X, mask=mask, rngs=KEYS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_nnx(causal):
     def make(**given):

@@ -18,6 +18,8 @@ from jaxshard.optim.proof.elementwise import check_stored
 from tests.optim import fast_jit
 from tests.optim.proof.aliases import ALIASES, NOT_PLAIN, TYPICAL, WRAPPERS
 
+pytestmark = pytest.mark.fast_cases(3)
+
 ALL = ALIASES | WRAPPERS
 SHAPES = {"w": (4, 6), "deep": {"b": (6,)}, "v": (3, 4)}
 SPLIT = {"w": 0, "deep": {"b": 0}, "v": 1}

@@ -30,6 +30,8 @@ from tests.toys import (
     worst,
 )
 
+pytestmark = pytest.mark.fast_cases(3)
+
 
 @pytest.fixture(autouse=True)
 def _compile():
