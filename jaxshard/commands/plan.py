@@ -1,4 +1,4 @@
-"""`jaxshard plan`: the memory, communication and time of a step that is only planned, and the compiler's own answer."""
+"""`jaxshard plan`: the memory, communication and time of a step on chips that are not here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxshard.commands.errors import refusals, usage_errors
+import jax
+
+from jaxshard.commands.errors import UsageError, refusals, usage_errors
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, StrategyName, check_files, check_positive, refuse
 from jaxshard.commands.parallel import Topology
 from jaxshard.commands.prepared import Prepared, prepare
@@ -17,6 +19,7 @@ from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.file_errors import naming
 from jaxshard.core.pictures.canvas import write_picture
+from jaxshard.core.tree import path_str
 from jaxshard.cost.hardware import Chip
 from jaxshard.engines.pipeline.engine import Pipelined
 from jaxshard.plan.compiled.compile_for import compile_for
@@ -28,6 +31,7 @@ from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
 from jaxshard.schedules.plot import plot_schedule
 
+_SOME = "v5e:16x16 (TPUs) or h100:8x4 (4 hosts of 8 GPUs)"
 _COMPARED: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "fsdp")
 """Strategies over the same mesh, whose memory a picture shows beside that of the one that was asked for."""
 
@@ -45,11 +49,12 @@ def run(
     slices: int | None,
     chip: str | None,
     price: float | None,
-    compile: bool,
+    estimate: bool,
+    codegen: bool,
     plot: Path | None,
     json: Path | None,
 ) -> None:
-    """Predict a step, compile it if asked, and print what it needs; the arguments are the flags."""
+    """Predict a step and print what it needs; the arguments are the flags."""
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json, plot=plot)
@@ -57,21 +62,26 @@ def run(
         limits = None if chip is None else chip_named(chip)
         if topology is None:
             refuse("is of a TPU topology; add --topology, such as v5e:16x16", slices=slices)
-            refuse("asks the compiler of other devices; add --topology, such as v5e:16x16", compile=compile)
+            refuse("asks the compiler of other devices; add --topology, such as v5e:16x16", codegen=codegen)
+            if chip is None:
+                raise UsageError(f"for which chips? Add --topology, such as {_SOME}, or --chip for devices like these")
+        if estimate:
+            refuse("asks the compiler, and --estimate does without; leave one out", codegen=codegen)
     started = time.perf_counter()
     chips = None if topology is None else Topology(topology, slices or 1, planned_mesh)
     prepared = prepare(
         target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
     )
-    facts(console, prepared.how.shown | {"model": prepared.program.name})
-    with working(console, "predicting"), refusals():
-        prediction = _predict(prepared, limits, price)
+    facts(console, prepared.how.shown | {"model": prepared.program.name, "batch": _sizes(prepared.rows)})
+    words = "estimating" if estimate else "asking the compiler, where there is one"
+    with working(console, words), refusals():
+        prediction = _predict(prepared, limits, price, estimate)
     seconds = time.perf_counter() - started
     console.print(f"\n{prediction}")
     result = {"model": prepared.program.name, "topology": topology, "slices": slices or 1} | prepared.how.about
     result |= prediction.as_dict() | {"predict_seconds": seconds}
-    if compile and topology is not None:
-        result |= _compile(console, prepared, Topology(topology, slices or 1), prediction)
+    if codegen and topology is not None:
+        result |= {"compiled": _compile(console, prepared, Topology(topology, slices or 1))}
     write_json(json, result)
     if plot is not None:  # last: without matplotlib there are still the tables
         with working(console, "drawing"), usage_errors():
@@ -81,7 +91,8 @@ def run(
                 prepare, target, change=change, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
             )
             compared: dict[str, Prediction] = {
-                name: _predict(asked(sharding=replace(sharding, strategy=name)), limits, price) for name in others
+                name: _predict(asked(sharding=replace(sharding, strategy=name)), limits, price, estimate)
+                for name in others
             }
             files = _draw(plot, prepared, prediction, {chosen: prediction} | compared)
         console.print(f"\ndrawn: {', '.join(map(str, files))}")
@@ -105,20 +116,23 @@ def _draw(plot: Path, prepared: Prepared, prediction: Prediction, compared: dict
     return files
 
 
-def _predict(prepared: Prepared, chip: Chip | None, price: float | None) -> Prediction:
+def _predict(prepared: Prepared, chip: Chip | None, price: float | None, estimate: bool) -> Prediction:
     program = prepared.program
     return predict(
-        prepared.layout, program.loss_fn, prepared.rows, prepared.how.engine, tx=program.tx, chip=chip, price=price
-    )
+        prepared.layout, program.loss_fn, prepared.rows, prepared.how.engine, tx=program.tx, chip=chip, price=price,
+        estimate=estimate,
+    )  # fmt: skip
 
 
-def _compile(console: Any, prepared: Prepared, topology: Topology, prediction: Prediction) -> dict[str, Any]:
-    """Ask the compiler, also why it refuses."""
+def _sizes(rows: Any) -> str:
+    """Write the shapes of a batch: "tokens [256, 8193]"."""
+    leaves = jax.tree_util.tree_leaves_with_path(rows)
+    return ", ".join(f"{path_str(path)} {list(x.shape)}".strip() for path, x in leaves)
+
+
+def _compile(console: Any, prepared: Prepared, topology: Topology) -> dict[str, Any]:
+    """Compile to the end, for the estimated cycles; print and return the verdict."""
     with working(console, "compiling"), refusals():
-        verdict = compile_for(
-            prepared.step(), prepared.rows, topology.name, num_slices=topology.slices, prediction=prediction
-        )
+        verdict = compile_for(prepared.step(), prepared.rows, topology.name, num_slices=topology.slices, codegen=True)
     console.print(f"\n{verdict}", soft_wrap=True, highlight=False, markup=False)
-    found = verdict.as_dict()
-    chosen = {key: found[key] for key in ("fits", "compiled_peak_bytes", "refusal", "compile_seconds")}
-    return chosen | {"compiled": found}
+    return verdict.as_dict()

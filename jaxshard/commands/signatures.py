@@ -241,7 +241,8 @@ def plan(
     slices: Count = None,
     chip: Words = None,
     price: Rate = None,
-    compile: bool = False,
+    estimate: bool = False,
+    codegen: bool = False,
     plot: File = None,
     json: JsonFile = None,
 ) -> None:
@@ -249,18 +250,19 @@ def plan(
 
     jaxshard plan llama3-8b --mesh data=256 --topology v5e:16x16 --precision bf16 --batch 256 --seq 8192
 
-    Nothing is computed and no array is made. In the JSON object "fits" is true, false, or null where only the compiler
-    knows; with --compile it is the compiler's answer, and "compiled_peak_bytes" what it uses or asked for.
+    Nothing is computed and no array is made. Where the compiler of the chips is installed (libtpu for TPUs) memory is
+    what it assigns, and "judged_by" in the JSON object is "compiler"; otherwise memory is estimated. "fits" is true,
+    false, or null where only the compiler knows; "live_bytes" are live at once, "allocated_bytes" must fit.
 
     Args:
       batch: rows of a step over all devices, for a ready-made size; by default what suits it.
       seq: tokens in a row, for a ready-made size; by default what suits it.
-      topology: TPUs or GPUs that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8; by default the
-        devices that are here.
+      topology: TPUs or GPUs that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8.
       slices: so many TPU slices, connected by the data center's network.
-      chip: predict for the limits of this chip, such as v5e or h100, whatever the devices are.
+      chip: predict for the limits of this chip, such as v5e or h100; without --topology for the devices that are here.
       price: of one chip for an hour, in any currency, for the price of a billion tokens.
-      compile: compile the step too, with the compiler of the TPUs; needs libtpu.
+      estimate: estimate memory, without a compiler.
+      codegen: compile to the end, which takes minutes: prints the compiler's verdict with estimated cycles too.
       plot: draw memory by role across strategies into a file such as plan.png or plan.svg, and the shards, the
         roofline and the schedule of a pipeline into plan-shards.png and so on; needs matplotlib.
     """
@@ -278,7 +280,8 @@ def plan(
         slices=slices,
         chip=chip,
         price=price,
-        compile=compile,
+        estimate=estimate,
+        codegen=codegen,
         plot=plot,
         json=json,
     )

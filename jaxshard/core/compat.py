@@ -6,6 +6,7 @@ have the names of primitives and compiler passes that other files compare with.
 """
 
 import functools
+import io
 import os
 import re
 import threading
@@ -13,10 +14,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax._src import api_util, clusters, distributed, profiler, xla_bridge
+from jax._src import api_util, clusters, compiler, distributed, profiler, xla_bridge
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend import source_info_util
 from jax.extend.core import Primitive, Var
@@ -70,6 +71,67 @@ Undocumented: the name of a pass of XLA. It expands the barrier of `jax.checkpoi
 equal gathers are merged. Silent: under another name nothing is disabled, and gathered weights are kept for the backward
 pass. Tested by its effect.
 """
+
+
+class CompilerInput(NamedTuple):
+    """What JAX gives to a compiler.
+
+    Attributes:
+      program: MLIR bytecode.
+      options: serialized `CompileOptions`, without the overrides.
+      overrides: name and value of each compiler option that differs from its default, sorted.
+      devices: the ids of the devices, in the order of the program's partitions.
+      version: the compiler's own description of its version.
+    """
+
+    program: bytes
+    options: bytes
+    overrides: tuple[tuple[str, Any], ...]
+    devices: tuple[int, ...]
+    version: str
+
+
+class _Taken(Exception):
+    pass
+
+
+_taking = threading.Lock()
+
+
+def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
+    """Return what `lowered.compile()` would give to the compiler, so that another process can compile it.
+
+    Private: `jax._src.compiler.compile_or_get_cached`, which every compilation calls; it is replaced for this thread
+    while `compile` runs. Loud: an AttributeError, or a program that compiles where the test expects none.
+    """
+    taken: list[CompilerInput] = []
+    private: Any = compiler
+    thread, compile_program = threading.get_ident(), private.compile_or_get_cached
+
+    def take(backend: Any, module: Any, devices: Any, options: Any, *rest: Any, **more: Any) -> Any:
+        if threading.get_ident() != thread:
+            return compile_program(backend, module, devices, options, *rest, **more)
+        program = io.BytesIO()
+        module.operation.write_bytecode(program)
+        overrides = tuple(sorted(options.env_option_overrides))
+        options.env_option_overrides = []  # serialized in no fixed order
+        ids = tuple(int(device.id) for device in devices.flat)
+        taken.append(
+            CompilerInput(
+                program.getvalue(), options.SerializeAsString(), overrides, ids, f"{backend.platform_version}"
+            )
+        )
+        raise _Taken
+
+    with _taking:
+        private.compile_or_get_cached = take
+        try:
+            lowered.compile()
+        except _Taken:
+            pass
+        finally:
+            private.compile_or_get_cached = compile_program
+    return taken[0]
 
 
 NonFiniteResult = api_util.InternalFloatingPointError

@@ -7,10 +7,9 @@ compiles too. Its attention kernels are chosen by cuDNN, where that is installed
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.experimental import topologies
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 
@@ -51,16 +50,8 @@ GPUS = {
 """The GPUs for which a program can be compiled, by the names of `planned_mesh`."""
 
 
-def gpu_devices(version: str, per_host: int, hosts: int) -> list[jax.Device]:
-    """Return the devices of some hosts of GPUs, for compiling without hardware.
-
-    Args:
-      version: one of `GPUS`.
-      per_host: GPUs of each host.
-      hosts: how many hosts.
-
-    Returns:
-      The devices, host by host.
+def check_gpu_compiler(version: str) -> None:
+    """Raise unless programs can be compiled for GPUs of a version.
 
     Raises:
       ImportError: JAX's CUDA plugin, which holds the compiler, is not installed.
@@ -75,8 +66,11 @@ def gpu_devices(version: str, per_host: int, hosts: int) -> list[jax.Device]:
             f"pip install --no-deps {wheels} nvidia-cudnn-cu12 (no GPU is needed; nvidia-cudnn-cu12 is for attention "
             "alone)"
         )
-    options: dict[str, Any] = {"target_config": describe_target(GPUS[version]), "topology": f"1x{hosts}x{per_host}"}
-    return list(topologies.get_topology_desc(platform="cuda", **options).devices)
+
+
+def gpu_options(version: str, per_host: int, hosts: int) -> dict[str, str]:
+    """Return the options by which the CUDA plugin makes a topology of some hosts of GPUs."""
+    return {"target_config": describe_target(GPUS[version]), "topology": f"1x{hosts}x{per_host}"}
 
 
 def describe_target(gpu: Gpu) -> str:

@@ -28,7 +28,10 @@ from jaxshard.plan.arrange import arrange
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """A device that stands for one that is not here; its attributes are those of a `jax.Device`."""
+    """A device that stands for one that is not here; its attributes are those of a `jax.Device`.
+
+    Besides, `topology` and `num_slices` are what it was planned as, such as "v5e:4x4" and 1.
+    """
 
     id: int
     platform: str
@@ -39,6 +42,8 @@ class PlannedDevice:
     core_on_chip: int = 0
     num_cores: int = 1
     compute_capability: str = ""
+    topology: str = ""
+    num_slices: int = 1
 
     @property
     def client(self) -> Any:
@@ -232,8 +237,9 @@ def _tpus(topology: Topology, number: int, num_slices: int) -> Iterator[PlannedD
     for index, (z, y, x, core) in enumerate(places):
         here = x // host[0] + hosts[0] * (y // host[1] + hosts[1] * z) + number * math.prod(hosts)
         yield PlannedDevice(
-            offset + index, "tpu", known.kind, here, number, (x, y, z), core_on_chip=core, num_cores=known.num_cores
-        )
+            offset + index, "tpu", known.kind, here, number, (x, y, z), core_on_chip=core, num_cores=known.num_cores,
+            topology=str(topology), num_slices=num_slices,
+        )  # fmt: skip
 
 
 def _gpus(topology: Topology) -> Iterator[PlannedDevice]:
@@ -241,7 +247,9 @@ def _gpus(topology: Topology) -> Iterator[PlannedDevice]:
     gpus, hosts = topology.shape
     for index in range(gpus * hosts):
         host = index // gpus
-        yield PlannedDevice(index, "gpu", known.kind, host, host, compute_capability=known.capability)
+        yield PlannedDevice(
+            index, "gpu", known.kind, host, host, compute_capability=known.capability, topology=str(topology)
+        )
 
 
 def _is_known(version: str, shape: tuple[int, ...]) -> bool:

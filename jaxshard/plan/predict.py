@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from jaxshard.cost.hardware import Chip, has_sparse_cores
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
+from jaxshard.plan.compiled.compile_for import compile_for
+from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.memory.roles import Peak, moment_str, role_of, step_peak
 from jaxshard.plan.memory.tiles import tiled_bytes
 from jaxshard.plan.memory.trace import trace_step
@@ -33,6 +36,8 @@ from jaxshard.plan.time.offload import offload_of
 from jaxshard.plan.time.pipeline import ticks_of
 from jaxshard.plan.time.products import product_costs
 from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
+from jaxshard.plan.topology import has_compiler, target_of
+from jaxshard.training.step import Step, make_step
 
 
 def predict(
@@ -44,10 +49,14 @@ def predict(
     tx: optax.GradientTransformation | None = None,
     chip: Chip | None = None,
     price: float | None = None,
+    estimate: bool = False,
+    at_depth: Callable[[int], Step] | None = None,
 ) -> Prediction:
     """Predict memory, communication and time of the step that `make_step(loss_fn, tx, layout, engine=engine)` makes.
 
-    The step is traced and never compiled; only shapes are needed, and nothing is allocated on any device.
+    Only shapes are needed, and nothing is allocated on any device. On the mesh of a topology (`js.plan.planned_mesh`,
+    `js.plan.topology_mesh`) whose compiler is installed, memory is what the compiler assigns, as by
+    `js.plan.compile_for`; otherwise it is estimated from the traced program. `prediction.judged_by` says which.
 
     Args:
       layout: where the arrays live.
@@ -57,15 +66,22 @@ def predict(
       tx: the optimizer that the layout was made with.
       chip: the limits of a device; by default those of the mesh's devices, where they are known.
       price: of one device for an hour, in any currency.
+      estimate: estimate memory also where the compiler could be asked: faster by some seconds.
+      at_depth: as for `js.plan.compile_for`.
 
     Returns:
       The prediction, of one device.
+
+    Raises:
+      TypeError: `tx` is missing.
+      ValueError: the layout has replicas that train by themselves (`js.local`).
+      jax.errors.JaxRuntimeError: the compiler refuses the program for another reason than memory.
 
     Example:
         mesh = js.plan.planned_mesh("v5e:2x4", data=8)
         prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, js.explicit(), tx=tx)
         print(prediction)
-        prediction.peak.total, prediction.fits
+        prediction.live_bytes, prediction.fits, prediction.judged_by
     """
     engine, batch = engine or auto(), abstract(as_arrays("the batch", batch))
     device = layout.mesh.devices.flat[0]
@@ -105,14 +121,18 @@ def predict(
     # With micro-batches an engine traces the loss once more for its weight alone; compilers drop the rest of it.
     alive = ClosedJaxpr(eliminate_dead_code(traced.closed)[0], open_jaxpr(traced.closed)[1])
     products = product_costs(alive, mesh, chip, ticks=ticks)
+    verdict = None if estimate else _judged(layout, loss_fn, batch, engine, tx, at_depth)
     offload = offload_of(peak.region)
     flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
     prediction = Prediction(
         devices=layout.mesh.size,
         mesh=dict(layout.mesh.shape),
         chip=chip,
-        peak=_peak(arguments, peak),
+        peak=_peak(arguments, peak) if verdict is None else _assigned(verdict),
         argument_bytes=sum(arguments.values()),
+        judged_by="estimate" if verdict is None else verdict.judged_by,
+        allocated_bytes=None if verdict is None else verdict.allocated_bytes,
+        refusal="" if verdict is None else verdict.refusal,
         usable_bytes=usable,
         collectives=collectives,
         products=products,
@@ -131,6 +151,29 @@ def predict(
         tokens_per_second=tokens_per_second(tokens, time) if tokens else None,
         price_per_billion_tokens=a_billion,
     )
+
+
+def _judged(
+    layout: Layout, loss_fn: LossFn, batch: PyTree, engine: Engine, tx: optax.GradientTransformation,
+    at_depth: Callable[[int], Step] | None,
+) -> Verdict | None:  # fmt: skip
+    """Ask the compiler of the topology that the mesh stands for; None without one."""
+    target = target_of(layout.mesh)
+    if target is None or not has_compiler(target):
+        return None
+    step = make_step(loss_fn, tx, layout, engine=engine)
+    return compile_for(step, batch, target.name, num_slices=target.num_slices, at_depth=at_depth)
+
+
+def _assigned(verdict: Verdict) -> MemoryPeak:
+    """The peak that the compiler assigned, with the lines of the largest arrays."""
+    largest = []
+    for one in verdict.arrays:
+        times = f"{one.count} x " if one.count > 1 else ""
+        shape = ", ".join(map(str, one.shape))
+        place = f"{one.what} at {one.source}" if one.source else one.what
+        largest.append((one.bytes, one.role, f"{times}{one.dtype}[{shape}] {place}"))
+    return MemoryPeak(verdict.by_role, verdict.moment, tuple(largest[:40]))
 
 
 def _peak(arguments: dict[str, int], peak: Peak) -> MemoryPeak:

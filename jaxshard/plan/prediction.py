@@ -16,6 +16,9 @@ from jaxshard.plan.time.network import CollectiveCost
 from jaxshard.plan.time.products import ProductCost
 from jaxshard.plan.time.step_time import StepTime
 
+_SHOWN = 8
+"""Arrays that the table shows; `as_dict` has 40."""
+
 Range = tuple[float, float]
 """A low and a high estimate."""
 
@@ -32,10 +35,8 @@ ROLES = (
 )
 """What memory is used for, in the order in which tables show it."""
 
-MARGIN = 0.35
-"""A step is said to fit if its predicted peak and this share more do. The table's largest error below the compiled peak
-is 13 % (docs/records/planner_table.md); of about sixty steps that were drawn later, or that
-offload activations, none is predicted more than 18 % too low. The share covers 26 %."""
+BAND = (-0.35, 0.35)
+"""The errors of the estimate of memory, as shares of the estimate, within which 95 % of steps lie."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory, communication and time that a training step will need, per device, from its traced program alone.
+    """The memory, communication and time that a training step will need, per device.
 
     `print(prediction)` is a table, `prediction.as_dict()` goes into JSON.
 
@@ -75,6 +76,9 @@ class Prediction:
       peak: bytes at the fullest moment, by role.
       argument_bytes: of what goes into the step: parameters, optimizer state, model state, batch; in tiles on a TPU.
       usable_bytes: of the chip's memory what a program may use; None without a chip.
+      judged_by: where `peak` is from: "compiler", "extrapolated" (`js.plan.compile_for` with `at_depth=`), "estimate".
+      allocated_bytes: what the compiler reserves, with the gaps between arrays; None for an estimate.
+      refusal: the compiler's own words; "" where it took the step, or was not asked.
       collectives: what is moved between devices, with times.
       products: FLOPs by product.
       flops: per device and step, those computed again included.
@@ -92,6 +96,9 @@ class Prediction:
     peak: MemoryPeak
     argument_bytes: int
     usable_bytes: int | None = None
+    judged_by: str = "estimate"
+    allocated_bytes: int | None = None
+    refusal: str = ""
     collectives: tuple[CollectiveCost, ...] = ()
     products: tuple[ProductCost, ...] = ()
     flops: float = 0.0
@@ -103,16 +110,24 @@ class Prediction:
     offloaded_bytes: int = 0
 
     @property
-    def fits(self) -> bool | None:
-        """True if the peak fits with `MARGIN` to spare, False if it does not fit at all, None between (compile it).
+    def live_bytes(self) -> int:
+        """Bytes of a device that are live at once when most are."""
+        return self.peak.total
 
-        None too where the chip is not known.
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits: by the compiler, or, outside of `BAND`, by the estimate; None where that is not known.
+
+        A compiler's answer follows what is allocated. None too where the memory of the chip is not known.
         """
+        if self.refusal:
+            return False
         if self.usable_bytes is None:
             return None
-        if self.peak.total * (1 + MARGIN) <= self.usable_bytes:
-            return True
-        return False if self.peak.total > self.usable_bytes else None
+        if self.allocated_bytes is not None:
+            return self.allocated_bytes <= self.usable_bytes
+        least, most = (self.peak.total * (1 + share) for share in BAND)
+        return True if most <= self.usable_bytes else False if least > self.usable_bytes else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction as JSON has it: dictionaries, lists and numbers."""
@@ -122,7 +137,10 @@ class Prediction:
             "chip": None if self.chip is None else self.chip.name,
             "fits": self.fits,
             "hbm_bytes": self.usable_bytes,
-            "predicted_peak_bytes": self.peak.total,
+            "judged_by": self.judged_by,
+            "live_bytes": self.live_bytes,
+            "allocated_bytes": self.allocated_bytes,
+            "refusal": self.refusal or None,
             "by_role": dict(self.peak.by_role),
             "moment": self.peak.moment,
             "largest": [{"bytes": size, "role": role, "array": what} for size, role, what in self.peak.largest],
@@ -172,16 +190,35 @@ class Prediction:
         where = "" if self.chip is None else f" of {self.chip.name}"
         total = self.peak.total
         rows = [(role, human_bytes(size), f"{size / total:.0%}") for role, size in self.peak.by_role.items() if size]
-        rows.append(("peak", human_bytes(total), "100%"))
+        rows.append(("live at once", human_bytes(total), "100%"))
+        if self.allocated_bytes is not None:
+            rows.append(("allocated", human_bytes(self.allocated_bytes), ""))
         if self.offloaded_bytes:
             rows.append(("on the host", human_bytes(self.offloaded_bytes), ""))
-        verdict = {True: "fits", False: "does not fit", None: "may fit: compile to know"}[self.fits]
-        limit = "" if self.usable_bytes is None else f"; a program may use {human_bytes(self.usable_bytes)}: {verdict}"
-        moment = f" (the fullest moment: {self.peak.moment})" if self.peak.moment else ""
         return [
-            f"{self.devices} devices{where} ({axes}){limit}{moment}",
+            f"{self.devices} devices{where} ({axes}): {self._verdict()}",
             Table(rows, "<>>", ("per device", "bytes", "share")),
+            *self._largest(),
         ]
+
+    def _verdict(self) -> str:
+        """Say whether the step fits, and who says so."""
+        least, most = BAND
+        who = {
+            "compiler": "the compiler's own figures",
+            "extrapolated": "the compiler's figures of 2 and 4 blocks, extrapolated",
+            "estimate": f"an estimate; 95 % of steps need {least:+.0%} to {most:+.0%} of it",
+        }[self.judged_by]
+        if self.usable_bytes is None:
+            return who
+        fits = {True: "fits", False: "does not fit", None: "may fit, only the compiler knows"}[self.fits]
+        return f"{fits}; a program may use {human_bytes(self.usable_bytes)} ({who})"
+
+    def _largest(self) -> list[str | Table]:
+        if not self.peak.largest:
+            return []
+        rows = [(human_bytes(size), role, what) for size, role, what in self.peak.largest[:_SHOWN]]
+        return [f"largest, {self.peak.moment or 'when most is live'}:", Table(rows, "><<")]
 
     def _time(self) -> list[str | Table]:
         assert self.time is not None

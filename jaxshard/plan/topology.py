@@ -8,18 +8,63 @@ compiled.memory_analysis().peak_memory_in_bytes
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxshard.plan.arrange import arrange
-from jaxshard.plan.gpus import gpu_devices
-from jaxshard.plan.planned import GPUS, parse_topology
+from jaxshard.plan.gpus import check_gpu_compiler, gpu_options
+from jaxshard.plan.planned import GPUS, PlannedDevice, parse_topology
+
+
+class Target(NamedTuple):
+    """A topology for its compiler.
+
+    Attributes:
+      name: as a user writes it, such as "v5e:4x4" or "h100:8".
+      num_slices: how many copies of a TPU slice.
+    """
+
+    name: str
+    num_slices: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.num_slices} x {self.name}" if self.num_slices > 1 else self.name
+
+    @property
+    def is_gpu(self) -> bool:
+        """True for GPUs, False for TPUs."""
+        return self.name.partition(":")[0].strip().lower() in GPUS
+
+    def description(self) -> dict[str, Any]:
+        """Return the platform, the name and the options by which the compiler's plugin makes the topology."""
+        if self.is_gpu:
+            topology = parse_topology(self.name)
+            return {"platform": "cuda", "name": "", "topology": gpu_options(topology.version, *topology.shape)}
+        options: dict[str, Any] = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
+        if any(closed := _closed_dimensions(self.name)):
+            options["wrap"] = closed
+        return {"platform": "tpu", "name": self.name, "topology": options}
+
+
+_targets: dict[int, Target] = {}
+"""The target of each compile-only client, by `id`; `_make_devices` keeps the clients alive."""
+
+
+def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
+    """Return the topology whose devices, or stand-ins for them, a mesh has; None for devices that are here."""
+    if isinstance(mesh, AbstractMesh):
+        return None
+    device = mesh.devices.flat[0]
+    if isinstance(device, PlannedDevice):
+        return Target(device.topology, device.num_slices) if device.topology else None
+    return _targets.get(id(device.client))
 
 
 def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
@@ -48,30 +93,51 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
         devices = js.plan.topology_devices("v5e:2x4")       # needs libtpu, the extra `tpu`
         devices[0].device_kind
     """
-    if name.partition(":")[0].strip().lower() in GPUS:
-        topology = parse_topology(name)
+    target = Target(name, num_slices)
+    check_compiler(target)
+    if target.is_gpu:
+        parse_topology(name)
         if num_slices != 1:
             raise ValueError(f"{name}: slices are of TPUs, got num_slices={num_slices}; write hosts x slices instead")
-        return gpu_devices(topology.version, *topology.shape)
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            f"compiling for the topology {name!r} needs the TPU compiler, and libtpu is not installed; "
-            f'pip install "jax[tpu]=={jax.__version__}" (no TPU is needed)'
-        )
-    # libtpu takes a lock file for its chip; without this a second process that only compiles would abort on it.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    if ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
+    elif ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
         parse_topology(name)
-    options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
-    if any(closed := _closed_dimensions(name)):
-        options["wrap"] = closed
     try:
-        return list(topologies.get_topology_desc(name, "tpu", **options).devices)
+        return list(_make_devices(target))
     except jax.errors.JaxRuntimeError as error:
         parse_topology(name)  # says what is near
         raise ValueError(
             f"no TPU topology {name!r}: {error}; write it as version:shape, such as v5e:2x4, v5p:2x2x4 or v6e:16x16"
         ) from error
+
+
+@functools.cache
+def _make_devices(target: Target) -> tuple[jax.Device, ...]:
+    # libtpu takes a lock file for its chip; without this a second process that only compiles would abort on it.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    about = target.description()
+    devices: Any = topologies.get_topology_desc(about["name"], about["platform"], **about["topology"]).devices
+    _targets[id(devices[0].client)] = target
+    return tuple(devices)
+
+
+def check_compiler(target: Target) -> None:
+    """Raise an ImportError with the command that installs the compiler of a target, if it is missing."""
+    if target.is_gpu:
+        check_gpu_compiler(parse_topology(target.name).version)
+    elif importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f"compiling for the topology {target.name!r} needs the TPU compiler, and libtpu is not installed; "
+            f'pip install "jax[tpu]=={jax.__version__}" (no TPU is needed)'
+        )
+
+
+def has_compiler(target: Target) -> bool:
+    """Return True if the compiler of a target is installed here."""
+    try:
+        check_compiler(target)
+    except (ImportError, ValueError):  # not installed; or a GPU of which there is no description
+        return False
+    return True
 
 
 def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxshard.checks.collectives.dump import expand_elements
 
@@ -45,8 +45,13 @@ class Value(NamedTuple):
 class Assignment(NamedTuple):
     """The memory that the compiler assigned to a program on each device.
 
+    There are two figures: `peak` counts what is live at the fullest moment, as `peak_memory_in_bytes` of
+    `compiled.memory_analysis()` does; `allocated` counts all that is reserved, with the gaps that are left in the
+    allocation of temporaries because values of different sizes follow each other.
+
     Attributes:
       arguments: bytes of each argument, by its number.
+      results: bytes of results that are not written into the memory of an argument, and of constants.
       temporaries: bytes of the allocation of all values in between, gaps included.
       live: the values of the fullest moment with the bytes that each adds to it (several may share a place), the
         largest first.
@@ -54,14 +59,20 @@ class Assignment(NamedTuple):
     """
 
     arguments: dict[int, int]
+    results: int
     temporaries: int
     live: tuple[tuple[Value, int], ...]
     moment: str
 
     @property
     def peak(self) -> int:
-        """Bytes of the arguments, and of what is live at the fullest moment."""
-        return sum(self.arguments.values()) + sum(added for _, added in self.live)
+        """Bytes that are live at once: arguments, results, and temporaries at the fullest moment."""
+        return sum(self.arguments.values()) + self.results + sum(added for _, added in self.live)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that are reserved: arguments, results, and the allocation of temporaries with its gaps."""
+        return sum(self.arguments.values()) + self.results + self.temporaries
 
 
 def read_assignment(folder: Path) -> Assignment | None:
@@ -71,7 +82,8 @@ def read_assignment(folder: Path) -> Assignment | None:
         return None
     text, ranges = file.read_text(), Path(str(file).replace("-buffer-assignment", "-live-range"))
     arguments: dict[int, int] = {}
-    temporaries, values = 0, ""
+    results = temporaries = 0
+    values = ""
     for allocation in _allocations(text):
         head = allocation.split("\n", 1)[0]
         if "color" in head:  # that of another memory than HBM
@@ -82,18 +94,29 @@ def read_assignment(folder: Path) -> Assignment | None:
         elif "preallocated-temp" in head:
             temporaries += size
             values += allocation
+        elif re.search(r"maybe-live-out|constant", head):
+            results += size
     schedule = ranges.read_text() if ranges.exists() else ""
     live_values = list(_values(values, schedule))
     moment = _fullest_moment(live_values)
     live = sorted(_covered(_live(live_values, moment)), key=lambda found: -found[1])
     steps = {int(number): name for number, name in _STEP.findall(schedule.split("BufferLiveRange:")[0])}
-    return Assignment(arguments, temporaries, tuple(live), steps.get(moment, ""))
+    return Assignment(arguments, results, temporaries, tuple(live), steps.get(moment, ""))
+
+
+def assignment_of(found: list[Any]) -> Assignment:
+    """Return the assignment that `json.dumps` wrote."""
+    arguments, results, temporaries, live, moment = found
+    values = tuple((Value(*value), added) for value, added in live)
+    return Assignment({int(number): size for number, size in arguments.items()}, results, temporaries, values, moment)
 
 
 def is_assigned(folder: Path) -> bool:
-    """Return True once the compiler has assigned the memory of a program that is no small helper."""
-    file = largest(folder, "*-buffer-assignment.txt")
-    return file is not None and file.stat().st_size > 50_000 and largest(folder, "*tpu_comp_env.txt") is not None
+    """Return True once the compiler has assigned the memory of a program, and accepted it.
+
+    The dump's files are written one after another, so those on memory are complete when the next one is there.
+    """
+    return any(folder.glob("*after_buffer_assignment.txt"))
 
 
 def program_text(folder: Path) -> str:

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
+
+import jax
 
 from jaxshard.checks.collectives import describe
-from jaxshard.checks.collectives.compare import Comparison
-from jaxshard.checks.collectives.found import Collective, arrays_only
-from jaxshard.checks.collectives.instructions import Instruction
+from jaxshard.checks.collectives.compare import Comparison, compare
+from jaxshard.checks.collectives.found import Collective, arrays_only, collectives
+from jaxshard.checks.collectives.instructions import Instruction, rematerialized
+from jaxshard.checks.collectives.promise import promise
 from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
 from jaxshard.core.pictures.style import ROLES as COLOURS
+from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import Section, Table
+from jaxshard.core.types import PyTree
+from jaxshard.cost.hardware import chip as chip_of
+from jaxshard.plan.compiled.cycles import estimated_cycles
+from jaxshard.plan.compiled.judge import Answer
 from jaxshard.plan.compiled.live import LiveArray
-from jaxshard.plan.compiled.savings import Saving
-from jaxshard.plan.prediction import ROLES, Prediction
+from jaxshard.plan.compiled.memory import Memory
+from jaxshard.plan.compiled.refusal import parse_refusal
+from jaxshard.plan.compiled.savings import Saving, savings
+from jaxshard.plan.prediction import ROLES
+from jaxshard.plan.topology import Target
+from jaxshard.training.step import Step
 
 _SHOWN = 12
 """Rows of a list that the table shows; `as_dict` has all of them."""
-
-
-class Difference(NamedTuple):
-    """A number that was predicted beside the compiler's.
-
-    Attributes:
-      what: "peak", a role of memory, or "all-gather over data".
-      predicted: bytes.
-      compiled: bytes.
-    """
-
-    what: str
-    predicted: int
-    compiled: int
-
-    def __str__(self) -> str:
-        change = f"{self.predicted / self.compiled - 1:+.1%}" if self.compiled else ""
-        return f"{self.what}: predicted {human_bytes(self.predicted)}, compiled {human_bytes(self.compiled)} {change}"
 
 
 @dataclass(frozen=True)
@@ -67,49 +62,133 @@ class Traffic:
 class Verdict:
     """The verdict of a TPU's or GPU's compiler on a training step.
 
-    `print(verdict)` is a table, `verdict.as_dict()` goes into JSON. All bytes are of one device.
+    `print(verdict)` is a table, `verdict.as_dict()` goes into JSON. All bytes are of one device. Memory is given by two
+    figures: what is live at once, and what is allocated, with the gaps between arrays; the second must fit.
 
     Attributes:
-      topology: the devices, such as "v5e:16x16", or "2 x v5e:16x16".
-      devices: how many.
-      device_kind: what JAX calls one of them.
-      mesh: the size of each axis.
-      fits: False if the compiler refused the program, or, of GPUs, if the peak is more than there is: their compiler
-        enforces nothing. None if the memory of the device is not known.
-      usable_bytes: what a program may use; None where it is not known.
-      peak_bytes: arguments and temporaries at the fullest moment; what a refused program asked for.
-      argument_bytes: of what goes into the step.
-      refusal: the compiler's own words; "" where it took the program.
-      moment: when the fullest moment is.
-      arrays: what is alive then, arguments included, the largest first.
-      savings: what would make it less, upper bounds, the largest first.
-      collectives: of the program.
-      comparison: of them with the promise of the layout, as by `js.audit`; None where there is no program.
-      rematerialized: what the compiler computes again on its own, to save memory.
-      cycles: that a TPU's compiler estimates, without collectives and Pallas kernels; None where it refused, and of
-        GPUs.
-      compile_seconds: that the compiler took.
-      prediction: `js.plan.predict` of the same step; None where it was not wanted.
+      target: the topology.
+      step: on devices of the topology.
+      batch: its shapes.
+      answer: what the compiler answered.
+      memory: what it assigned, by arrays.
+      compiled: the compiled step of `codegen=True`; None otherwise, and where the compiler refused.
+      judged_by: "compiler", or "extrapolated" from two small depths.
     """
 
-    topology: str
-    devices: int
-    device_kind: str
-    mesh: Mapping[str, int]
-    fits: bool | None
-    usable_bytes: int | None
-    peak_bytes: int
-    argument_bytes: int
-    refusal: str
-    moment: str
-    arrays: tuple[LiveArray, ...] = field(repr=False)
-    savings: tuple[Saving, ...] = field(repr=False)
-    collectives: tuple[Collective, ...] = field(repr=False)
-    comparison: Comparison | None = field(repr=False)
-    rematerialized: tuple[Instruction, ...] = field(repr=False)
-    cycles: int | None
-    compile_seconds: float
-    prediction: Prediction | None = field(default=None, repr=False)
+    target: Target
+    step: Step = field(repr=False)
+    batch: PyTree = field(repr=False)
+    answer: Answer = field(repr=False)
+    memory: Memory = field(repr=False)
+    compiled: jax.stages.Compiled | None = field(default=None, repr=False)
+    judged_by: str = "compiler"
+
+    @property
+    def topology(self) -> str:
+        """The devices, such as "v5e:16x16", or "2 x v5e:16x16"."""
+        return str(self.target)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The size of each axis."""
+        return dict(self.step.layout.mesh.shape)
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self.step.layout.mesh.size
+
+    @property
+    def device_kind(self) -> str:
+        """The name that JAX has for a device."""
+        return str(self.step.layout.mesh.devices.flat[0].device_kind)
+
+    @property
+    def refusal(self) -> str:
+        """The compiler's own words; "" where it took the program."""
+        return self.answer.refusal
+
+    @property
+    def compile_seconds(self) -> float:
+        """The seconds that the compiler took, when it was asked."""
+        return self.answer.seconds
+
+    @cached_property
+    def usable_bytes(self) -> int | None:
+        """The bytes that a program may use; None where that is not known."""
+        if (refusal := parse_refusal(self.refusal)) is not None:
+            return refusal.usable
+        device = self.step.layout.mesh.devices.flat[0]
+        chip = chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
+        return None if chip is None else chip.usable_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """False if the compiler refused the step, or if it allocates more than a program may use.
+
+        The second is for GPUs, whose compiler enforces nothing. None where the memory of the device is not known.
+        """
+        if self.refusal:
+            return False
+        return None if self.usable_bytes is None else self.allocated_bytes <= self.usable_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are live at once; see `Memory`."""
+        return self.memory.live
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that are reserved, gaps included; see `Memory`."""
+        return self.memory.allocated
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of what goes into the step."""
+        return self.memory.arguments
+
+    @property
+    def arrays(self) -> tuple[LiveArray, ...]:
+        """The arrays that are live when most are, arguments included, the largest first."""
+        return self.memory.arrays
+
+    @property
+    def moment(self) -> str:
+        """The moment at which most bytes are live, in words."""
+        return self.memory.moment
+
+    @cached_property
+    def savings(self) -> tuple[Saving, ...]:
+        """Changes that would need less memory, with upper bounds, the largest first."""
+        return savings(self.arrays, self.step.layout, self.step.engine, self.batch, self.live_bytes)
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives of the program."""
+        return collectives(self.answer.text, self.step.layout.mesh) if self.answer.text else ()
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """The program's collectives beside the promise of the layout, as by `js.audit`; None without a program."""
+        if not self.answer.text:
+            return None
+        layout, step = self.step.layout, self.step
+        with own_settings(layout.mesh):
+            promised = promise(layout, step.engine, step.loss_fn, self.batch)
+        return compare(promised, self.collectives)
+
+    @cached_property
+    def rematerialized(self) -> tuple[Instruction, ...]:
+        """The instructions that the compiler computes again on its own, to save memory."""
+        return rematerialized(self.answer.text) if self.answer.text else ()
+
+    @cached_property
+    def cycles(self) -> int | None:
+        """The cycles that a TPU's compiler estimates, without collectives and Pallas kernels.
+
+        None without `codegen=True`, and of GPUs.
+        """
+        return None if self.compiled is None else estimated_cycles(self.answer.text)
 
     @property
     def by_role(self) -> dict[str, int]:
@@ -130,23 +209,6 @@ class Verdict:
             rows[key] = replace(before, count=count, bytes=size)
         return tuple(sorted(rows.values(), key=lambda row: -(row.bytes or 0)))
 
-    @property
-    def differences(self) -> tuple[Difference, ...]:
-        """Where prediction and compiler stand: the peak, each role, and each kind of collective over its axes."""
-        if self.prediction is None:
-            return ()
-        roles = self.prediction.peak.by_role
-        found = [Difference("peak", self.prediction.peak.total, self.peak_bytes)]
-        found += [Difference(role, roles.get(role, 0), size) for role, size in self.by_role.items()]
-        predicted, compiled = Counter[str](), Counter[str]()
-        for one in self.prediction.collectives:
-            predicted[f"{one.kind} over {'+'.join(one.axes)}"] += int(one.array_bytes)
-        for row in self.traffic:
-            compiled[f"{row.kind} over {'+'.join(row.axes)}"] += row.bytes or 0
-        names = sorted(predicted.keys() | compiled.keys()) if predicted else ()
-        found += [Difference(name, predicted[name], compiled[name]) for name in names]
-        return tuple(one for one in found if one.predicted or one.compiled)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON has it: dictionaries, lists and numbers."""
         return {
@@ -155,8 +217,10 @@ class Verdict:
             "device_kind": self.device_kind,
             "mesh": dict(self.mesh),
             "fits": self.fits,
+            "judged_by": self.judged_by,
             "hbm_bytes": self.usable_bytes,
-            "compiled_peak_bytes": self.peak_bytes,
+            "live_bytes": self.live_bytes,
+            "allocated_bytes": self.allocated_bytes,
             "argument_bytes": self.argument_bytes,
             "refusal": self.refusal or None,
             "moment": self.moment,
@@ -171,7 +235,6 @@ class Verdict:
             "rematerialized": [one.as_dict() for one in self.rematerialized],
             "estimated_cycles": self.cycles,
             "compile_seconds": self.compile_seconds,
-            "differences": [one._asdict() for one in self.differences],
         }
 
     def __str__(self) -> str:
@@ -221,34 +284,27 @@ class Verdict:
         if self.rematerialized:
             lines = [str(one) for one in self.rematerialized[:_SHOWN]]
             yield Section(f"computed again by the compiler, {len(self.rematerialized)} instructions", lines)
-        if self.differences:
-            yield Section("prediction and compiler", [str(one) for one in self.differences])
 
     def _headline(self) -> list[str]:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         limit = "" if self.usable_bytes is None else f" of {human_bytes(self.usable_bytes)} that a program may use"
-        lines = [f"{self.topology}, {self.devices} x {self.device_kind} ({axes})"]
-        if self.refusal:
-            lines.append(f"does not fit: the program asks for {human_bytes(self.peak_bytes)}{limit} on each device")
-        else:
-            word = {True: "fits", False: "does not fit", None: "compiles"}[self.fits]
-            lines.append(f"{word}: {human_bytes(self.peak_bytes)}{limit} on each device")
+        word = {True: "fits", False: "does not fit", None: "compiles"}[self.fits]
+        sizes = f"{human_bytes(self.allocated_bytes)} allocated{limit}, {human_bytes(self.live_bytes)} live at once"
+        lines = [f"{self.topology}, {self.devices} x {self.device_kind} ({axes})", f"{word}: {sizes}, on each device"]
+        if self.judged_by == "extrapolated":
+            lines.append("extrapolated from the same step with 2 and 4 blocks")
         if self.cycles is not None:
             lines.append(f"estimated cycles of a step: {self.cycles:,}, without collectives and Pallas kernels")
-        return [*lines, f"compiled in {self.compile_seconds:.0f} s"]
+        remembered = ", remembered" if self.answer.remembered else ""
+        return [*lines, f"compiled in {self.compile_seconds:.0f} s{remembered}"]
 
     def _memory(self) -> Table:
-        predicted = None if self.prediction is None else self.prediction.peak
-        rows: list[tuple[str, ...]] = []
-        for role, size in self.by_role.items():
-            guess = 0 if predicted is None else predicted.by_role.get(role, 0)
-            if size or guess:
-                share = f"{size / max(self.peak_bytes, 1):.0%}"
-                rows.append((role, human_bytes(size), share, human_bytes(guess)))
-        rows.append(("peak", human_bytes(self.peak_bytes), "", human_bytes(predicted.total if predicted else 0)))
-        columns = 3 if predicted is None else 4
-        head = ("", "bytes", "share", "predicted")
-        return Table([row[:columns] for row in rows], "<>>>"[:columns], head[:columns])
+        rows = [
+            (role, human_bytes(size), f"{size / max(self.live_bytes, 1):.0%}")
+            for role, size in self.by_role.items()
+            if size
+        ]
+        return Table([*rows, ("live at once", human_bytes(self.live_bytes), "")], "<>>", ("", "bytes", "share"))
 
 
 def _array_row(one: LiveArray) -> tuple[str, ...]:

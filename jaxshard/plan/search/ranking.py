@@ -66,7 +66,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """Bytes on a device at the fullest moment: the compiler's where it was asked, else predicted."""
-        return self.prediction.peak.total if self.compiled is None else int(self.compiled.peak_bytes)
+        return self.prediction.peak.total if self.compiled is None else int(self.compiled.live_bytes)
 
     @property
     def middle(self) -> float:
@@ -76,13 +76,13 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         compiled = {} if self.compiled is None else {
-            "compiled_peak_bytes": self.compiled.peak_bytes, "cycles": self.compiled.cycles
+            "live_bytes": self.compiled.live_bytes, "allocated_bytes": self.compiled.allocated_bytes
         }  # fmt: skip
         return self.candidate.as_dict() | {
             "fits": self.fits,
             "step_seconds": list(self.seconds),
             "parts": dict(self.parts),
-            "predicted_peak_bytes": self.prediction.peak.total,
+            "estimated_bytes": self.prediction.peak.total,
             "by_role": dict(self.prediction.peak.by_role),
             "mfu": None if self.prediction.mfu is None else list(self.prediction.mfu),
             "reason": self.reason,

@@ -146,7 +146,7 @@ def _search(
         """Predict a candidate; None where the library refuses it, or where it fails, which is noted."""
         try:
             layout = make_layout(one.strategy(), mesh_of(one.axes), init_fn, tx)
-            return predict(layout, loss_fn, batch, one.engine(), tx=tx, chip=chip, price=price)
+            return predict(layout, loss_fn, batch, one.engine(), tx=tx, chip=chip, price=price, estimate=True)
         except (ValueError, TypeError, NotImplementedError) as error:
             words = " ".join(str(error).split())[:200]
             if not is_refusal(error):
@@ -233,7 +233,7 @@ def _compiled(
         plan = rest.pop(0)
         layout = make_layout(plan.strategy, mesh_of(plan.candidate.axes), init_fn, tx)
         step = make_step(loss_fn, tx, layout, engine=plan.engine)
-        verdict = compile_for(step, batch, topology, num_slices=num_slices, prediction=plan.prediction)
+        verdict = compile_for(step, batch, topology, num_slices=num_slices)
         if verdict.fits is not False:
             done.append(dataclasses.replace(plan, compiled=verdict))
     return [*done, *sorted(rest, key=lambda plan: _rank(plan, chip))]

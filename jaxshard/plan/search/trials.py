@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxshard.plan.prediction import MARGIN, Prediction
+from jaxshard.plan.prediction import BAND, Prediction
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.estimate import Estimate
 from jaxshard.plan.search.ranking import Plan
@@ -71,7 +71,7 @@ class Trials:
 
 def may_fit_surely(least: int, usable: int) -> bool:
     """Tell whether a prediction could call so many bytes at least a sure fit, which plans are ranked by first."""
-    return least * (1 + MARGIN) <= usable
+    return least * (1 + BAND[1]) <= usable
 
 
 def varied(ordered: Sequence[Pair], alike: int) -> list[Pair]:

@@ -1,0 +1,68 @@
+"""Answers of compilers, kept in a folder: the same program is not compiled a second time.
+
+An answer is one compressed file named by the hash of all that decides it: the program, the compiler's options and
+version, and the topology. The oldest files go when the folder is larger than it may be; one that can't be read counts
+as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 256 * 2**20
+"""The size of the folder above which the answers that were not used for longest are removed."""
+
+
+def answer_key(parts: Iterable[bytes | str]) -> str:
+    """Hash the parts of a question, each with its length, to the name of the file of its answer."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.hexdigest()
+
+
+def load_answer(key: str) -> dict[str, Any] | None:
+    """Return the answer that was saved under a key; None if there is none, or one that is damaged."""
+    file = _folder() / f"{key}.json.gz"
+    try:
+        found = json.loads(gzip.decompress(file.read_bytes()))
+    except (OSError, EOFError, ValueError, gzip.zlib.error):  # type: ignore[attr-defined]
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(file)  # used last now
+    return found if isinstance(found, dict) else None
+
+
+def save_answer(key: str, answer: dict[str, Any]) -> None:
+    """Save an answer; a folder that can't be written is left alone."""
+    folder = _folder()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, made = tempfile.mkstemp(dir=folder, suffix=".new")
+        with os.fdopen(handle, "wb") as file:
+            file.write(gzip.compress(json.dumps(answer).encode(), 6))
+        os.replace(made, folder / f"{key}.json.gz")  # complete or not there
+        _trim(folder)
+
+
+def _trim(folder: Path) -> None:
+    """Remove the answers that were not used for longest until the rest is small enough."""
+    found = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda one: -one[0].st_mtime)
+    total = 0
+    for about, file in found:
+        total += about.st_size
+        if total > MOST_BYTES:
+            file.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxshard" / "compiled"

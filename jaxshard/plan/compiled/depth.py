@@ -1,0 +1,93 @@
+"""Memory of a step whose blocks run in a Python loop, from two compilations with few blocks.
+
+Such a program is as long as the model is deep, and so is the time of its compiler. Its memory grows by the same bytes
+with each block, so that two small depths tell the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+
+from jaxshard.plan.compiled.live import LiveArray
+from jaxshard.plan.compiled.memory import Memory
+from jaxshard.plan.compiled.verdict import Verdict
+from jaxshard.training.step import Step
+
+SMALL, LARGER = 2, 4
+"""The depths that are compiled."""
+FROM = 32
+"""A step with more blocks is extrapolated."""
+
+
+def extrapolate(ask: Callable[[Step], Verdict], step: Step, at_depth: Callable[[int], Step]) -> Verdict | None:
+    """Extrapolate the memory of a step from the same step with 2 and 4 blocks.
+
+    Args:
+      ask: compiles a step and returns its verdict.
+      step: of full depth.
+      at_depth: makes the step with so many blocks.
+
+    Returns:
+      The verdict; None for a step that is not deep enough, or whose small depths were refused already.
+
+    Raises:
+      ValueError: the parameters of `at_depth` do not grow to those of the step by whole blocks.
+    """
+    small, larger = at_depth(SMALL), at_depth(LARGER)
+    depth = _depth(*(_count(one) for one in (small, larger, step)))
+    if depth <= FROM:
+        return None
+    low, high = ask(small), ask(larger)
+    if low.refusal or high.refusal:
+        return None
+    times = (depth - SMALL) / (LARGER - SMALL)
+    seconds = low.compile_seconds + high.compile_seconds
+    return replace(
+        high,
+        step=step,
+        answer=high.answer._replace(text="", seconds=seconds),  # the program is that of another depth
+        memory=_onward(low.memory, high.memory, times),
+        judged_by="extrapolated",
+    )
+
+
+def _onward(low: Memory, high: Memory, times: float) -> Memory:
+    """Continue the line from the memory of one program to that of another, so many times its length."""
+
+    def at(first: float, second: float) -> int:
+        return max(0, round(first + times * (second - first)))
+
+    def key(one: LiveArray) -> LiveArray:
+        return replace(one, bytes=0, count=0)
+
+    few, more = ({key(one): one for one in memory.arrays} for memory in (low, high))
+    arrays = []
+    for one in dict.fromkeys((*few, *more)):
+        first, second = few.get(one, one), more.get(one, one)
+        arrays.append(replace(one, bytes=at(first.bytes, second.bytes), count=at(first.count, second.count)))
+    return Memory(
+        at(low.live, high.live),
+        at(low.allocated, high.allocated),
+        at(low.arguments, high.arguments),
+        tuple(sorted((one for one in arrays if one.bytes), key=lambda one: -one.bytes)),
+        high.moment,
+    )
+
+
+def _count(step: Step) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(step.layout.shapes.params))
+
+
+def _depth(small: int, larger: int, full: int) -> int:
+    block = (larger - small) / (LARGER - SMALL)
+    depth = SMALL + (full - small) / block if block else 0.0
+    if depth != int(depth) or depth < SMALL:
+        raise ValueError(
+            f"at_depth({SMALL}) has {small:,} parameters and at_depth({LARGER}) {larger:,}, from which no whole number "
+            f"of blocks leads to the {full:,} of the step; at_depth(n) must make the same step with n blocks"
+        )
+    return int(depth)

@@ -1,0 +1,116 @@
+"""The compiler as judge: the memory that it assigns to a program, seconds after it was asked.
+
+Most of a compilation is the generation of code. Buffers are assigned before that, and a program that needs more memory
+than there is has been refused by then; so a child process compiles with a dump, and is ended as soon as the dump says
+that buffers are assigned. A child takes about 0.5 GB of memory and one core.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxshard.core.compat import CompilerInput, compiler_input
+from jaxshard.plan.compiled.answers import answer_key, load_answer, save_answer
+from jaxshard.plan.compiled.dump import Assignment, assignment_of, is_assigned, program_text, read_assignment
+from jaxshard.plan.compiled.refusal import parse_refusal
+from jaxshard.plan.topology import Target
+
+SECONDS = 1800.0
+"""The time after which a compiler is given up."""
+_PAUSE = 0.02
+_FORMAT = "1"
+"""Changed with what an answer has, so that older answers are not read."""
+
+
+class Answer(NamedTuple):
+    """The compiler's answer.
+
+    Attributes:
+      assignment: of memory; None where a compiler that refused the program did not get so far.
+      text: the program as it would run; "" likewise.
+      refusal: the first line of the compiler's refusal for want of memory; "" where it took the program.
+      seconds: that the compiler took, at most until buffers were assigned.
+      version: the compiler's own description of its version.
+      remembered: True if the answer was found in the cache.
+    """
+
+    assignment: Assignment | None
+    text: str
+    refusal: str
+    seconds: float
+    version: str
+    remembered: bool = False
+
+
+def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECONDS) -> Answer:
+    """Ask the compiler of a target for the memory of a program; answers are kept.
+
+    Args:
+      lowered: for devices of the target.
+      target: the topology.
+      seconds: after which the compiler is given up.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler refuses the program for another reason than memory.
+      RuntimeError: the child process died; has the end of what it wrote.
+      TimeoutError: the compiler took longer than `seconds`.
+    """
+    asked = compiler_input(lowered)
+    about = json.dumps(target.description(), sort_keys=True)
+    key = answer_key((_FORMAT, asked.program, asked.options, repr(asked.overrides), repr(asked.devices),
+                      asked.version, about))  # fmt: skip
+    if (found := load_answer(key)) is not None:
+        assignment = found["assignment"] and assignment_of(found["assignment"])
+        return Answer(**found | {"assignment": assignment, "remembered": True})
+    with tempfile.TemporaryDirectory(prefix="jaxshard-judge-") as folder:
+        answer = _compile(asked, target, Path(folder), seconds)
+    save_answer(key, answer._asdict())  # tuples become lists
+    return answer
+
+
+def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float) -> Answer:
+    """Compile in a child process, up to the assignment of buffers."""
+    (folder / "program").write_bytes(asked.program)
+    (folder / "options").write_bytes(asked.options)
+    request = target.description() | {"overrides": asked.overrides, "devices": asked.devices}
+    (folder / "request.json").write_text(json.dumps(request))
+    dump, started = folder / "dump", time.monotonic()
+    dump.mkdir()
+    with open(folder / "log", "wb") as log:
+        # By path, not as a module: importing the package would import JAX. -P: the script's folder is no place to
+        # import from. The child ends with its standard input, also when this process is killed.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(folder)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while child.poll() is None and not is_assigned(dump):
+                if time.monotonic() - started > seconds:
+                    raise TimeoutError(f"the compiler of {target} has assigned no memory after {seconds:.0f} s")
+                time.sleep(_PAUSE)
+        finally:
+            child.kill()
+            child.communicate()
+    took, error = time.monotonic() - started, _error(folder)
+    if error and parse_refusal(error) is None:
+        raise jax.errors.JaxRuntimeError(error)
+    assignment = read_assignment(dump)
+    if assignment is None and not error:
+        raise RuntimeError(f"the compiler's process ended with {child.returncode}: {_tail(folder / 'log')}")
+    return Answer(assignment, program_text(dump), error.split("\n", 1)[0], took, asked.version)
+
+
+def _error(folder: Path) -> str:
+    file = folder / "error.txt"
+    return file.read_text() if file.exists() else ""
+
+
+def _tail(file: Path) -> str:
+    lines: list[Any] = file.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-5:])
