@@ -1,13 +1,11 @@
-"""The cases of the table of predicted peaks (`plan.py`): training steps as data, and the step of a case.
+"""The cases of `plan.py`: training steps as data, drawn from a grid, and the step of a case.
 
-`FIXED` is a list; `draw(seed, count)` takes cases at random from the whole grid of models, changes, topologies, meshes,
-strategies, engines, remat policies and precisions.
+The grid has every strategy, engine and remat policy, five chips, jaxshard's models and five as users write them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
@@ -53,55 +51,8 @@ class Case(NamedTuple):
         )
 
 
-D16, D256, D128, D64 = {"data": 16}, {"data": 256}, {"data": 128}, {"data": 64}
 EVEN = {"vocab": 50304}
 """A vocabulary that tensor axes divide; GPT-2's is 50257."""
-EVEN_XL = EVEN | {"heads": 20}
-"""GPT-2 XL has 25 heads."""
-
-FIXED = [
-    Case("gpt2", "v5e:4x4", D16, "ddp", "explicit", "everything", "f32", 4, 1024, {"depth": 4}),
-    Case("gpt2-medium", "v5e:4x4", D16, "fsdp", "explicit", "nothing", "bf16", 8, 1024),
-    Case("plain/350m", "v5e:4x4", D16, "fsdp", "auto", "everything", "f32", 4, 1024),
-    Case("llama3-8b", "v5e:4x4", D16, "fsdp", "explicit", "nothing", "bf16", 1, 4096, {"depth": 4}),
-    Case("linen-loop/125m", "v5e:4x4", D16, "zero2", "explicit", "everything", "f32", 4, 1024),
-    Case("gpt2-medium", "v5e:4x4", {"data": 4, "tensor": 4}, "fsdp", "auto", "nothing", "bf16", 8, 1024, EVEN),
-    Case("gpt2", "v5e:4x4", D16, "zero1", "explicit", "everything", "bf16", 8, 1024),
-    Case("gpt2-medium", "v5e:4x4", {"data": 4, "pipe": 4}, "fsdp", "pipelined", "nothing", "bf16", 1, 1024, {}, 8),
-    Case("llama3-8b", "v6e:8x8", D64, "fsdp", "auto", "dots", "bf16", 1, 4096, {"depth": 4}),
-    Case("odd/350m", "v5e:4x4", D16, "zero1", "auto", "everything", "f32", 4, 1024),
-    Case("gpt2-xl", "v5e:4x4", {"replica": 4, "data": 4}, "hsdp", "explicit", "dots", "bf16", 2, 1024),
-    Case("linen-scan/1b", "v6e:8x8", D64, "fsdp", "explicit", "everything", "bf16", 2, 2048),
-    Case("gpt2", "v5e:4x4", D16, "zero2", "auto", "everything", "bf16", 8, 1024),
-    Case("nnx/125m", "v5e:4x4", D16, "fsdp", "auto", "everything", "bf16", 4, 1024),
-    Case("llama2-7b", "v5e:16x16", D256, "fsdp", "explicit", "nothing", "bf16", 1, 4096),
-    Case("mixtral-8x7b", "v5e:16x16", {"data": 32, "expert": 8}, "fsdp", "explicit", "nothing", "bf16", 1, 4096),
-    Case("llama3-70b", "v5p:4x4x8", D128, "fsdp", "explicit", "nothing", "bf16", 1, 4096),
-    Case("gpt2-medium", "v5e:4x4", D16, "ddp", "auto", "nothing", "f32", 2, 1024),
-    Case("linen-loop/125m", "v5e:4x4", D16, "fsdp", "explicit units", "nothing", "bf16", 4, 1024),
-    Case("llama3-8b", "v5e:16x16", {"data": 32, "tensor": 8}, "fsdp", "explicit", "nothing", "bf16", 1, 8192),
-    Case("llama3-8b", "v5e:16x16", {"data": 16, "context": 16}, "fsdp", "explicit", "nothing", "bf16", 1, 32768),
-    Case(
-        "llama3-8b", "v5p:4x4x8", {"data": 8, "tensor": 4, "pipe": 4}, "fsdp", "pipelined", "nothing", "bf16", 1, 4096,
-        {}, 8,
-    ),
-    Case("vit-l16", "v5e:4x4", D16, "fsdp", "explicit", "nothing", "bf16", 32, 0),
-    Case("plain/1b", "v5e:16x16", D256, "zero2", "explicit", "everything", "bf16", 1, 2048),
-    Case("llama2-7b", "v5e:16x16", D256, "fsdp", "auto", "nothing", "bf16", 1, 4096),
-    Case("llama3-70b", "v5p:4x4x8", {"data": 16, "tensor": 8}, "fsdp", "auto", "nothing", "bf16", 1, 4096),
-    Case("llama3-8b", "v6e:8x8", D64, "fsdp", "explicit", "dots", "bf16", 1, 8192),
-    Case("gpt2-xl", "v5e:4x4", {"data": 4, "tensor": 4}, "zero1", "explicit", "nothing", "f32", 2, 1024, EVEN_XL),
-    Case("resnet50", "v5e:4x4", D16, "ddp", "auto", "everything", "bf16", 64, 0),
-    Case("deepseek-16b", "v6e:8x8", {"data": 8, "expert": 8}, "fsdp", "explicit", "nothing", "bf16", 1, 4096),
-    Case("llama3-8b", "v5e:4x4", D16, "ddp", "explicit", "nothing", "bf16", 1, 4096),
-    Case("llama3-8b", "v5p:4x4x8", D128, "zero2", "explicit", "everything", "f32", 1, 4096, {"depth": 8}),
-    Case("nnx/wide", "v6e:8x8", {"data": 16, "tensor": 4}, "fsdp", "auto", "everything", "bf16", 2, 2048),
-    Case("gpt2-large", "v6e:8x8", {"data": 16, "pipe": 4}, "zero1", "pipelined", "dots", "f32", 1, 1024, {}, 8),
-    Case("plain/350m", "v5e:4x4", {"data": 4, "tensor": 4}, "zero2", "auto", "everything", "bf16", 8, 1024),
-    Case("gpt2-medium", "h100:8", {"data": 8}, "fsdp", "explicit", "nothing", "bf16", 8, 1024),
-    Case("llama3-8b", "h100:8", {"data": 8}, "fsdp", "explicit", "nothing", "bf16", 1, 4096, {"depth": 4}),
-    Case("plain/350m", "h100:8", {"data": 8}, "zero1", "auto", "everything", "f32", 4, 1024),
-]  # fmt: skip
 
 MODELS = {
     "gpt2": (1024, {"depth": (4, 12)}),
@@ -119,12 +70,15 @@ MODELS = {
 }  # fmt: skip
 """Models with the longest row that is drawn for them, and the changes."""
 
-TOPOLOGIES = {"v5e:4x4": 16, "v5e:16x16": 256, "v5p:4x4x8": 128, "v6e:8x8": 64, "h100:8": 8}
-_HBM = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9, "h100": 80e9}
+TOPOLOGIES = {"v5e:4x4": 16, "v5e:16x16": 256, "v5p:4x4x8": 128, "v6e:8x8": 64, "tpu7x:4x4x4": 128, "h100:8": 8}
+"""Topologies with the number of their devices."""
+_HBM = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9, "tpu7x": 96e9, "h100": 80e9}
+_NAMED = ("gpt2", "llama", "vit")
+"""Models whose blocks name their activations."""
 
 
 def draw(seed: int | str, count: int) -> list[Case]:
-    """Draw so many different cases, each of a step that jaxshard does not refuse by its shape."""
+    """Draw `count` different cases whose steps jaxshard does not refuse for their shape."""
     rng = random.Random(str(seed))
     found: dict[str, Case] = {}
     while len(found) < count:
@@ -147,10 +101,10 @@ def _draw_one(rng: random.Random) -> Case:
     change = {name: rng.choice(values) for name, values in changes.items()}
     if model.startswith("gpt2") and other == "tensor":
         change |= EVEN
-    engine = "pipelined" if other == "pipe" else rng.choice(("auto", "explicit", "explicit"))
+    engine = "pipelined" if other == "pipe" else rng.choice(("auto", "explicit", "explicit", "explicit units"))
     return Case(
         model, topology, axes, strategy, engine,
-        remat=rng.choice(("nothing", "dots", "everything")),
+        remat=rng.choice(("nothing", "dots", "everything", "everything", "block_in=offload")),
         precision=rng.choice(("f32", "bf16", "bf16")),
         rows=rng.choice((1, 2, 4)) * (1 if longest else 16),
         seq=rng.choice([seq for seq in (512, 1024, 2048, 4096, 8192) if seq <= longest] or [0]),
@@ -160,7 +114,7 @@ def _draw_one(rng: random.Random) -> Case:
 
 
 def _makes_sense(case: Case) -> bool:
-    """True where the engine can run the model, the axes divide it, and its memory is not absurd."""
+    """Return True where the engine can run the model, the axes divide it, and its state fits."""
     user, vocab, heads, depth, parameters = _numbers_of(case)
     axes, sharded = case.axes, 1
     if case.model == "resnet50" and (case.engine != "auto" or set(axes) - {"data", "replica"}):
@@ -170,6 +124,10 @@ def _makes_sense(case: Case) -> bool:
     if axes.get("data") == 0 or (user and ({"pipe", "context"} & set(axes) or case.remat != "everything")):
         return False
     if "context" in axes and (not case.seq or case.engine != "explicit" or case.seq % (2 * axes["context"])):
+        return False
+    if "units" in case.engine and not case.model.startswith(("linen-loop", "nnx")):
+        return False
+    if "=" in case.remat and ("pipe" in axes or not case.model.startswith(_NAMED)):
         return False
     if "pipe" in axes and (depth % (2 * axes["pipe"]) or case.model == "resnet50"):
         return False
@@ -188,7 +146,7 @@ def _makes_sense(case: Case) -> bool:
 
 
 def _numbers_of(case: Case) -> tuple[bool, int, int, int, float]:
-    """Whether it is a user's, its vocabulary, heads, depth and roughly its parameters."""
+    """Return whether the model is a user's, its vocabulary, heads, depth, and roughly the number of its parameters."""
     import jaxshard as js
 
     if "/" in case.model:
@@ -236,7 +194,7 @@ def make_parts(case: Case) -> Parts:
     else:
         change = dict(case.change) | ({"seq": case.seq} if case.seq else {})
         model = js.models.make(case.model, **change)
-    mesh = mesh_of(case)
+    mesh = js.plan.topology_mesh(case.topology, **case.axes)
     tx = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     layout = js.layout(strategy_of(case), mesh, model.init, tx)
     common = {"microbatches": case.microbatches} | ({"precision": "bf16"} if case.precision == "bf16" else {})
@@ -263,13 +221,6 @@ def make_parts(case: Case) -> Parts:
     return Parts(layout, model.loss, tx, engine, batch)
 
 
-def mesh_of(case: Case) -> Any:
-    """The mesh of a case, over chips that are not here."""
-    import jaxshard as js
-
-    return js.plan.topology_mesh(case.topology, **case.axes)
-
-
 def strategy_of(case: Case) -> Any:
     """The data strategy over all axes that share, composed with those of the other axes."""
     import jaxshard as js
@@ -284,10 +235,3 @@ def strategy_of(case: Case) -> Any:
     parts += [js.tensor()] if "tensor" in axes else []
     parts += [js.pipeline("pipe", chunks=2)] if "pipe" in axes else []
     return js.compose(*parts) if len(parts) > 1 else parts[0]
-
-
-def cases(seed: int | str | None, count: int) -> Iterator[Case]:
-    """The fixed cases, then so many drawn ones."""
-    yield from FIXED
-    if seed is not None:
-        yield from draw(seed, count)

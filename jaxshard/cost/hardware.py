@@ -71,8 +71,6 @@ class Chip(NamedTuple):
       reached: the share of `peak_flops` that large bf16 products reach by public measurements.
       host_bandwidth: bytes per second between the chip and the memory of its host, in each direction.
       host_bytes: of its host's memory the part of one chip; 0 where it is not known.
-      vmem_bytes: of the memory on a TPU's core what a program's arrays may take; 0 where it is not known, and of GPUs.
-      cores: of a TPU, as many as JAX shows as one device, which run every operation together.
     """
 
     name: str
@@ -88,8 +86,6 @@ class Chip(NamedTuple):
     reached: float = 0.9
     host_bandwidth: float = 15e9
     host_bytes: int = 0
-    vmem_bytes: int = 0
-    cores: int = 1
 
     def rate(self, dtype: str, passes: int = 1) -> float:
         """Return the FLOPs per second of products of a dtype.
@@ -164,7 +160,7 @@ def chip(device_kind: str, *, num_cores: int | None = None) -> Chip | None:
         return None
     whole, cores, shown = found
     together = shown if num_cores is None else num_cores
-    return whole.part(together / cores)._replace(cores=together)
+    return whole.part(together / cores)
 
 
 def is_tpu(device_kind: str) -> bool:
@@ -274,26 +270,18 @@ def _tpu(
 # microbenchmarks/README.md and microbenchmarks/ironwood/README.md); the others are given v6e's share.
 # Links to a host: 16 GB/s each way on v4, 32 on v6e, "typically around 1.5e10" (jax-ml.github.io/scaling-book/tpus).
 # Memory of a host: 512 GiB for 8 chips of v5e, 1536 for 8 of v6e, 448 GB for 4 of v5p (Google's pages of each).
-# On a core are 128 MiB on v5e and v6e and 64 on v5p (JAX, jax/_src/pallas/mosaic/tpu_info.py), of which libtpu 0.0.42
-# keeps 16, 32 and 16 MiB for what single operations need: it assigns up to 112, 96 and 48 MiB to arrays.
 _V5E = (
-    _tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12, host=64)._replace(
-        vmem_bytes=112 * 2**20
-    ),
+    _tpu("TPU v5e", 197e12, 16, 819e9, 15.75, _torus(50e9, 2, 3.125e9), int8=393e12, host=64),
     1,
     1,
 )
 _V5P = (
-    _tpu("TPU v5p", 459e12, 95, 2765e9, 95.74, _torus(100e9, 3, 6.25e9), fp8=459e12, int8=918e12, host=104)._replace(
-        vmem_bytes=48 * 2**20
-    ),
+    _tpu("TPU v5p", 459e12, 95, 2765e9, 95.74, _torus(100e9, 3, 6.25e9), fp8=459e12, int8=918e12, host=104),
     2,
     2,
 )
 _V6E = (
-    _tpu(
-        "TPU v6e", 918e12, 32, 1640e9, 31.25, _torus(100e9, 2, 12.5e9), int8=1836e12, mxu=256, link=32e9, host=192
-    )._replace(vmem_bytes=96 * 2**20),
+    _tpu("TPU v6e", 918e12, 32, 1640e9, 31.25, _torus(100e9, 2, 12.5e9), int8=1836e12, mxu=256, link=32e9, host=192),
     1,
     1,
 )

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
-from jaxshard.checks.collectives.compiler_choices import torus_sizes
 from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.core.foreign_arrays import as_arrays
@@ -20,15 +19,16 @@ from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.cost.flops import train_flops
-from jaxshard.cost.hardware import Chip, has_sparse_cores
+from jaxshard.cost.hardware import Chip
 from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.auto import auto
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.compiled.compile_for import compile_for
+from jaxshard.plan.compiled.compile_for import judge_step
+from jaxshard.plan.compiled.target import step_for
 from jaxshard.plan.compiled.verdict import Verdict
-from jaxshard.plan.memory.roles import Peak, moment_str, role_of, step_peak
+from jaxshard.plan.memory.graph import Region
+from jaxshard.plan.memory.peak import moment_str, role_of, step_graph, step_peak, traced_step
 from jaxshard.plan.memory.tiles import tiled_bytes
-from jaxshard.plan.memory.trace import trace_step
 from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
 from jaxshard.plan.time.activations import activation_costs, exchange_costs
 from jaxshard.plan.time.network import collective_costs
@@ -83,10 +83,6 @@ def predict(
         print(prediction)
         prediction.live_bytes, prediction.fits, prediction.judged_by
     """
-    engine, batch = engine or auto(), abstract(as_arrays("the batch", batch))
-    device = layout.mesh.devices.flat[0]
-    if chip is None:
-        chip = chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
     if tx is None:
         raise TypeError("js.plan.predict needs the optimizer that the layout was made with: tx=")
     if layout.local is not None:
@@ -94,46 +90,45 @@ def predict(
             "predict: replicas that train by themselves (js.local) are not predicted; predict the layout inside a "
             "replica, without js.local; step.compile on a js.plan.topology_mesh tells what all of it needs"
         )
+    engine, batch = engine or auto(), abstract(as_arrays("the batch", batch))
+    step = make_step(loss_fn, tx, layout, engine=engine)
+    target = None if estimate else target_of(layout.mesh)
+    if target is not None and not has_compiler(target):
+        target = None
+    if target is not None:
+        step = step_for(step, target.name, target.num_slices)
+    layout, mesh = step.layout, step.layout.mesh
+    device = mesh.devices.flat[0]
+    if chip is None:
+        chip = chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
+    program = step.trace(batch)
+    traced = traced_step(program.jaxpr, layout, engine, batch)
+    region = step_graph(traced, dict(mesh.shape), tpu=device.platform == "tpu")
     arguments = _argument_bytes(layout, engine, batch)
-    traced = trace_step(layout, loss_fn, tx, engine, batch)
-    names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
-    vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
-    folded = frozenset(axis for axis in layout.mesh.axis_names if len(torus_sizes(layout.mesh, axis)) > 1)
-    usable = None if chip is None else chip.usable_bytes or chip.hbm_bytes
-    tpu = device.platform == "tpu"
-    peak = step_peak(
-        traced,
-        dict(layout.mesh.shape),
-        tiled=tpu,
-        vocab=frozenset(vocab),
-        folded=folded,
-        joins_gathers=tpu and not has_sparse_cores(device.device_kind),
-        chip=chip if tpu else None,
-        room=usable - sum(arguments.values()) if tpu and usable is not None else None,
-    )
+    verdict = None if target is None else judge_step(step, batch, target, program, at_depth)
+    peak = _estimated(region, arguments, layout) if verdict is None else _assigned(verdict)
     promised = promise(layout, engine, loss_fn, batch)
-    mesh, ticks = layout.mesh, ticks_of(engine, layout)
+    ticks = ticks_of(engine, layout)
     collectives = (
         *collective_costs(promised, mesh, chip),
-        *activation_costs(peak.region, mesh, frozenset(tensor_axes(layout)), chip),
+        *activation_costs(region, mesh, frozenset(tensor_axes(layout)), chip),
         *exchange_costs(traced.closed, promised, mesh, chip, ticks),
     )
     # With micro-batches an engine traces the loss once more for its weight alone; compilers drop the rest of it.
     alive = ClosedJaxpr(eliminate_dead_code(traced.closed)[0], open_jaxpr(traced.closed)[1])
     products = product_costs(alive, mesh, chip, ticks=ticks)
-    verdict = None if estimate else _judged(layout, loss_fn, batch, engine, tx, at_depth)
-    offload = offload_of(peak.region)
+    offload = offload_of(region)
     flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
     prediction = Prediction(
-        devices=layout.mesh.size,
-        mesh=dict(layout.mesh.shape),
+        devices=mesh.size,
+        mesh=dict(mesh.shape),
         chip=chip,
-        peak=_peak(arguments, peak) if verdict is None else _assigned(verdict),
+        peak=peak,
         argument_bytes=sum(arguments.values()),
+        usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
         judged_by="estimate" if verdict is None else verdict.judged_by,
         allocated_bytes=None if verdict is None else verdict.allocated_bytes,
         refusal="" if verdict is None else verdict.refusal,
-        usable_bytes=usable,
         collectives=collectives,
         products=products,
         flops=sum(one.flops for one in products),
@@ -143,26 +138,14 @@ def predict(
     if chip is None:
         return prediction
     time = step_time(products, collectives, chip, layout=layout, engine=engine, offload=offload)
-    a_billion = None if price is None or not tokens else price_per_billion_tokens(tokens, time, layout.mesh.size, price)
+    a_billion = None if price is None or not tokens else price_per_billion_tokens(tokens, time, mesh.size, price)
     return replace(
         prediction,
         time=time,
-        mfu=mfu_range(flops, time, chip, layout.mesh.size) if flops else None,
+        mfu=mfu_range(flops, time, chip, mesh.size) if flops else None,
         tokens_per_second=tokens_per_second(tokens, time) if tokens else None,
         price_per_billion_tokens=a_billion,
     )
-
-
-def _judged(
-    layout: Layout, loss_fn: LossFn, batch: PyTree, engine: Engine, tx: optax.GradientTransformation,
-    at_depth: Callable[[int], Step] | None,
-) -> Verdict | None:  # fmt: skip
-    """Ask the compiler of the topology that the mesh stands for; None without one."""
-    target = target_of(layout.mesh)
-    if target is None or not has_compiler(target):
-        return None
-    step = make_step(loss_fn, tx, layout, engine=engine)
-    return compile_for(step, batch, target.name, num_slices=target.num_slices, at_depth=at_depth)
 
 
 def _assigned(verdict: Verdict) -> MemoryPeak:
@@ -176,7 +159,12 @@ def _assigned(verdict: Verdict) -> MemoryPeak:
     return MemoryPeak(verdict.by_role, verdict.moment, tuple(largest[:40]))
 
 
-def _peak(arguments: dict[str, int], peak: Peak) -> MemoryPeak:
+def _estimated(region: Region, arguments: dict[str, int], layout: Layout) -> MemoryPeak:
+    """The peak that the traced program is estimated to have."""
+    names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
+    vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
+    tpu = layout.mesh.devices.flat[0].platform == "tpu"
+    peak = step_peak(region, dict(layout.mesh.shape), tpu=tpu, vocab=frozenset(vocab))
     by_role = dict.fromkeys(ROLES, 0) | arguments
     largest = []
     for one in peak.moment.live:

@@ -246,10 +246,21 @@ class Step:
           run: a run or its shapes; by default the shapes of the layout.
         """
         check_is_here(self.layout.mesh)
+        with own_settings(self.layout.mesh):
+            lowered: jax.stages.Lowered = self.trace(batch, run).lower()
+            return lowered
+
+    def trace(self, batch: PyTree, run: TrainState | None = None) -> jax.stages.Traced:
+        """Trace the step: its jaxpr, before anything is lowered; also for devices that are only planned.
+
+        Args:
+          batch: global arrays or ShapeDtypeStructs.
+          run: a run or its shapes; by default the shapes of the layout.
+        """
         batch = as_arrays("the batch", batch)
         run = run_shapes(self.layout, self._residuals) if run is None else run
         with own_settings(self.layout.mesh):
-            return self._lower(self._program(run, batch), run, batch)
+            return self._trace(self._program(run, batch), run, batch)
 
     def compile(self, batch: PyTree) -> jax.stages.Compiled:
         """Compile the step without running it: made once, and what every call then runs.
@@ -270,11 +281,14 @@ class Step:
         return compiled
 
     def _lower(self, program: Any, run: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Lower the step, read before: no device may wait in a collective for one that takes another branch."""
-        traced = program.trace(run, abstract(batch))
-        self.choices = check_together(traced.jaxpr, "the step")
-        lowered: jax.stages.Lowered = traced.lower()
+        lowered: jax.stages.Lowered = self._trace(program, run, batch).lower()
         return lowered
+
+    def _trace(self, program: Any, run: TrainState, batch: PyTree) -> jax.stages.Traced:
+        """Trace the step and read it: no device may wait in a collective for one that takes another branch."""
+        traced: jax.stages.Traced = program.trace(run, abstract(batch))
+        self.choices = check_together(traced.jaxpr, "the step")
+        return traced
 
     def _compile_together(self, run: TrainState, batch: PyTree) -> jax.stages.Compiled:
         """Compile the step, once all processes have the same one and are there to run it."""

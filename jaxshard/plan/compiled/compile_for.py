@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxshard.core.foreign_arrays import as_arrays
+from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 from jaxshard.plan.compiled.depth import extrapolate
@@ -72,19 +73,30 @@ def compile_for(
         verdict.fits, verdict.live_bytes, verdict.allocated_bytes
     """
     target, batch = Target(topology, num_slices), abstract(as_arrays("the batch", batch))
-    if at_depth is not None and not codegen:
-        found = extrapolate(lambda step: ask(step, batch, target), step, at_depth)
-        if found is not None:
-            return found
-    return ask(step, batch, target, codegen=codegen)
-
-
-def ask(step: Step, batch: PyTree, target: Target, *, codegen: bool = False) -> Verdict:
-    """Compile a step for a target: up to the assignment of memory, or to the end."""
-    step = step_for(step, target.name, target.num_slices)
-    lowered = step.lower(batch)
-    answer, compiled = _compile(lowered) if codegen else (judge(lowered, target), None)
+    step = step_for(step, topology, num_slices)
+    if not codegen:
+        return judge_step(step, batch, target, step.trace(batch), at_depth)
+    answer, compiled = _compile(step.lower(batch))
     return Verdict(target, step, batch, answer, memory_of(answer, step.layout), compiled)
+
+
+def judge_step(
+    step: Step, batch: PyTree, target: Target, traced: jax.stages.Traced,
+    at_depth: Callable[[int], Step] | None = None,
+) -> Verdict:  # fmt: skip
+    """Ask the compiler of a target about a traced step on its devices, or, if that is deep, about shallow ones."""
+
+    def ask(step: Step, traced: jax.stages.Traced) -> Verdict:
+        with own_settings(step.layout.mesh):
+            answer = judge(traced.lower(), target)
+        return Verdict(target, step, batch, answer, memory_of(answer, step.layout))
+
+    def ask_at(step: Step) -> Verdict:
+        step = step_for(step, target.name, target.num_slices)
+        return ask(step, step.trace(batch))
+
+    found = None if at_depth is None else extrapolate(ask_at, step, at_depth)
+    return ask(step, traced) if found is None else found
 
 
 def _compile(lowered: jax.stages.Lowered) -> tuple[Answer, jax.stages.Compiled | None]:

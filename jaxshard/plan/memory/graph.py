@@ -1,18 +1,37 @@
-"""A step as a graph of operations on one device's parts of arrays: what liveness is computed on."""
+"""The graph of a traced step: operations on the part of every array that one device holds.
+
+Calls are inlined, `shard_map`s entered, and every value has the shape of one device's shard. Loops and branches stay
+operations, with regions of their own. The estimate of memory and that of time walk this graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from jaxshard.plan.memory.shards import Split
+from jaxshard.core.compat import newly_manual_axes, scan_counts
+from jaxshard.core.jaxpr import CALLS, open_jaxpr
+from jaxshard.plan.memory.shards import Split, merge, propagate, replicated, shard_shape, spec_split
 
-CUT = "cut"
-"""The name of an operation that cuts a part out of a parameter when a step begins."""
+LOOPS = ("scan", "while")
+_WITH_REGIONS = (*LOOPS, "cond")
+
+_LINEAR = frozenset({
+    "scatter", "scatter-add", "scatter_add", "convert_element_type", "add_any", "add", "mul", "div", "select_n", "neg",
+    "copy", "reduce_precision", "optimization_barrier",
+})  # fmt: skip
+"""Operations through which a split goes backward, from a result to the operands of its shape."""
+
+_CUT = frozenset({"pad", "slice", "concatenate", "dynamic_update_slice"})
+"""Operations through which the split of a dimension goes backward that has the same size in operand and result."""
+
+_ALIKE = frozenset({"add", "add_any", "mul", "sub", "div", "select_n", "max", "min"})
+"""Operations whose operands are split alike: a gradient is split as the sum over micro-batches that it is added to."""
 
 
 @dataclass(eq=False)
@@ -20,13 +39,13 @@ class Value:
     """An array of the program.
 
     Attributes:
-      shape: as the jaxpr has it: of one device over manual axes, whole over automatic ones.
+      shape: as in the jaxpr: that of one device over manual axes, the global one over automatic axes.
       dtype: of its elements.
       split: over automatic axes.
       shard: the shape of one device's part.
-      role: of an argument of the step; "" of what the step computes.
+      role: of an argument of the step; "inner" of an input of a loop or branch; "constant"; "" of computed values.
       path: the argument's path, or the name stack of the operation that makes it.
-      on_host: it lies in the host's memory, as activations do that a remat policy offloads.
+      on_host: it is stored in the host's memory, as activations that a remat policy offloads.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +64,7 @@ class Region:
     Attributes:
       inputs: its arguments; of a scan constants, carries, and slices of what is scanned over.
       ops: the operations in program order.
-      outputs: its results; of a scan carries, and slices of what is stacked.
+      outputs: its results; of a scan carries, and slices of the stacked results.
     """
 
     inputs: list[Value]
@@ -59,17 +78,13 @@ class Op:
 
     Attributes:
       name: of its primitive.
-      ins, outs: its operands (numbers left out) and results.
+      ins, outs: its operands (scalar literals left out) and results.
       path: its name stack: which function of the program it belongs to, "transpose" in backward passes.
       regions: the bodies of a loop or branch.
-      counts: of a scan (constants, carries); of a while loop (constants of the condition, of the body).
+      skipped, consts, carries: of a loop how many operands its condition reads alone, its body reads in every
+        iteration, and it carries from one iteration to the next.
       params: of the equation.
-      unread: the operands, by number, that the body of a loop does not use.
-      folded: a collective over an axis that covers several dimensions of a torus.
-      everywhere: a collective over all axes of the mesh at once.
-      summed: a product over a dimension that an axis splits which does not split the batch: activations to be summed.
-      number: the only operand, if the program has it as a number; else None.
-      windowed: a product that is computed and summed over devices part by part, in a loop (`windowed`).
+      unread: the indices of operands that the body of a loop does not use.
     """
 
     name: str
@@ -77,14 +92,11 @@ class Op:
     outs: list[Value]
     path: str = ""
     regions: list[Region] = field(default_factory=list)
-    counts: tuple[int, int] = (0, 0)
+    skipped: int = 0
+    consts: int = 0
+    carries: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
-    folded: bool = False
-    everywhere: bool = False
-    summed: bool = False
-    number: Any = None
-    windowed: bool = False
 
     @property
     def reads(self) -> list[Value]:
@@ -92,17 +104,261 @@ class Op:
         return [one for i, one in enumerate(self.ins) if i not in self.unread]
 
 
-def contracted_axes(product: Op) -> set[str]:
-    """The axes that split the dimensions over which a product sums."""
-    numbers = product.params["dimension_numbers"]
-    features = product.name == "conv_general_dilated"
-    contracted = ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) if features else numbers[0]
-    pairs = zip(product.ins, contracted, strict=False)
-    return {axis for one, dims in pairs for dim in dims for axis in one.split[dim]}
+def build(closed: Any, arguments: Sequence[tuple[Split, str, str]], sizes: Mapping[str, int]) -> Region:
+    """Make the graph of a traced step, without what no result depends on.
+
+    Args:
+      closed: the closed jaxpr.
+      arguments: split, role and path of each argument.
+      sizes: of the mesh's axes.
+    """
+    builder = _Builder(sizes)
+    inputs = [
+        builder.value(var.aval, split, role, path)
+        for var, (split, role, path) in zip(open_jaxpr(closed)[0].invars, arguments, strict=True)
+    ]
+    region = builder.region(closed, inputs, builder.axes)
+    skip_round_trips(region)
+    eliminate(region, set(region.outputs))
+    return region
+
+
+class _Builder:
+    """Makes the graph of a jaxpr on a mesh with axes of these sizes."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+        self.axes = frozenset(axis for axis, size in sizes.items() if size > 1)
+        self.maker: dict[Value, Op] = {}
+
+    def value(self, aval: Any, split: Split, role: str = "", path: str = "") -> Value:
+        """Make a value of an aval with this split."""
+        aval_of_array = getattr(aval, "inner_aval", aval)  # of a reference the array that it refers to
+        shape, dtype = tuple(getattr(aval_of_array, "shape", ())), getattr(aval_of_array, "dtype", None)
+        on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
+        return Value(shape, dtype, split, shard_shape(shape, split, self.sizes), role, path, on_host)
+
+    def region(self, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str = "") -> Region:
+        """Make the region of a jaxpr on these inputs (None: a literal); names of operations begin with `path`."""
+        region = Region([one for one in inputs if one is not None])
+        outs = self._inline(region, program, inputs, automatic, path)
+        region.outputs = [one for one in outs if one is not None]
+        return region
+
+    def _inline(
+        self, region: Region, program: Any, inputs: Sequence[Value | None], automatic: frozenset[str], path: str
+    ) -> list[Value | None]:
+        jaxpr, _ = open_jaxpr(program)
+        env: dict[Any, Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= {var: self._constant(var) for var in jaxpr.constvars}
+        for eqn in jaxpr.eqns:
+            operands = [None if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
+            outs = self._equation(region, eqn, operands, automatic, f"{path}/{eqn.source_info.name_stack}")
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [self._constant(atom) if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
+
+    def _constant(self, atom: Any) -> Value:
+        return self.value(atom.aval, replicated(getattr(atom.aval, "shape", ())), "constant")
+
+    def _equation(
+        self, region: Region, eqn: Any, operands: list[Value | None], automatic: frozenset[str], path: str
+    ) -> list[Value | None]:
+        name, params = eqn.primitive.name, eqn.params
+        inner = params.get(CALLS.get(name, ""))
+        if inner is not None:
+            return self._inline(region, inner, operands, automatic, path)
+        if name == "shard_map":
+            return self._shard_map(region, eqn, operands, automatic, path)
+        over, ins = _axes_of(params), [one for one in operands if one is not None]
+        alone = bool(over and ins) and self.axes.isdisjoint(over)  # a collective over one device: the same memory
+        op = Op("enter" if alone else name, ins, [], path, params=params)
+        region.ops.append(op)
+        if name in _WITH_REGIONS:
+            op.ins = [
+                self._constant(atom) if one is None else one for atom, one in zip(eqn.invars, operands, strict=True)
+            ]
+            (self._cond if name == "cond" else self._loop)(op, eqn, automatic)
+        elif name == "sharding_constraint":
+            split = spec_split(params["sharding"].spec, len(eqn.outvars[0].aval.shape), automatic)
+            self._refine(op.ins, [split])
+            op.outs = [self.value(eqn.outvars[0].aval, split, path=path)]
+        else:
+            known = [(one.split, one.shape) for one in ins if one.shape != ()]
+            for var in eqn.outvars:
+                shape = tuple(getattr(var.aval, "shape", ()))
+                split = propagate(name, params, known, shape) if known else replicated(shape)
+                op.outs.append(self.value(var.aval, split, path=path))
+            if name in _ALIKE:
+                self._refine_alike(op.ins, op.outs[0])
+        self.maker.update((one, op) for one in op.outs)
+        return list(op.outs)
+
+    def _shard_map(
+        self, region: Region, eqn: Any, operands: list[Value | None], automatic: frozenset[str], path: str
+    ) -> list[Value | None]:
+        """Enter a shard_map: operands and results are the same memory, unless they are cut or gathered."""
+        manual = newly_manual_axes(eqn.params)
+        inside = automatic - manual
+        jaxpr, _ = open_jaxpr(eqn.params["jaxpr"])
+        inputs: list[Value | None] = []
+        for var, operand, spec in zip(jaxpr.invars, operands, eqn.params["in_specs"], strict=True):
+            if operand is None:
+                inputs.append(None)
+                continue
+            entries = tuple(tuple(axis for axis in entry if axis in inside) for entry in operand.split)
+            inner = self.value(var.aval, entries, operand.role, operand.path)
+            wanted = spec_split(spec, len(inner.shape), manual & self.axes)
+            if wanted != tuple(tuple(x for x in entry if x in manual) for entry in operand.split):
+                self._refine([operand], [tuple((*a, *b) for a, b in zip(entries, wanted, strict=True))])
+            moved = any(set(a) & manual != set(b) for a, b in zip(operand.split, wanted, strict=True))
+            region.ops.append(Op("enter_moved" if moved else "enter", [operand], [inner], path))
+            inputs.append(inner)
+        made = self._inline(region, eqn.params["jaxpr"], inputs, inside, path)
+        outs: list[Value | None] = []
+        for var, one, spec in zip(eqn.outvars, made, eqn.params["out_specs"], strict=True):
+            entries = spec_split(spec, len(var.aval.shape), manual & self.axes)
+            if one is not None:
+                entries = tuple((*a, *(x for x in b if x not in a)) for a, b in zip(entries, one.split, strict=True))
+            outer = self.value(var.aval, entries, path=path)
+            region.ops.append(Op("enter", [] if one is None else [one], [outer], path))
+            outs.append(outer)
+        return outs
+
+    def _loop(self, op: Op, eqn: Any, automatic: frozenset[str]) -> None:
+        """Make the body of a loop whose carries are split as it returns them, where they began replicated."""
+        params = eqn.params
+        if op.name == "scan":
+            body, (op.consts, op.carries) = params["jaxpr"], scan_counts(dict(params))
+        else:
+            body, op.skipped, op.consts = params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
+            op.carries = len(op.ins) - op.skipped - op.consts
+        first = op.skipped + op.consts
+        consts, start, rows = op.ins[op.skipped : first], op.ins[first:][: op.carries], op.ins[first + op.carries :]
+        avals = [var.aval for var in open_jaxpr(body)[0].invars]
+
+        def region(carried: Sequence[Split]) -> Region:
+            splits = [*(one.split for one in consts), *carried, *(one.split[1:] for one in rows)]
+            inputs = [self.value(aval, split, "inner") for aval, split in zip(avals, splits, strict=True)]
+            return self.region(body, inputs, automatic, op.path)
+
+        carried, inner = [one.split for one in start], region([one.split for one in start])
+        returned = [merge([one.split, old]) for one, old in zip(inner.outputs, carried, strict=False)]
+        if returned != carried:
+            carried, inner = returned, region(returned)
+        op.regions = [inner]
+        self._refine(start, carried)
+        splits = [*carried, *(((), *one.split) for one in inner.outputs[op.carries :])]
+        op.outs = [self.value(var.aval, split, path=op.path) for var, split in zip(eqn.outvars, splits, strict=True)]
+
+    def _cond(self, op: Op, eqn: Any, automatic: frozenset[str]) -> None:
+        for branch in eqn.params["branches"]:
+            avals = [var.aval for var in open_jaxpr(branch)[0].invars]
+            copies = [self.value(aval, one.split, "inner") for aval, one in zip(avals, op.ins[1:], strict=True)]
+            op.regions.append(self.region(branch, copies, automatic, op.path))
+        for place, var in enumerate(eqn.outvars):
+            made = [region.outputs[place].split for region in op.regions]
+            op.outs.append(self.value(var.aval, merge(made), path=op.path))
+
+    # Backward: from a reader to values that nothing else splits.
+
+    def _refine(self, values: Sequence[Value], splits: Sequence[Split]) -> None:
+        """Split values as their reader wants them, where nothing said how: zeros, and the sums that begin with them."""
+        for value, wanted in zip(values, splits, strict=True):
+            if value.role not in ("", "inner") or len(wanted) != len(value.shape):
+                continue
+            split = merge([value.split, wanted])
+            op = self.maker.get(value)
+            if split == value.split:
+                continue
+            if op is None:
+                if value.role == "inner":
+                    self._set_split(value, split)
+            elif op.name in _WITH_REGIONS:
+                self._refine_inside(op, value, split)
+            else:
+                self._refine_through(op, value, split)
+
+    def _refine_through(self, op: Op, value: Value, split: Split) -> None:
+        """Split the result of an operation, and its operands as far as each element depends on one of theirs."""
+        if op.name in _LINEAR or _is_constant(op) or _repeats(op, split) or self._holds_constant(op):
+            self._set_split(value, split)
+            self._refine_alike(op.ins, value)
+        elif op.name in _CUT:
+            self._set_split(value, split)
+            alike = [one for one in op.ins if len(one.shape) == len(value.shape)]
+            self._refine(alike, [_of_same_size(split, value.shape, one.shape) for one in alike])
+        elif op.name == "reshape" and _without_ones(op.ins[0].shape) == _without_ones(value.shape):
+            entries = iter([entry for entry, size in zip(split, value.shape, strict=True) if size > 1])
+            before = tuple(next(entries) if size > 1 else () for size in op.ins[0].shape)
+            self._refine(op.ins, [before])
+            if op.ins[0].split == before:
+                self._set_split(value, split)
+        elif op.name == "dot_general" and _contracted_axes(op).isdisjoint(axis for entry in split for axis in entry):
+            self._set_split(value, split)  # each device computes its part from operands that it has in full
+
+    def _refine_alike(self, values: Sequence[Value], result: Value) -> None:
+        """Split operands of the result's shape as the result is split."""
+        alike = [one for one in values if one.shape == result.shape]
+        self._refine(alike, [result.split] * len(alike))
+
+    def _refine_inside(self, op: Op, value: Value, split: Split) -> None:
+        """Split a result of a loop or branch: sums that are split after a loop are reduce-scattered in it."""
+        number = op.outs.index(value)
+        self._set_split(value, split)
+        if op.name == "scan" and number >= op.carries:
+            self._refine([op.regions[0].outputs[number]], [split[1:]])
+            return
+        for body in op.regions:
+            self._refine([body.outputs[number]], [split])
+        if op.name in LOOPS:
+            at = op.consts + number
+            self._refine([op.regions[0].inputs[at], op.ins[op.skipped + at]], [split, split])
+
+    def _holds_constant(self, op: Op) -> bool:
+        """Return True for a constraint of zeros and the like: each device makes its own part."""
+        maker = self.maker.get(op.ins[0]) if op.name == "sharding_constraint" else None
+        return maker is not None and _is_constant(maker)
+
+    def _set_split(self, value: Value, split: Split) -> None:
+        value.split, value.shard = split, shard_shape(value.shape, split, self.sizes)
+
+
+def _is_constant(op: Op) -> bool:
+    """Return True for an operation that makes an array of scalars alone."""
+    return not any(one.shape for one in op.ins)
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size > 1]
+
+
+def _of_same_size(split: Split, shape: Sequence[int], other: Sequence[int]) -> Split:
+    return tuple(entry if size == its else () for entry, size, its in zip(split, shape, other, strict=True))
+
+
+def _repeats(op: Op, split: Split) -> bool:
+    """Return True for a broadcast split along dimensions that it adds: each device makes only its own copies."""
+    kept = op.params.get("broadcast_dimensions", ()) if op.name == "broadcast_in_dim" else range(len(split))
+    return all(not split[dim] for dim in kept)
+
+
+def _contracted_axes(product: Op) -> set[str]:
+    """Return the axes that split the dimensions over which a product sums."""
+    contracted = product.params["dimension_numbers"][0]
+    return {axis for one, dims in zip(product.ins, contracted, strict=False) for dim in dims for axis in one.split[dim]}
+
+
+def _axes_of(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the mesh axes over which a collective inside a `shard_map` runs."""
+    named = params.get("axis_name", params.get("axes", ()))
+    return tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if isinstance(axis, str))
+
+
+# Operations that compilers leave out.
 
 
 def skip_round_trips(region: Region) -> None:
-    """Let what reads an array that was converted to a wider type and back read the array itself, as compilers do."""
+    """Let readers of an array that was converted to a wider type and back read the array itself, as compilers do."""
     source: dict[Value, Value] = {}
     same: dict[Value, Value] = {}
     for op in region.ops:
@@ -120,17 +376,16 @@ def skip_round_trips(region: Region) -> None:
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """True for a floating type that has all numbers of another one."""
+    """Return True for a floating type that has all numbers of another one."""
     floating = all(jnp.issubdtype(one, jnp.floating) for one in (wide, narrow))
     return floating and wide != narrow and jnp.promote_types(wide, narrow) == wide
 
 
 def eliminate(region: Region, wanted: set[Value]) -> None:
-    """Drop operations whose results nobody reads, in loops too, as the compiler does."""
-    needed = set(wanted)
-    kept = []
+    """Drop operations whose results nobody reads, in loops too, as compilers do."""
+    needed, kept = set(wanted), []
     for op in reversed(region.ops):
-        if not any(one in needed for one in op.outs) and not _has_effect(op):
+        if op.outs and needed.isdisjoint(op.outs):
             continue
         _eliminate_inside(op, needed)
         needed.update(op.reads)
@@ -138,21 +393,15 @@ def eliminate(region: Region, wanted: set[Value]) -> None:
     region.ops = kept[::-1]
 
 
-def _has_effect(op: Op) -> bool:
-    return not op.outs
-
-
 def _eliminate_inside(op: Op, needed: set[Value]) -> None:
     if op.name == "scan":
-        consts, carries = op.counts
         (body,) = op.regions
-        wanted = set(body.outputs[:carries])
-        wanted |= {
-            inner for inner, outer in zip(body.outputs[carries:], op.outs[carries:], strict=True) if outer in needed
-        }
+        wanted = set(body.outputs[: op.carries])
+        wanted |= {inner for inner, outer in zip(body.outputs, op.outs, strict=True) if outer in needed}
         eliminate(body, wanted)
         read = {one for inner in body.ops for one in inner.ins} | wanted
-        op.unread = {i for i, one in enumerate(body.inputs) if one not in read and not consts <= i < consts + carries}
+        rows = op.consts + op.carries
+        op.unread = {i for i, one in enumerate(body.inputs) if one not in read and not op.consts <= i < rows}
     elif op.name == "cond":
         for branch in op.regions:
             made = zip(branch.outputs, op.outs, strict=True)

@@ -1,413 +1,415 @@
-"""What is in memory at the fullest moment of a program: a model of what compilers fuse, reuse and stack.
+"""The peak of a program, from the results that compilers store, their types and their lifetimes.
 
-The graph is walked in program order. An elementwise result is not stored where it can be computed in the operation that
-reads it; a product or collective is (`storage`). A value lives from the operation that makes it to the last that reads
-it, fused readers counted where they run. Loops write what they carry in place and what they stack into one array of all
-turns.
+    y = x @ w                 y        a product writes its result
+    z = sin(y) * 2                     computed where it is read: not stored
+    return (z @ w).sum()      z @ w    the product computes z from y; y is live until here
+
+The graph is walked in program order. Everything here is a general rule of compilers, listed in docs/guides/planner.md;
+no rule describes how the compiler of one chip schedules operations.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxshard.plan.memory.converted import Converted
-from jaxshard.plan.memory.donated import gathered_apart, is_put_in_order
-from jaxshard.plan.memory.gathered import joined_bytes
-from jaxshard.plan.memory.graph import Op, Region, Value
-from jaxshard.plan.memory.moved import COMPUTED_IN_F32
-from jaxshard.plan.memory.scattered import (
-    FUSES_UPDATE,
-    is_gather_from_one_row,
-    is_linear,
-    is_selection,
-    is_summed_gather,
-)
-from jaxshard.plan.memory.shards import GATHERS, SCATTERS, is_reduction
-from jaxshard.plan.memory.stacks import slices_of_stacks
-from jaxshard.plan.memory.storage import Size
-from jaxshard.plan.memory.tiles import LANES, SUBLANES
-from jaxshard.plan.memory.turned import added_in_turned_layouts, by_rows, looked_up_by_rows, updated_by_rows
-from jaxshard.plan.memory.zeros import zeros_before
+from jaxshard.plan.memory.graph import LOOPS, Op, Region, Value, dtype_bits
+from jaxshard.plan.memory.shards import COLLECTIVES, is_reduction
+
+CUT = "cut"
+"""The name of an operation that cuts a device's part out of a parameter when a step begins."""
+
+_ALIASES = frozenset({
+    "reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "enter", "transpose", "copy",
+    "copy_p", "pvary", "random_wrap", "random_unwrap", "sharding_constraint", "enter_moved", "broadcast_in_dim",
+    "device_put", "convert_element_type", "reduce_precision",
+})  # fmt: skip
+"""Operations whose result is the operand itself, if it has the same type and as many bytes."""
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_UPDATES = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
+"""Operations that change a part of their first operand, in its memory."""
+
+_STORED = COLLECTIVES | _UPDATES | _PRODUCTS | frozenset({
+    "pallas_call", "tpu_custom_call", "custom_call", "ffi_call", "sort", "top_k", "gather", "scatter_mul", "cumsum",
+    "cumprod", "cummax", "cummin", "cumlogsumexp", "ragged_dot", "ragged_dot_general", "concatenate",
+    "reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "sharding_constraint", "enter_moved", "fft",
+    "cholesky", "qr", "svd", "eigh", CUT,
+})  # fmt: skip
+"""Operations that write their results into memory; all others compute an element where it is read."""
+
+_MANY = 4
+"""A result is not asked for more readers than these."""
+
+Size = Callable[..., int]
+"""`size(value, dtype=None)`: the bytes of a value on one device, in its own type or in another one."""
 
 
 class Live(NamedTuple):
-    """A value in memory, its bytes, and a note: "stacked", "carried", "copy" or "" for the value itself."""
+    """A value in memory, as it is stored.
+
+    Attributes:
+      value: the value.
+      bytes: that it takes.
+      note: "stacked" by a loop, "converted" for a loop, or "".
+    """
 
     value: Value
     bytes: int
     note: str = ""
 
 
-@dataclass
-class Moment:
-    """The fullest moment of a region: what is live beside its inputs, the operation that runs, and its place."""
+class Moment(NamedTuple):
+    """An operation, and every value except the arguments that is live while it runs."""
 
-    live: list[Live] = field(default_factory=list)
+    live: tuple[Live, ...] = ()
     op: Op | None = None
-    at: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of all that is live."""
+        """Bytes of everything that is live."""
         return sum(one.bytes for one in self.live)
 
 
-class Liveness(Converted):
-    """When the stored values of a region live.
+class _Copy(NamedTuple):
+    """A copy in another type that is made of an argument for loops, and the first and last operation that needs it."""
+
+    value: Value
+    dtype: Any
+    first: int
+    last: int
+
+
+class Storage:
+    """Which results of a region are stored.
 
     Args:
-      region, size, in_place, narrow_products: as for `Storage`.
-      reusable: inputs that results may be written over.
-      stacks_first: what loops stack or write is allocated long before, while gathers of weights run.
-      turned: additions for which a table is copied to another layout, with the bytes of what they copy.
+      region: a program, or the body of a loop or branch.
+      size: bytes of values.
+      tpu: products compute the elementwise operations before and after them, and multiply bf16 numbers.
+    """
+
+    def __init__(self, region: Region, size: Size, *, tpu: bool):
+        self.region, self.size, self.tpu = region, size, tpu
+        self.root: dict[Value, Value] = {}
+        for op in region.ops:
+            for source, made in zip(op.ins, op.outs, strict=False) if op.name in _ALIASES else ():
+                if made.dtype == source.dtype and abs(size(made) - size(source)) <= 0.05 * size(source):
+                    self.root[made] = source
+        self.ops = [op for op in region.ops if not (op.outs and op.outs[0] in self.root)]
+        self.inputs = {self.find(one) for one in region.inputs}
+        self.results = {self.find(one) for one in region.outputs}
+        self.makers = {one: op for op in self.ops for one in op.outs}
+        self.readers: defaultdict[Value, list[Op]] = defaultdict(list)
+        for op in self.ops:
+            for one in op.reads:
+                self.readers[self.find(one)].append(op)
+        self.stored, open_ends = self._written()
+        self._store_shared(open_ends, self._find_sources())
+        self.sources = self._find_sources()
+
+    def find(self, value: Value) -> Value:
+        """Return the value in whose memory a value is."""
+        while value in self.root:
+            value = self.root[value]
+        return value
+
+    def is_fused(self, op: Op) -> bool:
+        """Return True for an operation that is computed where its result is read."""
+        if op.name.startswith("scatter") and _is_selection(op):
+            return True
+        moved = any(one.on_host for one in (*op.ins, *op.outs))  # to the host's memory or back
+        return not (moved or op.name in _STORED or op.regions or is_reduction(op.name))
+
+    def stored_operands(self, op: Op) -> set[Value]:
+        """Return the stored arrays that an operation reads, also through operands that are computed in it."""
+        return self._stored_operands(op, self.sources)
+
+    def _stored_operands(self, op: Op, sources: Mapping[Value, set[Value]]) -> set[Value]:
+        found: set[Value] = set()
+        for one in op.reads:
+            root = self.find(one)
+            found |= {root} if root in self.stored or root in self.inputs else sources.get(root, set())
+        return found
+
+    def _find_sources(self) -> dict[Value, set[Value]]:
+        """Return for each result the stored arrays that it is computed from."""
+        sources: dict[Value, set[Value]] = {}
+        for op in self.ops:
+            joined = self._stored_operands(op, sources)
+            sources.update((one, joined) for one in op.outs)
+        return sources
+
+    def _written(self) -> tuple[set[Value], set[Value]]:
+        """Return what operations write, and the results that elementwise operations after them continue."""
+        stored, continued = set[Value](), set[Value]()
+        for op in self.ops:
+            if not self.is_fused(op) or any(self.find(one) in continued for one in op.ins):
+                joins = op.name in _PRODUCTS or self.is_fused(op)
+                for one in op.outs:
+                    (continued if joins and self._is_continued(one) else stored).add(one)
+        return stored, continued
+
+    def _is_continued(self, value: Value) -> bool:
+        """Return True if one elementwise operation alone reads a product: it becomes a part of the product."""
+        readers = set(self.readers[value])
+        if len(readers) != 1 or value in self.results or not self.tpu:
+            return False
+        (reader,) = readers
+        return self.is_fused(reader) and [math.prod(one.shard) for one in reader.outs] == [math.prod(value.shard)]
+
+    def _store_shared(self, continued: set[Value], sources: Mapping[Value, set[Value]]) -> None:
+        """Store elementwise results that something reads from memory, or that many would have to compute again."""
+        sinks: defaultdict[Value, set[Op]] = defaultdict(set)  # the operations that would each compute a result
+        for op in reversed(self.ops):
+            for one in op.outs if self.is_fused(op) else ():
+                is_open = one not in self.stored and one not in continued
+                if is_open and self._must_store(one, len(sinks[one]), sources[one]):
+                    self.stored.add(one)
+            runs = not self.is_fused(op) or any(one in self.stored for one in op.outs)
+            reached = {op} if runs else set[Op]().union(*(sinks[one] for one in op.outs))
+            for one in op.reads:
+                if len(found := sinks[self.find(one)]) < _MANY:
+                    found |= reached
+
+    def _must_store(self, value: Value, times: int, sources: set[Value]) -> bool:
+        readers = self.readers[value]
+        if not sources:  # made of scalars alone, such as a mask: a loop makes it itself in every iteration
+            readers = [one for one in readers if not (one.regions and self._is_constant_of(one, value))]
+        if value in self.results or any(self._reads_memory(one, value) for one in readers):
+            return True
+        return times > 1 and sum(map(self.size, sources)) > 1.25 * self.size(value)
+
+    def _reads_memory(self, reader: Op, value: Value) -> bool:
+        """Return True for an operation that cannot compute this operand within itself."""
+        if reader.name in _PRODUCTS:
+            return not self.tpu
+        if self.is_fused(reader) or is_reduction(reader.name):
+            return False
+        return reader.name not in _UPDATES or self.find(reader.ins[0]) is value
+
+    def _is_constant_of(self, loop: Op, value: Value) -> bool:
+        consts = loop.skipped + loop.consts
+        return loop.name in LOOPS and all(self.find(one) is not value for one in loop.ins[consts:])
+
+
+class Liveness(Storage):
+    """The types and lifetimes of the stored results of a region, and the peak.
+
+    Args:
+      region, size, tpu: as for `Storage`.
+      elsewhere: results that are written into memory counted elsewhere, such as donated arguments.
+      reusable: inputs in whose memory results may be written, such as what a loop carries.
+      donated: the arguments in whose memory each result of a step is.
     """
 
     def __init__(
         self,
         region: Region,
         size: Size,
-        in_place: set[Value],
         *,
+        tpu: bool,
+        elsewhere: set[Value],
         reusable: set[Value] | None = None,
-        narrow_products: bool = False,
-        stacks_first: bool = False,
-        turned: Mapping[Op, tuple[int, ...]] | None = None,
+        donated: Mapping[Value, Value] | None = None,
     ):
-        super().__init__(region, size, in_place, narrow_products=narrow_products)
-        self.reusable, self.stacks_first = reusable or set(), stacks_first
-        self.turned = added_in_turned_layouts(region) if turned is None else turned
-        self.inner: dict[Op, list[Liveness]] = {op: self._bodies(op) for op in region.ops if op.regions}
+        super().__init__(region, size, tpu=tpu)
+        self.elsewhere = {self.find(one) for one in elsewhere}
+        self.reusable, self.donated = reusable or set(), donated or {}
+        self.inner = {op: [self._body(op, one) for one in op.regions] for op in self.ops if op.regions}
+        if tpu:
+            self._order_products()
+        self.place = {op: i for i, op in enumerate(self.ops)}
         self.runs: dict[Op, int] = {}
-        self.last: dict[Value, int] = {}
-        self._place_reads()
-        self.moments: dict[Op, Moment] = {}
-        self.stored_as: dict[Value, Any] = {}
-        self.copies: defaultdict[int, list[Value]] = defaultdict(list)
-        self.copied: dict[Value, tuple[int, Value]] = {}
-        self.away: defaultdict[Value, list[tuple[int, int]]] = defaultdict(list)
-        self.on_chip: set[Value] = set()
-        self.compared = gathered_apart(region) if narrow_products else set()
-        self._find_narrow()
-        self._copy_by_rows()
-        for loop, bodies in self.inner.items():
-            for body in bodies if self.narrow_products else ():
-                body.take_slices(slices_of_stacks(loop, self.makers, self.find))
+        self.last = dict.fromkeys(self.results, len(self.ops))
+        self._find_last_reads()
+        self.dtypes = {one: dtype for one in self.stored if (dtype := self._stored_as(one)) is not None}
+        self.copies = list(self._find_copies()) if tpu else []
 
-    # Where everything runs, and is read last.
+    def _body(self, op: Op, region: Region) -> Liveness:
+        carried = set(region.inputs[op.consts :][: op.carries] if op.name in LOOPS else region.inputs)
+        return Liveness(region, self.size, tpu=self.tpu, elsewhere=set(region.outputs), reusable=carried)
 
-    def _place_reads(self) -> None:
-        need: dict[Value, int] = {}
-        end = len(self.ops)
-        for one in self.results:
-            need[one] = end
-        for op in reversed(self.ops):
-            if self.is_alias(op):
-                continue
-            here = self.place[op]
-            if any(one in self.stored for one in op.outs) or not op.outs:
-                at = here
-            else:
-                at = max((need.get(one, -1) for one in op.outs), default=here)
-                at = here if at < 0 else at
-            self.runs[op] = at
-            at = end - 1 if self._waits_for_sum(op) else at
-            for one in op.reads:
-                root = self.find(one)
-                need[root] = max(need.get(root, -1), at)
-        self.last = need
+    # Types.
 
-    def _is_step(self) -> bool:
-        """True for a whole step, False for the body of a loop or a branch."""
-        return not any(one.role == "inner" for one in self.region.inputs)
+    def _stored_as(self, value: Value) -> Any:
+        """Return the type of a result in memory if it is not its own, or None."""
+        maker = self.makers[value]
+        if value in self.results or (maker.name in LOOPS and value in maker.outs[: maker.carries]):
+            return None
+        if (narrow := self.read_as(value)) is not None:
+            return narrow
+        # A library's product writes the type that all its readers convert it to.
+        converted = [one.outs[0].dtype for one in self.readers[value] if one.name == "convert_element_type"]
+        if self.tpu or maker.name not in _PRODUCTS or len(converted) < len(self.readers[value]):
+            return None
+        return converted[0] if len(set(converted)) == 1 else None
 
-    def _waits_for_sum(self, op: Op) -> bool:
-        """True for a gather of elements, the labels' logits, that frees nothing.
+    def read_as(self, value: Value) -> Any:
+        """Return the smaller type that all readers convert a value to first, or None."""
+        found = {self._reads_as(op, value) for op in self.readers[value]}
+        return found.pop() if len(found) == 1 and value not in self.results else None
 
-        Where it is along a split dimension its result is summed over the axis, for the loss alone: compilers leave it
-        to the end, if the logits are read later anyway, and are no copy in a wider type. So they do where they split
-        rows until each device has one.
-        """
-        if not (is_summed_gather(op) or is_gather_from_one_row(op)) or not self.narrow_products:
-            return False
-        return self._is_step() and self.widened(self.find(op.ins[0])) is None
-
-    def _copy_by_rows(self) -> None:
-        """Copy tables whose rows are looked up, if their layout is another one, from where they are read first.
-
-        Where loops read a converted copy of the table, that is what is copied, for the lookup alone.
-        """
-        if not self.narrow_products or not self._is_step():
-            return
-        start = min((at for op, at in self.runs.items() if at == self.place[op]), default=0)
-        for one, scatter in updated_by_rows(self.region) if self.stacks_first else ():
-            at, copy = start if scatter is None else self.place[scatter], by_rows(one)
-            self.copies[at].append(copy)
-            self.last[copy] = max((self.runs[op] for op in self.readers[one]), default=at)
-        for table, lookup in looked_up_by_rows(self.region).items():
-            read, (_, converted) = self.find(lookup.gather.ins[0]), self.copied.get(table, (0, table))
-            in_loops = read.dtype == converted.dtype or any(op.regions for op in self.readers[read])
-            if read is not table and in_loops:
-                copy, at = by_rows(read), self.runs[lookup.gather]
-                self.copies[at].append(copy)
-                self.last[copy] = at
-                continue
-            for group in ([table], lookup.state):
-                readers = [op for one in group for op in self.readers[one]]
-                for one in group if readers else ():
-                    copy = by_rows(one)
-                    self.copies[min(self.runs[op] for op in readers)].append(copy)
-                    self.last[copy] = max(self.runs[op] for op in readers)
-
-    def take_slices(self, numbers: Iterable[int]) -> None:
-        """Store the inputs of a body, by number, that several of its operations read, from the first to the last.
-
-        They are slices of what another loop stacked. One that a single operation reads is taken where it is read.
-        """
-        for number in numbers:
-            one = self.find(self.region.inputs[number])
-            places = [
-                self.place[op] for op, at in self.runs.items() if at == self.place[op] and one in self.roots_of(op)
+    def _reads_as(self, op: Op, value: Value) -> Any:
+        if op.name == "convert_element_type":
+            dtype = op.outs[0].dtype
+            return dtype if dtype_bits(dtype) < dtype_bits(value.dtype) else None
+        if op.name == "dynamic_slice":
+            return self.read_as(self.find(op.outs[0]))
+        if self.tpu and op.name == "dot_general" and value.dtype == jnp.float32:
+            return None if "HIGHEST" in str(op.params.get("precision")) else jnp.dtype(jnp.bfloat16)
+        if self.tpu and op.name == "scan":
+            (body,), rows = self.inner[op], op.consts + op.carries
+            inputs = [
+                None if op.consts <= i < rows else body.read_as(body.find(body.region.inputs[i]))
+                for i, one in enumerate(op.ins)
+                if i not in op.unread and self.find(one) is value
             ]
-            if len(places) > 1:
-                taken = replace(one, role="")
-                self.copies[min(places)].append(taken)
-                self.last[taken] = max(places)
-
-    def keep_on_chip(self, values: set[Value]) -> None:
-        """Let values lie in the chip's own memory, here and in the bodies of loops: they take none of the device's."""
-        self.on_chip = values
-        self.moments = {}
-        for bodies in self.inner.values():
-            for body in bodies:
-                body.keep_on_chip(values)
-
-    # The fullest moment.
-
-    def peak(self) -> Moment:
-        """Return the fullest moment."""
-        live, begun = dict[Value, Live](), self._begun()
-        best = Moment()
-        waiting: list[Live] = []
-        expiring: defaultdict[int, list[Value]] = defaultdict(list)
-        for value, at in self.last.items():
-            expiring[at].append(value)
-        for i, op in enumerate(self.ops):
-            live |= begun.get(i, {})
-            if not self.is_alias(op) and (op.regions or self.runs[op] == i):
-                taken: set[Value | None] = set()
-                for number, one in enumerate(op.outs):
-                    if one in self.stored and one not in self.inputs and one in self.last:
-                        dying = self._overwritten(op, number, i, taken)
-                        if dying is not None and (dying in self.on_chip or one in self.on_chip):
-                            dying = None
-                        old = None if dying is None else live.pop(dying, Live(dying, 0))
-                        new = self._new(op, number, one)
-                        live[one] = new if old is None else new._replace(bytes=old.bytes)
-                        taken.add(dying)
-                for one in [copy for copy in self.copies[i] if copy not in self.on_chip]:
-                    live[one] = Live(one, self.size(one), "converted")
-                inner = self._inside(op)
-                there = (
-                    live.values() if not self.away else (one for one in live.values() if self._is_there(one.value, i))
-                )
-                now = [*there, *inner.live, *self._extra(op), *(waiting if "transpose" in op.path else ())]
-                if sum(one.bytes for one in now) > best.total:
-                    best = Moment(now, inner.op or op, i)
-                waiting = waiting or self._left_whole(op)
-            for value in expiring[i]:
-                live.pop(value, None)
-        return best
-
-    def _is_there(self, value: Value, at: int) -> bool:
-        """Return False between the places over which a value is dropped, to be computed again (`recompute`)."""
-        return not any(before < at < after for before, after in self.away.get(value, ()))
-
-    def _begun(self) -> dict[int, dict[Value, Live]]:
-        """What is in memory before the loop that stacks it, by the place from which on.
-
-        On TPUs what the first loop stacks is allocated while gathers of weights run beside, on GPUs where `zeros` says.
-        """
-        loops = [(self.place[op], op) for op in self.ops if op.name == "scan"]
-        if self.narrow_products:
-            return {0: self._stacks(loops[0][1])} if self.stacks_first and loops else {}
-        found: dict[int, dict[Value, Live]] = {}
-        for at, op in loops:
-            start = zeros_before(self.ops, at)
-            found[start] = found.get(start, {}) | self._stacks(op)
-        return found
-
-    def _stacks(self, loop: Op) -> dict[Value, Live]:
-        stacks = [one for one in loop.outs[loop.counts[1] :] if one in self.last and one not in self.in_place]
-        return {one: self._new(loop, loop.outs.index(one), one) for one in stacks}
-
-    def _new(self, op: Op, number: int, value: Value) -> Live:
-        if value in self.in_place or value in self.on_chip:
-            return Live(value, 0)
-        stacked = op.name == "scan" and number >= op.counts[1]
-        carried = op.name in ("scan", "while") and not stacked
-        return Live(value, self.stored_bytes(value), "stacked" if stacked else "carried" if carried else "")
-
-    def stored_bytes(self, value: Value) -> int:
-        """The bytes of a value as it is stored."""
-        again = self._mixed(value, self.sources) if value in self.sources else None
-        copy = 0 if again is None else self.size(replace(value, dtype=again))
-        return copy + self.size(replace(value, dtype=self.stored_as[value]) if value in self.stored_as else value)
-
-    def _extra(self, op: Op) -> list[Live]:
-        """What an operation needs beside operands and results.
-
-        Collectives make arrays whose slowest dimension is the gathered one; where shards do not fill tiles along it, or
-        it lies along the lanes, the result is copied. What a scatter makes is there twice when it is summed over all
-        devices at once, which an all-reduce does; a sum over some of the axes is scattered in place.
-        """
-        out = op.outs[0] if op.outs else None
-        if out is None or not self.narrow_products:
-            return []
-        if op in self.turned:
-            return [Live(out, size, "copy") for size in self.turned[op]]
-        if op.name == "scan":
-            return self._gathered_stacks(op)
-        if op.summed:  # an all-reduce beside other operations, from one array into another
-            return [Live(out, self.stored_bytes(out), "copy")]
-        if out in self.apart and op.name in COMPUTED_IN_F32:  # its operand in both shapes, before it is there itself
-            wide = replace(out, dtype=jnp.dtype(jnp.float32))
-            return [Live(wide, size, "copy") for size in (self.size(wide), self.size(wide) - self.size(out))]
-        if op.name == "sharding_constraint" and self.find(out) in self.in_place:
-            return self._gathered_result(op)
-        # A gather of counts adds a dimension.
-        gathers = op.name == "all_gather" or (op.name == "sharding_constraint" and self.find(out) not in self.results)
-        if gathers and len(out.shard) == len(op.ins[0].shard) == 2:
-            parts = zip(op.ins[0].shard, out.shard, (SUBLANES, LANES), strict=True)
-            odd = any(part < whole and part % tile for part, whole, tile in parts)
-            return [Live(out, max(self.size(out), joined_bytes(op)), "copy")] if odd else []
-        if op.folded and op.name in SCATTERS and len(op.ins[0].shard) == 2 and self.size(op.ins[0]) > 2**20:
-            return [Live(op.ins[0], self.size(op.ins[0]), "copy")]  # an all-reduce that runs beside other operations
-        if is_linear(op):  # what it adds to once more, with rows in order, and then in one dimension
-            whole = self.size(op.ins[0])
-            return [Live(op.ins[0], 2 * whole if self.stacks_first else max(0, whole - self.stored_bytes(out)), "copy")]
-        fresh = op.name in ("scatter-add", "scatter_add") and not self.sources.get(self.find(op.ins[0]))
-        if fresh and self.find(op.ins[0]) not in self.inputs and not is_selection(op) and len(out.shard) == 2:
-            return [] if self._is_scattered_in_parts(out) else [Live(out, self.size(out), "copy")]
-        return []
-
-    def _gathered_result(self, gather: Op) -> list[Live]:
-        """What a gather needs that makes a result of the step, which is written over an argument in the end.
-
-        Parts along another dimension than the first are gathered into an array of their own, whose slowest dimension is
-        the gathered one; so are all whose update is compared with the argument, which is read behind the gather. Those
-        of a matrix that do not fill tiles along it are joined to that from padded ones.
-        """
-        (part, *_), (made,) = gather.ins, gather.outs
-        if not is_put_in_order(gather) and made not in self.compared:
-            return []
-        found = [Live(made, self.size(made), "copy")]
-        if len(made.shard) == 2 and part.shard[0 if part.shard[0] < made.shard[0] else 1] % SUBLANES:
-            found.append(Live(made, max(self.size(made), joined_bytes(gather)), "copy"))
-        return found
-
-    def _gathered_stacks(self, op: Op) -> list[Live]:
-        """What a loop over arrays gathers that are split over its turns: each of them whole, to take one slice."""
-        found = []
-        for number in range(sum(op.counts), len(op.ins)):
-            one = op.ins[number]
-            if number not in op.unread and one.split and one.split[0]:
-                whole = replace(one, split=((), *one.split[1:]), shard=(one.shape[0], *one.shard[1:]))
-                found.append(Live(whole, self.size(whole), "copy"))
-        return sorted(found, key=lambda one: one.bytes)[-1:]  # they are free again behind their slices
-
-    def _left_whole(self, op: Op) -> list[Live]:
-        """The whole gradients of a block that wait behind a loop over offloaded activations.
-
-        Compilers take the last turn of such a loop out of it. Its gradients are summed beside the rest of the backward
-        pass, the table's, and written into what the loop stacked at the end.
-        """
-        if op.name != "scan" or not self.narrow_products or not any(one.on_host for one in op.ins):
-            return []
-        (body,) = op.regions
-        return [Live(one, self.size(one), "copy") for inner in body.ops if inner.name in SCATTERS for one in inner.ins]
-
-    def _is_scattered_in_parts(self, value: Value) -> bool:
-        """True where a value is scattered over some axes of the mesh only, or over one after the other."""
-        scatters, found = [], self.readers[self.find(value)]
-        while len(found) == 1 and len(found[0].outs) == 1:
-            scatters += [found[0]] if found[0].name in SCATTERS else []
-            found = self.readers[self.find(found[0].outs[0])]
-        return len(scatters) > 1 or any(not one.everywhere for one in scatters)
-
-    def _overwritten(self, op: Op, number: int, i: int, taken: set[Value | None]) -> Value | None:
-        """Return the operand over which a result is written, because nothing reads it later."""
-        if op.name in ("scan", "while"):
-            consts = op.counts[0] if op.name == "scan" else sum(op.counts)
-            stacks = op.name == "scan" and number >= op.counts[1]
-            operands = [] if stacks else [op.ins[consts + number]]
-        elif op.name in FUSES_UPDATE:
-            operands = op.ins[:1]
-        elif op.name == "cond":
-            operands = op.ins
-        else:
-            found = self.sources[op.outs[number]] if self.is_elementwise(op) else ()
-            if op.outs[number] in self.in_place and self._is_step():
-                # What is chosen from a gathered array is written over an argument, and leaves that array behind.
-                found = {one for one in found if not self._is_gathered(one)}
-            if not self.narrow_products:
-                found = set(found) - self._reduced_beside(set(found))
-            operands = sorted(found, key=self._made_at, reverse=True)  # the latest: what was made just before it
-        for one in operands:
-            root = self.find(one)
-            ours = root in self.reusable or (root in self.stored and root not in self.inputs)
-            if ours and root not in taken and self.last[root] == i and self._same_bytes(root, op.outs[number]):
-                return root
+            return inputs[0] if len(set(inputs)) == 1 else None
         return None
 
-    def _reduced_beside(self, values: set[Value]) -> set[Value]:
-        """Those of the arrays that an operation reads of which it reads sums over rows, too, as a softmax does.
+    def _find_copies(self) -> Iterator[_Copy]:
+        """Yield the arguments that loops read in a smaller type, converted once before the first of them."""
+        for value in self.inputs:
+            loops = [op for op in self.readers[value] if op.name == "scan"]
+            found = {self._reads_as(op, value) for op in loops}
+            if len(found) == 1 and None not in found and value.role != "inner":
+                places = [self.place[op] for op in loops]
+                yield _Copy(value, found.pop(), min(places), max(places))
 
-        On GPUs the sums are a part of the operation, which reads its operands again behind them.
+    # Lifetimes.
+
+    def _order_products(self) -> None:
+        """Run a product that frees more than it makes before loops that it does not wait for.
+
+        The gradient of a weight after the blocks is an example: program order has it after the loop over the blocks.
         """
-        makers = [maker for one in values if (maker := self.makers.get(one)) is not None and is_reduction(maker.name)]
-        return set().union(*map(self.roots_of, makers)) & values
+        loops = [i for i, op in enumerate(self.ops) if op.regions]
+        made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
+        last = {one: i for i, op in enumerate(self.ops) for one in self.stored_operands(op)}
+        places: dict[Op, float] = {}
+        for i, op in enumerate(self.ops):
+            operands = self.stored_operands(op) if op.name in _PRODUCTS else set()
+            ready = max((made.get(one, -1) for one in operands), default=i)
+            freed = sum(self.size(one) for one in operands - self.inputs if last[one] == i)
+            early = any(ready < at < i for at in loops) and freed > self.size(op.outs[0])
+            places[op] = ready + 0.5 if early else i
+        self.ops.sort(key=places.__getitem__)
 
-    def _is_gathered(self, value: Value) -> bool:
-        maker = self.makers.get(value)
-        if maker is None or maker.name not in GATHERS:
-            return False
-        return math.prod(maker.ins[0].shard) < math.prod(value.shard)
+    def _find_last_reads(self) -> None:
+        """Find where each operation runs, which is where its results are read if none is stored, and the last reads."""
+        for op in reversed(self.ops):
+            at = self.place[op]
+            if op.outs and self.stored.isdisjoint(op.outs):
+                at = max((self.last[one] for one in op.outs if one in self.last), default=at)
+            self.runs[op] = at
+            for one in op.reads:
+                root = self.find(one)
+                self.last[root] = max(self.last.get(root, -1), at)
 
-    def _made_at(self, value: Value) -> int:
-        maker = self.makers.get(value)
-        return -1 if maker is None else self.place[maker]
+    # The peak.
 
-    def _same_bytes(self, one: Value, other: Value) -> bool:
-        # A GPU's product writes the type in which all read its result: their conversions change nothing then.
-        stored_as = {} if self.narrow_products else self.stored_as
-        types = [stored_as.get(value, value.dtype) for value in (one, other)]
-        return self.stored_bytes(one) == self.stored_bytes(other) and types[0] == types[1]
+    def bytes_of(self, value: Value) -> int:
+        """Return the bytes of a stored value."""
+        return 0 if value in self.elsewhere else self.size(value, self.dtypes.get(value))
 
-    def _bodies(self, op: Op) -> list[Liveness]:
-        # Results of a body are written into the arrays that the loop or branch makes, and may be written over what the
-        # body was given to carry on.
-        consts = {"scan": op.counts[0], "while": op.counts[1], "cond": 0}.get(op.name)
-        carries = {"scan": op.counts[1]}.get(op.name, len(op.outs))
-        bodies = []
-        for body in op.regions:
-            reusable = set() if consts is None else set(body.inputs[consts:][: carries if op.name != "cond" else None])
-            bodies.append(
-                Liveness(
-                    body, self.size, set(body.outputs),
-                    reusable=reusable, narrow_products=self.narrow_products, stacks_first=self.stacks_first,
-                    turned=self.turned,
-                )
-            )  # fmt: skip
-        return bodies
+    def peak(self) -> Moment:
+        """Return the moment at which most is live."""
+        live: dict[Any, Live] = {}
+        best, most = Moment(), 0
+        expiring: defaultdict[int, list[Any]] = defaultdict(list)
+        for value, at in self.last.items():
+            expiring[at].append(value)
+        for copy in self.copies:
+            expiring[copy.last].append(copy)
+        for i, op in enumerate(self.ops):
+            live |= {one: self._live_copy(one) for one in self.copies if one.first == i}
+            if op.regions or self.runs[op] == i:
+                self._make_results(op, i, live)
+                bodies = [body.peak() for body in self.inner.get(op, ())]
+                inner = max(bodies, key=lambda one: one.total, default=Moment())
+                now = [*live.values(), *inner.live]
+                if sum(one.bytes for one in now) > most:
+                    now = self._place_in_parameters(now, i)
+                    if (total := sum(one.bytes for one in now)) > most:
+                        best, most = Moment(tuple(now), inner.op or op), total
+            for one in expiring[i]:
+                live.pop(one, None)
+        return best
 
-    def _inside(self, op: Op) -> Moment:
-        if op not in self.moments:
-            moments = [body.peak() for body in self.inner.get(op, ())]
-            self.moments[op] = max(moments, key=lambda one: one.total, default=Moment())
-        return self.moments[op]
+    def _live_copy(self, copy: _Copy) -> Live:
+        return Live(replace(copy.value, dtype=copy.dtype), self.size(copy.value, copy.dtype), "converted")
+
+    def _make_results(self, op: Op, at: int, live: dict[Any, Live]) -> None:
+        """Add the stored results of an operation to the live values; some take over the memory of an operand."""
+        for number, one in enumerate(op.outs):
+            if one not in self.stored or one not in self.last or one in self.inputs:
+                continue
+            old = self._overwritten(op, number, at, live)
+            size = self.bytes_of(one)
+            if old is not None:
+                size = live.pop(old).bytes if old in live else 0
+            shown = replace(one, dtype=self.dtypes[one]) if one in self.dtypes else one
+            live[one] = Live(shown, size, "stacked" if op.name == "scan" and number >= op.carries else "")
+
+    def _overwritten(self, op: Op, number: int, at: int, live: Mapping[Any, Live]) -> Value | None:
+        """Return the operand in whose memory a result is written: one of its size that is read last here."""
+        options: list[Value] = []
+        if op.name in LOOPS:
+            options = [op.ins[op.skipped + op.consts + number]] if number < op.carries else []
+        elif op.name in _UPDATES:
+            options = op.ins[:1]
+        elif op.name == "cond":
+            options = op.ins
+        elif self.is_fused(op):
+            options = list(self.sources[op.outs[number]])
+        for one in map(self.find, options):
+            free = self.last.get(one) == at and (one in live or one in self.reusable)
+            if free and self.bytes_of(one) == self.bytes_of(op.outs[number]):
+                return one
+        return None
+
+    @cached_property
+    def _free_parameters(self) -> list[tuple[int, int, int]]:
+        """Bytes of donated parameters that nothing reads any more, smallest first, and from when to when they are free.
+
+        They are free until the new value is gathered into them.
+        """
+        cut = {self.find(op.ins[0]) for op in self.ops if op.name == CUT}
+        copied = {copy.value: copy.first for copy in self.copies}
+        found = []
+        for new, old in self.donated.items():
+            maker = self.makers.get(self.find(new))
+            if old in cut and maker is not None and old not in self.results:
+                # Loops read the copy that was made of it right before them.
+                reads = [self.runs[op] for op in self.readers[old] if not (op.regions and old in copied)]
+                found.append((self.size(old), max([copied.get(old, 0) - 1, *reads]), self.place[maker]))
+        return sorted(found, key=lambda one: one[0])
+
+    def _place_in_parameters(self, now: list[Live], at: int) -> list[Live]:
+        """Place arrays in donated parameters that nothing reads: the largest first, in the smallest that holds it."""
+        free = [size for size, first, last in self._free_parameters if first < at < last]
+        placed = list(now)
+        for i in sorted(range(len(now)), key=lambda i: -now[i].bytes) if free else ():
+            room = next((size for size in free if size >= now[i].bytes > 0), None)
+            if room is not None:
+                free.remove(room)
+                placed[i] = now[i]._replace(bytes=0)
+        return placed
+
+
+def _is_selection(scatter: Op) -> bool:
+    """Return True for a scatter of one element per row, the gradient of `take_along_axis`: it is fused."""
+    numbers = scatter.params["dimension_numbers"]
+    if numbers.update_window_dims:
+        return False
+    if numbers.operand_batching_dims:
+        return True
+    made, updates = scatter.outs[0].shape, scatter.ins[-1].shape
+    return bool(made) and math.prod(updates) * made[-1] == math.prod(made)

@@ -1,9 +1,9 @@
-"""How automatic axes split the values of a traced program: forward, from the arguments and constraints.
+"""Shardings over automatic mesh axes: propagated forward, from a program's arguments and constraints.
 
 Inside a `shard_map` the shapes of a jaxpr are already those of one device, as far as its manual axes go. Over the other
-axes the compiler places what nobody constrained. Its choice is modelled by a single pass forward: a product keeps
-the splits of its free and batch dimensions, an elementwise result those of its most split operand, a reshape the
-splits of dimensions that stay, and so on. What a rule does not know is whole.
+axes the compiler chooses the sharding of every value without a constraint. One pass forward models that choice: a
+product keeps the splits of its free and batch dimensions, an elementwise result those of its operands, a reshape those
+of the dimensions that stay. A value for which there is no rule is replicated.
 
 A split is a tuple with the names of mesh axes for each dimension: ((), ("data",)) is a matrix whose columns are split.
 """
@@ -17,10 +17,6 @@ from typing import Any
 Split = tuple[tuple[str, ...], ...]
 """For each dimension the mesh axes over which it is split."""
 
-GATHERS = ("all_gather", "sharding_constraint", "enter_moved")
-"""Collectives that make arrays of parts; the last two also stand for others, which the compiler chooses."""
-SCATTERS = ("reduce_scatter", "psum_scatter")
-"""Collectives that sum arrays and leave each device a part."""
 COLLECTIVES = frozenset({
     "all_gather", "psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pmax",
     "pmin", "ragged_all_to_all", "all_gather_invariant",
@@ -28,8 +24,8 @@ COLLECTIVES = frozenset({
 """Collectives that a program states."""
 
 
-def whole(shape: Sequence[int]) -> Split:
-    """Return the split of an array that is whole on every device."""
+def replicated(shape: Sequence[int]) -> Split:
+    """Return the split of an array that every device has a full copy of."""
     return ((),) * len(shape)
 
 
@@ -41,7 +37,7 @@ def spec_split(spec: Any, ndim: int, among: frozenset[str]) -> Split:
 
 
 def merge(splits: Sequence[Split]) -> Split:
-    """Join splits of arrays of one shape: a dimension takes the first split that it has, an axis splits it once."""
+    """Join splits of arrays of one shape: a dimension takes the first split found, an axis splits one dimension."""
     used: set[str] = set()
     joined = []
     for entries in zip(*splits, strict=True):
@@ -61,12 +57,12 @@ def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Spl
       shape: of the result.
     """
     if not any(any(split) for split, _ in operands):
-        return whole(shape)
+        return replicated(shape)
     if (rule := _RULES.get(name)) is not None:
         return _valid(rule(params, operands, shape), shape)
     same_rank = [one for one in operands if len(one[1]) == len(shape)]
     if same_rank and not is_reduction(name):
-        # Elementwise, dimensions of size one spread over the result's; and operations along some of the dimensions.
+        # Elementwise operations, whose operands of size one are broadcast, and operations along some dimensions.
         return merge(
             [
                 tuple(entry if size > 1 < its else () for entry, its, size in zip(split, old, shape, strict=True))
@@ -77,12 +73,12 @@ def propagate(name: str, params: Mapping[str, Any], operands: Sequence[tuple[Spl
     if reduced is not None and is_reduction(name):
         split = operands[0][0]
         kept = tuple(entry for dim, entry in enumerate(split) if dim not in reduced)
-        return kept if len(kept) == len(shape) else whole(shape)
-    return whole(shape)
+        return kept if len(kept) == len(shape) else replicated(shape)
+    return replicated(shape)
 
 
 def is_reduction(name: str) -> bool:
-    """True for primitives that reduce dimensions: sums, maxima, and the places of these."""
+    """Return True for primitives that reduce dimensions: sums, maxima, argmax and the like."""
     return name.startswith(("reduce_", "arg")) and not name.startswith(("reduce_precision", "reduce_window"))
 
 
@@ -93,7 +89,7 @@ def _valid(split: Split, shape: Sequence[int]) -> Split:
         entry = tuple(axis for axis in entry if axis not in used)
         used |= set(entry)
         out.append(entry)
-    return tuple(out) if len(out) == len(shape) else whole(shape)
+    return tuple(out) if len(out) == len(shape) else replicated(shape)
 
 
 def _dot(params: Any, operands: Any, shape: Any) -> Split:
@@ -119,7 +115,7 @@ def _transpose(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _reshape(params: Any, operands: Any, shape: Any) -> Split:
-    """Dimensions are matched in groups of equal size; the split of a group is that of its first large dimension."""
+    """Match dimensions in groups of equal size; the first split in a group is the split of the group."""
     split, its = operands[0]
     out: list[tuple[str, ...]] = [()] * len(shape)
     i = j = 0
@@ -140,7 +136,7 @@ def _reshape(params: Any, operands: Any, shape: Any) -> Split:
                 return tuple(out)
         entries = [split[dim] for dim in source if its[dim] > 1]
         axes = next((one for one in entries if one), ())
-        # The outermost dimension of the group keeps a split of its outermost one; an inner one goes to one of its size.
+        # It goes to a dimension of the size that it had, or else to the outermost one.
         if axes:
             size = next(its[dim] for dim in source if split[dim] == axes)
             equal = [dim for dim in target if shape[dim] == size]
@@ -150,10 +146,10 @@ def _reshape(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _same_size(params: Any, operands: Any, shape: Any) -> Split:
-    """Slices, pads and updates: a dimension that keeps its size keeps its split, and so does one that is only cut."""
+    """Slices and pads: every dimension of more than one element keeps its split."""
     split, its = operands[0]
     if len(its) != len(shape):
-        return whole(shape)
+        return replicated(shape)
     return tuple(entry if size == old or size > 1 else () for entry, size, old in zip(split, shape, its, strict=True))
 
 
@@ -171,8 +167,7 @@ def _expand(params: Any, operands: Any, shape: Any) -> Split:
 
 
 def _concatenate(params: Any, operands: Any, shape: Any) -> Split:
-    merged = list(merge([split for split, _ in operands]))
-    return tuple(merged)
+    return merge([split for split, _ in operands])
 
 
 def _gather(params: Any, operands: Any, shape: Any) -> Split:
@@ -235,7 +230,7 @@ _RULES: dict[str, Callable[[Any, Any, Any], Split]] = {
 
 
 def shard_shape(shape: Sequence[int], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of one device's part; a dimension that is not divided evenly is rounded up."""
+    """Return the shape of one device's part; a dimension that does not divide evenly is rounded up."""
     return tuple(
         -(-size // math.prod(sizes[axis] for axis in entry)) if entry else size
         for size, entry in zip(shape, split, strict=True)

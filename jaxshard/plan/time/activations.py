@@ -71,7 +71,7 @@ def activation_costs(
     """Return the collectives of activations over axes that are left to the compiler.
 
     Args:
-      region: the graph of the traced step (`plan/memory/build.build`).
+      region: the graph of the traced step (`plan/memory/graph.build`).
       mesh: of the layout.
       axes: those that split weights where they are used (tensor).
       chip: of the mesh, or None, which leaves out the times.

@@ -40,7 +40,7 @@ NONE = Offload(0, 0)
 
 
 def offload_of(region: Region) -> Offload:
-    """Count what a traced step moves between a device and its host, by the graph of `plan/memory/build.build`."""
+    """Count the bytes that a traced step, as a graph, moves between a device and its host."""
     moved = list(_moved(region, 1))
     return Offload(sum(size for size, leaves in moved if leaves), sum(size for size, leaves in moved if not leaves))
 
