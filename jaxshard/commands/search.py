@@ -16,6 +16,9 @@ from jaxshard.core.tree import abstract
 from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.search.search import search
 
+_COMMANDS = 3
+"""Plans that are printed as commands."""
+
 
 def run(
     target: str,
@@ -34,11 +37,11 @@ def run(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        check_positive(slices=slices, batch=batch, seq=seq, price=price, compile=compile)
+        check_positive(slices=slices, batch=batch, seq=seq, price=price, compile=compile or None)
         devices = len(planned_devices(topology, num_slices=slices or 1))
     program = program_of(target, change=change, rows=batch, seq=seq, seed=None)
     facts(console, {"model": program.name, "devices": f"{devices} of {slices or 1} x {topology}"})
-    with working(console, "searching"), refusals(), usage_errors():
+    with working(console, "searching") as say, refusals(), usage_errors():
         ranking = search(
             program.init_fn,
             program.loss_fn,
@@ -48,9 +51,18 @@ def run(
             num_slices=slices or 1,
             precision=precision,
             price=price,
-            compile=compile or 0,
+            compile=3 if compile is None else compile,
+            progress=say,
         )
-    console.print(f"\n{ranking}")
+    console.print(f"\n{ranking}", soft_wrap=True, highlight=False, markup=False)
+    sizes = "".join(
+        f" --{name} {value}" for name, value in (("batch", batch), ("seq", seq), ("change", change)) if value
+    )
+    for number, plan in enumerate(ranking.plans[:_COMMANDS], 1):
+        words = f"{target}{sizes} {' '.join(plan.candidate.words)}"
+        where = f" --topology {topology}" + f" --slices {slices}" * bool(slices)
+        console.print(f"\n{number}. jaxshard plan {words}{where}\n   jaxshard train {words}", soft_wrap=True,
+                      highlight=False, markup=False)  # fmt: skip
     write_json(json, {"model": program.name, "slices": slices or 1, "devices": devices} | ranking.as_dict())
 
 

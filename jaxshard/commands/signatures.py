@@ -314,7 +314,7 @@ def search(
       batch: rows of a step over all devices, for a ready-made size; by default what suits it.
       seq: tokens in a row, for a ready-made size; by default what suits it.
       price: of one chip for an hour, in any currency, for the price of a billion tokens.
-      compile: compile so many of the best to confirm them; needs libtpu.
+      compile: ask the compiler about the best until so many fit, by default 3; 0 leaves that out.
     """
     from jaxshard.commands.search import run
 

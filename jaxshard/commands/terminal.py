@@ -58,14 +58,18 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def working(console: Console, what: str) -> Iterator[None]:
-    """Show what is done while it is: turning on a terminal, elsewhere as a line."""
+def working(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """Show what is done while it is, turning on a terminal, elsewhere as a line; yield a function that shows more."""
+
+    def say(words: str) -> None:
+        console.print(Text(f"  {words} ...", "dim"))
+
     if console.is_terminal:
-        with console.status(what):
-            yield
+        with console.status(what) as status:
+            yield status.update
     else:
-        console.print(Text(f"  {what} ...", "dim"))
-        yield
+        say(what)
+        yield say
 
 
 @contextlib.contextmanager

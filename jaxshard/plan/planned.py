@@ -134,13 +134,13 @@ def parse_topology(name: str) -> Topology:
         Topology(version='v5p', shape=(4, 4, 8))
 
     Args:
-      name: version and shape: "v5e:16x16", "v5p:4x4x8"; of GPUs how many share a host, and how many hosts: "h100:8",
-        "h100:8x32".
+      name: version and shape: "v5e:16x16", "v5p:4x4x8", or Google's name of a slice, as for `topology_name`; of GPUs
+        how many share a host, and how many hosts: "h100:8", "h100:8x32".
 
     Raises:
       ValueError: there is no such version, or it is not rented in this shape; lists near ones.
     """
-    version, _, text = name.strip().lower().partition(":")
+    version, _, text = topology_name(name).partition(":")
     known = (*TPUS, *GPUS)
     if version not in known:
         # "v5litepod-256" and "v5e-256" are names of the same thing by the number of chips.
@@ -160,6 +160,26 @@ def parse_topology(name: str) -> Topology:
             f"{', '.join(_near(version, text))}"
         )
     return Topology(version, shape if not (version in GPUS and len(shape) == 1) else (*shape, 1))
+
+
+def topology_name(name: str) -> str:
+    """Return a topology as version:shape where it is named as Google names slices; other names unchanged.
+
+    v5e and v6e slices are named by chips, v4 and v5p slices by TensorCores, of which a chip has two; the shape is the
+    nearest to a cube (cloud.google.com/tpu/docs/v5p, "Available configurations").
+
+    >>> topology_name("v5p-512"), topology_name("v5litepod-256"), topology_name("v5e:4x4")
+    ('v5p:4x8x8', 'v5e:16x16', 'v5e:4x4')
+    """
+    name = name.strip().lower()
+    found = re.fullmatch(r"(v4|v5litepod|v5e|v5p|v6e)-(\d+)", name)
+    if found is None:
+        return name
+    version = "v5e" if found[1] == "v5litepod" else found[1]
+    chips = int(found[2]) // (2 if version in ("v4", "v5p") else 1)
+    shapes = [shape for shape in _shapes(version) if math.prod(shape) == chips]
+    best = min(shapes, key=lambda shape: max(shape) - min(shape), default=None)
+    return name if best is None else f"{version}:{'x'.join(map(str, best))}"
 
 
 def chip_named(name: str) -> Chip:

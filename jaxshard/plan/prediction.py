@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -178,10 +179,17 @@ class Prediction:
             found.append(Section("time", self._time()))
         if self.collectives:
             rows = [
-                (one.kind, ",".join(one.axes), str(one.count), human_bytes(one.bytes), range_str(one.seconds), one.link)
+                (
+                    one.kind,
+                    ",".join(one.axes),
+                    str(one.count),
+                    human_bytes(one.bytes),
+                    seconds_range(one.seconds),
+                    one.link,
+                )
                 for one in self.collectives
             ]
-            head = ("collective", "axes", "count", "bytes", "seconds", "link")
+            head = ("collective", "axes", "count", "bytes", "time", "link")
             found.append(Section("collectives", [Table(rows, "<<>>><", head)]))
         return found
 
@@ -226,19 +234,35 @@ class Prediction:
         rows = []
         for name in parts:
             low, high = getattr(self.time, name)
-            rows.append((name.replace("_", " "), f"{low:.4g}", f"{high:.4g}"))
-        rows.append(("step", f"{self.time.low:.4g}", f"{self.time.high:.4g}"))
-        found: list[str | Table] = [Table(rows, "<>>", ("seconds per step", "low", "high"))]
+            rows.append((name.replace("_", " "), human_seconds(low), human_seconds(high)))
+        rows.append(("step", human_seconds(self.time.low), human_seconds(self.time.high)))
+        found: list[str | Table] = [Table(rows, "<>>", ("time of a step", "low", "high"))]
         for title, numbers in (("MFU", self.mfu), ("tokens per second", self.tokens_per_second),
                                ("price per billion tokens", self.price_per_billion_tokens)):  # fmt: skip
             if numbers is not None:
-                found.append(f"{title}: {range_str(numbers)}")
+                found.append(f"{title}: {' - '.join(map(human_number, numbers))}")
         return [*found, *(f"assumed: {one}" for one in self.time.assumptions)]
 
 
-def range_str(found: Range | None) -> str:
-    """Write a range as "low - high"."""
-    return "" if found is None else f"{found[0]:.3g} - {found[1]:.3g}"
+def human_seconds(seconds: float) -> str:
+    """Write a duration with three digits: "4.54 s", "12 ms", "32.3 us"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{human_number(seconds / size)} {unit}"
+    return f"{human_number(seconds / 1e-6)} us" if seconds else "0 s"
+
+
+def seconds_range(found: Range | None) -> str:
+    """Write a range of durations as "low - high"."""
+    return "" if found is None else " - ".join(map(human_seconds, found))
+
+
+def human_number(value: float) -> str:
+    """Write a number with three digits and no exponent: "303,000", "4.54", "0.348"."""
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    rounded = round(value, digits)
+    text = f"{rounded:,.{max(0, digits)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxshard.plan.arrange import arrange
 from jaxshard.plan.gpus import check_gpu_compiler, gpu_options
-from jaxshard.plan.planned import GPUS, PlannedDevice, parse_topology
+from jaxshard.plan.planned import GPUS, PlannedDevice, parse_topology, topology_name
 
 
 class Target(NamedTuple):
@@ -93,6 +93,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
         devices = js.plan.topology_devices("v5e:2x4")       # needs libtpu, the extra `tpu`
         devices[0].device_kind
     """
+    name = topology_name(name)
     target = Target(name, num_slices)
     check_compiler(target)
     if target.is_gpu:

@@ -21,6 +21,7 @@ from jaxshard.plan.compiled.memory import memory_of
 from jaxshard.plan.compiled.refusal import parse_refusal
 from jaxshard.plan.compiled.target import step_for
 from jaxshard.plan.compiled.verdict import Verdict
+from jaxshard.plan.planned import topology_name
 from jaxshard.plan.topology import Target
 from jaxshard.training.step import Step
 
@@ -50,7 +51,7 @@ def compile_for(
     Args:
       step: what `js.make_step` returned.
       batch: a tree of global arrays or `jax.ShapeDtypeStruct`.
-      topology: version and shape, "v5e:16x16", "v5p:4x4x8"; or GPUs of a host and hosts, "h100:8", "h100:8x4".
+      topology: version and shape, "v5e:16x16", "v5p:4x4x8", or "v5p-256"; or GPUs of a host and hosts, "h100:8", "h100:8x4".
       num_slices: that many TPU slices, connected by the data center's network.
       codegen: compile to the end, in this process: `verdict.cycles` and `verdict.compiled` are there then.
       at_depth: for models whose blocks run in a Python loop, where compile time grows with depth: makes the same step
@@ -72,7 +73,7 @@ def compile_for(
         print(verdict)
         verdict.fits, verdict.live_bytes, verdict.allocated_bytes
     """
-    target, batch = Target(topology, num_slices), abstract(as_arrays("the batch", batch))
+    target, batch = Target(topology_name(topology), num_slices), abstract(as_arrays("the batch", batch))
     step = step_for(step, topology, num_slices)
     if not codegen:
         return judge_step(step, batch, target, step.trace(batch), at_depth)

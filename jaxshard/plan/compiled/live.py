@@ -101,7 +101,8 @@ def moment_words(assignment: Assignment, text: str) -> str:
     when = (
         "backward pass" if "transpose(" in source.op_name else "forward pass" if "jvp(" in source.op_name else "update"
     )
-    place = f", at {source.line}" if source.frames else ""
+    line = source.line if source.frames and is_outside_engines(source.line) else find_user(scope, op)
+    place = f", at {line}" if line else ""
     return f"{when}{place} ({_last(source.op_name) or op.opcode})"
 
 

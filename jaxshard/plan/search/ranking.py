@@ -12,7 +12,7 @@ from jaxshard.core.pictures.style import PALETTE
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import Table
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.prediction import Prediction
+from jaxshard.plan.prediction import Prediction, human_seconds, seconds_range
 from jaxshard.plan.search.candidates import Candidate
 
 _SHOWN = 12
@@ -60,13 +60,13 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """True or False by the compiler where it was asked, else by the prediction; None: compile to know."""
+        """True or False by the compiler where it was asked, else by the prediction; None where that is not sure."""
         return self.prediction.fits if self.compiled is None else self.compiled.fits
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on a device at the fullest moment: the compiler's where it was asked, else predicted."""
-        return self.prediction.peak.total if self.compiled is None else int(self.compiled.live_bytes)
+        """Bytes on a device: what the compiler allocates where it was asked, else the estimate of what is live."""
+        return self.prediction.peak.total if self.compiled is None else int(self.compiled.allocated_bytes)
 
     @property
     def middle(self) -> float:
@@ -151,7 +151,7 @@ class Ranking:
         longest = max(sum(plan.parts.values()) for plan in shown)
         bars = [
             page.bar(
-                {name: (plan.parts.get(name, 0.0), f"{plan.parts.get(name, 0.0):.3g} s") for name in names}, colours,
+                {name: (size := plan.parts.get(name, 0.0), human_seconds(size)) for name in names}, colours,
                 whole=longest, width=180, height=12,
             )
             for plan in shown
@@ -174,8 +174,8 @@ class Ranking:
     def _table(self) -> Table:
         rows = []
         for number, plan in enumerate(self.plans[:_SHOWN], 1):
-            verdict = {True: "yes", False: "no", None: "compile to know"}[plan.fits]
-            verdict += "" if plan.compiled is None else " (compiled)"
-            seconds = f"{plan.seconds[0]:.3g} - {plan.seconds[1]:.3g}"
+            verdict = {True: "yes", False: "no", None: "unsure"}[plan.fits]
+            verdict += " (estimate)" if plan.compiled is None else " (compiler)"
+            seconds = seconds_range(plan.seconds)
             rows.append((str(number), str(plan.candidate), seconds, human_bytes(plan.peak_bytes), verdict))
-        return Table(rows, "><>><", ("", "layout", "seconds", "peak", "fits"))
+        return Table(rows, "><>><", ("", "layout", "time of a step", "memory", "fits"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxshard.core.layout import human_bytes
+from jaxshard.plan.prediction import human_seconds
 from jaxshard.plan.search.ranking import Plan
 
 _WORDS = {
@@ -30,22 +31,26 @@ def reason_for(plan: Plan, plans: Sequence[Plan], usable: int | None) -> str:
       usable: bytes of a device that a program may use.
     """
     best = plans[0]
-    where = "compiled" if plan.compiled is not None else "predicted"
+    where = "by the compiler" if plan.compiled is not None else "estimated"
     room = "" if usable is None else f" of {human_bytes(usable)}"
     memory = f"{human_bytes(plan.peak_bytes)}{room} {where}"
     if plan is best:
         largest = max(plan.parts, key=lambda name: plan.parts[name])
         share = plan.parts[largest] / max(1e-12, sum(plan.parts.values()))
         doubt = "" if plan.fits else ", which only the compiler can confirm"
-        what = f"{plan.middle:.3g} s a step, of which {_WORDS.get(largest, largest)} take {share:.0%}"
+        what = f"{human_seconds(plan.middle)} a step, of which {_WORDS.get(largest, largest)} take {share:.0%}"
         return f"{plan.candidate}: {_place(best, plans)}, {what}; {memory}{doubt}."
     slower = plan.middle / best.middle - 1
     pace = f"{slower:.0%} slower" if slower >= 0.005 else "as fast" if slower > -0.005 else f"{-slower:.0%} faster"
     change = {name: plan.parts[name] - best.parts.get(name, 0.0) for name in plan.parts}
     worst = max(change, key=lambda name: change[name])
-    cause = f", by {_WORDS.get(worst, worst)} (+{change[worst]:.2g} s)" if slower >= 0.005 and change[worst] > 0 else ""
+    cause = (
+        f", by {_WORDS.get(worst, worst)} (+{human_seconds(change[worst])})"
+        if slower >= 0.005 and change[worst] > 0
+        else ""
+    )
     if plan.fits is None:
-        return f"{plan.candidate}: {pace}{cause}, but {memory} leaves too little room to be sure; compile it."
+        return f"{plan.candidate}: {pace}{cause}, but {memory} leaves too little room to be sure."
     less = best.peak_bytes - plan.peak_bytes
     joint = "but" if (slower > -0.005) != (less < 0) else "and"
     beside = f", {joint} {human_bytes(abs(less))} {'less' if less > 0 else 'more'} than the first" if less else ""

@@ -23,17 +23,20 @@ from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.engine import precision_dtypes
 from jaxshard.plan.arrange import arrange
 from jaxshard.plan.compiled.compile_for import compile_for
+from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate, candidates
 from jaxshard.plan.search.estimate import TOO_LARGE, Estimator
 from jaxshard.plan.search.facts import facts_of
+from jaxshard.plan.search.judged import distinct, judged
 from jaxshard.plan.search.ranking import Plan, Ranking
 from jaxshard.plan.search.reasons import reason_for
 from jaxshard.plan.search.refusals import is_refusal
 from jaxshard.plan.search.trials import Pair, Trials, may_fit_surely, varied
 from jaxshard.plan.time.network import Group, group_of
+from jaxshard.plan.topology import Target, has_compiler
 from jaxshard.training.step import make_step
 
 _WANTED = 8
@@ -61,15 +64,17 @@ def search(
     chip: Chip | None = None,
     price: float | None = None,
     seconds: float = 90.0,
-    compile: int = 0,
+    compile: int = 3,
+    progress: Callable[[str], None] | None = None,
 ) -> Ranking:
     """Find how to split a model over a topology: axes, strategy, schedule, micro-batches and remat.
 
     All ways that the shapes of the model and its batch allow are listed: sizes of the axes data, replica, tensor,
-    context, expert and pipe that multiply to the devices, strategies ddp to fsdp and hsdp, what blocks keep for their
-    backward pass, micro-batches and the schedules of pipelines. Arithmetic on weights and on what one block keeps
-    refuses those that can't fit and puts the others in order. The best are predicted (`js.plan.predict`), until enough
-    of them fit. The search does not change the model, the batch or the numerics: what it proposes computes the same.
+    context, expert and pipe that multiply to the devices, strategies ddp to fsdp and hsdp, what blocks save or offload
+    for their backward pass, micro-batches and the schedules of pipelines. Arithmetic on weights and on what one block
+    keeps leaves out those that can't fit and puts the others in order. The best are estimated (`js.plan.predict`), and
+    then the compiler is asked about the best of these (`js.plan.compile_for`) until enough of them fit. The search does
+    not change the model, the batch or the numerics: what it proposes computes the same.
 
     Args:
       init_fn: as for `js.layout`. Pipelines are tried for the `init` and `loss` of a `js.Stacked`.
@@ -82,8 +87,9 @@ def search(
       precision: as for `js.explicit`.
       chip: the limits of a device; by default those of the topology.
       price: of one device for an hour, for `prediction.price_per_billion_tokens`.
-      seconds: begin no prediction after so many of processor time.
-      compile: ask the compiler of the topology about so many of the best (`js.plan.compile_for`), until as many fit.
+      seconds: begin no estimate after so many of processor time.
+      compile: as many plans as the compiler shall find to fit, where it is installed; 0 asks no compiler.
+      progress: a function that is told in words how far the search is.
 
     Returns:
       The ranking: `print(ranking)`, `ranking.best.axes`, `.strategy`, `.engine`.
@@ -115,6 +121,7 @@ def search(
             seconds,
             compile,
             faults,
+            progress or (lambda words: None),
         )
     if faults:
         warnings.warn(
@@ -128,6 +135,7 @@ def search(
 def _search(
     init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation, batch: PyTree, topology: str, num_slices: int,
     precision: str | None, chip: Chip | None, price: float | None, seconds: float, compile: int, faults: list[str],
+    progress: Callable[[str], None],
 ) -> Ranking:  # fmt: skip
     started, busy = time.perf_counter(), time.process_time()
     devices = planned_devices(topology, num_slices=num_slices)
@@ -155,6 +163,7 @@ def _search(
             trials.refused[words] += 1
             return None
 
+    progress(f"{len(listed)} ways, of which {len(fitting)} may fit; estimating the best")
     trials = Trials(ask, limits.usable_bytes, busy + seconds, _PREDICTED, refused=refused)
     fitting.sort(key=lambda pair: _urgency(pair, limits))
     trials.run(varied(fitting, _ALIKE), _WANTED)
@@ -164,8 +173,15 @@ def _search(
         same = [pair for pair in fitting if dataclasses.replace(pair[0], policy=best.policy) == best]
         trials.run(same, len(same))
     plans = sorted(trials.plans, key=lambda plan: _rank(plan, limits))
-    if compile:
-        plans = _compiled(plans, compile, init_fn, loss_fn, tx, batch, topology, num_slices, mesh_of, limits)
+    if compile and has_compiler(Target(topology, num_slices)):
+
+        def judge(plan: Plan) -> Verdict:
+            layout = make_layout(plan.strategy, mesh_of(plan.candidate.axes), init_fn, tx)
+            step = make_step(loss_fn, tx, layout, engine=plan.engine)
+            return compile_for(step, batch, topology, num_slices=num_slices)
+
+        plans = judged(plans, compile, judge, lambda plan: _rank(plan, limits), progress)
+    plans = distinct(plans)
     named = [dataclasses.replace(plan, reason=reason_for(plan, plans, limits.usable_bytes)) for plan in plans]
     whole = f"{num_slices} x {topology}" if num_slices > 1 else topology
     return Ranking(
@@ -220,20 +236,3 @@ def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:
 def _weighed(seconds: float, size: int, one: Candidate, chip: Chip) -> float:
     """Seconds, a little more for every piece that a plan is made of, and for the memory that it takes."""
     return seconds * (1 + _PER_PIECE * one.pieces + _PER_MEMORY * size / chip.usable_bytes)
-
-
-def _compiled(
-    plans: Sequence[Plan], wanted: int, init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation,
-    batch: PyTree, topology: str, num_slices: int, mesh_of: Callable[[Any], Mesh], chip: Chip,
-) -> list[Plan]:  # fmt: skip
-    """Compile the best plans, until so many fit; those that the compiler refuses go."""
-    done: list[Plan] = []
-    rest = sorted(plans, key=lambda plan: _rank(plan, chip)[1:])
-    while rest and sum(plan.compiled is not None for plan in done) < wanted:
-        plan = rest.pop(0)
-        layout = make_layout(plan.strategy, mesh_of(plan.candidate.axes), init_fn, tx)
-        step = make_step(loss_fn, tx, layout, engine=plan.engine)
-        verdict = compile_for(step, batch, topology, num_slices=num_slices)
-        if verdict.fits is not False:
-            done.append(dataclasses.replace(plan, compiled=verdict))
-    return [*done, *sorted(rest, key=lambda plan: _rank(plan, chip))]

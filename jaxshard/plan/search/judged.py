@@ -1,0 +1,65 @@
+"""The best plans of a search, judged by the compiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from jaxshard.plan.compiled.verdict import Verdict
+from jaxshard.plan.search.ranking import Plan
+
+_AT_ONCE = 4
+"""Compilers that run at once at most; each takes about 0.5 GB."""
+
+
+def judged(
+    plans: Sequence[Plan],
+    wanted: int,
+    judge: Callable[[Plan], Verdict],
+    order: Callable[[Plan], Any],
+    progress: Callable[[str], None],
+) -> list[Plan]:
+    """Ask the compiler about the best plans until enough of them fit; those that do not fit are left out.
+
+    Args:
+      plans: what was estimated.
+      wanted: as many shall fit.
+      judge: compiles a plan.
+      order: the key by which plans are ranked.
+      progress: is told how many were asked.
+
+    Returns:
+      The plans that fit in their order, then those that were not asked.
+    """
+    fitting: list[Plan] = []
+    # By time and memory: whether a plan fits is what the compiler is asked.
+    rest = sorted(plans, key=lambda plan: order(plan)[1:])
+    asked = 0
+    with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
+        while rest and len(fitting) < wanted:
+            now = distinct(rest)[: wanted - len(fitting)]
+            rest = [plan for plan in rest if plan not in now]
+            asked += len(now)
+            progress(f"asking the compiler about plan {asked} of at most {len(plans)}")
+            for plan, verdict in zip(now, pool.map(judge, now), strict=True):
+                if verdict.fits is not False:
+                    fitting.append(replace(plan, compiled=verdict))
+            # Of a layout that fits no slower policy is asked.
+            rest = [plan for plan in rest if all(layout_of(plan) != layout_of(one) for one in fitting)]
+    return [*sorted(fitting, key=order), *sorted(rest, key=order)]
+
+
+def distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the first of the plans that differ in their remat policy alone."""
+    found: dict[Any, Plan] = {}
+    for plan in plans:
+        found.setdefault(layout_of(plan), plan)
+    return list(found.values())
+
+
+def layout_of(plan: Plan) -> Any:
+    """Return all of a plan but its remat policy."""
+    return replace(plan.candidate, policy=None)
