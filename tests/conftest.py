@@ -57,6 +57,14 @@ def terminal(pytestconfig: pytest.Config) -> Iterator[int]:
     os.close(number)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep compilers' answers and other caches of tests out of the user's, and apart from those of other runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def watchdog(request: pytest.FixtureRequest, terminal: int) -> Iterator[None]:
     """Ends the process, with the stack of every thread, if the test takes minutes: devices that wait for each other.

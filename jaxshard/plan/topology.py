@@ -95,12 +95,10 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
     """
     name = topology_name(name)
     target = Target(name, num_slices)
+    if target.is_gpu and num_slices != 1:
+        raise ValueError(f"{name}: slices are of TPUs, got num_slices={num_slices}; write hosts x slices instead")
     check_compiler(target)
-    if target.is_gpu:
-        parse_topology(name)
-        if num_slices != 1:
-            raise ValueError(f"{name}: slices are of TPUs, got num_slices={num_slices}; write hosts x slices instead")
-    elif ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
+    if ":" not in name:  # an empty name would be taken for some topology of libtpu's choice
         parse_topology(name)
     try:
         return list(_make_devices(target))

@@ -2,12 +2,16 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 
 from jaxshard.commands.main import main
 
-KEYS = {"fits", "hbm_bytes", "predicted_peak_bytes", "by_role", "collectives", "step_seconds", "mesh", "topology"}
+KEYS = {
+    "fits", "hbm_bytes", "live_bytes", "allocated_bytes", "judged_by", "by_role", "collectives", "step_seconds", "mesh",
+    "topology",
+}  # fmt: skip
 TINY = ["llama-1m", "--batch", "16", "--seq", "32", "--change", "depth=1"]
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -24,11 +28,13 @@ def plan(capsys, *words):
     [("v5e:2x4", "data=4,tensor=2", 2**34), pytest.param("h100:8x2", "data=16", 80e9, marks=pytest.mark.slow)],
 )
 def test_chips_that_are_not_here(topology, mesh, usable, capsys):
-    result, err = plan(capsys, *TINY, "--topology", topology, "--mesh", mesh, "--price", "1.2")
+    result, err = plan(capsys, *TINY, "--topology", topology, "--mesh", mesh, "--price", "1.2", "--estimate")
     assert result.keys() >= KEYS
     assert result["fits"] is True and result["hbm_bytes"] <= usable
-    assert sum(result["by_role"].values()) == result["predicted_peak_bytes"] > 0
-    assert "fits" in err and topology in err
+    assert sum(result["by_role"].values()) == result["live_bytes"] > 0
+    assert (result["judged_by"], result["allocated_bytes"]) == ("estimate", None)
+    assert "fits" in err and topology in err and "an estimate; 95 % of steps" in err
+    assert "tokens [16, 33]" in err and re.search(r"\de[+-]?\d", err) is None
 
 
 @pytest.mark.slow
@@ -40,20 +46,27 @@ def test_several_slices_multiply_the_devices(capsys):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_plain_answer(capsys):
-    result, err = plan(capsys, "llama3-405b", "--topology", "v5e:2x4", "--batch", "8", "--change", "depth=12")
+    result, err = plan(
+        capsys, "llama3-405b", "--topology", "v5e:2x4", "--batch", "8", "--change", "depth=12", "--estimate"
+    )
     assert result["fits"] is False and "does not fit" in err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["llama3-8"], "llama3-8: there is no such size; did you mean llama3-8b? Use one of gpt-1m"),
+        (
+            ["llama3-8", "--topology", "v5e:4x4"],
+            "llama3-8: there is no such size; did you mean llama3-8b? Use one of gpt-1m",
+        ),
         (["llama-1m", "--topology", "v5e:4x5"], "v5e is not rented as 4x5; near it are v5e:4x4"),
         (["llama-1m", "--topology", "v5e:4x4", "--mesh", "data=8"], "data=8 needs 8 devices, but there are 16"),
         (["llama-1m", "--topology", "v5e:4x4", "--batch", "20"], "20 rows, which the 16 devices"),
         (["llama-1m", "--topology", "v5e:4x4", "--devices", "4"], "--devices 4 is for the devices that are here"),
         (["llama-1m", "--slices", "2"], "--slices 2 is of a TPU topology; add --topology"),
-        (["llama-1m", "--compile"], "--compile asks the compiler of other devices; add --topology"),
+        (["llama-1m", "--codegen"], "--codegen asks the compiler of other devices; add --topology"),
+        (["llama-1m"], "for which chips? Add --topology, such as v5e:16x16 (TPUs) or h100:8x4"),
+        (["llama-1m", "--topology", "v5e:4x4", "--estimate", "--codegen"], "leave one out"),
         (["llama-1m", "--chip", "v55"], "there is no chip 'v55'; use one of v5"),
         (["llama-1m", "--price", "-1"], "--price -1.0: give a number above 0"),
     ],
@@ -78,12 +91,14 @@ def test_pictures_stand_beside_each_other(tmp_path, capsys):
 @pytest.mark.tpu
 @pytest.mark.slow
 def test_the_compiler_confirms_or_refuses(capsys):
-    words = ["--topology", "v5e:2x2", "--compile"]
+    words = ["--topology", "v5e:2x2"]
     small, _ = plan(capsys, *TINY, *words)
-    assert small["fits"] is True and 0 < small["compiled_peak_bytes"] < small["hbm_bytes"]
+    assert small["fits"] is True and small["judged_by"] == "compiler"
+    assert 0 < small["live_bytes"] <= small["allocated_bytes"] < small["hbm_bytes"]
+    assert any(".py:" in one["array"] for one in small["largest"])
+    whole, _ = plan(capsys, *TINY, *words, "--codegen")
+    assert whole["compiled"]["estimated_cycles"] > 0
+    assert whole["compiled"]["allocated_bytes"] == small["allocated_bytes"]
     large, err = plan(capsys, "llama2-7b", "--change", "depth=20", "--batch", "16", "--seq", "4096", *words)
-    assert large["fits"] is False and large["compiled_peak_bytes"] > large["hbm_bytes"]
-    assert "does not fit: the program asks for" in err and "what would save how much" in err
-    # Between buffers of a refused program there are gaps, which no array has.
-    roles = sum(large["compiled"]["by_role"].values())
-    assert 0 <= large["compiled"]["compiled_peak_bytes"] - roles < 1e-3 * roles
+    assert large["fits"] is False and large["allocated_bytes"] > large["hbm_bytes"] and large["refusal"]
+    assert "does not fit" in err

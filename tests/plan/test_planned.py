@@ -22,7 +22,7 @@ without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, 
         ("v5e:16x32", r"at most 256 chips in a slice; take several slices; near it are v5e:16x16"),
         ("v5p:4x4", r"near it are v5p:2x2x4"),
         ("v5p:3x4x4", r"near it are v5p:4x4x4, v5p:2x4x4"),
-        ("v5litepod-256", r"none of v4, v5e.*such as.*v5e:4x4"),
+        ("v5litepod-255", r"none of v4, v5e.*such as.*v5e:4x4"),
         ("v7x:4x4", r"such as tpu7x:2x2x4"),
         ("h1000:8", r"such as h100:8"),
         ("h100:9", r"h100 is not rented as 9; near it are h100:8"),
@@ -35,6 +35,18 @@ without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, 
 def test_an_unknown_topology_lists_near_ones(name, message):
     with pytest.raises(ValueError, match=message):
         planned_mesh(name, data=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("v5litepod-256", "v5e:16x16"), ("v5e-8", "v5e:2x4"), ("v6e-64", "v6e:8x8"), ("v4-512", "v4:4x8x8"),
+        ("v5p-512", "v5p:4x8x8"), ("v5p-1536", "v5p:8x8x12"), ("V5P-8", "v5p:2x2x1"),
+    ],
+)  # fmt: skip
+def test_a_slice_may_be_named_as_google_names_it(name, shape):
+    assert str(parse_topology(name)) == shape
+    assert len(planned_devices(name)) == len(planned_devices(shape))
 
 
 def test_a_mesh_of_another_size_names_both_sizes():

@@ -33,7 +33,7 @@ def test_a_prediction_prints_and_becomes_json(small: js.plan.Prediction):
     assert {"parameters", "optimizer state"} <= page.cells and "parameters: 565.63 kB" in page.titles
     found = json.loads(json.dumps(small.as_dict()))
     assert found["fits"] is None and found["hbm_bytes"] is None  # a CPU is no chip of the table
-    assert found["predicted_peak_bytes"] == small.peak.total
+    assert found["live_bytes"] == small.peak.total and found["judged_by"] == "estimate"
     assert found["collectives"] and found["products"] and found["flops"] > 0
 
 

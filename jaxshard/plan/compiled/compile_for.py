@@ -51,7 +51,8 @@ def compile_for(
     Args:
       step: what `js.make_step` returned.
       batch: a tree of global arrays or `jax.ShapeDtypeStruct`.
-      topology: version and shape, "v5e:16x16", "v5p:4x4x8", or "v5p-256"; or GPUs of a host and hosts, "h100:8", "h100:8x4".
+      topology: version and shape, "v5e:16x16", "v5p:4x4x8", or "v5p-256"; or GPUs of a host and hosts, "h100:8",
+        "h100:8x4".
       num_slices: that many TPU slices, connected by the data center's network.
       codegen: compile to the end, in this process: `verdict.cycles` and `verdict.compiled` are there then.
       at_depth: for models whose blocks run in a Python loop, where compile time grows with depth: makes the same step

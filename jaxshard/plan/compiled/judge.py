@@ -8,6 +8,7 @@ that buffers are assigned. A child takes about 0.5 GB of memory and one core.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from jaxshard.plan.topology import Target
 
 SECONDS = 1800.0
 """The time after which a compiler is given up."""
+CHILD = Path(__file__).with_name("child.py")
+"""Run by its path, not as a module: importing the package would import JAX."""
 _PAUSE = 0.02
 _FORMAT = "1"
 """Changed with what an answer has, so that older answers are not read."""
@@ -65,15 +68,23 @@ def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECON
     """
     asked = compiler_input(lowered)
     about = json.dumps(target.description(), sort_keys=True)
-    key = answer_key((_FORMAT, asked.program, asked.options, repr(asked.overrides), repr(asked.devices),
-                      asked.version, about))  # fmt: skip
-    if (found := load_answer(key)) is not None:
-        assignment = found["assignment"] and assignment_of(found["assignment"])
-        return Answer(**found | {"assignment": assignment, "remembered": True})
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    words = repr((_FORMAT, asked.overrides, asked.devices, asked.version, about, flags))
+    key = answer_key((asked.program, asked.options, words))
+    if (remembered := _remembered(load_answer(key))) is not None:
+        return remembered
     with tempfile.TemporaryDirectory(prefix="jaxshard-judge-") as folder:
         answer = _compile(asked, target, Path(folder), seconds)
     save_answer(key, answer._asdict())  # tuples become lists
     return answer
+
+
+def _remembered(found: dict[str, Any] | None) -> Answer | None:
+    try:
+        return found and Answer(**found | {"assignment": found["assignment"] and assignment_of(found["assignment"]),
+                                           "remembered": True})  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError):  # damaged
+        return None
 
 
 def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float) -> Answer:
@@ -85,9 +96,9 @@ def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float)
     dump, started = folder / "dump", time.monotonic()
     dump.mkdir()
     with open(folder / "log", "wb") as log:
-        # By path, not as a module: importing the package would import JAX. -P: the script's folder is no place to
-        # import from. The child ends with its standard input, also when this process is killed.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(folder)]
+        # -P: the script's folder is no place to import from. The child ends with its standard input, also when this
+        # process is killed.
+        command = [sys.executable, "-P", str(CHILD), str(folder)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
         try:
             while child.poll() is None and not is_assigned(dump):

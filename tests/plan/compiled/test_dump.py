@@ -1,6 +1,8 @@
 """Dumps of the compiler, cut down to a few values: what is live when, and which places values share."""
 
-from jaxshard.plan.compiled.dump import is_assigned, program_text, read_assignment
+import json
+
+from jaxshard.plan.compiled.dump import assignment_of, is_assigned, program_text, read_assignment
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 512, thread-local:
@@ -60,6 +62,8 @@ def test_the_fullest_moment_counts_a_shared_place_once(tmp_path):
         ("wide.param", "{2}", 0),
     ]
     assert found.peak == 512 + 4096 + 8192 + 2048
+    assert found.allocated == 512 + 4096 + 12288
+    assert assignment_of(json.loads(json.dumps(found))) == found
 
 
 def test_elements_of_tuples_are_operations_of_their_own(tmp_path):

@@ -95,7 +95,7 @@ def assignment():
         (Value("dw", "{}", 4 * MB, 11 * MB, 0, 9, "f32[64,256]{1,0}"), 4 * MB),
         (Value("weight", "{}", 3 * MB, 15 * MB, 0, 9, "bf16[64,256]{1,0}"), 3 * MB),
     ]
-    return Assignment({0: 2 * MB, 1: 2 * MB, 2: 512}, 18 * MB, tuple(values), "dw")
+    return Assignment({0: 2 * MB, 1: 2 * MB, 2: 512}, 0, 18 * MB, tuple(values), "dw")
 
 
 def test_buffers_have_the_role_and_line_of_what_made_them(layout, assignment):

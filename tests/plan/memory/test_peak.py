@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.plan.memory.peak import moment_str, role_of, step_peak, trace_step
+from jaxshard.plan.memory.peak import moment_str, role_of, step_graph, step_peak, traced_step
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 KNOWN = json.loads((BENCHMARKS / "plan_peaks.json").read_text())
@@ -30,8 +30,9 @@ def test_roles_of_a_step():
     model, tx, mesh = js.models.make("gpt-1m", seq=32), optax.adamw(1e-3), js.plan.planned_mesh("v5e:2x4", data=8)
     layout, engine = js.layout(js.fsdp(), mesh, model.init, tx), js.explicit(precision="bf16")
     batch = {"tokens": jax.ShapeDtypeStruct((512, 33), jnp.int32)}
-    traced = trace_step(layout, model.loss, tx, engine, batch)
-    peak = step_peak(traced, dict(mesh.shape), tpu=True, vocab=frozenset({256}))
+    program = js.make_step(model.loss, tx, layout, engine=engine).trace(batch)
+    region = step_graph(traced_step(program.jaxpr, layout, engine, batch), dict(mesh.shape), tpu=True)
+    peak = step_peak(region, dict(mesh.shape), tpu=True, vocab=frozenset({256}))
     roles = {}
     for one in peak.moment.live:
         roles[role_of(one, peak)] = roles.get(role_of(one, peak), 0) + one.bytes

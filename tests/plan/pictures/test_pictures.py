@@ -33,13 +33,13 @@ def texts(figure):
 
 
 def test_memory_is_stacked_by_role_with_totals_and_the_limit():
-    ddp, fsdp = prediction({"parameters": 8, "optimizer state": 12}), prediction({"parameters": 1, "temporaries": 2})
+    ddp, fsdp = prediction({"parameters": 8, "optimizer state": 20}), prediction({"parameters": 1, "temporaries": 2})
     figure = memory_figure({"ddp": ddp, "fsdp": fsdp})
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ddp", "fsdp"]
     widths = {(round(bar.get_y()), bar.get_x()): bar.get_width() for bar in axes.patches if bar.get_width()}
-    assert widths == {(0, 0.0): 8.0, (0, 8.0): 12.0, (1, 0.0): 1.0, (1, 1.0): 2.0}
-    assert {"20 GB, does not fit", "3 GB, fits", "usable: 16.9 GB", "8", "12"} <= set(texts(figure))
+    assert widths == {(0, 0.0): 8.0, (0, 8.0): 20.0, (1, 0.0): 1.0, (1, 1.0): 2.0}
+    assert {"28 GB, does not fit", "3 GB, fits", "usable: 16.9 GB", "8", "20"} <= set(texts(figure))
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["parameters", "optimizer state", "temporaries"]
 
