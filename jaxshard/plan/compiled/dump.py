@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxshard.checks.collectives.dump import expand_elements
 
+_AFTER = ("*after_buffer_assignment.txt", "*.ir-no-opt.ll")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 _STEP = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 _VALUE = re.compile(r"value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\): (\S+)")
@@ -114,9 +115,10 @@ def assignment_of(found: list[Any]) -> Assignment:
 def is_assigned(folder: Path) -> bool:
     """Return True once the compiler has assigned the memory of a program, and accepted it.
 
-    The dump's files are written one after another, so those on memory are complete when the next one is there.
+    The dump's files are written one after another, so those on memory are complete when the next one is there: for TPUs
+    a second text of the program, for GPUs the first function in LLVM's language.
     """
-    return any(folder.glob("*after_buffer_assignment.txt"))
+    return any(next(folder.glob(name), None) is not None for name in _AFTER)
 
 
 def program_text(folder: Path) -> str:
