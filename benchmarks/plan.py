@@ -59,6 +59,12 @@ def child(case: Case, out: Path) -> None:
         options = dict(compiler_options or {}) | {"xla_dump_to": str(out)}
         compiled = compile_lowered(lowered, compiler_options=options, **kwargs)
         found["peak"] = compiled.memory_analysis().peak_memory_in_bytes
+        found["analysis"] = {
+            "arguments": compiled.memory_analysis().argument_size_in_bytes,
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+            "peak": compiled.memory_analysis().peak_memory_in_bytes,
+            "allocated": getattr(compiled.memory_analysis(), "total_allocation_bytes", None),  # since JAX 0.12
+        }
         return compiled
 
     try:

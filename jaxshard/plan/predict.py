@@ -29,7 +29,8 @@ from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.memory.graph import Region
 from jaxshard.plan.memory.peak import moment_str, role_of, step_graph, step_peak, traced_step
 from jaxshard.plan.memory.tiles import tiled_bytes
-from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
+from jaxshard.plan.prediction import MemoryPeak, Prediction
+from jaxshard.plan.roles import ROLES
 from jaxshard.plan.time.activations import activation_costs, exchange_costs
 from jaxshard.plan.time.network import collective_costs
 from jaxshard.plan.time.offload import offload_of
@@ -126,9 +127,7 @@ def predict(
         peak=peak,
         argument_bytes=sum(arguments.values()),
         usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
-        judged_by="estimate" if verdict is None else verdict.judged_by,
-        allocated_bytes=None if verdict is None else verdict.allocated_bytes,
-        refusal="" if verdict is None else verdict.refusal,
+        verdict=verdict,
         collectives=collectives,
         products=products,
         flops=sum(one.flops for one in products),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
@@ -13,6 +13,7 @@ from jaxshard.core.pictures import page
 from jaxshard.core.pictures.style import ROLES as COLOURS
 from jaxshard.core.text_table import Section, Table
 from jaxshard.cost.hardware import Chip
+from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.time.network import CollectiveCost
 from jaxshard.plan.time.products import ProductCost
 from jaxshard.plan.time.step_time import StepTime
@@ -22,19 +23,6 @@ _SHOWN = 8
 
 Range = tuple[float, float]
 """A low and a high estimate."""
-
-ROLES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "model state",
-    "batch",
-    "kept activations",
-    "gathered weights",
-    "logits",
-    "temporaries",
-)
-"""What memory is used for, in the order in which tables show it."""
 
 BAND = (-0.35, 0.35)
 """The errors of the estimate of memory, as shares of the estimate, within which 95 % of steps lie."""
@@ -77,9 +65,7 @@ class Prediction:
       peak: bytes at the fullest moment, by role.
       argument_bytes: of what goes into the step: parameters, optimizer state, model state, batch; in tiles on a TPU.
       usable_bytes: of the chip's memory what a program may use; None without a chip.
-      judged_by: where `peak` is from: "compiler", "extrapolated" (`js.plan.compile_for` with `at_depth=`), "estimate".
-      allocated_bytes: what the compiler reserves, with the gaps between arrays; None for an estimate.
-      refusal: the compiler's own words; "" where it took the step, or was not asked.
+      verdict: the compiler's, from which `peak` is; None where that is an estimate.
       collectives: what is moved between devices, with times.
       products: FLOPs by product.
       flops: per device and step, those computed again included.
@@ -97,9 +83,7 @@ class Prediction:
     peak: MemoryPeak
     argument_bytes: int
     usable_bytes: int | None = None
-    judged_by: str = "estimate"
-    allocated_bytes: int | None = None
-    refusal: str = ""
+    verdict: Verdict | None = field(default=None, repr=False, compare=False)
     collectives: tuple[CollectiveCost, ...] = ()
     products: tuple[ProductCost, ...] = ()
     flops: float = 0.0
@@ -111,6 +95,16 @@ class Prediction:
     offloaded_bytes: int = 0
 
     @property
+    def judged_by(self) -> str:
+        """Where `peak` is from: "compiler", "extrapolated" (`js.plan.compile_for` with `at_depth=`) or "estimate"."""
+        return "estimate" if self.verdict is None else self.verdict.judged_by
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """Bytes that the compiler reserves, with the gaps between arrays; None for an estimate."""
+        return None if self.verdict is None else self.verdict.allocated_bytes
+
+    @property
     def live_bytes(self) -> int:
         """Bytes of a device that are live at once when most are."""
         return self.peak.total
@@ -119,14 +113,14 @@ class Prediction:
     def fits(self) -> bool | None:
         """Whether the step fits: by the compiler, or, outside of `BAND`, by the estimate; None where that is not known.
 
-        A compiler's answer follows what is allocated. None too where the memory of the chip is not known.
+        A compiler's answer follows what is allocated, unless `chip=` set another limit than its own. None too where the
+        memory of the chip is not known.
         """
-        if self.refusal:
-            return False
         if self.usable_bytes is None:
             return None
-        if self.allocated_bytes is not None:
-            return self.allocated_bytes <= self.usable_bytes
+        if self.verdict is not None:
+            limited = self.verdict.usable_bytes != self.usable_bytes
+            return self.verdict.allocated_bytes <= self.usable_bytes if limited else self.verdict.fits
         least, most = (self.peak.total * (1 + share) for share in BAND)
         return True if most <= self.usable_bytes else False if least > self.usable_bytes else None
 
@@ -141,7 +135,7 @@ class Prediction:
             "judged_by": self.judged_by,
             "live_bytes": self.live_bytes,
             "allocated_bytes": self.allocated_bytes,
-            "refusal": self.refusal or None,
+            "refusal": None if self.verdict is None else self.verdict.refusal or None,
             "by_role": dict(self.peak.by_role),
             "moment": self.peak.moment,
             "largest": [{"bytes": size, "role": role, "array": what} for size, role, what in self.peak.largest],

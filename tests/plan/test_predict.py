@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.plan.prediction import ROLES
+from jaxshard.plan.roles import ROLES
 from tests.notebook_page import check_shows_text
 from tests.optim.owners.shampoo import shampoo
 

@@ -80,9 +80,11 @@ def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECON
 
 
 def _remembered(found: dict[str, Any] | None) -> Answer | None:
+    if found is None:
+        return None
     try:
-        return found and Answer(**found | {"assignment": found["assignment"] and assignment_of(found["assignment"]),
-                                           "remembered": True})  # fmt: skip
+        assignment = None if found["assignment"] is None else assignment_of(found["assignment"])
+        return Answer(**found | {"assignment": assignment, "remembered": True})
     except (KeyError, TypeError, ValueError, AttributeError):  # damaged
         return None
 

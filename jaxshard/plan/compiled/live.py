@@ -44,7 +44,7 @@ class LiveArray:
 
     Attributes:
       bytes: of all of them on each device, padding included.
-      role: one of `plan.prediction.ROLES`.
+      role: one of `plan.roles.ROLES`.
       dtype: as the compiler writes it, such as "bf16".
       shape: of one, on one device.
       count: how many there are.

@@ -29,10 +29,14 @@ from jaxshard.plan.compiled.live import LiveArray
 from jaxshard.plan.compiled.memory import Memory
 from jaxshard.plan.compiled.refusal import parse_refusal
 from jaxshard.plan.compiled.savings import Saving, savings
-from jaxshard.plan.prediction import ROLES
+from jaxshard.plan.roles import ROLES
 from jaxshard.plan.topology import Target
 from jaxshard.training.step import Step
 
+NEAR = 0.05
+"""The distance from the limit, as a share of it, within which an extrapolated size does not tell whether a step fits.
+
+A compiler saved 4 % there by another schedule (docs/records/decisions.md)."""
 _SHOWN = 12
 """Rows of a list that the table shows; `as_dict` has all of them."""
 
@@ -126,11 +130,16 @@ class Verdict:
     def fits(self) -> bool | None:
         """False if the compiler refused the step, or if it allocates more than a program may use.
 
-        The second is for GPUs, whose compiler enforces nothing. None where the memory of the device is not known.
+        The second is for GPUs, whose compiler enforces nothing. None where the memory of the device is not known, and
+        for an extrapolated size near the limit, where the compiler would schedule the step for less memory.
         """
         if self.refusal:
             return False
-        return None if self.usable_bytes is None else self.allocated_bytes <= self.usable_bytes
+        if self.usable_bytes is None:
+            return None
+        if self.judged_by == "extrapolated" and abs(self.allocated_bytes / self.usable_bytes - 1) < NEAR:
+            return None
+        return self.allocated_bytes <= self.usable_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -192,7 +201,7 @@ class Verdict:
 
     @property
     def by_role(self) -> dict[str, int]:
-        """Bytes at the fullest moment by role, in the order of `plan.prediction.ROLES`."""
+        """Bytes at the fullest moment by role, in the order of `plan.roles.ROLES`."""
         sums = Counter[str]()
         for one in self.arrays:
             sums[one.role] += one.bytes
@@ -288,7 +297,7 @@ class Verdict:
     def _headline(self) -> list[str]:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         limit = "" if self.usable_bytes is None else f" of {human_bytes(self.usable_bytes)} that a program may use"
-        word = {True: "fits", False: "does not fit", None: "compiles"}[self.fits]
+        word = {True: "fits", False: "does not fit", None: "may fit" if self.usable_bytes else "compiles"}[self.fits]
         sizes = f"{human_bytes(self.allocated_bytes)} allocated{limit}, {human_bytes(self.live_bytes)} live at once"
         lines = [f"{self.topology}, {self.devices} x {self.device_kind} ({axes})", f"{word}: {sizes}, on each device"]
         if self.judged_by == "extrapolated":

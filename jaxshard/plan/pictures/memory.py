@@ -11,7 +11,8 @@ from jaxshard.core.pictures.canvas import drawing
 from jaxshard.core.pictures.style import ROLES as COLOURS
 from jaxshard.core.pictures.style import WIDTH, ink_on
 from jaxshard.core.types import Role
-from jaxshard.plan.prediction import ROLES, Prediction
+from jaxshard.plan.prediction import Prediction
+from jaxshard.plan.roles import ROLES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

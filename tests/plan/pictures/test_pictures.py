@@ -12,7 +12,8 @@ from jaxshard.cost.hardware import chip
 from jaxshard.plan.pictures.memory import memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure
 from jaxshard.plan.pictures.tiles import sharding_figure
-from jaxshard.plan.prediction import ROLES, MemoryPeak, Prediction
+from jaxshard.plan.prediction import MemoryPeak, Prediction
+from jaxshard.plan.roles import ROLES
 from jaxshard.plan.time.products import ProductCost
 
 V5E = chip("TPU v5e")
