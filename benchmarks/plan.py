@@ -68,7 +68,7 @@ def child(case: Case, out: Path) -> None:
         return compiled
 
     try:
-        parts = make_parts(case)
+        parts = make_parts(case, compiler=True)
         lowered = js.make_step(parts.loss, parts.tx, parts.layout, engine=parts.engine).lower(parts.batch)
         jax.stages.Lowered.compile = compile_and_dump
         lowered.compile()

@@ -63,6 +63,8 @@ MODELS = {
     "llama3-8b": (8192, {"depth": (4, 8, 32)}),
     "llama3-70b": (8192, {"depth": (2, 8, 80)}),
     "mixtral-8x7b": (4096, {"depth": (2, 32)}),
+    "qwen3-30b-a3b": (4096, {"depth": (2, 48)}),
+    "deepseek-16b": (4096, {"depth": (4, 28)}),
     "vit-l16": (0, {"depth": (8, 24)}),
     "resnet50": (0, {}),
     **{f"{user}/{size}": (2048, {}) for user in ("linen-loop", "linen-scan", "nnx", "plain", "odd")
@@ -73,6 +75,7 @@ MODELS = {
 TOPOLOGIES = {"v5e:4x4": 16, "v5e:16x16": 256, "v5p:4x4x8": 128, "v6e:8x8": 64, "tpu7x:4x4x4": 128, "h100:8": 8}
 """Topologies with the number of their devices."""
 _HBM = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9, "tpu7x": 96e9, "h100": 80e9}
+_MOE = ("mixtral", "qwen3", "deepseek")
 _NAMED = ("gpt2", "llama", "vit")
 """Models whose blocks name their activations."""
 
@@ -93,7 +96,7 @@ def _draw_one(rng: random.Random) -> Case:
     longest, changes = MODELS[model]
     topology = rng.choice(list(TOPOLOGIES))
     strategy = rng.choice(("ddp", "zero1", "zero2", "fsdp", "fsdp", "hsdp"))
-    other = rng.choice(("", "", "", "tensor", "pipe", "context", "expert"))
+    other = rng.choice(("", "", "", "tensor", "pipe", "context", "expert", "expert"))
     chips = TOPOLOGIES[topology]
     share = rng.choice((4, 8)) if other else 1
     axes = {"replica": 2, "data": chips // share // 2} if strategy == "hsdp" else {"data": chips // share}
@@ -119,7 +122,7 @@ def _makes_sense(case: Case) -> bool:
     axes, sharded = case.axes, 1
     if case.model == "resnet50" and (case.engine != "auto" or set(axes) - {"data", "replica"}):
         return False
-    if "expert" in axes and (not case.model.startswith("mixtral") or case.engine == "auto"):
+    if "expert" in axes and (not case.model.startswith(_MOE) or case.engine == "auto"):
         return False
     if axes.get("data") == 0 or (user and ({"pipe", "context"} & set(axes) or case.remat != "everything")):
         return False
@@ -174,8 +177,13 @@ class Parts(NamedTuple):
     batch: Any
 
 
-def make_parts(case: Case) -> Parts:
-    """Build layout, loss, optimizer, engine and abstract batch of a case; nothing is allocated."""
+def make_parts(case: Case, *, compiler: bool = False) -> Parts:
+    """Build layout, loss, optimizer, engine and abstract batch of a case; nothing is allocated.
+
+    Args:
+      case: the step.
+      compiler: the mesh is that of a compiler for these chips, which has to be installed.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -194,7 +202,7 @@ def make_parts(case: Case) -> Parts:
     else:
         change = dict(case.change) | ({"seq": case.seq} if case.seq else {})
         model = js.models.make(case.model, **change)
-    mesh = js.plan.topology_mesh(case.topology, **case.axes)
+    mesh = (js.plan.topology_mesh if compiler else js.plan.planned_mesh)(case.topology, **case.axes)
     tx = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     layout = js.layout(strategy_of(case), mesh, model.init, tx)
     common = {"microbatches": case.microbatches} | ({"precision": "bf16"} if case.precision == "bf16" else {})

@@ -100,7 +100,7 @@ class Storage:
         self.root: dict[Value, Value] = {}
         for op in region.ops:
             for source, made in zip(op.ins, op.outs, strict=False) if op.name in _ALIASES else ():
-                if made.dtype == source.dtype and abs(size(made) - size(source)) <= 0.05 * size(source):
+                if made.dtype == source.dtype and size(made) == size(source):
                     self.root[made] = source
         self.ops = [op for op in region.ops if not (op.outs and op.outs[0] in self.root)]
         self.inputs = {self.find(one) for one in region.inputs}
@@ -110,8 +110,8 @@ class Storage:
         for op in self.ops:
             for one in op.reads:
                 self.readers[self.find(one)].append(op)
-        self.stored, open_ends = self._written()
-        self._store_shared(open_ends, self._find_sources())
+        self.stored, continued = self._written()
+        self._store_shared(continued, self._find_sources())
         self.sources = self._find_sources()
 
     def find(self, value: Value) -> Value:
@@ -127,11 +127,8 @@ class Storage:
         moved = any(one.on_host for one in (*op.ins, *op.outs))  # to the host's memory or back
         return not (moved or op.name in _STORED or op.regions or is_reduction(op.name))
 
-    def stored_operands(self, op: Op) -> set[Value]:
-        """Return the stored arrays that an operation reads, also through operands that are computed in it."""
-        return self._stored_operands(op, self.sources)
-
     def _stored_operands(self, op: Op, sources: Mapping[Value, set[Value]]) -> set[Value]:
+        """Return the stored arrays that an operation reads, also through operands that are computed in it."""
         found: set[Value] = set()
         for one in op.reads:
             root = self.find(one)
@@ -181,7 +178,7 @@ class Storage:
     def _must_store(self, value: Value, times: int, sources: set[Value]) -> bool:
         readers = self.readers[value]
         if not sources:  # made of scalars alone, such as a mask: a loop makes it itself in every iteration
-            readers = [one for one in readers if not (one.regions and self._is_constant_of(one, value))]
+            readers = [one for one in readers if not self._is_constant_of(one, value)]
         if value in self.results or any(self._reads_memory(one, value) for one in readers):
             return True
         return times > 1 and sum(map(self.size, sources)) > 1.25 * self.size(value)
@@ -223,8 +220,6 @@ class Liveness(Storage):
         self.elsewhere = {self.find(one) for one in elsewhere}
         self.reusable, self.donated = reusable or set(), donated or {}
         self.inner = {op: [self._body(op, one) for one in op.regions] for op in self.ops if op.regions}
-        if tpu:
-            self._order_products()
         self.place = {op: i for i, op in enumerate(self.ops)}
         self.runs: dict[Op, int] = {}
         self.last = dict.fromkeys(self.results, len(self.ops))
@@ -233,7 +228,7 @@ class Liveness(Storage):
         self.copies = list(self._find_copies()) if tpu else []
 
     def _body(self, op: Op, region: Region) -> Liveness:
-        carried = set(region.inputs[op.consts :][: op.carries] if op.name in LOOPS else region.inputs)
+        carried = set(region.inputs[op.consts :][: op.carries])
         return Liveness(region, self.size, tpu=self.tpu, elsewhere=set(region.outputs), reusable=carried)
 
     # Types.
@@ -243,13 +238,7 @@ class Liveness(Storage):
         maker = self.makers[value]
         if value in self.results or (maker.name in LOOPS and value in maker.outs[: maker.carries]):
             return None
-        if (narrow := self.read_as(value)) is not None:
-            return narrow
-        # A library's product writes the type that all its readers convert it to.
-        converted = [one.outs[0].dtype for one in self.readers[value] if one.name == "convert_element_type"]
-        if self.tpu or maker.name not in _PRODUCTS or len(converted) < len(self.readers[value]):
-            return None
-        return converted[0] if len(set(converted)) == 1 else None
+        return self.read_as(value)
 
     def read_as(self, value: Value) -> Any:
         """Return the smaller type that all readers convert a value to first, or None."""
@@ -284,23 +273,6 @@ class Liveness(Storage):
                 yield _Copy(value, found.pop(), min(places), max(places))
 
     # Lifetimes.
-
-    def _order_products(self) -> None:
-        """Run a product that frees more than it makes before loops that it does not wait for.
-
-        The gradient of a weight after the blocks is an example: program order has it after the loop over the blocks.
-        """
-        loops = [i for i, op in enumerate(self.ops) if op.regions]
-        made = {one: i for i, op in enumerate(self.ops) for one in op.outs}
-        last = {one: i for i, op in enumerate(self.ops) for one in self.stored_operands(op)}
-        places: dict[Op, float] = {}
-        for i, op in enumerate(self.ops):
-            operands = self.stored_operands(op) if op.name in _PRODUCTS else set()
-            ready = max((made.get(one, -1) for one in operands), default=i)
-            freed = sum(self.size(one) for one in operands - self.inputs if last[one] == i)
-            early = any(ready < at < i for at in loops) and freed > self.size(op.outs[0])
-            places[op] = ready + 0.5 if early else i
-        self.ops.sort(key=places.__getitem__)
 
     def _find_last_reads(self) -> None:
         """Find where each operation runs, which is where its results are read if none is stored, and the last reads."""
@@ -369,11 +341,13 @@ class Liveness(Storage):
             options = op.ins
         elif self.is_fused(op):
             options = list(self.sources[op.outs[number]])
-        for one in map(self.find, options):
-            free = self.last.get(one) == at and (one in live or one in self.reusable)
-            if free and self.bytes_of(one) == self.bytes_of(op.outs[number]):
-                return one
-        return None
+        size = self.bytes_of(op.outs[number])
+        free = [
+            one
+            for one in map(self.find, options)
+            if self.last.get(one) == at and (one in live or one in self.reusable) and self.bytes_of(one) == size
+        ]
+        return min(free, key=lambda one: live[one].bytes if one in live else 0, default=None)
 
     @cached_property
     def _free_parameters(self) -> list[tuple[int, int, int]]:

@@ -132,21 +132,6 @@ def test_an_elementwise_result_is_written_over_the_last_read_operand_of_its_size
     assert live(rows, SQUARE) == [BYTES] * 2
 
 
-def test_the_gradient_of_a_weight_after_the_blocks_is_made_before_their_backward_pass():
-    def loss(w, head, x):
-        h = lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, length=3)[0]
-        return jnp.sum(jnp.sin(h @ head))
-
-    def step(*args):
-        return [2 * one for one in jax.grad(loss, argnums=(0, 1))(*args)]
-
-    args = (SQUARE, jax.ShapeDtypeStruct((N, 4 * N), jnp.float32), jax.ShapeDtypeStruct((8 * N, N), jnp.float32))
-    found = analyze(step, *args)
-    loop = max(found.place[op] for op in found.ops if op.name == "scan")
-    (gradient,) = (op for op in found.ops if op.name == "dot_general" and sorted(op.outs[0].shard) == [N, 4 * N])
-    assert found.place[gradient] < loop
-
-
 def test_what_is_on_the_host_takes_nothing():
     def offloaded(x):
         away = jax.device_put(jnp.sin(lax.cumsum(x)), jax.memory.Space.Host)
