@@ -7,8 +7,7 @@
     python benchmarks/plan.py --write docs/records/planner_table.md
 
 The seed is the commit that last changed `jaxshard/plan/memory`, so nobody can choose it: whoever changes a rule gets
-another draw. Every step is compiled in a process of its own that is stopped when buffers are assigned, before code is
-generated; a GPU's program is compiled to the end. `plan_draw.json` keeps what was found, with the seed.
+another draw. The compiler is asked as by `js.plan.compile_for`. `plan_draw.json` keeps what was found, with the seed.
 """
 
 from __future__ import annotations
@@ -16,19 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from compiler_dump import is_assigned, memory
 from plan_cases import Case, draw, make_parts
 
 HERE = Path(__file__).parent
@@ -46,63 +41,22 @@ def frozen_at() -> str:
 # The compiler's figures.
 
 
-def child(case: Case, out: Path) -> None:
-    """Compile one step in this process; the parent may stop it once its buffers are assigned."""
+def compile_case(case: Case) -> Row:
+    """Ask the compiler about a case: live and allocated bytes, and whether it refuses the step."""
     import jax
 
     import jaxshard as js
 
-    compile_lowered = jax.stages.Lowered.compile
-    found: Row = {}
-
-    def compile_and_dump(lowered: Any, compiler_options: Any = None, **kwargs: Any) -> Any:
-        options = dict(compiler_options or {}) | {"xla_dump_to": str(out)}
-        compiled = compile_lowered(lowered, compiler_options=options, **kwargs)
-        found["peak"] = compiled.memory_analysis().peak_memory_in_bytes
-        found["analysis"] = {
-            "arguments": compiled.memory_analysis().argument_size_in_bytes,
-            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-            "peak": compiled.memory_analysis().peak_memory_in_bytes,
-            "allocated": getattr(compiled.memory_analysis(), "total_allocation_bytes", None),  # since JAX 0.12
-        }
-        return compiled
-
+    parts, started = make_parts(case), time.time()
+    step = js.make_step(parts.loss, parts.tx, parts.layout, engine=parts.engine)
+    row: Row = {"case": case._asdict(), "refused": False}
     try:
-        parts = make_parts(case, compiler=True)
-        lowered = js.make_step(parts.loss, parts.tx, parts.layout, engine=parts.engine).lower(parts.batch)
-        jax.stages.Lowered.compile = compile_and_dump
-        lowered.compile()
-    except Exception as error:  # a refusal is a result
-        traceback.print_exc()
-        found["error"] = f"{type(error).__name__}: {error}"[:300]
-        found["refused"] = "RESOURCE_EXHAUSTED" in found["error"]  # other errors are the compiler's own
-    (out / "found.json").write_text(json.dumps(found))
-
-
-def compile_case(case: Case, *, limit: float = 600) -> Row:
-    """Compile a case in a process of its own: live and allocated bytes, and whether the compiler refuses it."""
-    out = Path(tempfile.mkdtemp(prefix="jaxshard-plan-"))
-    command = [sys.executable, __file__, "--child", json.dumps(case), "--out", str(out)]
-    started, stopped = time.time(), False
-    with open(out / "log.txt", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT)
-        while process.poll() is None and not stopped:
-            time.sleep(1)
-            if is_assigned(out):
-                time.sleep(3)  # to write the last of the dump, or to refuse
-                stopped = True
-            if stopped or time.time() - started > limit:
-                process.kill()
-                process.wait()
-    row: Row = {"case": case._asdict(), "refused": False, "seconds": round(time.time() - started)}
-    if found := memory(out, 0):
-        row |= {"peak": found["peak"], "allocated": found["arguments"] + found["temporaries"]}
-    if (out / "found.json").exists():
-        row |= json.loads((out / "found.json").read_text())
-    elif not stopped:
-        row["error"] = f"status {process.returncode}: " + (out / "log.txt").read_text()[-300:]
-    shutil.rmtree(out, ignore_errors=True)
-    return row
+        verdict = js.plan.compile_for(step, parts.batch, case.topology)
+        row |= {"peak": verdict.live_bytes, "allocated": verdict.allocated_bytes, "refused": bool(verdict.refusal)}
+        row["fits"] = verdict.fits
+    except (jax.errors.JaxRuntimeError, RuntimeError, TimeoutError) as error:  # the compiler's own
+        row["error"] = f"{type(error).__name__}: {error}"[:300]
+    return row | {"seconds": round(time.time() - started)}
 
 
 # The estimate's figures.
@@ -114,7 +68,7 @@ def estimate(case: Case) -> Row:
 
     started = time.process_time()
     parts = make_parts(case)
-    found = js.plan.predict(parts.layout, parts.loss, parts.batch, parts.engine, tx=parts.tx)
+    found = js.plan.predict(parts.layout, parts.loss, parts.batch, parts.engine, tx=parts.tx, estimate=True)
     seconds = round(time.process_time() - started, 1)
     return {"estimate": found.peak.total, "estimate_fits": found.fits, "estimate_seconds": seconds}
 
@@ -125,8 +79,8 @@ def error_of(row: Row) -> float | None:
 
 
 def wrongly_fits(row: Row) -> bool:
-    """Return True where the estimate says that a step fits which the compiler refuses."""
-    return bool(row.get("refused")) and row.get("estimate_fits") is True
+    """Return True where the estimate says that a step fits that does not."""
+    return row.get("fits") is False and row.get("estimate_fits") is True
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -196,11 +150,7 @@ def compiled(record: Path, seed: str, count: int, only: str) -> Row:
     for case in draw(seed, count):
         if case.name in rows or only not in case.name:
             continue
-        row = compile_case(case)
-        try:
-            row |= estimate(case)
-        except Exception as error:
-            row["error"] = f"estimate: {type(error).__name__}: {error}"[:300]
+        row = compile_case(case) | estimate(case)
         rows[case.name] = row
         known = {"seed": seed, "versions": versions(), "rows": list(rows.values())}
         record.write_text(json.dumps(known, indent=1) + "\n")  # each step, so that a run can be continued
@@ -217,13 +167,8 @@ def main() -> None:
     parser.add_argument("--known", action="store_true", help="estimate the recorded steps of plan_peaks.json")
     parser.add_argument("--json", type=Path, default=DRAWN, help="the record; steps in it are not compiled again")
     parser.add_argument("--write", type=Path, help="write the record as a page")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ |= ENVIRONMENT
-    if args.child:
-        child(Case(*json.loads(args.child)), args.out)
-        return
     if args.write:
         from plan_table import page
 

@@ -177,13 +177,8 @@ class Parts(NamedTuple):
     batch: Any
 
 
-def make_parts(case: Case, *, compiler: bool = False) -> Parts:
-    """Build layout, loss, optimizer, engine and abstract batch of a case; nothing is allocated.
-
-    Args:
-      case: the step.
-      compiler: the mesh is that of a compiler for these chips, which has to be installed.
-    """
+def make_parts(case: Case) -> Parts:
+    """Build layout, loss, optimizer, engine and abstract batch of a case; nothing is allocated."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -202,7 +197,7 @@ def make_parts(case: Case, *, compiler: bool = False) -> Parts:
     else:
         change = dict(case.change) | ({"seq": case.seq} if case.seq else {})
         model = js.models.make(case.model, **change)
-    mesh = (js.plan.topology_mesh if compiler else js.plan.planned_mesh)(case.topology, **case.axes)
+    mesh = js.plan.planned_mesh(case.topology, **case.axes)
     tx = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     layout = js.layout(strategy_of(case), mesh, model.init, tx)
     common = {"microbatches": case.microbatches} | ({"precision": "bf16"} if case.precision == "bf16" else {})

@@ -5,8 +5,8 @@
     python benchmarks/two_figures.py --refusal
 
 "Live" is the arguments and the values that are live at the peak; "allocated" is the arguments and the one allocation
-that holds all temporaries, gaps included. Both are read from the dump of a process that is stopped once buffers are
-assigned; `--codegen` goes on to the end and adds what `memory_analysis()` says of the executable. Gigabytes per chip.
+that holds all temporaries, gaps included. Both are the compiler's, from `js.plan.compile_for`; `--codegen` goes on to
+the end and adds what `memory_analysis()` says of the executable. Gigabytes per chip.
 
 `--refusal` compiles a chain of products with skip connections for one chip, with more and more rows, across the limit:
 one chain whose heap has gaps and one that has none. GiB, the unit of the compiler's message. MaxText's rows are those
@@ -19,26 +19,19 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from compiler_dump import memory
-from plan import ENVIRONMENT, versions
-from plan_cases import FIXED
+from plan import ENVIRONMENT, KNOWN, versions
+from plan_cases import Case, make_parts
 
-CHOSEN = (0, 2, 3, 4, 10, 15, 16, 26)  # of FIXED
+CHOSEN = (0, 2, 3, 4, 10, 15, 16, 26)  # of plan_peaks.json
 # Seed, number of products, and the numbers of rows that are tried: for the 15.75 GiB of a v5e.
 CHAINS = {"with gaps": (1, 14, (4800, 4855, 4860, 4870, 4880, 4900, 5000)), "without": (2, 2, (46300, 46360, 46370))}
-# Written when all files that the figures are read from are complete.
-ASSIGNED, REFUSED = "*after_optimizations_after_buffer_assignment.txt", "*oom_intermediate_module.txt"
 
 
-def compile_chain(seed: int, count: int, scale: int, out: str) -> None:
-    """Compile products of random numbers of rows, whose results are added again later in another order."""
+def chain(seed: int, count: int, scale: int) -> Any:
+    """Lower products of random numbers of rows, whose results are added again later in another order."""
     import jax
     import jax.numpy as jnp
 
@@ -63,40 +56,36 @@ def compile_chain(seed: int, count: int, scale: int, out: str) -> None:
 
     chip = jax.sharding.SingleDeviceSharding(js.plan.topology_devices("v5e:2x2")[0])
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=chip)
-    jax.jit(total).lower(matrix, matrix).compile({"xla_dump_to": out})
+    return jax.jit(total).lower(matrix, matrix)
 
 
-def figures(command: list[str], *, codegen: bool = False) -> dict[str, Any]:
-    """Run a process that compiles into a dump: its figures, and the compiler's words where it refuses."""
-    with tempfile.TemporaryDirectory(prefix="jaxshard-figures-") as folder:
-        out, log = Path(folder), Path(folder, "log")
-        with open(log, "w") as file:
-            command = [sys.executable, *command, "--out", folder]
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT)
-        while process.poll() is None:
-            time.sleep(0.2)
-            if not codegen and any(out.glob(ASSIGNED)):
-                process.kill()
-                process.wait()
-        found = memory(out)
-        if (out / "found.json").exists():
-            found |= json.loads((out / "found.json").read_text())
-        elif any(out.glob(REFUSED)):
-            found["refused"] = True
-        elif not found:
-            found["error"] = log.read_text()[-1500:]
-    return found
-
-
-def cells(found: dict[str, Any], unit: float) -> str:
+def cells(sizes: Sequence[int | None], refused: bool, unit: float) -> str:
     """Live, allocated, and of a finished executable arguments, temporaries, peak and all that it allocates."""
-    if "peak" not in found:
-        return f"| {found.get('error', '').splitlines()[-1]} |"
-    analysis = found.get("analysis", {})
-    sizes = [found["peak"], found["arguments"] + found["temporaries"]]
-    sizes += [analysis.get(name) for name in ("arguments", "temporaries", "peak", "allocated")]
     words = " | ".join("-" if size is None else f"{size / unit:.4f}" for size in sizes)
-    return f"| {words} | {'refused' if found.get('refused') else ''} |"
+    return f"| {words} | {'refused' if refused else ''} |"
+
+
+def of_case(case: Case, codegen: bool) -> str:
+    """Return the cells of a training step."""
+    import jaxshard as js
+
+    parts = make_parts(case)
+    step = js.make_step(parts.loss, parts.tx, parts.layout, engine=parts.engine)
+    verdict = js.plan.compile_for(step, parts.batch, case.topology, codegen=codegen)
+    analysis = None if verdict.compiled is None else verdict.compiled.memory_analysis()
+    names = ("argument_size_in_bytes", "temp_size_in_bytes", "peak_memory_in_bytes", "total_allocation_bytes")
+    more = [getattr(analysis, name, None) for name in names]
+    return cells([verdict.live_bytes, verdict.allocated_bytes, *more], bool(verdict.refusal), 1e9)
+
+
+def of_chain(seed: int, count: int, scale: int) -> str:
+    """Return the cells of a chain."""
+    from jaxshard.plan.compiled.judge import judge
+    from jaxshard.plan.topology import Target
+
+    found = judge(chain(seed, count, scale), Target("v5e:2x2"))
+    assert found.assignment is not None
+    return cells([found.assignment.peak, found.assignment.allocated, *[None] * 4], bool(found.refusal), 2**30)
 
 
 def main() -> None:
@@ -104,22 +93,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("--codegen", action="store_true", help="compile to the end: some minutes for each case")
     parser.add_argument("--refusal", action="store_true", help="the sizes at which the compiler begins to refuse")
-    parser.add_argument("--chain", nargs=3, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.chain:
-        compile_chain(*args.chain, args.out)
-        return
+    os.environ |= ENVIRONMENT
     print(", ".join(f"{name} {number}" for name, number in versions().items()))
     print("| program | live | allocated | arguments | temporaries | peak | all | |\n|---" + "|---:" * 6 + "|---|")
-    plan = str(Path(__file__).with_name("plan.py"))
-    for case in () if args.refusal else [FIXED[index] for index in CHOSEN if args.only in FIXED[index].name]:
-        found = figures([plan, "--child", json.dumps(case)], codegen=args.codegen)
-        print(f"| {case.name} {cells(found, 1e9)}", flush=True)
+    known = [Case(**row["case"]) for row in json.loads(KNOWN.read_text())]
+    for case in () if args.refusal else [known[index] for index in CHOSEN if args.only in known[index].name]:
+        print(f"| {case.name} {of_case(case, args.codegen)}", flush=True)
     for name, (seed, count, scales) in CHAINS.items() if args.refusal else ():
         for scale in scales:
-            found = figures([__file__, "--chain", *map(str, (seed, count, scale))])
-            print(f"| {name}, {scale} {cells(found, 2**30)}", flush=True)
+            print(f"| {name}, {scale} {of_chain(seed, count, scale)}", flush=True)
 
 
 if __name__ == "__main__":
