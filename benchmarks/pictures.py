@@ -41,7 +41,7 @@ def predicted() -> dict[str, js.plan.Prediction]:
     found = {}
     for name, (strategy, axes) in ways.items():
         layout = js.layout(strategy, js.plan.planned_mesh("v5e:16x16", **axes), model.init, TX)
-        found[name] = js.plan.predict(layout, model.loss, batch, engine, tx=TX)
+        found[name] = js.plan.predict(layout, model.loss, batch, engine, tx=TX, estimate=True)
     return found
 
 

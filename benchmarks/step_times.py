@@ -3,7 +3,7 @@
     python benchmarks/step_times.py                      # the table
     python benchmarks/step_times.py --only llama3.1-70b  # some cases
     python benchmarks/step_times.py --parts              # with the parts of each time
-    python benchmarks/step_times.py --markdown           # the table of docs/guides/planner.md
+    python benchmarks/step_times.py --markdown           # the table of docs/records/step_times.md
     python benchmarks/step_times.py --calibrate          # the number that the first two cases give
 
 The first two cases calibrate the middle of `TRAFFIC` in `jaxshard/plan/time/products.py`, the one number that no public

@@ -2,7 +2,7 @@
 
 mesh = planned_mesh("h100:8x4", data=32)
 layout = js.layout(js.fsdp(), mesh, init_fn, tx)
-print(js.plan.predict(layout, loss_fn, batch, js.explicit()))
+print(js.plan.predict(layout, loss_fn, batch, js.explicit(), tx=tx))
 
 Layouts, promises and predictions need of a device only what it is and where it stands. To compile, `topology_mesh` asks
 the compiler for the same devices, with the same numbers.

@@ -23,7 +23,7 @@ TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)}
 def small() -> js.plan.Prediction:
     model = js.models.make("gpt-1m", seq=32)
     layout = js.layout(js.fsdp(), js.make_mesh(data=8), model.init, TX)
-    return js.plan.predict(layout, model.loss, TOKENS, js.explicit(), tx=TX)
+    return js.plan.predict(layout, model.loss, TOKENS, js.explicit(), tx=TX, estimate=True)
 
 
 def test_a_prediction_prints_and_becomes_json(small: js.plan.Prediction):
@@ -48,7 +48,9 @@ def test_what_is_offloaded_takes_no_memory_of_the_device():
     model, rows = js.models.make("llama-1m"), {"tokens": jax.ShapeDtypeStruct((4096, 33), jnp.int32)}
     layout = js.layout(js.fsdp(), js.plan.planned_mesh("v5e:2x4", data=8), model.init, TX)
     both = [
-        js.plan.predict(layout, model.loss, rows, js.explicit(remat={"block_in": how}, precision="bf16"), tx=TX)
+        js.plan.predict(
+            layout, model.loss, rows, js.explicit(remat={"block_in": how}, precision="bf16"), tx=TX, estimate=True
+        )
         for how in ("save", "offload")
     ]
     kept, moved = (one.peak for one in both)
@@ -70,7 +72,7 @@ def test_state_on_the_host_takes_no_memory_of_the_device(small: js.plan.Predicti
     """The peak is in the backward pass, so that it falls by all of the state, but for the block in flight."""
     model = js.models.make("gpt-1m", seq=32)
     layout = js.layout(js.compose(js.fsdp(), js.offload()), js.make_mesh(data=8), model.init, TX)
-    found = js.plan.predict(layout, model.loss, TOKENS, js.explicit(), tx=TX)
+    found = js.plan.predict(layout, model.loss, TOKENS, js.explicit(), tx=TX, estimate=True)
     on_host = layout.host_bytes_per_device()
     assert found.argument_bytes == layout.argument_bytes(TOKENS) - 12 == small.argument_bytes - on_host
     assert found.peak.by_role["optimizer state"] == layout.bytes_per_device()["opt"]
@@ -83,7 +85,7 @@ def test_weights_are_converted_for_the_model_though_an_update_of_state_on_the_ho
     model = js.models.gpt(vocab=256, width=1024, depth=4, heads=16, seq=128)
     rows, mesh = {"tokens": jax.ShapeDtypeStruct((4, 129), jnp.int32)}, js.plan.planned_mesh("v5e:2x2", data=4)
     layouts = [js.layout(js.compose(js.ddp(), *more), mesh, model.init, TX) for more in ((), (js.offload(),))]
-    both = [js.plan.predict(layout, model.loss, rows, js.explicit(), tx=TX).peak for layout in layouts]
+    both = [js.plan.predict(layout, model.loss, rows, js.explicit(), tx=TX, estimate=True).peak for layout in layouts]
     converted = 4 * 12 * 1024**2 * 2  # bf16[4 blocks, 12 matrices of 1024 x 1024]
     assert [one.by_role["gathered weights"] for one in both] == [converted, converted]
 
@@ -113,7 +115,7 @@ def test_the_peak_is_within_15_percent_of_the_compilers(name, topology, axes, st
     layout = js.layout(strategy, mesh, model.init, TX)
     seq = change.get("seq", 1024)
     batch = {"tokens": jax.ShapeDtypeStruct((16 * (4 if seq == 1024 else 1), seq + 1), jnp.int32)}
-    predicted = js.plan.predict(layout, model.loss, batch, engine, tx=TX).peak.total
+    predicted = js.plan.predict(layout, model.loss, batch, engine, tx=TX, estimate=True).peak.total
     compiled = js.make_step(model.loss, TX, layout, engine=engine).compile(batch)
     assert predicted == pytest.approx(compiled.memory_analysis().peak_memory_in_bytes, rel=0.15)
 
@@ -129,7 +131,7 @@ def test_micro_batches_compute_what_one_turn_computes():
         mesh, tx = js.plan.planned_mesh("v5e:2x2", data=4), optax.sgd(0.1)
         layout = js.layout(js.fsdp(), mesh, lambda key: {"w": jnp.ones((256, 256))}, tx)
         batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32), "mask": jax.ShapeDtypeStruct((64,), jnp.float32)}
-        return js.plan.predict(layout, loss, batch, js.explicit(microbatches=turns), tx=tx).flops
+        return js.plan.predict(layout, loss, batch, js.explicit(microbatches=turns), tx=tx, estimate=True).flops
 
     assert flops(1) == flops(2) > 0
 
@@ -143,7 +145,7 @@ def test_matrices_with_owners_are_predicted():
     tx, mesh = shampoo(0.1), js.plan.planned_mesh("v5e:2x4", data=8)
     layout = js.layout(js.fsdp(min_size=0), mesh, lambda key: {f"w{i}": jnp.ones((128, 128)) for i in range(8)}, tx)
     batch = {"x": jax.ShapeDtypeStruct((8, 128), jnp.float32)}
-    found = js.plan.predict(layout, loss, batch, js.explicit(), tx=tx)
+    found = js.plan.predict(layout, loss, batch, js.explicit(), tx=tx, estimate=True)
     one = 128 * 128 * 4
     moved = [cost.bytes for cost in found.collectives if cost.kind == "all-to-all"]
     assert moved == [one * 7 // 8] * 2
@@ -158,5 +160,5 @@ def test_experts_on_an_axis_are_predicted():
     model = js.models.make("moe-1m", depth=1)
     mesh = js.plan.planned_mesh("v5e:2x4", data=4, expert=2)
     layout = js.layout(js.compose(js.fsdp(("data", "expert")), js.expert()), mesh, model.init, TX)
-    predicted = js.plan.predict(layout, model.loss, TOKENS, js.explicit(precision="bf16"), tx=TX)
+    predicted = js.plan.predict(layout, model.loss, TOKENS, js.explicit(precision="bf16"), tx=TX, estimate=True)
     assert predicted.fits and any("expert" in one.axes for one in predicted.collectives)

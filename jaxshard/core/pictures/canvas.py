@@ -110,7 +110,7 @@ def write_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
 
     Example:
         mesh = js.plan.planned_mesh("v5e:2x4", data=8)
-        prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx)
+        prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx, estimate=True)
         js.plan.write_picture(js.plan.roofline_figure(prediction), "roofline.png")
     """
     import matplotlib

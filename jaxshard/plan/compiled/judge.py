@@ -2,7 +2,7 @@
 
 Most of a compilation is the generation of code. Buffers are assigned before that, and a program that needs more memory
 than there is has been refused by then; so a child process compiles with a dump, and is ended as soon as the dump says
-that buffers are assigned. A child takes about 0.5 GB of memory and one core.
+that buffers are assigned. A child takes 0.4 to 0.9 GB of memory and one core.
 """
 
 from __future__ import annotations

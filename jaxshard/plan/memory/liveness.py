@@ -4,8 +4,8 @@
     z = sin(y) * 2                     computed where it is read: not stored
     return (z @ w).sum()      z @ w    the product computes z from y; y is live until here
 
-The graph is walked in program order. Everything here is a general rule of compilers, listed in docs/guides/planner.md;
-no rule describes how the compiler of one chip schedules operations.
+The graph is walked in program order. Everything here is a general rule of compilers, listed in
+docs/concepts/memory_estimate.md; no rule describes how the compiler of one chip schedules operations.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def roofline_figure(prediction: Prediction, *, title: str = "") -> Figure:
 
     Example:
         mesh = js.plan.planned_mesh("v5e:2x4", data=8)
-        prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx)
+        prediction = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx, estimate=True)
         js.plan.roofline_figure(prediction).savefig("roofline.svg")
     """
     chip = prediction.chip

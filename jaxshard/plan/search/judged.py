@@ -12,7 +12,7 @@ from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.plan.search.ranking import Plan
 
 _AT_ONCE = 4
-"""Compilers that run at once at most; each takes about 0.5 GB."""
+"""Compilers that run at once at most; each takes up to 0.9 GB."""
 
 
 def judged(

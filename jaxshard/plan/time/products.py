@@ -60,7 +60,7 @@ class ProductCost:
       seconds: of all of them, at best and at worst, with what the memory moves for them; (0, 0) on an unknown chip.
 
     Example:
-        longest = js.plan.predict(layout, loss_fn, batch, tx=tx).products[0]
+        longest = js.plan.predict(layout, loss_fn, batch, tx=tx, estimate=True).products[0]
         longest.where, longest.shapes, longest.flops
     """
 

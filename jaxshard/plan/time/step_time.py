@@ -42,7 +42,7 @@ class StepTime:
 
     Example:
         mesh = js.plan.planned_mesh("v5e:2x4", data=8)
-        time = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx).time
+        time = js.plan.predict(js.layout(js.fsdp(), mesh, init_fn, tx), loss_fn, batch, tx=tx, estimate=True).time
         time.low, time.high, time.exposed_communication
     """
 

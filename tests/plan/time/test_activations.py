@@ -15,7 +15,7 @@ def step_of(mesh, strategy, **sizes):
     tx, engine = optax.adam(1e-3), js.explicit(remat="everything")
     layout = js.layout(strategy, mesh, model.init, tx)
     batch = {"tokens": jax.ShapeDtypeStruct((8, sizes["seq"] + 1), jnp.int32)}
-    prediction = js.plan.predict(layout, model.loss, batch, engine, tx=tx)
+    prediction = js.plan.predict(layout, model.loss, batch, engine, tx=tx, estimate=True)
     assert prediction.flops == sum(one.flops for one in prediction.products)
     (one,) = (one for one in prediction.collectives if one.what == "activations")
     return one, js.make_step(model.loss, tx, layout, engine=engine), batch

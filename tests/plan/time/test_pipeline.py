@@ -13,7 +13,9 @@ def predicted(axes, strategy, engine):
     tx, mesh = optax.sgd(0.1), js.make_mesh(**axes)
     layout = js.layout(strategy, mesh, model.init, tx)
     batch = {"tokens": jax.ShapeDtypeStruct((32, 33), jnp.int32)}
-    return js.plan.predict(layout, model.loss, batch, engine, tx=tx, chip=js.plan.chip("NVIDIA H100 80GB HBM3"))
+    return js.plan.predict(
+        layout, model.loss, batch, engine, tx=tx, chip=js.plan.chip("NVIDIA H100 80GB HBM3"), estimate=True
+    )
 
 
 @pytest.mark.slow
