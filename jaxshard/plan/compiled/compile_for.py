@@ -42,7 +42,7 @@ def compile_for(
     `js.plan.topology_mesh`. It is made again on a `topology_mesh` of the same axes and sizes. A loss function that
     itself names a mesh has to name that one.
 
-    The compiler runs in a child process (0.4 to 0.9 GB) that is ended when memory is assigned, which takes seconds where
+    The compiler runs in a child process (0.4 to 0.9 GB) that is ended when memory is assigned: that takes seconds where
     the whole compilation takes minutes. Answers are kept in `$XDG_CACHE_HOME/jaxshard/compiled`.
 
     A program that needs more memory than there is, is no error: the verdict says how much it asked for, which arrays
