@@ -20,12 +20,6 @@ from jaxshard.commands.prepared import Prepared, prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
 from jaxshard.core.mesh import mesh_str
-from jaxshard.plan.repair.parts import Parts
-from jaxshard.plan.repair.repair import repair as find_repairs
-from jaxshard.plan.repair.result import Repairs
-
-_TRIED = "\ntried:\n"
-"""What introduces the edits of a repair that did not help."""
 
 
 def run(
@@ -39,7 +33,6 @@ def run(
     remat: str | None,
     precision: PrecisionName | None,
     topology: str | None,
-    repair: bool,
     all: bool,
     json: Path | None,
 ) -> int:
@@ -61,7 +54,6 @@ def run(
                 remat=remat,
                 precision=precision,
                 topology=topology,
-                repair=repair,
             )
             return _audit_text(hlo, sharding, json, all)
         if target is None:
@@ -76,7 +68,6 @@ def run(
         remat=remat,
         precision=precision,
         topology=chips,
-        values=repair and chips is None,  # nothing can run on chips that are not here
     )
     step = prepared.step()
     facts(console, prepared.how.shown | {"model": prepared.program.name})
@@ -87,10 +78,6 @@ def run(
     console.print(f"\n{comparison if all else short(comparison)}\n\n{comparison.verdict}")
     about = {"model": prepared.program.name, "topology": topology} | prepared.how.about
     numbers = about | _numbers(comparison) | {"compile_seconds": seconds}
-    if repair:
-        repairs = _repair(console, prepared, comparison)
-        console.print(f"\n{str(repairs) if all else str(repairs).partition(_TRIED)[0]}")
-        numbers |= repairs.as_dict()
     write_json(json, numbers)
     return 0 if comparison.ok else 1
 
@@ -121,16 +108,6 @@ def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None, all: bool
     console.print(f"\n{found.text(most=None) if all else found}\n\n{found.outcome}")
     write_json(json, {"file": str(hlo)} | found.as_dict())
     return 0 if found.ok else 1
-
-
-def _repair(console: Console, prepared: Prepared, comparison: Comparison) -> Repairs:
-    """Look for the edits that remove the surprises, which compiles the step many times."""
-    (init_fn, loss_fn, tx, batch, _), how = prepared.program, prepared.how
-    if comparison.ok:
-        parts = Parts(init_fn, loss_fn, tx, how.strategy, how.mesh, batch, how.engine)
-        return Repairs(comparison, comparison, (), (), parts)
-    with working(console, "looking for edits"), refusals():
-        return find_repairs(init_fn, loss_fn, tx, how.strategy, how.mesh, batch, engine=how.engine)
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:

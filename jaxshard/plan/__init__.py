@@ -43,9 +43,6 @@ from jaxshard.plan.planned import planned_mesh as planned_mesh
 from jaxshard.plan.predict import predict as predict
 from jaxshard.plan.prediction import MemoryPeak as MemoryPeak
 from jaxshard.plan.prediction import Prediction as Prediction
-from jaxshard.plan.repair.repair import repair as repair
-from jaxshard.plan.repair.result import Repair as Repair
-from jaxshard.plan.repair.result import Repairs as Repairs
 from jaxshard.plan.search.ranking import Plan as Plan
 from jaxshard.plan.search.ranking import Ranking as Ranking
 from jaxshard.plan.search.search import search as search

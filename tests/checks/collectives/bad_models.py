@@ -1,6 +1,6 @@
 """Losses, strategies and optimizers whose steps move more than was promised, each by one mistake that users make.
 
-Every function returns the arguments of `js.plan.repair`. Widths are small, so that a step compiles in a second.
+Widths are small, so that a step compiles in a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADAM = optax.adam(1e-2)
 
 
 class Bad(NamedTuple):
-    """What `js.plan.repair` takes; the mesh as its axes."""
+    """The arguments of `js.parity`; the mesh as its axes."""
 
     init_fn: Callable[..., Any]
     loss_fn: Callable[..., Any]
