@@ -8,7 +8,6 @@ import pytest
 
 from jaxshard.commands.main import main
 from tests.checks.programs.texts import FSDP, gather, step_text
-from tests.engines.programs import tpu
 from tests.toys import quick_compile
 
 MODEL = """

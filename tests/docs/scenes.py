@@ -194,7 +194,6 @@ NOT_RUN = {
 """Examples that are shown and not run, and why."""
 
 NEEDS = {
-    "js.plan.topology_devices": "libtpu",
     "js.plan.topology_mesh": "libtpu",
     "js.plan.compile_for": "libtpu",
     "js.metrics.tensorboard": "tensorboardX",

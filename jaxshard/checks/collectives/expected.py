@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, split_dims
+from jaxshard.core.scaled_collectives import Travel
 from jaxshard.core.tree import bytes_of
 
 Shape = tuple[int, ...]
@@ -80,6 +81,17 @@ class Expected:
         return str(jnp.dtype(self.dtype).name).replace("float", "f").replace("_", "")
 
     @property
+    def name(self) -> str:
+        """The array in words, of another form those of the promise that it stands for."""
+        return self.instead_of or self.what
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the entry counts in the byte total: it has a size and is not an alternative form of another."""
+        sized = self.shape is not None and bool(self.axes) and not self.instead_of
+        return sized and self.elements[1] > 1 and bool(self.most)
+
+    @property
     def bytes(self) -> int | None:
         """Bytes of the whole array times `most`; None where the loss decides."""
         if self.shape is None or self.most is None:
@@ -109,6 +121,12 @@ def gather_stages(
         for stage in [axes] if at_once else [(axis,) for axis in axes]:
             shape[dim] *= axis_size(mesh, stage)
             yield replace(one, axes=stage, shape=tuple(shape))
+
+
+def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:
+    """Yield `one` for each array that a format of `js.wire` sends in its place: 8-bit numbers, and scales of blocks."""
+    for travel in travels:
+        yield replace(one, kind=travel.kind, axes=travel.axes, shape=travel.shape, dtype=travel.dtype)
 
 
 def normal_shape(shape: Shape) -> Shape:

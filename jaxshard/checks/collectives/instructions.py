@@ -55,7 +55,7 @@ class Instruction:
       op_name: the path of JAX names that led to it.
 
     Example:
-        for instruction in js.plan.rematerialized(step.compile(batch)):
+        for instruction in rematerialized(step.compile(batch)):
             print(instruction.op, instruction.bytes, instruction.source)
     """
 
@@ -102,7 +102,7 @@ def rematerialized(compiled: Compiled | str) -> tuple[Instruction, ...]:
       One record per instruction, in the order of the program; those inside a fusion are part of it.
 
     Example:
-        sum(instruction.bytes for instruction in js.plan.rematerialized(step.compile(batch)))
+        sum(instruction.bytes for instruction in rematerialized(step.compile(batch)))
     """
     return _merged(_record(one, hlo.arrays(one.op.type)) for one in _find(compiled, _REMATERIALIZED))
 
@@ -117,7 +117,7 @@ def in_host_memory(compiled: Compiled | str) -> tuple[Instruction, ...]:
       One record per array, in the order of the program.
 
     Example:
-        sum(instruction.bytes for instruction in js.plan.in_host_memory(step.compile(batch)))
+        sum(instruction.bytes for instruction in in_host_memory(step.compile(batch)))
     """
     found = list(_find(compiled, _ON_HOST))
     records = []

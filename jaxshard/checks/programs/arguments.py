@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.groups import UNKNOWN, axes_of_groups
+from jaxshard.checks.collectives.groups import UNKNOWN, axes_of_groups, expand_iota
+from jaxshard.checks.collectives.source import name_in_notes
 
 PARAMETER, OPTIMIZER, BATCH, EITHER, OTHER = "parameter", "optimizer state", "batch", "parameter or moment", "other"
 ROLES = (PARAMETER, OPTIMIZER, EITHER, BATCH, OTHER)
@@ -84,18 +85,13 @@ def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
             op = entry[name]
             number = int(op.inside)
             for dtype, shape in hlo.arrays(op.type)[:1]:
-                label = _label(op.notes)
+                label = name_in_notes(op.notes).replace("\\'", "'").replace('\\"', '"')
                 role = _role(label, dtype, shape, number in donated)
                 splits = _splits(op.attributes, len(shape), mesh)
                 found.append(
                     Argument(number, label or f"argument {number}", role, dtype, shape, splits, number in donated)
                 )
     return _settled(sorted(found, key=lambda one: one.number))
-
-
-def _label(notes: str) -> str:
-    found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
-    return "" if found is None else found[1].replace("\\'", "'").replace('\\"', '"')
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
@@ -135,12 +131,7 @@ def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ..
     if tiles is None:
         return ((),) * dims if "replicated" in found[1] else None
     shape = [int(size) for size in tiles[1].split(",")]
-    if tiles[4]:
-        ids = np.array([int(number) for number in tiles[4].split(",")])
-    else:
-        sizes = [int(size) for size in tiles[2].split(",")]
-        ids = np.arange(math.prod(sizes)).reshape(sizes)
-        ids = ids.transpose([int(dim) for dim in tiles[3].split(",")]) if tiles[3] else ids
+    ids = np.array([int(number) for number in tiles[4].split(",")]) if tiles[4] else expand_iota(tiles[2], tiles[3])
     if ids.size != mesh.size or math.prod(shape) != mesh.size or len(shape) < dims:
         return None
     placed = ids.reshape(shape)

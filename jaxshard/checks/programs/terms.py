@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives.compare import Surprise
+from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.groups import UNKNOWN
 from jaxshard.checks.collectives.promise import SLACK
+from jaxshard.checks.collectives.surprise import Surprise, merged, wanted_axes
 from jaxshard.checks.collectives.trail import SCATTERED
-from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
 from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, INPUT, INTEGERS, MOMENT, SCALAR, WEIGHT, Move
@@ -89,8 +89,9 @@ def judge(
         if why and not strict and size is not None and size <= slack - verdict.tolerated:
             verdict.tolerated += size
         elif why:
-            verdict.surprises.append(Surprise(moves[at].found, why))
-    verdict.surprises = _merged(verdict.surprises)
+            constraint = _constraint(moves[at].found, axes_for(mesh, ROWS))
+            verdict.surprises.append(Surprise(moves[at].found, why, constraint))
+    verdict.surprises = sorted(merged(verdict.surprises), key=lambda one: -(one.found.bytes or 0))
     verdict.misplaced += judged.misplaced()
     verdict.missing += judged.missing()
     verdict.unread += judged.unread(moves)
@@ -103,15 +104,10 @@ def _doubt(move: Move) -> tuple[bool, bool, int, float]:
     return move.by_shape, move.what == GRADIENT, len(move.arguments), -move.share
 
 
-def _merged(surprises: Sequence[Surprise]) -> list[Surprise]:
-    """Equal ones of one place added up, the most bytes first."""
-    merged: dict[tuple[object, ...], Surprise] = {}
-    for one in surprises:
-        found = one.found
-        key = (found.kind, found.axes, found.dtype, found.shapes, found.source, found.count is None, one.why)
-        before = merged[key].found.count if key in merged else 0
-        merged[key] = Surprise(replace(found, count=add_counts(found.count, before)), one.why)
-    return sorted(merged.values(), key=lambda one: -(one.found.bytes or 0))
+def _constraint(found: Collective, rows: Sequence[str]) -> str:
+    """The call that keeps the first array of a collective split as it is before it is moved."""
+    dims = [axes[0] if len(axes) == 1 else axes or None for axes in wanted_axes(found, rows)]
+    return f"jax.lax.with_sharding_constraint(x, P({', '.join(map(repr, dims))}))"
 
 
 class _Judge:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxshard.checks.collectives.groups import axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
+from jaxshard.checks.collectives.groups import axes_of_groups, parse_groups
 from tests.checks.collectives.programs import mesh_of
 
 
@@ -35,12 +35,6 @@ def test_replica_groups_in_every_syntax(text, groups):
     assert sorted(map(sorted, found)) == sorted(map(sorted, groups))
 
 
-@pytest.mark.parametrize("text", ["V2{0,1}", "mesh['a'=2] {'z'}"])
-def test_an_unknown_syntax_is_an_error(text):
-    with pytest.raises(ValueError, match="replica groups"):
-        parse_groups(text, 2)
-
-
 def test_axes_of_groups_in_three_dimensions():
     mesh = mesh_of(a=2, b=2, c=2)
     assert axes_of_groups(parse_groups("{{0,1},{2,3},{4,5},{6,7}}", 8), mesh) == ("c",)
@@ -49,12 +43,3 @@ def test_axes_of_groups_in_three_dimensions():
     assert axes_of_groups(parse_groups("{{0,3},{1,2},{4,7},{5,6}}", 8), mesh) == ("?",)
     assert axes_of_groups(parse_groups("{{0,1},{2,3},{4,5}}", 8), mesh) == ("?",)
     assert axes_of_groups(parse_groups("{{0},{1},{2},{3},{4},{5},{6},{7}}", 8), mesh) == ()
-
-
-def test_axes_of_pairs():
-    mesh = mesh_of(a=2, b=4)
-    assert axes_of_pairs(parse_pairs("{{0,4},{4,0}}"), mesh) == ("a",)
-    assert axes_of_pairs(parse_pairs("{{0,1},{1,2},{2,3}}"), mesh) == ("b",)
-    assert axes_of_pairs(parse_pairs("{{3,4},{7,0}}"), mesh) == ("a", "b")
-    assert axes_of_pairs(parse_pairs("{{5,5}}"), mesh) == ()
-    assert axes_of_pairs((), mesh) == ()

@@ -2,25 +2,14 @@
 
 import pytest
 
-from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.found import Row, collectives, summary
-from tests.checks.collectives.programs import GATHER_IN_FUSIONS, GROUPS, XY, mesh_of, program
+from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
 
 WHOLE = 64 * 16 * 4
 
 
 def rows(text):
     return summary(collectives(text, mesh_of(**XY)))
-
-
-def test_types_and_sizes():
-    assert hlo.arrays("(bf16[4,8]{1,0:T(8,128)(2,1)S(1)}, (pred[], u32[]{:S(2)}), token[])") == (
-        ("bf16", (4, 8)),
-        ("pred", ()),
-        ("u32", ()),
-    )
-    arrays = [("bf16", (3,)), ("pred", (5,)), ("f8e4m3fn", (7,)), ("s4", (3,)), ("c64", (2,)), ("f64", ())]
-    assert [hlo.nbytes(array) for array in arrays] == [6, 5, 7, 2, 16, 8]
 
 
 @pytest.mark.parametrize(
@@ -100,24 +89,6 @@ def test_the_computations_that_are_called_are_reached():
     assert rows(program(custom, inner)) == (Row("reduce-scatter", ("y",), 1, WHOLE),)
 
 
-def test_branches_written_both_ways():
-    branches = "".join(
-        f"""%{name} (q: f32[64,16]) -> f32[64,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  ROOT %r = f32[64,16]{{1,0}} all-reduce(%q), {groups}, to_apply=%add
-}}
-"""
-        for name, groups in [("yes", GROUPS), ("no", "replica_groups={{0,4},{1,5},{2,6},{3,7}}")]
-    )
-    expected = (Row("all-reduce", ("x",), 1, WHOLE, True), Row("all-reduce", ("y",), 1, WHOLE, True))
-    boolean = """%t = pred[] constant(true)
-    ROOT %c = f32[64,16] conditional(%t, %p, %p), true_computation=%yes, false_computation=%no"""
-    assert rows(program(boolean, branches)) == expected
-    indexed = """%i = s32[] constant(0)
-    ROOT %c = f32[64,16] conditional(%i, %p, %p), branch_computations={%yes, %no}"""
-    assert rows(program(indexed, branches)) == expected
-
-
 # Fusions of TPU
 
 
@@ -151,20 +122,6 @@ def test_an_all_reduce_that_is_sliced_in_a_fusion_is_a_reduce_scatter():
     assert rows(program(unfused)) == (Row("all-reduce", ("y",), 1, WHOLE),)
 
 
-def test_what_a_program_pads_itself_counts_padded():
-    entry = f"""%zero = f32[] constant(0)
-    %pad = f32[80,16]{{1,0}} pad(%p, %zero), padding=0_16x0_0
-    ROOT %r = f32[20,16] reduce-scatter(%pad), channel_id=1, {GROUPS}, dimensions={{0}}, to_apply=%add"""
-    assert rows(program(entry)) == (Row("reduce-scatter", ("y",), 1, 80 * 16 * 4),)
-
-
-def test_a_collective_that_overlaps_with_several_fusions_counts_at_its_start():
-    entry = """%a = f32[256,16] fusion(%p), kind=kCustom, calls=%begin
-    %b = f32[256,16] fusion(%p), kind=kOutput, calls=%overlap
-    ROOT %c = f32[256,16] fusion(%p), kind=kCustom, calls=%end"""
-    assert rows(program(entry, *GATHER_IN_FUSIONS)) == (Row("all-gather", ("y",), 1, 4 * WHOLE),)
-
-
 def test_a_kernels_metadata_over_several_lines_ends_no_computation():
     """As a Pallas kernel with metadata prints it: the third line starts with braces, and more operations follow."""
     kernel = """  %k = f32[64,16]{1,0} custom-call(%p), custom_call_target="tpu", frontend_attributes={kernel_metadata={
@@ -174,10 +131,3 @@ def test_a_kernels_metadata_over_several_lines_ends_no_computation():
     entry = f"ROOT %r = f32[64,16]{{1,0}} all-reduce(%k), {GROUPS}, to_apply=%add"
     text = program(entry).replace("  ROOT %r", f"{kernel}  ROOT %r")
     assert rows(text) == (Row("all-reduce", ("y",), 1, WHOLE),)
-
-
-def test_a_computation_with_a_thread_of_its_own_ends():
-    other = '%other (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}, execution_thread="host"\n'
-    assert rows(program(f"ROOT %r = f32[64,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add", other)) == (
-        Row("all-reduce", ("y",), 1, WHOLE),
-    )

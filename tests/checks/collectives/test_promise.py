@@ -65,13 +65,6 @@ def test_micro_batches_are_promised_to_reduce_as_often_as_they_do(strategy, scat
     assert found[kind, "data"] == reductions * literals.P
 
 
-def test_recomputing_gathers_the_biases_again():
-    axes, made = setups(0)["fsdp"]
-    toy = gpt_shapes(16, **literals.SIZES)
-    found = sums(promised(toy, made, js.make_mesh(**axes), js.explicit(remat="nothing")))
-    assert found["all-gather", "data"] == 1_268_992  # see test_collectives
-
-
 def test_what_is_padded_is_moved_padded():
     """13 -> 27 -> 1001 -> 7 over 8 devices: 27 is padded to 32, 1001 to 1008, 7 to 8."""
     found = promised(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8))
@@ -99,13 +92,6 @@ def test_a_compiler_may_scatter_over_two_axes_at_once():
     ]
 
 
-def test_a_frozen_weight_is_gathered_and_has_no_gradient():
-    found = promised(
-        linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), trainable=lambda path: path != "Dense_1/kernel"
-    )
-    assert lists(found, "Dense_1/kernel") == [("all-gather", ("data",), (27, 1008), 1)]
-
-
 def test_over_a_tensor_axis_each_device_gathers_its_part():
     """Two blocks of a kernel 32 x 128: 64 columns on each tensor device, 8 of its 32 rows on each data device."""
     mesh = js.make_mesh(data=4, tensor=2)
@@ -120,15 +106,6 @@ def test_over_a_tensor_axis_each_device_gathers_its_part():
     assert "the weight embed/wpe" not in what  # no rule splits it
     free = [(one.kind, one.axes) for one in found.expected if one.shape is None]
     assert free == [("all-reduce", ("tensor",))]
-
-
-@pytest.mark.filterwarnings("ignore:tensor. the rules 'sequence' match no parameter")
-def test_gathers_of_activations_are_promised_where_a_rule_splits_the_sequence():
-    mesh = js.make_mesh(data=4, tensor=2)
-    strategy = js.compose(js.fsdp(min_size=0), js.tensor([("sequence", "split"), *js.RULES]))
-    found = promised(gpt_toy(vocab=48), strategy, mesh)
-    free = {(one.kind, one.axes) for one in found.expected if one.shape is None}
-    assert free == {(kind, ("tensor",)) for kind in ("all-reduce", "all-gather", "reduce-scatter")}
 
 
 def test_parameters_split_alone_are_gathered_for_the_optimizer():

@@ -40,13 +40,6 @@ def test_source_lines_behind_tables_with_parents_counted_from_zero_or_one(shift)
     assert found.op_name == r"jit(\"f\")/dot"
 
 
-def test_source_lines_written_in_the_operation():
-    name = 'metadata={op_type="psum" op_name="jit(f)/psum" source_file="/home/user/model.py" source_line=7}'
-    entry = f"ROOT %r = f32[64,16] all-reduce(%p), {GROUPS}, to_apply=%add, {name}"
-    (found,) = collectives(program(entry), mesh_of(**XY))
-    assert (found.source, found.op_name) == ("/home/user/model.py:7", "jit(f)/psum")
-
-
 def test_a_lost_source_line_is_looked_for_at_the_operands():
     entry = f"""%a = f32[64,16] add(%p, %p), metadata={{source_file="/home/user/model.py" source_line=7}}
     %c = f32[64,16] copy(%a)

@@ -39,14 +39,6 @@ def test_gathers_that_the_program_does_not_show_are_not_as_promised(audited):
     assert check_shows_text(blind).text[0] == blind.verdict
 
 
-def test_nothing_at_all_is_read(audited):
-    promised, _ = audited
-    blind = compare(promised, [])
-    kinds = {one.partition(" over ")[0] for one in blind.unread}
-    assert {"all-gather", "reduce-scatter"} <= kinds and not blind.ok
-    assert "as promised" not in blind.verdict
-
-
 def test_a_substitute_explains_what_is_not_there(audited):
     """An all-reduce stands for a reduce-scatter; of some gathers that are missing alone the others show the kind."""
     promised, found = audited
