@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from jaxshard.checks.collectives.surprise import Surprise, entries, merged, want
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import SKY
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import Table, first_words
 from jaxshard.core.types import PyTree
@@ -131,19 +130,10 @@ class Comparison:
         return self._write(self._table_str(), *self._findings(all=False))
 
     def _repr_html_(self) -> str:
-        """Show the short form in a notebook, with the verdict above and a bar for the bytes of each row."""
-        table = self._table()
-        largest = max((row["bytes"] or 0 for row in self.rows()), default=0)
-        bars = [
-            page.bar({row["kind"]: (row["bytes"] or 0, human_bytes(row["bytes"] or 0))}, {row["kind"]: SKY},
-                     whole=largest, width=140, height=12)
-            for row in self.rows()
-        ]  # fmt: skip
-        return page.page(
-            page.verdict(self.ok, "no surprises" if self.ok else self.verdict),
-            page.table(table, last=bars) if table.rows else page.paragraph(_NOTHING),
-            page.preformatted(self._write(*self._findings(all=False))),
-        )
+        """Show the short form in a notebook, with the verdict above."""
+        verdict = page.verdict(self.ok, "no surprises" if self.ok else self.verdict)
+        table = page.table(self._table()) if self.rows() else page.paragraph(_NOTHING)
+        return page.page(verdict, table, page.preformatted(self._write(*self._findings(all=False))))
 
     def _write(self, *parts: str) -> str:
         return "\n\n".join(part for part in parts if part)
@@ -291,7 +281,10 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     return Comparison(
         promised.expected,
         found,
-        surprises=_surprises(found, problems, promised),
+        surprises=merged(
+            Surprise(arrays[at], why, _constraint(arrays[at], why, promised.names))
+            for at, why in sorted(problems.items())
+        ),
         missing=tuple(allowances.missing()),
         tolerated=promised.slack - slack,
         substitutes=_explain_substitutes(promised, taken),
@@ -309,20 +302,6 @@ def _widened_by(pair: tuple[Collective, Taken]) -> int:
     """The bytes that an array has because it is sent as f32 where 16 bits were promised."""
     one, covered = pair
     return (one.bytes or 0) // 2 if one.dtype == "f32" and covered.dtype in ("bf16", "f16") else 0
-
-
-def _surprises(
-    found: Sequence[Collective], problems: dict[tuple[int, int], str], promised: Promise
-) -> tuple[Surprise, ...]:
-    """One surprise per collective and reason, with the arrays that it is about; equal ones of one place added up."""
-    parts_of: dict[tuple[int, str], list[int]] = {}
-    for number, part in sorted(problems):
-        parts_of.setdefault((number, problems[number, part]), []).append(part)
-    surprises = []
-    for (number, why), parts in parts_of.items():
-        one = pick(found[number], parts)
-        surprises.append(Surprise(one, why, _constraint(one, why, promised.names)))
-    return merged(surprises)
 
 
 def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jax.stages import Compiled
@@ -75,16 +75,8 @@ class Instruction:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the instruction for JSON."""
-        return {
-            "op": self.op,
-            "opcode": self.opcode,
-            "count": self.count,
-            "bytes": self.bytes,
-            "dtype": self.dtype,
-            "shapes": [list(shape) for shape in self.shapes],
-            "place": self.source,
-            "op_name": self.op_name,
-        }
+        shapes = {"shapes": [list(shape) for shape in self.shapes], "bytes": self.bytes, "place": self.source}
+        return {name: value for name, value in asdict(self).items() if name not in ("size", "source")} | shapes
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes[:4])

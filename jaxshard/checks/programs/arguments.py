@@ -46,6 +46,7 @@ class Argument:
       role: one of `ROLES`.
       dtype: as HLO writes it.
       shape: on one device.
+      whole: over all devices; that of one device where the text does not say how it is split.
       splits: for every dimension the mesh axes that split it; None where the text does not say.
       donated: True if a result takes its buffer.
     """
@@ -55,6 +56,7 @@ class Argument:
     role: str
     dtype: str
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...] | None
     donated: bool
 
@@ -80,17 +82,17 @@ def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
     donated = {int(number) for number in _ALIAS.findall(head)}
     entry = module.computations[module.entry]
     found = []
-    for name, line in entry.lines.items():
+    for label, line in entry.lines.items():
         if " parameter(" in line:
-            op = entry[name]
+            op = entry[label]
             number = int(op.inside)
             for dtype, shape in hlo.arrays(op.type)[:1]:
                 label = name_in_notes(op.notes).replace("\\'", "'").replace('\\"', '"')
                 role = _role(label, dtype, shape, number in donated)
-                splits = _splits(op.attributes, len(shape), mesh)
-                found.append(
-                    Argument(number, label or f"argument {number}", role, dtype, shape, splits, number in donated)
-                )
+                name, splits = label or f"argument {number}", _splits(op.attributes, len(shape), mesh)
+                parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]
+                whole = tuple(size * count for size, count in zip(shape, parts))
+                found.append(Argument(number, name, role, dtype, shape, whole, splits, number in donated))
     return _settled(sorted(found, key=lambda one: one.number))
 
 
