@@ -121,7 +121,6 @@ def communication(case: Case, text: str) -> dict[str, Any]:
         "tolerated": compared.tolerated,
         "promised_bytes": compared.promised_bytes,
         "found_bytes": compared.found_bytes,
-        "differences": [one.as_dict() for one in compared.differences],
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +35,7 @@ True
   the program would have held at once, read from the compiler's dump.
 - **fits** is what the prediction says (`?`: compile to know), and the compiler. A GPU's compiler refuses nothing.
 - **moved** are the bytes of the arrays in collectives per device and step, as promised by the layout and as found in
-  the program. The notes say which kinds stand for which; where the bytes differ by more than 1 %, a list says by name
-  which arrays make the difference, and why.
+  the program. The notes say which kinds stand for which.
 
 {summary}
 """
@@ -53,19 +51,7 @@ NOTES = """
 One line for each way in which compilers leave the promise, with the cases in which it happens.
 
 {notes}
-
-## Why the bytes differ
-
-Per device and step, in GB, more or less than promised; arrays by their paths, or by the operation and line that compute
-them. What a case has beside is in the last line of its list.
-
-{differences}
 """
-
-_MOST = 4
-"""Differences of a case that are listed."""
-_SLIGHT = 0.01
-"""The share of the bytes up to which promise and program count as equal."""
 
 
 def page(
@@ -85,8 +71,7 @@ def page(
         "|---:|---|---|---|---|---|---|---:|---:|---:|---|---:|---:|---|",
         *(_line(number, row, notes) for number, row in enumerate(rows, 1)),
     ]
-    differences = "\n".join(line for number, row in enumerate(rows, 1) for line in _differences(number, row))
-    return head + "\n" + "\n".join(lines) + "\n" + NOTES.format(notes=notes.listed(), differences=differences)
+    return head + "\n" + "\n".join(lines) + "\n" + NOTES.format(notes=notes.listed())
 
 
 def updated(text: str, rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> str:
@@ -187,35 +172,6 @@ def _reasons(row: dict[str, Any]) -> list[str]:
     if row.get("tolerated"):
         found.append("small borders and indices, left to the compiler")
     return found
-
-
-def _differences(number: int, row: dict[str, Any]) -> list[str]:
-    """A case's largest differences, and what is left of them."""
-    found = row.get("differences", ())
-    total = sum(one["found"] - one["promised"] for one in found)
-    largest = max(row.get("promised_bytes", 0), row.get("found_bytes", 0))
-    sizes = [abs(one["found"] - one["promised"]) for one in found]
-    if not found or max(abs(total), *sizes) <= _SLIGHT * largest:
-        return []
-    shown = [one for one, size in zip(found, sizes, strict=True) if size > _SLIGHT * largest][:_MOST]
-    lines = [f"- case {number}, {_signed(total)}"]
-    lines += [
-        f"  - {_signed(one['found'] - one['promised'])} {', '.join(one['kinds'])}: {_words(one)}" for one in shown
-    ]
-    rest = found[len(shown) :]
-    left = total - sum(one["found"] - one["promised"] for one in shown)
-    return [*lines, f"  - {_signed(left)} {len(rest)} others"] if rest else lines
-
-
-def _words(one: dict[str, Any]) -> str:
-    """What moves and why, with file names alone."""
-    place = one["place"].removeprefix("near ")
-    place = f", at {place}" if ".py:" in place and place not in one["what"] + one["why"] else ""
-    return re.sub(r"(?:/[\w.+-]+)+/([\w.-]+\.py:\d+)", r"\1", f"{one['what']}{place}: {one['why']}")
-
-
-def _signed(size: int) -> str:
-    return f"{size / 1e9:+.3f}"
 
 
 def _gigabytes(size: int | None) -> str:

@@ -130,10 +130,12 @@ class Comparison:
         return self._write(self._table_str(), *self._findings(all=False))
 
     def _repr_html_(self) -> str:
-        """Show the short form in a notebook, with the verdict above."""
+        """Show the short form in a notebook, with the verdict above and the long form folded."""
         verdict = page.verdict(self.ok, "no surprises" if self.ok else self.verdict)
         table = page.table(self._table()) if self.rows() else page.paragraph(_NOTHING)
-        return page.page(verdict, table, page.preformatted(self._write(*self._findings(all=False))))
+        short, everything = (self._write(*self._findings(all=all)) for all in (False, True))
+        details = page.folded("everything", page.preformatted(everything)) if everything else ""
+        return page.page(verdict, table, page.preformatted(short), details)
 
     def _write(self, *parts: str) -> str:
         return "\n\n".join(part for part in parts if part)

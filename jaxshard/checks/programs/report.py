@@ -71,7 +71,7 @@ class ProgramAudit:
 
     @property
     def headline(self) -> str:
-        """What was read and the verdict in one sentence: the bytes that move, those that wait, and the surprises."""
+        """One sentence on the program and the verdict: bytes that move, bytes that the device waits for, surprises."""
         found = [move.found for move in self.moves if move.what != SCALAR]
         waits = [one for one in found if one.synchronous]
         size, waited = total_size(found), total_size(waits)
