@@ -136,3 +136,15 @@ def normal_shape(shape: Shape) -> Shape:
     (4, 8)
     """
     return tuple(sorted(size for size in shape if size != 1))
+
+
+def joined_shapes(shape: Shape) -> Iterator[Shape]:
+    """Yield a shape, and those with some of its neighbouring dimensions joined to one.
+
+    >>> list(joined_shapes((2, 3, 4)))
+    [(2, 3, 4), (6, 4), (24,), (2, 12)]
+    """
+    yield shape
+    for first, last in itertools.combinations(range(len(shape) + 1), 2):
+        if last - first > 1:
+            yield (*shape[:first], math.prod(shape[first:last]), *shape[last:])

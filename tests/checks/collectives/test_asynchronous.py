@@ -1,7 +1,5 @@
 """Collectives that a program starts and ends apart, as versions of XLA print them for TPUs with SparseCores."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,11 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import find_start, operands_of
 from jaxshard.checks.collectives.found import Row, collectives, summary
-from jaxshard.checks.collectives.origins import find_origin
-from jaxshard.checks.collectives.walk import executed
 from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
 from tests.engines.programs import tpu
@@ -39,16 +33,10 @@ KINDS = {
         Row("reduce-scatter", ("y",), 1, 4096),
     ),
     "sum": (f"all-reduce(%q), {GROUPS}, to_apply=%add", "f32[64,16]", Row("all-reduce", ("y",), 1, 4096)),
-    "exchange": (f"all-to-all(%q), {GROUPS}, dimensions={{0}}", "f32[64,16]", Row("all-to-all", ("y",), 1, 4096)),
     "ragged exchange": (
         f"ragged-all-to-all(%q, %q, %i, %i, %i, %i), {GROUPS}",
         "f32[64,16]",
         Row("ragged-all-to-all", ("y",), 1, 4096),
-    ),
-    "permute": (
-        "collective-permute(%q), source_target_pairs={{0,4},{4,0}}",
-        "f32[64,16]",
-        Row("collective-permute", ("x",), 1, 4096),
     ),
 }
 """What runs, its result, and what is to be read of it."""
@@ -139,42 +127,6 @@ def test_scalars_and_buffers_hide_no_collective():
     assert collectives(text_of("custom-call-start()", "gather", *idle), mesh_of(**XY))[0].synchronous
     scan = "%n = f32[] reduce(%p, %one), dimensions={0,1}, to_apply=%add"
     assert not collectives(text_of("custom-call-start()", "gather", *idle[:1], scan), mesh_of(**XY))[0].synchronous
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_weight_is_known_behind_a_gather_that_runs_meanwhile(form):
-    """A second gather, over the other axis, works on what the first one brought: of the argument 0, in four parts."""
-    second = (
-        "ROOT %g = f32[512,16] all-gather(%d), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}, channel_id=1"
-    )
-    text = text_of(form, "gather").replace("ROOT %d = f32", "%d = f32").rstrip().removesuffix("}") + f"  {second}\n}}\n"
-    module = hlo.parse(text)
-    (gather,) = executed(module, re.compile(r"^g = "))
-    assert find_origin(gather.scope, "d") == (frozenset({0}), 4)
-    assert [one.axes for one in collectives(text, mesh_of(**XY))] == [("y",), ("x",)]
-    computation = module.computations["main"]
-    start = find_start(computation, computation["d"])
-    assert start.name == "s" and operands_of(computation, start)[0] == "p"
-    assert find_start(computation, computation["p"]).name == "p"  # what is not started apart is itself
-
-
-def test_a_fusion_that_moves_and_is_started_apart():
-    """As GPUs slice and scatter in one: it is waited for only where nothing is computed meanwhile."""
-    inner = f"""%fused (q: f32[64,16]) -> f32[16,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  ROOT %r = f32[16,16]{{1,0}} reduce-scatter(%q), {GROUPS}, dimensions={{0}}, to_apply=%add
-}}
-%async (q: f32[64,16]) -> f32[16,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  ROOT %f = f32[16,16]{{1,0}} fusion(%q), kind=kCustom, calls=%fused
-}}
-"""
-    for opcode, calls in (("async", "async"), ("fusion", "fused")):
-        start = f"%s = ((f32[64,16]), f32[16,16], s32[]) {opcode}-start(%p), calls=%{calls}"
-        end = f"ROOT %d = f32[16,16] {opcode}-done(%s)"
-        (found,) = collectives(program("\n".join([start, WORK, end]), inner), mesh_of(**XY))
-        assert (found.kind, found.bytes, found.synchronous) == ("reduce-scatter", 4096, False)
-        assert collectives(program("\n".join([start, end]), inner), mesh_of(**XY))[0].synchronous
 
 
 OFFLOADED = {

@@ -247,37 +247,6 @@ def test_the_users_own_collective_under_the_explicit_engine_is_named(kind):
     assert not comparison.missing
 
 
-def test_a_metric_that_is_an_array_is_promised():
-    toy = language_loss()
-
-    def loss(params, batch, key):
-        counts = jnp.zeros((8 * VOCAB,)).at[batch["tokens"].ravel()].add(1.0)
-        return js.Loss(toy.loss_fn(params, batch, key), metrics={"tokens": js.Sum(counts)})
-
-    comparison = audited(toy._replace(loss_fn=loss), js.fsdp(min_size=0), js.make_mesh(data=8))
-    assert_exact(comparison)
-    assert ("all-reduce", 4 * 8 * VOCAB) in {(row["kind"], row["bytes"]) for row in comparison.rows()}
-
-
-@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
-def test_statistics_of_features_that_a_tensor_axis_splits(engine):
-    """Scale, bias and averages of a norm, 64 each and whole on every device, are made of split features."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(8)(nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(64)(x))))
-
-    batch = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
-    adapted = js.linen(Net(), lambda model, batch: js.Mean(jnp.sum(model(batch["x"]) ** 2), 16.0), batch)
-    strategy = js.compose(js.ddp(), js.tensor())
-    mesh = js.make_mesh(**DATA_TENSOR)
-    comparison = audited(Toy(adapted.init, adapted.loss, batch), strategy, mesh, engine)
-    assert comparison.ok and not comparison.missing, str(comparison)
-    (gathered,) = [row["bytes"] for row in comparison.rows() if row["kind"] == "all-gather"]
-    assert gathered == 4 * F32 * 64
-
-
 def test_an_optimizer_that_gathers_whole_trees_is_named():
     """Prodigy's `vdot` over flattened arrays: every kernel twice more."""
     axes, made = setups(0)["fsdp"]

@@ -26,21 +26,10 @@ def rows(text):
             Row("all-gather", ("y",), 1, 4 * WHOLE),
         ),
         (
-            f"""%s = ((f32[64,16]{{1,0}}, f32[64,16]{{1,0}}), (f32[64,64]{{1,0}}, f32[64,64]{{1,0}})) all-gather-start(
-            %p, /*index=1*/%p), {GROUPS}, dimensions={{1}}""".replace("start(\n            %p", "start(%p"),
-            Row("all-gather", ("y",), 1, 8 * WHOLE),
-        ),
-        (
             f"""%s = ((f32[64,16]{{1,0}}), f32[16,16]{{1,0}}, u32[]) reduce-scatter-start(%p), {GROUPS}, to_apply=%add
             %u = ((f32[64,16]{{1,0}}), f32[16,16]{{1,0}}, u32[]) reduce-scatter-update(%s)
             ROOT %d = f32[16,16]{{1,0}} reduce-scatter-done(%u)""",
             Row("reduce-scatter", ("y",), 1, WHOLE),
-        ),
-        (
-            """%s = (f32[64,16]{1,0}, f32[64,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), """
-            """source_target_pairs={{0,4},{4,0}}
-            ROOT %d = f32[64,16]{1,0} collective-permute-done(%s)""",
-            Row("collective-permute", ("x",), 1, WHOLE),
         ),
         (
             f"""%q = f32[2]{{0}} constant({{1, 2}})
@@ -53,10 +42,6 @@ def rows(text):
             Row("all-to-all", ("y",), 1, WHOLE),
         ),
         (
-            f"ROOT %r = f32[64,16]{{1,0}} collective-broadcast(%p), {GROUPS}",
-            Row("collective-broadcast", ("y",), 1, WHOLE),
-        ),
-        (
             f"""%o = s32[4]{{0}} constant({{0, 1, 2, 3}})
             ROOT %r = f32[64,16]{{1,0}} ragged-all-to-all(%p, %p, %o, %o, %o, %o), {GROUPS}""",
             Row("ragged-all-to-all", ("y",), 1, WHOLE),
@@ -65,28 +50,6 @@ def rows(text):
 )
 def test_asynchronous_and_combined_operations_count_once(entry, row):
     assert rows(program(entry)) == (row,)
-
-
-def test_the_computations_that_are_called_are_reached():
-    inner = f"""%wrapped (q: f32[64,16]) -> f32[16,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  ROOT %rs = f32[16,16]{{1,0}} reduce-scatter(%q), channel_id=1, {GROUPS}, dimensions={{0}}, to_apply=%add
-}}
-"""
-    start = """%s = ((f32[64,16]), f32[16,16], s32[]) async-start(%p), calls=%wrapped
-    %u = ((f32[64,16]), f32[16,16], s32[]) async-update(%s), calls=%wrapped
-    ROOT %d = f32[16,16] async-done(%u), calls=%wrapped"""
-    assert rows(program(start, inner)) == (Row("reduce-scatter", ("y",), 1, WHOLE),)
-    sparse = """%s = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%wrapped
-    %u = ((f32[64,16]), f32[16,16]) call-update(%s, %p)
-    ROOT %d = f32[16,16] call-done(%u)"""
-    assert rows(program(sparse, inner)) == (Row("reduce-scatter", ("y",), 1, WHOLE),)
-    twice = """%c = f32[16,16] call(%p), to_apply=%wrapped
-    ROOT %d = f32[16,16] call(%p), to_apply=%wrapped"""
-    (found,) = collectives(program(twice, inner), mesh_of(**XY))
-    assert (found.count, found.bytes) == (2, 2 * WHOLE)
-    custom = '%c = f32[16,16] custom-call(%p), custom_call_target="start", called_computations={%wrapped}'
-    assert rows(program(custom, inner)) == (Row("reduce-scatter", ("y",), 1, WHOLE),)
 
 
 # Fusions of TPU
@@ -104,18 +67,6 @@ def test_an_all_reduce_that_is_sliced_in_a_fusion_is_a_reduce_scatter():
 """
     entry = "ROOT %f = f32[20,16] fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
     assert rows(program(entry, scatter)) == (Row("reduce-scatter", ("y",), 1, WHOLE),)
-    combined = f"""%all-reduce-scatter (input: f32[64,16]) -> (f32[16,16], f32[16,16]) {{
-  %input = f32[64,16]{{1,0}} parameter(0)
-  %all-reduce.1 = (f32[64,16], f32[64,16]) all-reduce(%input, %input), channel_id=3, {GROUPS}, to_apply=%add
-  %id = u32[] partition-id()
-  %first = f32[64,16] get-tuple-element(%all-reduce.1), index=0
-  %a = f32[16,16] dynamic-slice(%first, %id, %id), dynamic_slice_sizes={{16,16}}
-  %second = f32[64,16] get-tuple-element(%all-reduce.1), index=1
-  %b = f32[16,16] dynamic-slice(%second, %id, %id), dynamic_slice_sizes={{16,16}}
-  ROOT %t = (f32[16,16], f32[16,16]) tuple(%a, %b)
-}}
-"""
-    assert rows(program(entry, combined)) == (Row("reduce-scatter", ("y",), 1, 2 * WHOLE),)
     unfused = f"""%r = f32[64,16] all-reduce(%p), {GROUPS}, to_apply=%add
     %id = u32[] partition-id()
     ROOT %slice = f32[16,16] dynamic-slice(%r, %id, %id), dynamic_slice_sizes={{16,16}}"""

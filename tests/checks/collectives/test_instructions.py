@@ -57,24 +57,6 @@ def test_what_the_compiler_computes_again_is_counted_with_loops_and_named():
     assert rematerialized(program("ROOT %r = f32[64,16]{1,0} copy(%p)")) == ()
 
 
-def test_arrays_in_host_memory_are_those_that_are_made_there_once():
-    host = "{1,0:T(8,128)S(5)}"
-    entry = f"""%alloc = f32[8,16]{host} custom-call(), custom_call_target="AllocateBuffer"
-    %start = (f32[64,16]{host}, f32[64,16]{{1,0}}, u32[]) copy-start(%p), {META}
-    %done = f32[64,16]{host} copy-done(%start), {META}
-    %update = f32[8,16]{host} dynamic-update-slice(%alloc, %p), {META.replace("22", "30")}
-    %bits = f32[8,16]{host} bitcast(%update)
-    %fetch = (f32[64,16]{{1,0}}, f32[64,16]{host}, u32[]) copy-start(%done)
-    ROOT %back = f32[64,16]{{1,0}} copy-done(%fetch)"""
-    found = in_host_memory(program(entry))
-    assert [(one.op, one.size, one.source) for one in found] == [
-        ("alloc", 512, "near /home/user/model.py:30"),
-        ("done", 4096, "/home/user/model.py:22"),
-    ]
-    assert "in host memory: 2, 4.61 kB" in str(Program(host=found))
-    assert in_host_memory(program("ROOT %r = f32[64,16]{1,0:T(8,128)S(1)} copy(%p)")) == ()
-
-
 @tpu
 @pytest.mark.slow
 def test_what_a_checkpoint_policy_offloads_on_a_tpu_is_in_host_memory():

@@ -87,17 +87,6 @@ def test_a_weight_is_a_surprise_however_small():
     assert surprise.why == "by its size part of the weight w: must never move over data"
 
 
-def test_an_array_is_taken_for_itself_before_it_is_taken_for_two_joined_blocks():
-    """Both have 64 elements in the same dimensions: q of each block, and k of both blocks."""
-    k = replace(WEIGHT, kind="all-reduce", what="gradient of k", stack=2)
-    q = replace(k, shape=(2, 8, 4), what="gradient of q")
-    of_k = replace(ONE, kind="all-reduce")
-    of_q = replace(of_k, shapes=((2, 8, 4),), sizes=(256,))
-    for order in ([k, q], [q, k]):
-        comparison = compared(order, [of_q, of_k])
-        assert comparison.ok and not comparison.missing and comparison.verdict == "as promised"
-
-
 def test_a_sum_in_a_narrower_dtype_than_promised_is_a_surprise_and_other_changes_of_dtype_are_named():
     narrow = replace(ONE, dtype="bf16", sizes=(64,))
     for kind in ("all-reduce", "reduce-scatter"):

@@ -9,7 +9,7 @@ import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
 from jaxshard.checks.collectives.found import collectives
 from jaxshard.plan.topology import topology_mesh
-from tests.checks.collectives.programs import GATHER_IN_FUSIONS, GROUPS, XY, mesh_of, program
+from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
 from tests.engines.programs import tpu
 
 WORK = "%w = f32[64,16]{1,0} fusion(%p), kind=kLoop, calls=%add"
@@ -36,19 +36,6 @@ def waits(text):
 )
 def test_a_collective_is_waited_for_unless_something_is_computed_between_its_start_and_its_end(lines, waited):
     assert waits(program("\n".join(lines))) == [waited]
-
-
-@pytest.mark.parametrize(("overlaps", "waited"), [(True, False), (False, True)])
-def test_a_collective_that_a_tpu_moves_in_fusions_with_products(overlaps, waited):
-    lines = [
-        "%a = (f32[256,16]) fusion(%p), kind=kCustom, calls=%begin",
-        "%x = f32[256,16] get-tuple-element(%a), index=0",
-    ]
-    lines += ["%b = (f32[256,16]) fusion(%x), kind=kOutput, calls=%overlap"] if overlaps else []
-    lines += [f"ROOT %c = f32[256,16] fusion(%{'b' if overlaps else 'x'}), kind=kCustom, calls=%end"]
-    assert waits(program("\n".join(lines), *GATHER_IN_FUSIONS)) == [waited]
-    combined = "%alone = f32[256,16] fusion(%p), kind=kCustom, calls=%overlap"
-    assert waits(program(combined, GATHER_IN_FUSIONS[1].replace(', frontend_attributes={chain_id="0"}', ""))) == [True]
 
 
 @tpu

@@ -75,23 +75,6 @@ def test_what_is_padded_is_moved_padded():
     assert sums(found) == {("reduce-scatter", "data"): 142_944, ("all-gather", "data"): 142_944}
 
 
-def test_a_compiler_may_scatter_over_two_axes_at_once():
-    """Where they split one dimension; an engine that scatters by itself does it axis by axis."""
-    mesh = js.make_mesh(x=2, y=4)
-    strategy = js.fsdp(("x", "y"), min_size=0)
-    assert lists(promised(linen_toy(), strategy, mesh, js.auto()), WEIGHT)[1:] == [
-        ("reduce-scatter", ("x", "y"), (13, 32), 1),
-        ("reduce-scatter", ("x",), (13, 32), 1),
-        ("reduce-scatter", ("y",), (13, 16), 1),
-        ("all-reduce", ("x", "y"), (13, 32), 1),
-    ]
-    explicit = lists(promised(linen_toy(), strategy, mesh), WEIGHT)
-    assert [one[:2] for one in explicit if one[0] == "reduce-scatter"] == [
-        ("reduce-scatter", ("x",)),
-        ("reduce-scatter", ("y",)),
-    ]
-
-
 def test_over_a_tensor_axis_each_device_gathers_its_part():
     """Two blocks of a kernel 32 x 128: 64 columns on each tensor device, 8 of its 32 rows on each data device."""
     mesh = js.make_mesh(data=4, tensor=2)
@@ -106,14 +89,3 @@ def test_over_a_tensor_axis_each_device_gathers_its_part():
     assert "the weight embed/wpe" not in what  # no rule splits it
     free = [(one.kind, one.axes) for one in found.expected if one.shape is None]
     assert free == [("all-reduce", ("tensor",))]
-
-
-def test_parameters_split_alone_are_gathered_for_the_optimizer():
-    """Split parameters under a whole optimizer: gathered for the model and for the update."""
-    strategy = js.compose(js.batch("data"), js.shard("data", ["param"], min_size=0))
-    found = promised(linen_toy(), strategy, js.make_mesh(data=8))
-    assert lists(found, "Dense_0/kernel")[:2] == [
-        ("all-gather", ("data",), (13, 32), 1),
-        ("all-reduce", ("data",), (13, 27), 1),
-    ]
-    assert any(one.what == "parameter Dense_0/kernel for the optimizer" for one in found.expected)

@@ -51,22 +51,3 @@ def test_a_lost_source_line_is_looked_for_at_the_operands():
 
 
 PACKAGE = str(package_folder("jaxshard"))
-
-
-@pytest.mark.parametrize(
-    ("inner", "middle", "source"),
-    [
-        (f"{PACKAGE}/adapt/linen.py", f"{PACKAGE}/models/gpt.py", f"{PACKAGE}/models/gpt.py:22"),
-        (f"{PACKAGE}/optim/clip.py", "/home/user/model.py", "/home/user/model.py:22"),
-        (f"{PACKAGE}/adapt/stacked.py", f"{PACKAGE}/engines/explicit.py", f"{PACKAGE}/adapt/stacked.py:271"),
-        (f"{PACKAGE}/training/step.py", "/home/user/train.py", f"{PACKAGE}/training/step.py:271"),
-    ],
-)
-def test_the_package_names_itself_only_for_what_an_engine_does(inner, middle, source):
-    tables = TABLES.replace("/opt/lib/python3.12/site-packages/flax/linen/linear.py", inner)
-    tables = tables.replace("/home/user/model.py", middle)
-    for frame in (1, 2, 3):
-        tables = tables.replace(f"PARENT{frame}", str(frame))
-    entry = f"ROOT %r = f32[64,16] all-reduce(%p), {GROUPS}, metadata={{stack_frame_id=3}}"
-    (found,) = collectives(program(entry, tables=tables), mesh_of(**XY))
-    assert found.source == source

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
@@ -49,15 +47,6 @@ def test_a_send_and_a_recv_are_one_collective_over_the_axis_of_the_slices(two_sl
     assert (one.kind, one.axes, one.shapes, one.dtype) == (found, ("x",), (shape,), "f32")
 
 
-@pytest.mark.parametrize(("groups", "axes"), [("{{0,1,2,3}}", ("y",)), ("{{0,1},{2,3}}", ("b",))])
-def test_groups_are_those_of_every_slice(two_slices, groups, axes):
-    text = program(f"ROOT %r = f32[64,16]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%add")
-    mesh = mesh_of(**(XY if axes == ("y",) else {"x": 2, "a": 2, "b": 2}))
-    (one,) = collectives(text.replace("num_partitions=8", "num_partitions=4"), mesh)
-    assert one.axes == axes
-    assert one.groups[-1][-1] == 7
-
-
 @tpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hsdp", "hsdp x tensor", "fsdp", "zero2", "ddp"])
@@ -79,25 +68,6 @@ def test_programs_of_two_slices_keep_the_promise(name):
         (row,) = [row for row in comparison.rows() if row["axis"] == "replica" and row["count"]]
         assert row["kind"] == "all-reduce"
         assert 4 * 1_743_360 / 8 <= row["bytes"] < 4 * 1_743_360 / 4
-
-
-@tpu
-@pytest.mark.slow
-def test_a_collective_that_nothing_promised_between_slices_is_a_surprise():
-    """A loss that sums whole activations over the slices."""
-    mesh = topology_mesh("v5e:2x4", num_slices=2, replica=2, data=8)
-
-    def init_fn(key):
-        return {"w": jnp.zeros((256, 256))}
-
-    def loss_fn(params, batch, key):
-        return js.Mean(jnp.sum(jnp.tanh(lax.psum(batch["x"] @ params["w"], "replica"))), 1.0)
-
-    layout = js.layout(js.hsdp(min_size=0), mesh, init_fn, optax.sgd(1.0))
-    step = js.make_step(loss_fn, optax.sgd(1.0), layout, engine=js.explicit())
-    comparison = audit(step, {"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32)})
-    assert comparison.surprises
-    assert {one.found.axes for one in comparison.surprises} == {("replica",)}
 
 
 @tpu

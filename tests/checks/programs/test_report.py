@@ -58,13 +58,6 @@ def test_what_fsdp_does_not_promise_is_a_surprise(line, why):
     assert check_shows_text(audit).text[0].split("; ")[-1].startswith("fsdp: 1 surprise (")
 
 
-def test_a_gather_that_is_written_as_a_sum_of_shards_counts_as_one():
-    padded = "%wide = f32[1024,512]{1,0} pad(%kernel, %kernel), padding=0_0x0_448"
-    line = f"%s = f32[1024,512]{{1,0}} all-reduce(%wide), {GROUPS}, to_apply=%add, {AT}"
-    (move,) = audit_program(step_text(padded, line), DATA, strategy="fsdp").moves
-    assert (move.what, move.times) == ("weight", 1.0)
-
-
 def test_an_all_reduce_in_place_of_a_reduce_scatter_is_no_surprise_but_is_told():
     why, found = whys(*FSDP[:2], SUM)
     assert why == [] and dict(found.verdict.substitutes) == {("data",): 4 * 1024 * 512}
@@ -104,35 +97,6 @@ def test_arrays_that_do_not_rest_as_the_strategy_says_are_named():
 def test_a_name_that_does_not_tell_what_an_axis_splits_is_refused_with_the_names_that_do():
     with pytest.raises(ValueError, match=r"axis 'rows' does not tell what it splits.*data.*tensor"):
         audit_program(step_text(*FSDP), {"rows": 8}, strategy="fsdp")
-
-
-def test_the_weight_is_followed_through_casts_and_the_turns_of_a_loop():
-    loop = """%body (c: (s32[], f32[4,256,64])) -> (s32[], f32[4,256,64]) {
-  %c = (s32[], f32[4,256,64]{2,1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
-  %stack = f32[4,256,64]{2,1,0} get-tuple-element(%c), index=1
-  %one = f32[1,256,64]{2,1,0} dynamic-slice(%stack, %i), dynamic_slice_sizes={1,256,64}
-  %cast = bf16[1,256,64]{2,1,0} convert(%one)
-  %g = bf16[1,256,512]{2,1,0} all-gather(%cast), replica_groups=[1,8]<=[8], dimensions={2}
-  ROOT %t = (s32[], f32[4,256,64]{2,1,0}) tuple(%i, %stack)
-}
-
-%cond (c: (s32[], f32[4,256,64])) -> pred[] {
-  %c = (s32[], f32[4,256,64]{2,1,0}) parameter(0)
-  ROOT %p = pred[] constant(true)
-}
-
-ENTRY"""
-    lines = [
-        "%zero = s32[] constant(0)",
-        "%stacked = f32[4,256,64]{2,1,0} bitcast(%kernel)",
-        "%init = (s32[], f32[4,256,64]{2,1,0}) tuple(%zero, %stacked)",
-        "%w = (s32[], f32[4,256,64]{2,1,0}) while(%init), condition=%cond, body=%body, "
-        'backend_config={"known_trip_count":{"n":"4"}}',
-    ]
-    (move,) = audit_program(step_text(*lines).replace("ENTRY", loop, 1), DATA).moves
-    assert (move.what, move.by_shape, move.times) == ("weight", False, 1.0)
-    assert [one.name for one in move.arguments] == ["state.params['up']"]
 
 
 @pytest.mark.slow
