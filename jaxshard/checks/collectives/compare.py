@@ -141,11 +141,11 @@ class Comparison:
         return "\n\n".join(part for part in parts if part)
 
     def _findings(self, *, all: bool) -> Iterator[str]:
-        """What is said below the table, in paragraphs."""
+        """The paragraphs below the table."""
         missing, substitutes = self.missing, self.substitutes
         if not all:
             missing = (f"{len(missing)} kinds of arrays",) if len(missing) > 1 else missing
-            # That a CPU's compiler sends bf16 as f32 is the note below.
+            # A note below says once that a CPU's compiler sends bf16 as f32.
             substitutes = tuple(one for one in substitutes if not (self.widened_bytes and _IN_F32.match(one)))
         yield listed(_UNREAD, self.unread)
         yield listed("surprises", entries(self.surprises, all=all))
@@ -164,7 +164,7 @@ class Comparison:
             yield "\n    ".join(filter(None, (describe(*of), cause(of[0]) if of[0].trails else "")))
 
     def _notes(self) -> Iterator[str]:
-        """What is left to the compiler, and how much happens in some steps alone."""
+        """Bytes that are left to the compiler, and bytes that move in some steps alone."""
         if self.widened_bytes:
             more = human_bytes(self.widened_bytes)
             yield f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"

@@ -1,4 +1,4 @@
-"""Collectives in words and as JSON: how often, how much, of which arrays, and the line that caused them."""
+"""Collectives in words and as JSON: number of executions, bytes, arrays, and the line that caused them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def as_dict(one: Collective) -> dict[str, Any]:
 
 
 def describe(*of: Collective) -> str:
-    """Write collectives of one line, kind and axes on two lines: what the first one moves, and where it comes from."""
+    """Write collectives of one line, kind and axes on two lines, with the arrays of the first."""
     first, count = of[0], total(one.count for one in of)
     more = f" and {len(of) - 1} more" if len(of) > 1 else ""
     over = f"{first.kind} over {'+'.join(first.axes)}, {times_str(count)}, {total_size(of)}"

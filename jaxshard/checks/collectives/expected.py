@@ -82,7 +82,7 @@ class Expected:
 
     @property
     def name(self) -> str:
-        """The array in words, of another form those of the promise that it stands for."""
+        """The array in words; for an alternative form, the words of the promise that it stands for."""
         return self.instead_of or self.what
 
     @property

@@ -40,7 +40,7 @@ _OP = re.compile(r"\s+(?:ROOT )?%?[\w.\-~]+ = ")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NOT_DATA = ("token", "opaque")
 FREE_TEXT = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
-"""What attributes come before, and whose strings may contain anything."""
+"""The beginning of free text, which follows the attributes and may contain anything."""
 _CALLEES = re.compile(
     r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
     r"=(\{[^}]*\}|%[\w.\-~]+)"

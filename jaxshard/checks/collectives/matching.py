@@ -198,7 +198,7 @@ class Allowances:
                 )
 
     def unread(self, found: Iterable[Collective], instead: Iterable[Collective]) -> Iterator[str]:
-        """Yield the kinds of collectives that are promised and of which a program has neither a byte nor a substitute.
+        """Yield the kinds of promised collectives for which a program has neither a byte nor a substitute.
 
         Either the compiler writes them in a form that the parser does not know, or they do not happen.
 

@@ -361,7 +361,7 @@ def _stage_permutes(step: _Step) -> Iterator[Expected]:
 
 
 def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
-    """What attention exchanges where positions are split, and sums over rows that the loss takes by axis name.
+    """Exchanges of attention where positions are split, and sums over rows that the loss takes by axis name.
 
     Such sums, statistics of a batch, have a mean and a mean of squares for each feature: no more than twice the longest
     dimension of a parameter.

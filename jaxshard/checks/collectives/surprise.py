@@ -18,6 +18,7 @@ from jaxshard.checks.collectives.cause import array_words, cause
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.trail import PRODUCTS, operation_of
 from jaxshard.checks.collectives.walk import add_counts
+from jaxshard.core.text_table import first_words
 
 _SHOWN = 8
 """The groups of surprises that are printed."""
@@ -45,7 +46,7 @@ class Surprise:
 
     @property
     def place(self) -> str:
-        """The line in the user's model, or the one that uses the result; else the operation's name in the program."""
+        """The line in the user's model that issues it or uses its result; else the operation's name in the program."""
         return describe.place_of(self.found)
 
     @property
@@ -135,6 +136,11 @@ def _advice(one: Surprise) -> str:
         return f"sort or accumulate within a row, or after a reduction: along {over} each device has a part"
     if "must never move" in one.why:
         return f"use the weight in a product as it is stored, or keep it replicated over {over} by a rule of js.tensor"
+    if trail and trail.arguments:
+        array = first_words(trail.arguments)
+        return f"{array} is moved for this line alone: use it as it is stored, or let the strategy keep it replicated"
+    if "gradient of" in one.why:
+        return "add up the gradients of all uses and micro-batches on each device first, and over devices once"
     if {own, made} & set(PRODUCTS):
         return f"shard both operands of the product alike, and its result: {constraint}"
     result = f"the result of {made} at {made_at}" if made and made_at else "the array where it is made"

@@ -1,4 +1,4 @@
-"""The text of a compiled program, or the refusal of what is none."""
+"""The text of a compiled program, parsed; anything else is refused."""
 
 from __future__ import annotations
 

@@ -128,7 +128,9 @@ def test_surprises_of_one_line_and_kind_are_one_entry_unless_all_are_asked_for()
     assert len(found.verdict.surprises) == 2 and "2 times, 4.19 MB: f32[8192, 64] and 1 more" in str(found)
     assert str(found).count("moments of the optimizer") == 1
     assert found.text(all=True).count("moments of the optimizer") == 2 and found.outcome == "2 surprises"
-    assert "jax.lax.with_sharding_constraint(x, P('data', None))" in str(found)
+    assert "state.opt_state[0].mu['up'] is moved for this line alone" in str(found)
+    _, rows = whys(*FSDP, ACTIVATIONS)
+    assert "jax.lax.with_sharding_constraint(x, P('data', None))" in str(rows)
 
 
 def test_the_first_line_says_what_was_read_and_the_verdict_whatever_is_known_of_it():
