@@ -21,17 +21,6 @@ def rows(text):
             Row("all-reduce", ("y",), 1, WHOLE),
         ),
         (
-            f"""%s = (f32[64,16]{{1,0}}, f32[256,16]{{1,0}}) all-gather-start(%p), {GROUPS}, dimensions={{0}}
-            ROOT %d = f32[256,16]{{1,0}} all-gather-done(%s)""",
-            Row("all-gather", ("y",), 1, 4 * WHOLE),
-        ),
-        (
-            f"""%s = ((f32[64,16]{{1,0}}), f32[16,16]{{1,0}}, u32[]) reduce-scatter-start(%p), {GROUPS}, to_apply=%add
-            %u = ((f32[64,16]{{1,0}}), f32[16,16]{{1,0}}, u32[]) reduce-scatter-update(%s)
-            ROOT %d = f32[16,16]{{1,0}} reduce-scatter-done(%u)""",
-            Row("reduce-scatter", ("y",), 1, WHOLE),
-        ),
-        (
             f"""%q = f32[2]{{0}} constant({{1, 2}})
             ROOT %r = (f32[64,16]{{1,0}}, f32[2]{{0}}) all-reduce(f32[64,16]{{1,0}} %p, f32[2]{{0}} %q), {GROUPS}""",
             Row("all-reduce", ("y",), 1, WHOLE + 8),

@@ -1,16 +1,9 @@
 """Which collectives a device waits for: in one operation, in pairs with and without work between, in fusions of TPU."""
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
-import jaxshard as js
-from jaxshard.checks.collectives.compare import audit
 from jaxshard.checks.collectives.found import collectives
-from jaxshard.plan.topology import topology_mesh
-from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
-from tests.engines.programs import tpu
+from tests.checks.collectives.programs import GATHER_IN_FUSIONS, GROUPS, XY, mesh_of, program
 
 WORK = "%w = f32[64,16]{1,0} fusion(%p), kind=kLoop, calls=%add"
 START = f"%s = (f32[64,16]{{1,0}}, f32[256,16]{{1,0}}) all-gather-start(%p), {GROUPS}, dimensions={{0}}"
@@ -38,21 +31,13 @@ def test_a_collective_is_waited_for_unless_something_is_computed_between_its_sta
     assert waits(program("\n".join(lines))) == [waited]
 
 
-@tpu
-@pytest.mark.slow
-def test_on_a_tpu_gathers_of_later_layers_overlap_with_products_and_what_is_waited_for_has_a_line():
-    mesh = topology_mesh("v5e:2x4", x=2, y=4)
-    model = js.models.llama(vocab=512, width=512, depth=2, heads=4, kv_heads=4, hidden=1408, seq=512)
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 513), jnp.int32)}
-    layout = js.layout(js.fsdp(("x", "y")), mesh, model.init, optax.sgd(0.1))
-    engine = js.explicit(compute_dtype=jnp.bfloat16, remat="nothing")
-    comparison = audit(js.make_step(model.loss, optax.sgd(0.1), layout, engine=engine), batch)
-    overlapped = [one for one in comparison.found if not one.synchronous]
-    assert overlapped and {one.kind for one in overlapped} == {"all-gather"}
-    assert comparison.program is not None
-    waited = comparison.program.synchronous
-    assert len(waited) + len(overlapped) == len(comparison.found)
-    assert {one.kind for one in waited} >= {"reduce-scatter", "all-gather"}
-    text = str(comparison)
-    assert "collectives that the device waits for: " in text and "    at " in text.partition("waits for")[2]
-    assert comparison.program.rematerialized == () and comparison.program.host == ()
+@pytest.mark.parametrize(("overlaps", "waited"), [(True, False), (False, True)])
+def test_a_collective_that_a_tpu_moves_in_fusions_with_products(overlaps, waited):
+    """It is counted once, at its start."""
+    lines = [
+        "%a = (f32[256,16]) fusion(%p), kind=kCustom, calls=%begin",
+        "%x = f32[256,16] get-tuple-element(%a), index=0",
+    ]
+    lines += ["%b = (f32[256,16]) fusion(%x), kind=kOutput, calls=%overlap"] if overlaps else []
+    lines += [f"ROOT %c = f32[256,16] fusion(%{'b' if overlaps else 'x'}), kind=kCustom, calls=%end"]
+    assert waits(program("\n".join(lines), *GATHER_IN_FUSIONS)) == [waited]
