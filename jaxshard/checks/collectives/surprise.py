@@ -16,7 +16,7 @@ from typing import Any
 from jaxshard.checks.collectives import describe
 from jaxshard.checks.collectives.cause import array_words, cause
 from jaxshard.checks.collectives.found import Collective
-from jaxshard.checks.collectives.trail import PRODUCTS, operation_of
+from jaxshard.checks.collectives.trail import PRODUCTS, Trail, operation_of
 from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.core.text_table import first_words
 
@@ -119,8 +119,8 @@ def wanted_axes(found: Collective, rows: Sequence[str]) -> list[tuple[str, ...]]
 
 def _advice(one: Surprise) -> str:
     own, over = operation_of(one.found.op_name), "+".join(one.found.axes)
-    trail = one.found.trails[0] if one.found.trails else None
-    made, read, made_at = (trail.maker, trail.reader, trail.made_at) if trail else ("", "", "")
+    trail = one.found.trails[0] if one.found.trails else Trail()
+    made, read, made_at = trail.maker, trail.reader, trail.made_at
     constraint = one.constraint or "constrain it"
     if one.why.startswith("wire dtype"):
         return "to add in fewer bits say so, by reduce_dtype= of the engine; else cast after the sum"
@@ -136,9 +136,10 @@ def _advice(one: Surprise) -> str:
         return f"sort or accumulate within a row, or after a reduction: along {over} each device has a part"
     if "must never move" in one.why:
         return f"use the weight in a product as it is stored, or keep it replicated over {over} by a rule of js.tensor"
-    if trail and trail.arguments:
-        array = first_words(trail.arguments)
-        return f"{array} is moved for this line alone: use it as it is stored, or let the strategy keep it replicated"
+    stored = [name for name in trail.arguments if not name.startswith("batch")]
+    if stored and not one.why.startswith("batch"):
+        words = first_words(stored)
+        return f"{words} is moved for this line alone: use it as it is stored, or let the strategy keep it replicated"
     if "gradient of" in one.why:
         return "add up the gradients of all uses and micro-batches on each device first, and over devices once"
     if {own, made} & set(PRODUCTS):

@@ -73,6 +73,7 @@ def test_an_array_is_named_by_its_argument_or_by_what_computes_it():
         (surprise("nothing of 9", maker="sort"), "sort or accumulate within a row"),
         (surprise("the weight up: must never move over tensor"), "js.tensor"),
         (surprise("more often than promised: 1 times for weight w", arguments=("weight w",)), "weight w is moved for"),
+        (surprise("nothing of 9", arguments=("batch x",), maker="mul", made_at="user.py:3"), CONSTRAINT),
         (surprise("more often than promised: 1 times for gradient of w", **PRODUCT), "over devices once"),
         (surprise("nothing of 9", **PRODUCT), f"both operands of the product alike, and its result: {CONSTRAINT}"),
         (surprise("nothing of 9", maker="mul", made_at="user.py:3"), f"the result of mul at user.py:3, {CONSTRAINT}"),
