@@ -285,6 +285,7 @@ def sizes(compiled: Any) -> dict[str, int]:
 def numbers(text: str, row: Row, depth: int | None) -> dict[str, Any]:
     """What a program communicates, waits for and computes again, from its text."""
     import jaxshard as js
+    from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
     from jaxshard.plan.compiled.cycles import estimated_cycles
 
     # Positions are the program's own, whichever mesh it was compiled for: only kinds and bytes are of interest.
@@ -311,10 +312,8 @@ def numbers(text: str, row: Row, depth: int | None) -> dict[str, Any]:
             f"{gigabytes(one.bytes)} GB {one.kind} {one.count} x {one.dtype}{list(one.shapes[0])} {one.op_name}"
             for one in sorted(waits, key=lambda one: -(one.bytes or 0))[:10]
         ],
-        "rematerialized": [
-            f"{one.op} ({one.bytes or 0:,} bytes, {one.source})" for one in js.plan.rematerialized(text)
-        ],
-        "in_host_memory": [str(one) for one in js.plan.in_host_memory(text)],
+        "rematerialized": [f"{one.op} ({one.bytes or 0:,} bytes, {one.source})" for one in rematerialized(text)],
+        "in_host_memory": [str(one) for one in in_host_memory(text)],
     }
 
 

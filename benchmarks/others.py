@@ -190,8 +190,7 @@ def main() -> None:
     if args.child:
         child(args.programs[0], Path(args.source) if args.source else None, args.child)
         return
-    from jaxshard.checks.programs.report import audit_module
-    from jaxshard.checks.programs.text import read_program
+    from jaxshard.checks.programs.report import audit_program
 
     results = []
     for name in args.programs:
@@ -201,7 +200,7 @@ def main() -> None:
             compile_program(name, args, out)
         file = step_text(out)
         assert file is not None
-        found = audit_module(read_program(file), PROGRAMS[name].axes, strategy=PROGRAMS[name].strategy)
+        found = audit_program(file.read_bytes(), PROGRAMS[name].axes, strategy=PROGRAMS[name].strategy)
         print(f"== {name} ({file})\n\n{found}\n", flush=True)
         results.append({"program": name} | found.as_dict())
     if args.json:

@@ -19,6 +19,7 @@ import matplotlib.style
 import optax
 
 import jaxshard as js
+from jaxshard.plan.prediction import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +29,7 @@ LOOKS = {"light": "default", "dark": "dark_background"}
 TX = optax.adamw(1e-3)
 
 
-def predicted() -> dict[str, js.plan.Prediction]:
+def predicted() -> dict[str, Prediction]:
     """Predict a step of llama3-8b, 256 rows of 8,192 tokens in bf16, on 256 chips under three strategies."""
     model = js.models.make("llama3-8b", seq=8192)
     batch = {"tokens": jax.ShapeDtypeStruct((256, 8193), jnp.int32)}

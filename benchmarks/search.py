@@ -28,6 +28,7 @@ import numpy as np
 
 import jaxshard as js
 from jaxshard.models.sizes import SIZES
+from jaxshard.plan.prediction import Prediction
 
 
 class Shape(NamedTuple):
@@ -109,7 +110,7 @@ def main() -> None:
         write(args.json, found)
 
 
-def kernel_flops(prediction: js.plan.Prediction | None) -> float:
+def kernel_flops(prediction: Prediction | None) -> float:
     """Add up what a device's kernels compute in a step; they have a name in the place of a line of the model."""
     products = () if prediction is None else prediction.products
     return sum(one.flops for one in products if ".py:" not in one.where and not one.where.endswith("dot_general"))

@@ -25,7 +25,10 @@ import optax
 
 import jaxshard as js
 from jaxshard.core.settings import own_settings
-from jaxshard.plan.time.products import TRAFFIC
+from jaxshard.cost.hardware import Chip
+from jaxshard.plan.time.network import CollectiveCost, collective_costs
+from jaxshard.plan.time.products import TRAFFIC, ProductCost, product_costs
+from jaxshard.plan.time.step_time import StepTime, step_time
 from jaxshard.training.state import run_shapes
 
 RECIPES = "AI-Hypercomputer/tpu-recipes, training/"
@@ -208,9 +211,9 @@ class Result:
     """A predicted step: its time, products and collectives."""
 
     case: Case
-    time: js.plan.StepTime
-    products: tuple[js.plan.ProductCost, ...]
-    collectives: tuple[js.plan.CollectiveCost, ...]
+    time: StepTime
+    products: tuple[ProductCost, ...]
+    collectives: tuple[CollectiveCost, ...]
 
     @property
     def error(self) -> float:
@@ -218,7 +221,7 @@ class Result:
         return self.time.middle / self.case.seconds - 1
 
 
-def chip_of(case: Case) -> js.plan.Chip:
+def chip_of(case: Case) -> Chip:
     """Look up the chip of a case."""
     device = js.plan.planned_mesh(case.topology, data=-1).devices.flat[0]
     chip = js.plan.chip(device.device_kind, num_cores=device.num_cores)
@@ -243,13 +246,13 @@ def predict(case: Case) -> Result:
     step = js.make_step(model.loss, tx, layout, engine=engine)
     with own_settings(mesh):
         program = jax.make_jaxpr(step)(run_shapes(layout), batch)
-    products = tuple(fused(one) if case.fused else one for one in js.plan.product_costs(program, mesh, chip))
-    collectives = js.plan.collective_costs(js.plan.promise(layout, engine, model.loss, batch), mesh, chip)
-    time = js.plan.step_time(products, collectives, chip, layout=layout, engine=engine)
+    products = tuple(fused(one) if case.fused else one for one in product_costs(program, mesh, chip))
+    collectives = collective_costs(js.plan.promise(layout, engine, model.loss, batch), mesh, chip)
+    time = step_time(products, collectives, chip, layout=layout, engine=engine)
     return Result(case, time, products, collectives)
 
 
-def fused(one: js.plan.ProductCost) -> js.plan.ProductCost:
+def fused(one: ProductCost) -> ProductCost:
     """Return a product of attention's backward pass as a part of one kernel of five products."""
     if not one.where.startswith(("splash_mha_dkv", "splash_mha_dq")):
         return one

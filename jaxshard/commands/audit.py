@@ -6,26 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
-from jaxshard.checks.collectives.short import short
-from jaxshard.checks.programs.report import audit_module
-from jaxshard.checks.programs.text import read_program
+from jaxshard.checks.programs.report import audit_program
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files, check_positive, refuse
 from jaxshard.commands.parallel import Topology, parse_axes
-from jaxshard.commands.prepared import Prepared, prepare
+from jaxshard.commands.prepared import prepare
 from jaxshard.commands.result import write_json
 from jaxshard.commands.terminal import facts, make_console, working
-from jaxshard.core.mesh import mesh_str
-from jaxshard.plan.repair.parts import Parts
-from jaxshard.plan.repair.repair import repair as find_repairs
-from jaxshard.plan.repair.result import Repairs
-
-_TRIED = "\ntried:\n"
-"""What introduces the edits of a repair that did not help."""
 
 
 def run(
@@ -39,7 +28,6 @@ def run(
     remat: str | None,
     precision: PrecisionName | None,
     topology: str | None,
-    repair: bool,
     all: bool,
     json: Path | None,
 ) -> int:
@@ -61,7 +49,6 @@ def run(
                 remat=remat,
                 precision=precision,
                 topology=topology,
-                repair=repair,
             )
             return _audit_text(hlo, sharding, json, all)
         if target is None:
@@ -76,7 +63,6 @@ def run(
         remat=remat,
         precision=precision,
         topology=chips,
-        values=repair and chips is None,  # nothing can run on chips that are not here
     )
     step = prepared.step()
     facts(console, prepared.how.shown | {"model": prepared.program.name})
@@ -84,13 +70,9 @@ def run(
     with working(console, "compiling"), refusals():
         comparison = audit_step(step, prepared.rows)
     seconds = time.perf_counter() - started
-    console.print(f"\n{comparison if all else short(comparison)}\n\n{comparison.verdict}")
+    console.print(f"\n{comparison if all else comparison.short()}\n\n{comparison.verdict}")
     about = {"model": prepared.program.name, "topology": topology} | prepared.how.about
     numbers = about | _numbers(comparison) | {"compile_seconds": seconds}
-    if repair:
-        repairs = _repair(console, prepared, comparison)
-        console.print(f"\n{str(repairs) if all else str(repairs).partition(_TRIED)[0]}")
-        numbers |= repairs.as_dict()
     write_json(json, numbers)
     return 0 if comparison.ok else 1
 
@@ -110,27 +92,14 @@ def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None, all: bool
     """Audit the text of a compiled step; 1 where a strategy is named and broken, else 0."""
     assert sharding.mesh is not None
     console = make_console(stderr=str(json) == "-")
-    module = read_program(hlo)
+    text, axes = hlo.read_bytes(), parse_axes(sharding.mesh)
     try:
-        found = audit_module(
-            module, parse_axes(sharding.mesh), strategy=sharding.strategy, microbatches=sharding.microbatches or 1
-        )
+        found = audit_program(text, axes, strategy=sharding.strategy, microbatches=sharding.microbatches or 1)
     except ValueError as error:
         raise ValueError(f"{hlo}: {error}") from error
-    facts(console, {"file": str(hlo), "mesh": mesh_str(found.mesh), "strategy": sharding.strategy or "none named"})
-    console.print(f"\n{found.text(most=None) if all else found}\n\n{found.outcome}")
+    console.print(f"{hlo}: {found.text(all=all)}\n\n{found.outcome}")
     write_json(json, {"file": str(hlo)} | found.as_dict())
     return 0 if found.ok else 1
-
-
-def _repair(console: Console, prepared: Prepared, comparison: Comparison) -> Repairs:
-    """Look for the edits that remove the surprises, which compiles the step many times."""
-    (init_fn, loss_fn, tx, batch, _), how = prepared.program, prepared.how
-    if comparison.ok:
-        parts = Parts(init_fn, loss_fn, tx, how.strategy, how.mesh, batch, how.engine)
-        return Repairs(comparison, comparison, (), (), parts)
-    with working(console, "looking for edits"), refusals():
-        return find_repairs(init_fn, loss_fn, tx, how.strategy, how.mesh, batch, engine=how.engine)
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
@@ -143,7 +112,7 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
         "substitutes": list(comparison.substitutes),
         "promised_bytes": comparison.promised_bytes,
         "found_bytes": comparison.found_bytes,
-        "differences": [difference.as_dict() for difference in comparison.differences],
+        "needed_bytes": comparison.needed_bytes,
         "tolerated_bytes": comparison.tolerated,
         "widened_bytes": comparison.widened_bytes,
     } | (comparison.program.as_dict() if comparison.program else {})

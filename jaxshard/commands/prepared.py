@@ -40,12 +40,8 @@ def prepare(
     remat: str | None,
     precision: PrecisionName | None,
     topology: Topology | None,
-    values: bool = False,
 ) -> Prepared:
     """Resolve the flags of a command that looks at a step.
-
-    Args:
-      values: whether the batch of a ready-made size has values, for a step that is to run; else it is shapes alone.
 
     Raises:
       UsageError: flags that do not fit together, to the model or to the devices; a batch that they do not divide.
@@ -54,9 +50,7 @@ def prepare(
         check_positive(batch=batch, seq=seq)
         depth = depth_of(target, change)
         how = make_parallel(sharding, remat=remat, precision=precision, topology=topology, depth=depth, batch=batch)
-    program = program_of(
-        target, change=change, rows=batch, seq=seq, seed=0 if values else None, rows_multiple=how.rows_multiple
-    )
+    program = program_of(target, change=change, rows=batch, seq=seq, seed=None, rows_multiple=how.rows_multiple)
     rows = abstract(program.batch)
     with usage_errors(), refusals():
         layout = make_layout(how.strategy, how.mesh, program.init_fn, program.tx)

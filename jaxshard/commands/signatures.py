@@ -188,7 +188,6 @@ def audit(
     remat: Remat = None,
     precision: Precision = None,
     topology: Words = None,
-    repair: bool = False,
     all: bool = False,
     json: JsonFile = None,
 ) -> int:
@@ -205,9 +204,8 @@ def audit(
       batch: rows of a step over all devices, for a ready-made size; by default what suits it.
       seq: tokens in a row, for a ready-made size; by default what suits it.
       topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
-      repair: for each surprise look for the edit that removes it, by compiling the step with it (up to 48 times).
-      all: print every collective, difference and instruction; by default surprises by line and kind, and the number
-        of all else.
+      all: print every surprise, collective and instruction; by default surprises by line and kind, and the number of
+        all else.
     """
     from jaxshard.commands.audit import run
 
@@ -221,7 +219,6 @@ def audit(
         remat=remat,
         precision=precision,
         topology=topology,
-        repair=repair,
         all=all,
         json=json,
     )

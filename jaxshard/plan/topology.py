@@ -90,7 +90,7 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[jax.Device]:
       ValueError: no such topology; lists near ones.
 
     Example:
-        devices = js.plan.topology_devices("v5e:2x4")       # needs libtpu, the extra `tpu`
+        devices = topology_devices("v5e:2x4")       # needs libtpu, the extra `tpu`
         devices[0].device_kind
     """
     name = topology_name(name)

@@ -185,7 +185,6 @@ FLAGS = {
         "--remat": REMATS,
         "--precision": CHOICES,
         "--topology": ["", "x", "v5e", "v5e:x"],
-        "--repair": ["x"],
         "--json": FILES,
     },
     "plan": SHARDING | {
@@ -229,7 +228,7 @@ FLAGS = {
     "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
     "doctor": {"--json": FILES},
 }  # fmt: skip
-SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile", "--repair", "--all"}
+SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile", "--all"}
 
 GOOD_PY = """
 import jax.numpy as jnp, numpy as np, optax, jaxshard as js

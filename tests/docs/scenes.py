@@ -181,7 +181,6 @@ class MLP(nnx.Module):
     "js.plan.collective_cost": "mesh = js.plan.planned_mesh('v5e:4x4', data=16)",
     "js.plan.memory_figure": "memory_figure = js.plan.memory_figure",
     "js.plan.sharding_figure": "sharding_figure = js.plan.sharding_figure",
-    "js.plan.repair": "strategy = js.fsdp()",
 }
 """What the example of a name takes for granted beside `BEFORE`."""
 
@@ -191,13 +190,10 @@ NOT_RUN = {
     "js.distributed.MissingProcess": "ends the process",
     "js.cross_entropy": "the inside of a function: it returns",
     "js.models.make": "a model of 8 billion parameters",
-    "js.plan.repair": "minutes; tests/plan/test_repair.py",
-    "js.plan.Repair": "minutes; tests/plan/test_repair.py",
 }
 """Examples that are shown and not run, and why."""
 
 NEEDS = {
-    "js.plan.topology_devices": "libtpu",
     "js.plan.topology_mesh": "libtpu",
     "js.plan.compile_for": "libtpu",
     "js.metrics.tensorboard": "tensorboardX",

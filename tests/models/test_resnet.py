@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jaxshard as js
+from jaxshard.checks.collectives.found import split_scalars
 from jaxshard.models.resnet import resnet
 
 pytestmark = pytest.mark.fast_cases(2)
@@ -88,7 +89,7 @@ def test_the_collectives_of_ddp_as_literals():
     model, tx, mesh = resnet(**SMALL | {"depths": (1,)}), optax.sgd(0.1), js.make_mesh(data=8)
     layout = js.layout(js.ddp("data"), mesh, model.init, tx)
     found = js.collectives(js.make_step(model.loss, tx, layout, engine=js.explicit()).compile(batch_of()), mesh)
-    arrays, _ = js.plan.split_scalars(found)
+    arrays, _ = split_scalars(found)
     rows = {row.kind: (row.axes, row.bytes) for row in js.plan.summary(arrays)}
     params = sum(x.size for x in jax.tree.leaves(layout.shapes.params))
     # Three normalisations of 8 channels: a mean and a mean of squares each, forward and backward, and as new state.

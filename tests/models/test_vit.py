@@ -10,6 +10,7 @@ import pytest
 from scipy.special import erf
 
 import jaxshard as js
+from jaxshard.checks.collectives.found import split_scalars
 from jaxshard.models.vit import vit
 
 pytestmark = pytest.mark.fast_cases(3)
@@ -142,7 +143,7 @@ def test_the_collectives_of_fsdp_as_literals():
     model, tx, mesh = vit(**SMALL), optax.adam(1e-3), js.make_mesh(data=8)
     layout = js.layout(js.fsdp("data", min_size=0), mesh, model.init, tx)
     step = js.make_step(model.loss, tx, layout, engine=js.explicit())
-    found = js.plan.split_scalars(js.collectives(step.compile(batch_of()), mesh))[0]
+    found = split_scalars(js.collectives(step.compile(batch_of()), mesh))[0]
     count = {row.kind: row.count for row in js.plan.summary(found)}
     # 2 blocks of 12 arrays and 7 others, each gathered forward and each gradient scattered once. Backward a block needs
     # its 4 matrices and 2 scales again, and not its biases.

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxshard as js
+from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.roles import ROLES
 from tests.notebook_page import check_shows_text
 from tests.optim.owners.shampoo import shampoo
@@ -20,13 +21,13 @@ TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)}
 
 
 @pytest.fixture(scope="module")
-def small() -> js.plan.Prediction:
+def small() -> Prediction:
     model = js.models.make("gpt-1m", seq=32)
     layout = js.layout(js.fsdp(), js.make_mesh(data=8), model.init, TX)
     return js.plan.predict(layout, model.loss, TOKENS, js.explicit(), tx=TX, estimate=True)
 
 
-def test_a_prediction_prints_and_becomes_json(small: js.plan.Prediction):
+def test_a_prediction_prints_and_becomes_json(small: Prediction):
     assert list(small.peak.by_role) == list(ROLES)
     assert small.peak.total == sum(small.peak.by_role.values())
     page = check_shows_text(small)
@@ -37,7 +38,7 @@ def test_a_prediction_prints_and_becomes_json(small: js.plan.Prediction):
     assert found["collectives"] and found["products"] and found["flops"] > 0
 
 
-def test_what_is_kept_of_blocks_is_exact(small: js.plan.Prediction):
+def test_what_is_kept_of_blocks_is_exact(small: Prediction):
     """Of 4 blocks the arrays that go into them are among what is kept: f32[4, 2 rows, 32 positions, 144]."""
     stacks = [array for _, role, array in small.peak.largest if role == "kept activations"]
     assert any(array.startswith("float32[4, 2, 32, 144] stacked") for array in stacks), stacks
@@ -62,13 +63,13 @@ def test_what_is_offloaded_takes_no_memory_of_the_device():
     assert "on the host" in str(both[1]) and any("host's memory" in one for one in both[1].time.assumptions)
 
 
-def test_arguments_are_those_of_the_layout(small: js.plan.Prediction):
+def test_arguments_are_those_of_the_layout(small: Prediction):
     layout = js.layout(js.fsdp(), js.make_mesh(data=8), js.models.make("gpt-1m", seq=32).init, TX)
     scalars = 4 + 8  # the number of the step and the random key, which have no role
     assert small.argument_bytes == layout.argument_bytes(TOKENS) - scalars
 
 
-def test_state_on_the_host_takes_no_memory_of_the_device(small: js.plan.Prediction):
+def test_state_on_the_host_takes_no_memory_of_the_device(small: Prediction):
     """The peak is in the backward pass, so that it falls by all of the state, but for the block in flight."""
     model = js.models.make("gpt-1m", seq=32)
     layout = js.layout(js.compose(js.fsdp(), js.offload()), js.make_mesh(data=8), model.init, TX)

@@ -8,9 +8,8 @@
   mesh axes, `source` finds the user's lines.
 - `trail` says of every array which argument it is or what computes it, and what reads it: `origins` follows a value
   back to the arguments, `cause` writes what is moved and why.
-- `compare` (`js.audit`) puts both side by side, by way of `matching`; `accounts` and `differences` name every byte by
-  which the promise and the program differ, `unread` names kinds of which the program shows nothing, and `short`
-  writes the comparison as `jaxshard audit` prints it.
+- `compare` (`js.audit`) puts both side by side, by way of `matching`; `surprise` says of a collective that nothing
+  promised why it is there and what to write, and groups many by source line. `programs/` uses it too.
 
 Imports what `checks/` imports.
 """

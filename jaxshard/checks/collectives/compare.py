@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxshard.checks.collectives import describe
-from jaxshard.checks.collectives.accounts import counts
-from jaxshard.checks.collectives.cause import array_words, cause
+from jaxshard.checks.collectives.cause import cause
 from jaxshard.checks.collectives.compiler_choices import explain_substitutes
-from jaxshard.checks.collectives.differences import AS_NEEDED, UNASKED, Difference, find_differences
+from jaxshard.checks.collectives.describe import by_line, describe, is_users, listed
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import explain_forbidden, is_forbidden
 from jaxshard.checks.collectives.found import KINDS, Collective, arrays_only, collectives, pick, summary
@@ -21,12 +19,10 @@ from jaxshard.checks.collectives.instructions import in_host_memory, remateriali
 from jaxshard.checks.collectives.matching import Allowances, Taken
 from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.collectives.promise import Promise, promise
-from jaxshard.checks.collectives.unread import find_unread
-from jaxshard.checks.collectives.walk import add_counts
+from jaxshard.checks.collectives.surprise import Surprise, entries, merged, wanted_axes
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import SKY
 from jaxshard.core.settings import own_settings
 from jaxshard.core.text_table import Table, first_words
 from jaxshard.core.types import PyTree
@@ -34,45 +30,11 @@ from jaxshard.training.step import Step
 
 _NOTHING = "no collectives, and none promised"
 _IN_F32 = re.compile(r"(\S+) in f32 in place of \1 in (?:bf16|f16) ")
-MISSING = "promised, but not found"
-SUBSTITUTES = "other kinds or dtypes than promised"
-UNREAD = "could not read"
-_SHOWN = 12
-"""The differences that are printed; JSON has them all."""
-
-
-@dataclass(frozen=True)
-class Surprise:
-    """A collective that nothing promised.
-
-    Attributes:
-      found: the collective, with the unexpected ones of its arrays.
-      why: what was promised instead, or what must never travel.
-
-    Example:
-        for surprise in js.audit(step, batch).surprises:
-            print(surprise.why, surprise.place)
-    """
-
-    found: Collective
-    why: str
-
-    @property
-    def place(self) -> str:
-        """The line in the user's model, or the one that uses the result; else the operation's name in the program."""
-        return describe.place_of(self.found)
-
-    @property
-    def cause(self) -> str:
-        """Why the compiler, or the program itself, moves it; "" of a record without trails."""
-        return cause(self.found) if self.found.trails else ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the surprise for JSON."""
-        return describe.as_dict(self.found) | {"what": array_words(self.found), "why": self.why, "cause": self.cause}
-
-    def __str__(self) -> str:
-        return "\n    ".join(filter(None, (describe.describe(self.found), self.why, self.cause)))
+_MISSING = "promised, but not found"
+_SUBSTITUTES = "other kinds or dtypes than promised"
+_UNREAD = "could not read"
+_LINES = 12
+"""The source lines whose collectives are printed."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +50,7 @@ class Comparison:
       substitutes: collectives that stand for promised ones of another kind or dtype: an all-reduce moves about twice
         the bytes of a reduce-scatter or an all-gather, a CPU sends bf16 as f32, a TPU gathers f32 weights in bf16
         where their products round them anyway. They are no surprises. A sum in a narrower dtype than promised is one.
-      differences: why the bytes found are others than those promised: by name, the largest first. Together with
-        `promised_bytes` they add up to `found_bytes`.
+      needed_bytes: bytes that promises without a number cover, as activations over tensor axes.
       program: what the program's text says beside its collectives; None where only those were given.
       unread: kinds of collectives whose promised bytes are not in the program, in no form: they do not happen, or the
         compiler wrote them in a way that is not known.
@@ -102,7 +63,7 @@ class Comparison:
     missing: tuple[str, ...]
     tolerated: int = 0
     substitutes: tuple[str, ...] = ()
-    differences: tuple[Difference, ...] = ()
+    needed_bytes: int = 0
     program: Program | None = None
     unread: tuple[str, ...] = ()
     widened_bytes: int = 0
@@ -120,25 +81,14 @@ class Comparison:
         outcome += [f"could not read {', '.join(one.partition(':')[0] for one in self.unread)}"] if self.unread else []
         if outcome:
             return "; ".join(outcome)
-        differs = self.missing or self.tolerated or self.substitutes or self.deviations()
+        exact = self.found_bytes == self.promised_bytes + self.needed_bytes
+        differs = self.missing or self.tolerated or self.substitutes or not exact
         return "no surprises" if differs else "as promised"
-
-    @property
-    def other_forms(self) -> tuple[str, ...]:
-        """The substitutes that are of another kind, or of a dtype that no CPU's compiler explains."""
-        return tuple(one for one in self.substitutes if not (self.widened_bytes and _IN_F32.match(one)))
-
-    def notes(self) -> list[str]:
-        """Return what holds for all collectives of a program."""
-        if not self.widened_bytes:
-            return []
-        more = human_bytes(self.widened_bytes)
-        return [f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"]
 
     @property
     def promised_bytes(self) -> int:
         """Bytes of the arrays that are promised with a size, at most; each in one form, the one that is likely."""
-        return sum(one.bytes or 0 for one in self.promised if counts(one))
+        return sum(one.bytes or 0 for one in self.promised if one.is_counted)
 
     @property
     def found_bytes(self) -> int:
@@ -172,71 +122,68 @@ class Comparison:
         return rows
 
     def __str__(self) -> str:
-        missing = listed(MISSING, self.missing)
-        substitutes = listed(SUBSTITUTES, self.substitutes)
-        parts = (
-            self.table_str(),
-            listed(UNREAD, self.unread),
-            listed("surprises", self.surprises),
-            *self.notes(),
-            missing,
-            substitutes,
-            listed(*self.needed()),
-            listed(*self.explained()),
-            self._left_to_the_compiler(),
-            self._seldom(),
-            self.program,
-        )
-        return "\n\n".join(text for part in parts if part and (text := str(part)))
+        """Write the table and all entries of all lists."""
+        return self._write(self._table_str(), *self._findings(all=True))
 
-    def table_str(self) -> str:
-        """Write the rows as a table."""
-        table = self._table()
-        return "\n".join(table.lines) if table.rows else _NOTHING
+    def short(self) -> str:
+        """Write the table, the surprises grouped by line and kind, and the number of entries of all other lists."""
+        return self._write(self._table_str(), *self._findings(all=False))
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, with the verdict above and a bar for the bytes of each row."""
-        table, lists = self._table(), (self.needed(), self.explained())
-        outcome = "no surprises" if self.ok else self.verdict
-        largest = max((row["bytes"] or 0 for row in self.rows()), default=0)
-        bars = [
-            page.bar({row["kind"]: (row["bytes"] or 0, human_bytes(row["bytes"] or 0))}, {row["kind"]: SKY},
-                     whole=largest, width=140, height=12)
-            for row in self.rows()
-        ]  # fmt: skip
-        return page.page(
-            page.verdict(self.ok, outcome),
-            page.table(table, last=bars) if table.rows else page.paragraph(_NOTHING),
-            page.listing(f"{UNREAD} {one}" for one in self.unread),
-            page.listing(str(one) for one in self.surprises),
-            *map(page.paragraph, self.notes()),
-            *(
-                page.title(title) + page.listing(entries)
-                for title, entries in ((MISSING, self.missing), (SUBSTITUTES, self.substitutes), *lists)
-                if entries
-            ),
-            page.preformatted(self._left_to_the_compiler()),
-            page.preformatted(self._seldom()),
-            page.preformatted(str(self.program or "")),
-        )
+        """Show the short form in a notebook, with the verdict above and the long form folded."""
+        verdict = page.verdict(self.ok, "no surprises" if self.ok else self.verdict)
+        table = page.table(self._table()) if self.rows() else page.paragraph(_NOTHING)
+        short, everything = (self._write(*self._findings(all=all)) for all in (False, True))
+        details = page.folded("everything", page.preformatted(everything)) if everything else ""
+        return page.page(verdict, table, page.preformatted(short), details)
 
-    def _left_to_the_compiler(self) -> str:
-        return f"left to the compiler: {human_bytes(self.tolerated)}" if self.tolerated else ""
+    def _write(self, *parts: str) -> str:
+        return "\n\n".join(part for part in parts if part)
 
-    def _seldom(self) -> str:
-        """Say how much of what is promised happens in some steps alone: in one of several, or in the first ones."""
+    def _findings(self, *, all: bool) -> Iterator[str]:
+        """The paragraphs below the table."""
+        missing, substitutes = self.missing, self.substitutes
+        if not all:
+            missing = (f"{len(missing)} kinds of arrays",) if len(missing) > 1 else missing
+            # A note below says once that a CPU's compiler sends bf16 as f32.
+            substitutes = tuple(one for one in substitutes if not (self.widened_bytes and _IN_F32.match(one)))
+        yield listed(_UNREAD, self.unread)
+        yield listed("surprises", entries(self.surprises, all=all))
+        yield listed(_MISSING, missing)
+        yield listed(_SUBSTITUTES, substitutes)
+        yield "\n".join(self._notes())
+        if all:
+            yield listed("by source line", self._lines())
+            yield str(self.program or "")
+        elif self.program:
+            yield "\n".join(self.program.titles())
+
+    def _lines(self) -> Iterator[str]:
+        """The collectives of the source lines that move most, and why the compiler put the largest of each there."""
+        for of in by_line(arrays_only(self.found), lambda one: one)[:_LINES]:
+            yield "\n    ".join(filter(None, (describe(*of), cause(of[0]) if of[0].trails else "")))
+
+    def _notes(self) -> Iterator[str]:
+        """Bytes that are left to the compiler, and bytes that move in some steps alone."""
+        if self.widened_bytes:
+            more = human_bytes(self.widened_bytes)
+            yield f"a CPU's compiler sends bf16 as f32, {more} more than promised here; TPUs and GPUs send bf16"
+        if self.tolerated:
+            yield f"left to the compiler: {human_bytes(self.tolerated)}"
         sums: Counter[tuple[int, int, str, str]] = Counter()
         for one in self.promised:
             if one.every > 1 or one.until:
                 sums[one.until, one.every, one.kind, "+".join(one.axes)] += one.bytes or 0
-        lines = []
         for (until, every, kind, axes), size in sums.items():
             moved = f"{kind} over {axes}, {human_bytes(size)}"
             if until:
-                lines.append(f"of these in the first {until} steps alone: {moved}")
+                yield f"of these in the first {until} steps alone: {moved}"
             else:
-                lines.append(f"of these once in {every} steps: {moved}, {human_bytes(size / every)} a step")
-        return "\n".join(lines)
+                yield f"of these once in {every} steps: {moved}, {human_bytes(size / every)} a step"
+
+    def _table_str(self) -> str:
+        table = self._table()
+        return "\n".join(table.lines) if table.rows else _NOTHING
 
     def _table(self) -> Table:
         cells = []
@@ -246,31 +193,6 @@ class Comparison:
             count = "?" if row["count"] is None else f"{row['count']:,}"
             cells.append((row["kind"], row["axis"], promised, size, count))
         return Table(cells, "<<>>>", ("collective", "axis", "promised at most", "found", "times"))
-
-    def deviations(self) -> list[Difference]:
-        """Return the differences that are neither surprises nor promised as needed."""
-        return [one for one in self.differences if not one.why.startswith((UNASKED, AS_NEEDED))]
-
-    def explained(self) -> tuple[str, list[str]]:
-        """Return a title and the largest differences in words; surprises have a list of their own and are left out."""
-        needed = sum(one.bytes for one in self._needed())
-        more = f" and as needed {human_bytes(needed)}" if needed else ""
-        promised, found = human_bytes(self.promised_bytes), human_bytes(self.found_bytes)
-        return f"promised {promised}{more}, found {found}; the difference", _largest(self.deviations())
-
-    def needed(self) -> tuple[str, list[str]]:
-        """Return a title and the largest of the arrays that are promised without a number of bytes."""
-        return f"as needed, {human_bytes(sum(one.bytes for one in self._needed()))}", _largest(self._needed())
-
-    def _needed(self) -> list[Difference]:
-        return [one for one in self.differences if one.why.startswith(AS_NEEDED)]
-
-
-def _largest(differences: Sequence[Difference]) -> list[str]:
-    lines = [str(one) for one in differences[:_SHOWN]]
-    if rest := differences[_SHOWN:]:
-        lines.append(f"and {len(rest)} smaller ones, {human_bytes(sum(abs(one.bytes) for one in rest))}")
-    return lines
 
 
 def audit(step: Step, batch: PyTree) -> Comparison:
@@ -328,7 +250,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
     left: list[tuple[tuple[int, int], Collective]] = []
     # What an engine issues is matched first: of equal arrays the user's own collective is to be the one left over. And
     # what happens often before what happens seldom: it needs a promise with room for all of its executions.
-    for at, array in sorted(arrays.items(), key=lambda item: (describe.is_users(item[1]), -(item[1].count or 0))):
+    for at, array in sorted(arrays.items(), key=lambda item: (is_users(item[1]), -(item[1].count or 0))):
         if banned := [one for one in promised.never if is_forbidden(one, array)]:
             problems[at] = explain_forbidden(banned, array)
         else:
@@ -356,23 +278,21 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
             small.append(array)
         else:
             problems[at] = allowances.explain(array)
-    missing = tuple(allowances.missing())
-    surprises = _merge_surprises(found, problems)
-    substitutes = _explain_substitutes(promised, taken)
     unasked = [arrays[at] for at in problems]
-    accounts, on_cpu = allowances.accounts(), _is_cpu(promised)
-    differences = find_differences(accounts, allowances.as_needed, small, unasked, on_cpu=on_cpu)
     instead = [one for of, one in allowances.as_needed if of.limit is None]
     return Comparison(
         promised.expected,
         found,
-        surprises,
-        missing,
-        promised.slack - slack,
-        substitutes,
-        differences,
-        unread=tuple(find_unread(accounts, found, [*instead, *small, *unasked])),
-        widened_bytes=sum(map(_widened_by, taken)) if on_cpu else 0,
+        surprises=merged(
+            Surprise(arrays[at], why, _constraint(arrays[at], why, promised.names))
+            for at, why in sorted(problems.items())
+        ),
+        missing=tuple(allowances.missing()),
+        tolerated=promised.slack - slack,
+        substitutes=_explain_substitutes(promised, taken),
+        needed_bytes=sum(one.bytes or 0 for _, one in allowances.as_needed if one.elements > 1),
+        unread=tuple(allowances.unread(found, [*instead, *small, *unasked])),
+        widened_bytes=sum(map(_widened_by, taken)) if _is_cpu(promised) else 0,
     )
 
 
@@ -386,19 +306,12 @@ def _widened_by(pair: tuple[Collective, Taken]) -> int:
     return (one.bytes or 0) // 2 if one.dtype == "f32" and covered.dtype in ("bf16", "f16") else 0
 
 
-def _merge_surprises(found: Sequence[Collective], problems: dict[tuple[int, int], str]) -> tuple[Surprise, ...]:
-    """One surprise per collective and reason, with the arrays that it is about; equal ones of one place added up."""
-    parts_of: dict[tuple[int, str], list[int]] = {}
-    for number, part in sorted(problems):
-        parts_of.setdefault((number, problems[number, part]), []).append(part)
-    merged: dict[tuple[Any, ...], Surprise] = {}
-    for (number, why), parts in parts_of.items():
-        one = pick(found[number], parts)
-        # Unknown counts are not added to known ones: `one.count is None` is part of the key.
-        key = (one.kind, one.axes, one.dtype, one.shapes, one.source, one.op_name, one.count is None, why)
-        before = merged[key].found.count if key in merged else 0
-        merged[key] = Surprise(replace(one, count=add_counts(one.count, before)), why)
-    return tuple(merged.values())
+def _constraint(one: Collective, why: str, names: Mapping[str, str]) -> str:
+    """The call that keeps the first array of a collective split as it is before it is moved."""
+    split = "vocab" if why.startswith("logits") else "features"
+    rows = [axis for axis, name in names.items() if name == "batch"]
+    dims = [names.get(axes[0], split) if axes else None for axes in wanted_axes(one, rows)]
+    return f"js.constrain(x, {tuple(split if name == 'features' else name for name in dims)})"
 
 
 def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Taken]]) -> tuple[str, ...]:
@@ -422,9 +335,3 @@ def _explain_substitutes(promised: Promise, taken: Iterable[tuple[Collective, Ta
         line = f"{found} in place of {instead} over {'+'.join(axes)}, {count:,} times, {human_bytes(size)}: {of}"
         lines.append(f"{line}\n    {remedy}" if remedy else line)
     return tuple(lines)
-
-
-def listed(title: str, entries: Iterable[object]) -> str:
-    """Write a title and one entry on each line; "" without entries."""
-    lines = [f"- {entry}" for entry in entries]
-    return "\n".join([f"{title}:", *lines]) if lines else ""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.expected import Expected, Shape
 from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, groups_on_slices
-from jaxshard.checks.collectives.parameters import Parameter, expert_axes, rank_of, tensor_axes
+from jaxshard.checks.collectives.parameters import Parameter, expert_axes, longest_dim, rank_of, tensor_axes
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size, slice_indices
 from jaxshard.core.placement import axes_of
@@ -45,8 +45,7 @@ def activations(layout: Layout, compiler_chooses: bool) -> Iterator[Expected]:
             yield replace(one, kind=kind, what="activations split along the sequence")
     if compiler_chooses:
         # Statistics of a batch have a number per feature: no more than the longest dimension of a parameter.
-        longest = max(max(x.shape, default=1) for x in jax.tree.leaves(layout.shapes.params))
-        sums = replace(one, axes=layout.sum_axes, limit=longest, what="sums over rows")
+        sums = replace(one, axes=layout.sum_axes, limit=longest_dim(layout), what="sums over rows")
         yield sums
         yield replace(sums, kind="all-gather")
 
@@ -60,8 +59,7 @@ def exchanges(layout: Layout) -> Iterator[Expected]:
     axes = expert_axes(layout)
     for kind in ("all-to-all", "ragged-all-to-all") if axes else ():
         yield Expected(kind, axes, None, None, 0, None, "tokens sent to their experts and back")
-    dims = (size for x in jax.tree.leaves(layout.shapes.params) for size in x.shape)
-    counts = axis_size(layout.mesh, axes) * max(dims, default=1)
+    counts = axis_size(layout.mesh, axes) * longest_dim(layout)
     yield Expected("all-gather", axes, None, None, 0, None, "counts of tokens by expert", limit=counts)
 
 

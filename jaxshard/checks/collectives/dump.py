@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from jaxshard.checks.collectives.hlo import find_closing
+
 
 def expand_elements(text: str) -> str:
     """Write the elements of tuples as operations of their own.
@@ -24,7 +26,8 @@ def _expanded(lines: list[str]) -> Iterator[str]:
         if found is None:
             yield line
             continue
-        types[found[1]] = found[2][: _end_of_type(found[2])]
+        is_tuple = found[2].startswith("(")
+        types[found[1]] = found[2][: find_closing(found[2], 0) + 1] if is_tuple else found[2].partition(" ")[0]
         code, metadata, notes = line.partition(", metadata=")
         for name, indices in dict.fromkeys(re.findall(r"%([\w.\-~]+)((?:#\d+)+)", code)):
             whole = name
@@ -36,18 +39,6 @@ def _expanded(lines: list[str]) -> Iterator[str]:
                 whole = part
             code = re.sub(rf"%{re.escape(name + indices)}(?!\d)", f"%{whole}", code)
         yield code + metadata + notes
-
-
-def _end_of_type(text: str) -> int:
-    """Where the type ends that a line begins with, right of the equals sign."""
-    if not text.startswith("("):
-        return text.index(" ")
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    raise ValueError(f"unbalanced parentheses: {text[:120]!r}")
 
 
 def _elements(tuple_type: str) -> list[str]:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxshard.core.mesh import axis_size
 from jaxshard.core.placement import Placement, split_dims
+from jaxshard.core.scaled_collectives import Travel
 from jaxshard.core.tree import bytes_of
 
 Shape = tuple[int, ...]
@@ -80,6 +81,17 @@ class Expected:
         return str(jnp.dtype(self.dtype).name).replace("float", "f").replace("_", "")
 
     @property
+    def name(self) -> str:
+        """The array in words; for an alternative form, the words of the promise that it stands for."""
+        return self.instead_of or self.what
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the entry counts in the byte total: it has a size and is not an alternative form of another."""
+        sized = self.shape is not None and bool(self.axes) and not self.instead_of
+        return sized and self.elements[1] > 1 and bool(self.most)
+
+    @property
     def bytes(self) -> int | None:
         """Bytes of the whole array times `most`; None where the loss decides."""
         if self.shape is None or self.most is None:
@@ -111,6 +123,12 @@ def gather_stages(
             yield replace(one, axes=stage, shape=tuple(shape))
 
 
+def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:
+    """Yield `one` for each array that a format of `js.wire` sends in its place: 8-bit numbers, and scales of blocks."""
+    for travel in travels:
+        yield replace(one, kind=travel.kind, axes=travel.axes, shape=travel.shape, dtype=travel.dtype)
+
+
 def normal_shape(shape: Shape) -> Shape:
     """Return a shape up to the order of its dimensions and dimensions of size one, which compilers change freely.
 
@@ -118,3 +136,15 @@ def normal_shape(shape: Shape) -> Shape:
     (4, 8)
     """
     return tuple(sorted(size for size in shape if size != 1))
+
+
+def joined_shapes(shape: Shape) -> Iterator[Shape]:
+    """Yield a shape, and those with some of its neighbouring dimensions joined to one.
+
+    >>> list(joined_shapes((2, 3, 4)))
+    [(2, 3, 4), (6, 4), (24,), (2, 12)]
+    """
+    yield shape
+    for first, last in itertools.combinations(range(len(shape) + 1), 2):
+        if last - first > 1:
+            yield (*shape[:first], math.prod(shape[first:last]), *shape[last:])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxshard.checks.collectives.expected import Shape, normal_shape
+from jaxshard.checks.collectives.expected import Shape, joined_shapes, normal_shape
 from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.parameters import Parameter, is_stacked, rank_of
 from jaxshard.core.mesh import axis_names
@@ -80,10 +80,7 @@ def _whole_shapes(mesh: Mesh, one: Parameter, axes: tuple[str, ...]) -> frozense
         for spec in (PartitionSpec(*(None,) * len(placement.store)), only_axes(placement.store, others)):
             shape = tuple(size // parts for size, parts in zip(placement.view.stored, splits_per_dim(mesh, spec)))
             shapes |= {shape, shape[1:]} if is_stacked(one.path) else {shape}
-    joined = {
-        (*s[:i], math.prod(s[i:j]), *s[j:]) for s in shapes for i in range(len(s)) for j in range(i + 1, len(s) + 1)
-    }
-    return frozenset(map(normal_shape, joined | shapes))
+    return frozenset(normal_shape(joined) for shape in shapes for joined in joined_shapes(shape))
 
 
 def _shard_sizes(mesh: Mesh, one: Parameter) -> frozenset[int]:

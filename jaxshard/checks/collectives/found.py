@@ -287,7 +287,7 @@ def split_scalars(
       (the collectives of arrays, the collectives of scalars), each in their order.
 
     Example:
-        arrays, scalars = js.plan.split_scalars(js.collectives(step.compile(batch), mesh))
+        arrays, scalars = split_scalars(js.collectives(step.compile(batch), mesh))
     """
     found = tuple(found)
 

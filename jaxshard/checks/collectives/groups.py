@@ -82,7 +82,7 @@ def parse_groups(text: str, devices: int) -> Groups:
     if text.startswith("{"):
         return parse_pairs(text) or (tuple(range(devices)),)
     if iota := _IOTA_GROUPS.match(text):
-        return _as_groups(_expand_iota(iota[2], iota[3]).reshape(_integers(iota[1])))
+        return _as_groups(expand_iota(iota[2], iota[3]).reshape(_integers(iota[1])))
     if mesh := _MESH.match(text):
         return _expand_mesh(*mesh.groups())
     raise ValueError(f"replica groups in an unknown syntax: {text[:120]!r}")
@@ -116,10 +116,10 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
     if text is None:
         return np.arange(count)
     iota = _IOTA.match(text)
-    return np.array(_integers(text)) if iota is None else _expand_iota(*iota.groups()).ravel()
+    return np.array(_integers(text)) if iota is None else expand_iota(*iota.groups()).ravel()
 
 
-def _expand_iota(sizes: str, order: str | None) -> np.ndarray:
+def expand_iota(sizes: str, order: str | None) -> np.ndarray:
     """Count up in an array of these sizes, and transpose it if an order is given."""
     ids = np.arange(math.prod(_integers(sizes))).reshape(_integers(sizes))
     return ids.transpose(_integers(order)) if order else ids

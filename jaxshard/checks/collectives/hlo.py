@@ -39,8 +39,8 @@ _NAME = re.compile(r"%([\w.\-~]+)")
 _OP = re.compile(r"\s+(?:ROOT )?%?[\w.\-~]+ = ")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NOT_DATA = ("token", "opaque")
-# Attributes come before these, whose strings may contain anything.
-_FREE_TEXT = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
+FREE_TEXT = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
+"""The beginning of free text, which follows the attributes and may contain anything."""
 _CALLEES = re.compile(
     r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
     r"=(\{[^}]*\}|%[\w.\-~]+)"
@@ -133,7 +133,7 @@ class Computation:
         """For every value the names of the operations that use it."""
         found: dict[str, list[str]] = {}
         for name, line in self.lines.items():
-            for operand in dict.fromkeys(_NAME.findall(_FREE_TEXT.split(line)[0])):
+            for operand in dict.fromkeys(_NAME.findall(FREE_TEXT.split(line)[0])):
                 found.setdefault(operand, []).append(name)
         return found
 
@@ -219,16 +219,17 @@ def parse(text: str) -> Module:
 
 def _parse_op(name: str, line: str) -> Op:
     """Parse what stands right of the equals sign: `TYPE opcode(operands), attributes, free text`."""
-    end = _find_closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
+    end = find_closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
     opening = line.index("(", end)
-    closing = _find_closing(line, opening)
+    closing = find_closing(line, opening)
     inside, rest = line[opening + 1 : closing], line[closing + 1 :]
-    attributes = _FREE_TEXT.split(rest)[0]
+    attributes = FREE_TEXT.split(rest)[0]
     notes = rest[len(attributes) :]
     return Op(name, line[:end], line[end:opening].strip(), tuple(_NAME.findall(inside)), inside, attributes, notes)
 
 
-def _find_closing(text: str, opening: int) -> int:
+def find_closing(text: str, opening: int) -> int:
+    """Return the place of the parenthesis that closes the one at a place of a line."""
     depth = 0
     for found in re.finditer(r"[()]", text[opening:]):
         depth += 1 if found[0] == "(" else -1

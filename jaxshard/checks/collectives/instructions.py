@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jax.stages import Compiled
@@ -55,7 +55,7 @@ class Instruction:
       op_name: the path of JAX names that led to it.
 
     Example:
-        for instruction in js.plan.rematerialized(step.compile(batch)):
+        for instruction in rematerialized(step.compile(batch)):
             print(instruction.op, instruction.bytes, instruction.source)
     """
 
@@ -75,16 +75,8 @@ class Instruction:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the instruction for JSON."""
-        return {
-            "op": self.op,
-            "opcode": self.opcode,
-            "count": self.count,
-            "bytes": self.bytes,
-            "dtype": self.dtype,
-            "shapes": [list(shape) for shape in self.shapes],
-            "place": self.source,
-            "op_name": self.op_name,
-        }
+        shapes = {"shapes": [list(shape) for shape in self.shapes], "bytes": self.bytes, "place": self.source}
+        return {name: value for name, value in asdict(self).items() if name not in ("size", "source")} | shapes
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes[:4])
@@ -102,7 +94,7 @@ def rematerialized(compiled: Compiled | str) -> tuple[Instruction, ...]:
       One record per instruction, in the order of the program; those inside a fusion are part of it.
 
     Example:
-        sum(instruction.bytes for instruction in js.plan.rematerialized(step.compile(batch)))
+        sum(instruction.bytes for instruction in rematerialized(step.compile(batch)))
     """
     return _merged(_record(one, hlo.arrays(one.op.type)) for one in _find(compiled, _REMATERIALIZED))
 
@@ -117,7 +109,7 @@ def in_host_memory(compiled: Compiled | str) -> tuple[Instruction, ...]:
       One record per array, in the order of the program.
 
     Example:
-        sum(instruction.bytes for instruction in js.plan.in_host_memory(step.compile(batch)))
+        sum(instruction.bytes for instruction in in_host_memory(step.compile(batch)))
     """
     found = list(_find(compiled, _ON_HOST))
     records = []

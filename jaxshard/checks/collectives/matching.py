@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.accounts import Account, join_accounts
 from jaxshard.checks.collectives.expected import Expected, Shape, normal_shape
-from jaxshard.checks.collectives.found import Collective
+from jaxshard.checks.collectives.found import Collective, arrays_only
+from jaxshard.core.layout import human_bytes
 from jaxshard.core.text_table import first_words
 
 _SCALARS = 16
@@ -49,7 +49,6 @@ class _Allowance:
     used: int = 0
     what: list[str] = field(default_factory=list)
     forms: set[tuple[int, Shape]] = field(default_factory=set)
-    account: Account = field(default_factory=Account)
 
 
 class Taken(NamedTuple):
@@ -70,26 +69,23 @@ class Allowances:
     """The executions that are left of every promise."""
 
     def __init__(self, expected: Iterable[Expected]) -> None:
-        expected = tuple(expected)
+        self._expected = tuple(expected)
         # Promises without a number: "as needed" covers any number of executions.
-        self._open = [one for one in expected if one.shape is None or not one.axes]
+        self._open = [one for one in self._expected if one.shape is None or not one.axes]
         self._counted: dict[tuple[Any, ...], _Allowance] = {}
         self._pools: Counter[tuple[str, tuple[str, ...], str]] = Counter()
-        self._pooled: defaultdict[tuple[str, tuple[str, ...], str], Account] = defaultdict(Account)
-        self._joined: list[list[Account]] = []
+        self._covered: set[str] = set()  # the names of arrays of which something was found, in any form
         self.as_needed: list[tuple[Expected, Collective]] = []
-        for one in expected:
+        for one in self._expected:
             if one.pooled:
                 pool = (one.kind, one.axes, one.wire_dtype)
                 self._pools[pool] += one.elements[1] * (one.most or 0)
-                self._pooled[pool].add(one)
             elif one.shape is not None and one.axes and one.most:
                 key = (one.kind, one.axes, one.elements, one.stack, one.wire_dtype)
                 known = self._counted.setdefault(key, _Allowance(*key))
                 known.least, known.most = known.least + one.least, known.most + one.most
-                if (name := one.instead_of or one.what) not in known.what:
-                    known.what.append(name)
-                known.account.add(one)
+                if one.name not in known.what:
+                    known.what.append(one.name)
                 known.forms |= {(1, normal_shape(one.shape)), (one.stack, normal_shape((one.stack, *one.shape)))}
 
     def take(self, array: Collective, *, as_other: bool = False, narrower: bool = False) -> Taken | None:
@@ -109,13 +105,13 @@ class Allowances:
                 has_room = count is not None and known.used + times * count <= known.most
                 if has_room and _is_narrower(array.dtype, known.dtype) is narrower:
                     known.used += times * (count or 0)
-                    known.account.covered.append(array)
+                    self._covered.update(known.what)
                     return Taken(kind, known.dtype, known.what)
             for (*of, dtype), left in sorted(self._pools.items(), key=lambda item: item[0][2] != array.dtype):
                 has_room = count is not None and count * array.elements <= left
                 if has_room and of == [kind, array.axes] and _is_narrower(array.dtype, dtype) is narrower:
                     self._pools[kind, array.axes, dtype] -= (count or 0) * array.elements
-                    self._pooled[kind, array.axes, dtype].covered.append(array)
+                    self._covered.update(one.name for one in self._expected if one.pooled)
                     return Taken(kind, dtype, ["what goes over several slices"])
         if as_other or narrower:
             return None
@@ -160,10 +156,8 @@ class Allowances:
             return None
         for known, some in zip(parts, sums[best], strict=True):
             known.used += some * array.count
-        used = [known for known, some in zip(parts, sums[best], strict=True) if some]
-        used[0].account.covered.append(array)
-        self._joined.append([known.account for known in used])
-        names = [name for known in used for name in known.what]
+        names = [name for known, some in zip(parts, sums[best], strict=True) if some for name in known.what]
+        self._covered.update(names)
         return Taken(array.kind, array.dtype, names)
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, _Allowance]]:
@@ -194,10 +188,6 @@ class Allowances:
         times = sum(known.most for known in fitting)
         return f"more often than promised: {times} times for {first_words(names)}"
 
-    def accounts(self) -> list[Account]:
-        """Return what was promised and found of arrays that can't be told apart, all forms of them together."""
-        return join_accounts([*(one.account for one in self._counted.values()), *self._pooled.values()], self._joined)
-
     def missing(self) -> Iterator[str]:
         """Yield what was sure to happen and happened less often; an all-reduce that stood for another kind counts."""
         for known in self._counted.values():
@@ -206,6 +196,29 @@ class Allowances:
                     f"{known.kind} over {'+'.join(known.axes)} of {known.elements[1]:,} elements, {known.used} times "
                     f"instead of {known.least}: {', '.join(known.what[:3])}"
                 )
+
+    def unread(self, found: Iterable[Collective], instead: Iterable[Collective]) -> Iterator[str]:
+        """Yield the kinds of promised collectives for which a program has neither a byte nor a substitute.
+
+        Either the compiler writes them in a form that the parser does not know, or they do not happen.
+
+        Args:
+          found: all collectives of the program.
+          instead: arrays that no promise with a number covers. Where such arrays move over an axis, they may do so in
+            place of promised ones: a product with parts of a weight sums activations, and needs no gather.
+        """
+        promised: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        seen = {(one.kind, one.axes) for one in arrays_only(found)}
+        moved = {axis for one in arrays_only(instead) for axis in one.axes}
+        for one in self._expected:
+            if one.is_counted:
+                promised[one.kind, one.axes] += one.bytes or 0
+                if one.name in self._covered or moved & set(one.axes):
+                    seen.add((one.kind, one.axes))
+        for (kind, axes), size in promised.items():
+            if size and (kind, axes) not in seen:
+                over = f"{kind} over {'+'.join(axes)}: {human_bytes(size)} promised"
+                yield f"{over}, and neither these nor a substitute are in the program that was read"
 
 
 def _is_narrower(found: str, promised: str) -> bool:

@@ -53,6 +53,11 @@ def rank_of(path: str, shape: tuple[int, ...]) -> int:
     return len(shape) - is_stacked(path)
 
 
+def longest_dim(layout: Layout) -> int:
+    """Return the size of the longest dimension of a parameter."""
+    return max((size for x in jax.tree.leaves(layout.shapes.params) for size in x.shape), default=1)
+
+
 def tensor_axes(layout: Layout) -> tuple[str, ...]:
     """Return the mesh axes that split weights while they are used, in mesh order, but for those that split experts."""
     used = {axis for placement in jax.tree.leaves(layout.params) for axis in axes_of(placement.use)}

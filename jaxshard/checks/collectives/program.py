@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxshard.checks.collectives import describe
 from jaxshard.checks.collectives.found import Collective, arrays_only
 from jaxshard.checks.collectives.instructions import Instruction
-from jaxshard.core.layout import human_bytes
 
 _SHOWN = 8
 """The number of entries of a list that are printed; JSON has them all."""
@@ -61,15 +60,9 @@ def _largest(title: str, entries: Sequence[Any], write: Callable[[Any], str]) ->
     entries = sorted(entries, key=lambda one: -(one.bytes or 0))
     lines = [f"- {write(one)}" for one in entries[:_SHOWN]]
     if rest := entries[_SHOWN:]:
-        lines.append(f"- and {len(rest)} more, {_total(rest)}")
+        lines.append(f"- and {len(rest)} more, {describe.total_size(rest)}")
     return "\n".join([_title(title, entries), *lines])
 
 
 def _title(title: str, entries: Sequence[Any]) -> str:
-    return f"{title}: {len(entries)}, {_total(entries)}"
-
-
-def _total(entries: Iterable[Any]) -> str:
-    sizes = [one.bytes for one in entries]
-    known = human_bytes(sum(size for size in sizes if size is not None))
-    return known if None not in sizes else f"at least {known}"
+    return f"{title}: {len(entries)}, {describe.total_size(entries)}"

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -41,18 +41,18 @@ from jaxshard.checks.collectives.compiler_choices import (
     ring_permutes,
     splits_sequence,
 )
-from jaxshard.checks.collectives.expected import Expected, gather_stages, over_several
+from jaxshard.checks.collectives.expected import Expected, as_travels, gather_stages, over_several
 from jaxshard.checks.collectives.forbidden import Never, forbidden_arrays
 from jaxshard.checks.collectives.owner_exchanges import owner_exchanges
 from jaxshard.checks.collectives.parameters import (
     Parameter,
     expert_axes,
     is_stacked,
+    longest_dim,
     parameters_of,
     rank_of,
     tensor_axes,
 )
-from jaxshard.checks.collectives.scaled import as_travels
 from jaxshard.checks.collectives.synchronisation import rows_of_replica, synchronisations
 from jaxshard.checks.collectives.weight_uses import Uses, count_scheduled_uses, count_uses
 from jaxshard.core.layout import Layout
@@ -77,12 +77,14 @@ class Promise:
       never: what nothing in `expected` covers, however small it is.
       slack: bytes that the compiler may move in all beyond what is expected.
       mesh: of the layout; None in promises written by hand.
+      names: for each mesh axis that splits activations the name by which `js.constrain` splits a dimension over it.
     """
 
     expected: tuple[Expected, ...]
     never: tuple[Never, ...]
     slack: int
     mesh: Mesh | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Promise:
@@ -142,8 +144,7 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
         *_state_collectives(step),
         *_metric_sums(step),
         *_stage_permutes(step),
-        *_context_exchanges(step),
-        *_sums_of_the_loss(step),
+        *_exchanges_of_the_loss(step),
         *_norm_gathers(step),
         *feature_gathers(layout, parameters, engine.compute_dtype),
         *activations(layout, engine.compiler_chooses),
@@ -152,7 +153,9 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     total = sum(bytes_of(one.shape, one.dtype) for one in parameters)
     expected = list(between_slices(layout.mesh, [*over_several(layout.mesh, expected), *_scalars(step)]))
     never = forbidden_arrays(layout.mesh, parameters, expert_axes(layout))
-    return Promise(tuple(expected), tuple(never), int(SLACK * total), layout.mesh)
+    names = dict.fromkeys(tensor_axes(layout), "features") | dict.fromkeys(layout.batch_axes, "batch")
+    names |= dict.fromkeys(layout.context.axis if layout.context else (), "context")
+    return Promise(tuple(expected), tuple(never), int(SLACK * total), layout.mesh, names)
 
 
 class _Step(NamedTuple):
@@ -357,30 +360,23 @@ def _stage_permutes(step: _Step) -> Iterator[Expected]:
     yield Expected("collective-permute", axes, None, None, 0, None, "activations and their cotangents between stages")
 
 
-def _context_exchanges(step: _Step) -> Iterator[Expected]:
-    """What attention exchanges where positions are split: gathers of keys and values, all-to-alls, or permutes."""
-    if step.layout.context is None:
-        return
-    what = "queries, keys and values, or their gradients, of js.attention"
-    if step.uses.exchanges is None:
-        for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
-            yield Expected(kind, step.layout.context.axis, None, None, 0, None, what)
-        return
-    for one, count in step.uses.exchanges.items():
-        # The compiler may join equal ones of a block, or move one that is the same in every block out of the loop.
-        yield Expected(one.kind, one.axes, one.shape, one.dtype, 0, count, what)
+def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
+    """Exchanges of attention where positions are split, and sums over rows that the loss takes by axis name.
 
-
-def _sums_of_the_loss(step: _Step) -> Iterator[Expected]:
-    """Statistics of a batch that the loss sums over devices itself, by the names of the axes of the rows.
-
-    They have a mean and a mean of squares for each feature, so no more than twice the longest dimension of a parameter.
+    Such sums, statistics of a batch, have a mean and a mean of squares for each feature: no more than twice the longest
+    dimension of a parameter.
     """
-    longest = max(max(x.shape, default=1) for x in jax.tree.leaves(step.layout.shapes.params))
-    for one, count in step.uses.sums.items():
-        if set(one.axes) <= set(step.layout.sum_axes) and math.prod(one.shape) <= 2 * longest:
-            what = "sums over rows that the loss takes by axis name"
-            yield Expected(one.kind, one.axes, one.shape, one.dtype, 0, count, what)
+    context, rows, most = step.layout.context, set(step.layout.sum_axes), 2 * longest_dim(step.layout)
+    what = "queries, keys and values, or their gradients, of js.attention"
+    if context is not None and step.scheduled:
+        for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
+            yield Expected(kind, context.axis, None, None, 0, None, what)
+    for one, count in step.uses.exchanges():
+        if one.kind != "all-reduce" and context is not None:
+            # The compiler may join equal ones of a block, or move one that is the same in every block out of the loop.
+            yield Expected(*one, 0, count, what)
+        elif one.kind == "all-reduce" and set(one.axes) <= rows and math.prod(one.shape) <= most:
+            yield Expected(*one, 0, count, "sums over rows that the loss takes by axis name")
 
 
 def _norm_gathers(step: _Step) -> Iterator[Expected]:

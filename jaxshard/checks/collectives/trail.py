@@ -46,6 +46,8 @@ class Trail(NamedTuple):
       reader: JAX's name of an operation of the user's, or of a library, that uses the result; "" where none is near.
       read_at: its line, or "".
       dim: the dimension that is gathered, scattered or cut into parts; None for others.
+      numbers: of the program's arguments that it is.
+      gathered: how many times larger than these it was made by gathers on the way.
     """
 
     arguments: tuple[str, ...] = ()
@@ -54,6 +56,8 @@ class Trail(NamedTuple):
     reader: str = ""
     read_at: str = ""
     dim: int | None = None
+    numbers: tuple[int, ...] = ()
+    gathered: int = 1
 
 
 def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
@@ -61,12 +65,13 @@ def find_trail(scope: hlo.Scope, op: hlo.Op, part: int) -> Trail:
     if part >= len(op.operands):
         return Trail()
     name = op.operands[part]
-    numbers = find_origin(scope, name).arguments
+    numbers, gathered = find_origin(scope, name)
     reader = find_reader(scope, op)
     dim = re.search(r"\bdimensions=\{(\d+)\}", op.attributes)
     trail = Trail(reader=operation_of(reader.op_name), read_at=reader.line, dim=int(dim[1]) if dim else None)
     if numbers:
-        return trail._replace(arguments=_arguments(scope.module, numbers))
+        words = _arguments(scope.module, numbers)
+        return trail._replace(arguments=words, numbers=tuple(sorted(numbers)), gathered=gathered)
     maker, made_at = _maker(scope, name)
     return trail._replace(maker=maker, made_at=made_at)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -78,6 +77,7 @@ _KINDS = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
+    "psum": "all-reduce",
 }
 """Kinds of collectives by the names of JAX's primitives."""
 
@@ -86,17 +86,14 @@ class Uses(NamedTuple):
     """The uses of all weights in a step, and what else its program says.
 
     Attributes:
-      counts: how often each use happens in a step.
+      counts: how often each use happens in a step, and how often the loss itself issues a collective: `js.attention`
+        its exchanges, and anyone sums over devices by axis name (batch statistics).
       metrics: the shapes of the loss's metrics, by name.
-      exchanges: how often `js.attention` issues each collective; None where a schedule decides.
-      sums: how often the loss itself sums an array over devices, by axis name (batch statistics).
       states: path and shape of each array of the model's state that is all-reduced over devices.
     """
 
-    counts: Mapping[Use, int]
+    counts: Mapping[Use | Exchange, int]
     metrics: dict[str, PyTree]
-    exchanges: Mapping[Exchange, int] | None = None
-    sums: Mapping[Exchange, int] = MappingProxyType({})
     states: Sequence[tuple[str, jax.ShapeDtypeStruct]] = ()
 
     def of(self, what: str, path: str) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -104,6 +101,10 @@ class Uses(NamedTuple):
         for use, count in self.counts.items():
             if use[:2] == (what, path):
                 yield use.shape, count
+
+    def exchanges(self) -> Iterator[tuple[Exchange, int]]:
+        """Yield the collectives that stand in the loss, and how often each is issued."""
+        yield from ((one, count) for one, count in self.counts.items() if isinstance(one, Exchange))
 
 
 def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> Uses:
@@ -148,17 +149,10 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     traced, (outcome, _) = jax.make_jaxpr(step, return_shape=True)(
         params, sinks, shapes.state, jax.tree.map(turns_of, batch, layout.rows_mask(batch)), shapes.key
     )
-    counts: Counter[Use] = Counter()
-    exchanges: Counter[Exchange] = Counter()
-    live = eliminate_dead_code(traced)[0]
-    for use, times in _find_marks(live, 1):
-        counts[use] += times
-    for exchange, times in _find_exchanges(live, 1, inside=False):
-        exchanges[exchange] += times
-    sums: Counter[Exchange] = Counter()
-    for one, times in _find_sums(live, 1):
-        sums[one] += times
-    return Uses(counts, outcome.metrics, exchanges, sums, [] if states is None else states.reduced())
+    counts: Counter[Use | Exchange] = Counter()
+    for move, times in _find_moves(eliminate_dead_code(traced)[0], 1):
+        counts[move] += times
+    return Uses(counts, outcome.metrics, [] if states is None else states.reduced())
 
 
 def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
@@ -186,41 +180,25 @@ def _make_marking_move(layout: Layout | None, compute_dtype: Any) -> MakeMove:
     return make_move
 
 
-def _find_marks(jaxpr: Any, times: int) -> Iterator[tuple[Use, int]]:
-    """Every mark of a program that runs `times`, and how often it is passed."""
-    for equation in jaxpr.eqns:
-        if equation.primitive is _mark:
-            yield equation.params["use"], times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in jaxprs_in_params(equation.params):
-            yield from _find_marks(inner, times * turns)
+def _find_moves(jaxpr: Any, times: int, *, inside: bool = False) -> Iterator[tuple[Use | Exchange, int]]:
+    """Find every mark of a program that runs `times`, and every collective of the loss itself, with their executions.
 
-
-def _find_exchanges(jaxpr: Any, times: int, *, inside: bool) -> Iterator[tuple[Exchange, int]]:
-    """Every collective of `js.attention` in a program that runs `times`, and how often it is issued."""
+    `inside` says that the program is one of `js.attention`.
+    """
     for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
         here = inside or SCOPE in str(equation.source_info.name_stack)
-        if here and (kind := _KINDS.get(equation.primitive.name)) and equation.primitive is not _mark:
-            axes = equation.params["axis_name"]
+        if equation.primitive is _mark:
+            yield params["use"], times
+        elif name == "psum" or (here and name in _KINDS):
+            axes = params["axes"] if name == "psum" else params["axis_name"]
+            names = (axes,) if isinstance(axes, str) else tuple(axis for axis in axes if isinstance(axis, str))
             # Of a gather the result is the whole array, of all others the operand is.
-            for x in equation.outvars if kind == "all-gather" else equation.invars:
-                names = (axes,) if isinstance(axes, str) else tuple(axes)
-                yield Exchange(kind, names, tuple(x.aval.shape), x.aval.dtype), times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in jaxprs_in_params(equation.params):
-            yield from _find_exchanges(inner, times * turns, inside=here)
-
-
-def _find_sums(jaxpr: Any, times: int) -> Iterator[tuple[Exchange, int]]:
-    """Every sum over devices in a program that runs `times`, and how often it is taken; the engine's are not in it."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "psum":
-            axes = tuple(axis for axis in equation.params["axes"] if isinstance(axis, str))
-            for x in equation.invars:
-                yield Exchange("all-reduce", axes, tuple(x.aval.shape), x.aval.dtype), times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in jaxprs_in_params(equation.params):
-            yield from _find_sums(inner, times * turns)
+            for x in equation.outvars if name == "all_gather" else equation.invars:
+                yield Exchange(_KINDS[name], names, tuple(x.aval.shape), x.aval.dtype), times
+        turns = params["length"] if name == "scan" else 1
+        for inner in jaxprs_in_params(params):
+            yield from _find_moves(inner, times * turns, inside=here)
 
 
 def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, batch: PyTree) -> Uses:
@@ -232,7 +210,7 @@ def count_scheduled_uses(layout: Layout, passes: BlockPasses, loss_fn: LossFn, b
       loss_fn: the loss, traced for its metrics alone.
       batch: a tree of global arrays or of `jax.ShapeDtypeStruct`.
     """
-    counts: dict[Use, int] = {}
+    counts: dict[Use | Exchange, int] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(layout.shapes.params):
         stacked = path[0].key == BLOCKS
         shape = tuple(x.shape[1:] if stacked else x.shape)

@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.groups import UNKNOWN, axes_of_groups
+from jaxshard.checks.collectives.groups import UNKNOWN, axes_of_groups, expand_iota
+from jaxshard.checks.collectives.source import name_in_notes
 
 PARAMETER, OPTIMIZER, BATCH, EITHER, OTHER = "parameter", "optimizer state", "batch", "parameter or moment", "other"
 ROLES = (PARAMETER, OPTIMIZER, EITHER, BATCH, OTHER)
@@ -45,6 +46,7 @@ class Argument:
       role: one of `ROLES`.
       dtype: as HLO writes it.
       shape: on one device.
+      whole: over all devices; that of one device where the text does not say how it is split.
       splits: for every dimension the mesh axes that split it; None where the text does not say.
       donated: True if a result takes its buffer.
     """
@@ -54,6 +56,7 @@ class Argument:
     role: str
     dtype: str
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...] | None
     donated: bool
 
@@ -79,23 +82,18 @@ def read_arguments(module: hlo.Module, mesh: Mesh) -> tuple[Argument, ...]:
     donated = {int(number) for number in _ALIAS.findall(head)}
     entry = module.computations[module.entry]
     found = []
-    for name, line in entry.lines.items():
+    for label, line in entry.lines.items():
         if " parameter(" in line:
-            op = entry[name]
+            op = entry[label]
             number = int(op.inside)
             for dtype, shape in hlo.arrays(op.type)[:1]:
-                label = _label(op.notes)
+                label = name_in_notes(op.notes).replace("\\'", "'").replace('\\"', '"')
                 role = _role(label, dtype, shape, number in donated)
-                splits = _splits(op.attributes, len(shape), mesh)
-                found.append(
-                    Argument(number, label or f"argument {number}", role, dtype, shape, splits, number in donated)
-                )
+                name, splits = label or f"argument {number}", _splits(op.attributes, len(shape), mesh)
+                parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]
+                whole = tuple(size * count for size, count in zip(shape, parts))
+                found.append(Argument(number, name, role, dtype, shape, whole, splits, number in donated))
     return _settled(sorted(found, key=lambda one: one.number))
-
-
-def _label(notes: str) -> str:
-    found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', notes)
-    return "" if found is None else found[1].replace("\\'", "'").replace('\\"', '"')
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:
@@ -135,12 +133,7 @@ def _splits(attributes: str, dims: int, mesh: Mesh) -> tuple[tuple[str, ...], ..
     if tiles is None:
         return ((),) * dims if "replicated" in found[1] else None
     shape = [int(size) for size in tiles[1].split(",")]
-    if tiles[4]:
-        ids = np.array([int(number) for number in tiles[4].split(",")])
-    else:
-        sizes = [int(size) for size in tiles[2].split(",")]
-        ids = np.arange(math.prod(sizes)).reshape(sizes)
-        ids = ids.transpose([int(dim) for dim in tiles[3].split(",")]) if tiles[3] else ids
+    ids = np.array([int(number) for number in tiles[4].split(",")]) if tiles[4] else expand_iota(tiles[2], tiles[3])
     if ids.size != mesh.size or math.prod(shape) != mesh.size or len(shape) < dims:
         return None
     placed = ids.reshape(shape)

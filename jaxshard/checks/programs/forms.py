@@ -7,13 +7,12 @@ one of three blocks of these as [32,64] or [8,256], and each with its dimensions
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives.expected import Shape, normal_shape
+from jaxshard.checks.collectives.expected import Shape, joined_shapes, normal_shape
 from jaxshard.checks.programs.arguments import Argument
 
 _MOST_BLOCKS = 256
@@ -48,7 +47,7 @@ def forms_of(
     forms: dict[Shape, float] = {}
     for shape in _unsplit(argument, mesh, axes, others):
         for part, share in _with_blocks(shape, stacked):
-            for joined in _joined(part):
+            for joined in joined_shapes(part):
                 form = normal_shape(joined)
                 forms[form] = min(share, forms.get(form, 1.0))
     return forms
@@ -75,13 +74,6 @@ def _with_blocks(shape: Shape, stacked: int) -> Iterator[tuple[Shape, float]]:
     yield shape, 1.0
     if len(shape) > max(1, stacked) and 1 < shape[stacked] <= _MOST_BLOCKS:
         yield shape[:stacked] + shape[stacked + 1 :], 1 / shape[stacked]
-
-
-def _joined(shape: Shape) -> Iterator[Shape]:
-    yield shape
-    for first, last in itertools.combinations(range(len(shape) + 1), 2):
-        if last - first > 1:
-            yield (*shape[:first], math.prod(shape[first:last]), *shape[last:])
 
 
 def chunks_of(forms: Mapping[Shape, float], shape: Shape, count: int) -> float:

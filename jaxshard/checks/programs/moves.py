@@ -19,10 +19,8 @@ from jax.sharding import Mesh
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Shape, normal_shape
 from jaxshard.checks.collectives.found import Collective, locate, pick
-from jaxshard.checks.collectives.origins import NOWHERE, find_origin
 from jaxshard.checks.collectives.trail import PRODUCTS, operation_of, pass_of
 from jaxshard.checks.collectives.transfers import is_transfer
-from jaxshard.checks.collectives.walk import Executed
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for
 from jaxshard.checks.programs.forms import chunks_of, forms_of, stacked_dim
@@ -68,7 +66,8 @@ def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) ->
     moves = []
     for executed, record in locate(module, mesh):
         record = replace(record, source=_place(record))
-        moves += [_move(executed, record, part, known) for part in range(len(record.shapes))]
+        between = is_transfer(executed.op)
+        moves += [_move(pick(record, [part]), between, known) for part in range(len(record.shapes))]
     return tuple(moves)
 
 
@@ -106,23 +105,19 @@ class _Known:
         return alike or {number: share for number, share in chunks.items() if share}
 
 
-def _move(executed: Executed, record: Collective, part: int, known: _Known) -> Move:
-    found = pick(record, [part])
-    op = executed.op
-    origin = NOWHERE
-    if not is_transfer(op) and part < len(op.operands) and len(record.shapes) <= len(op.operands):
-        origin = find_origin(executed.scope, op.operands[part])
-    of = tuple(known.arguments[number] for number in sorted(origin.arguments) if number in known.arguments)
-    if of and (found.elements > _SCALARS or (len(of) == 1 and of[0].elements > _SCALARS)):
+def _move(found: Collective, between_slices: bool, known: _Known) -> Move:
+    (trail,) = found.trails
+    of = tuple(known.arguments[number] for number in trail.numbers if number in known.arguments)
+    if of and not between_slices and (found.elements > _SCALARS or (len(of) == 1 and of[0].elements > _SCALARS)):
         roles = {one.role for one in of}
         what = INPUT if roles == {BATCH} else WEIGHT if roles & {PARAMETER, EITHER} else ACTIVATION
         # A gather may be written as a sum of what is zero elsewhere: its operand is as large as its result.
-        larger = origin.gathered * (len(found.groups[0]) if found.kind == "all-reduce" else 1)
-        share = _operand_elements(executed, part) / (sum(one.elements for one in of) * larger)
+        width = len(found.groups[0]) if found.kind in ("all-gather", "all-reduce") else 1
+        share = found.elements / (sum(one.elements for one in of) * trail.gathered * width)
         return Move(found, MOMENT if OPTIMIZER in roles else what, of, share)
     if found.elements <= _SCALARS:
         return Move(found, SCALAR)
-    if is_transfer(op) and found.kind in _SUMS:
+    if between_slices and found.kind in _SUMS:
         return Move(found, GRADIENT, by_shape=True)  # between slices arrays are padded to tiles, and several are joined
     if alike := known.alike(found):
         share = max(alike.values())
@@ -135,15 +130,6 @@ def _move(executed: Executed, record: Collective, part: int, known: _Known) -> M
 def is_ring(found: Collective) -> bool:
     """Return True for shards that go around a ring while a product is computed piece by piece."""
     return found.kind == "collective-permute" and operation_of(found.op_name) in PRODUCTS
-
-
-def _operand_elements(executed: Executed, part: int) -> int:
-    operand = executed.scope.computation[executed.op.operands[part]]
-    shapes = [shape for _, shape in hlo.arrays(operand.type)]
-    elements = 1
-    for size in shapes[0] if shapes else ():
-        elements *= size
-    return elements
 
 
 def _place(record: Collective) -> str:

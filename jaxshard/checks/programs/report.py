@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.compare import Surprise
-from jaxshard.checks.collectives.describe import as_dict, place_of
+from jaxshard.checks.collectives.describe import add_up, listed, place_of, times_str, total_size
 from jaxshard.checks.collectives.found import KINDS
+from jaxshard.checks.collectives.hlo import Module
 from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
 from jaxshard.checks.collectives.program import Program
-from jaxshard.checks.collectives.short import group
+from jaxshard.checks.collectives.surprise import entries
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, ROLES, Argument, read_arguments
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, check_axes, position_mesh, words
 from jaxshard.checks.programs.moves import SCALAR, WHAT, Move, find_moves
@@ -29,31 +28,29 @@ from jaxshard.core.text_table import Table
 _SHOWN = 12
 """The number of entries of a list that are printed; JSON has them all."""
 
-_NOTHING = "no collectives"
-
 
 @dataclass(frozen=True)
 class ProgramAudit:
     """The communication of a compiled step, by mesh axis, source line and array, and a strategy's verdict on it.
 
     Attributes:
+      name: of the program, such as "jit_train_step".
       mesh: over the positions of its devices.
       arguments: the arrays that it is given.
       moves: the arrays that its collectives move.
       strategy: the one that it was compared with; None for a report alone.
       verdict: of the comparison; empty without a strategy.
       assumed: what the text does not say and the audit takes for granted, in words.
-      asynchronous: True if some collective runs while the device computes.
       program: what else its text says.
     """
 
+    name: str
     mesh: Mesh
     arguments: tuple[Argument, ...]
     moves: tuple[Move, ...]
     strategy: str | None
     verdict: Verdict
     assumed: tuple[str, ...]
-    asynchronous: bool
     program: Program = field(default_factory=Program)
 
     @property
@@ -72,42 +69,45 @@ class ProgramAudit:
         outcome += [f"could not read {', '.join(unread)}"] if unread else []
         return "; ".join(outcome) or "nothing against the strategy"
 
+    @property
+    def headline(self) -> str:
+        """One sentence on the program and the verdict: bytes that move, bytes that the device waits for, surprises."""
+        found = [move.found for move in self.moves if move.what != SCALAR]
+        waits = [one for one in found if one.synchronous]
+        size, waited = total_size(found), total_size(waits)
+        waited = "all of them" if len(waits) == len(found) else waited
+        moved = f"collectives move {size}, and the device waits for {waited}" if found else "no collectives"
+        surprises = [one.found for one in self.verdict.surprises]
+        of = f" ({total_size(surprises)})" if surprises else ""
+        against = f"{self.strategy}: {self.outcome}{of}" if self.strategy else self.outcome
+        return f"{self.name} for {self.mesh.size} devices ({mesh_str(self.mesh)}): {moved}; {against}"
+
     def rows(self) -> list[dict[str, Any]]:
         """Add up collectives: one dictionary per kind, axes and what is moved; scalars last."""
-        groups: dict[tuple[Any, ...], list[Move]] = {}
-        for move in self.moves:
-            groups.setdefault((move.found.kind, move.found.axes, move.what), []).append(move)
-        order = sorted(groups, key=lambda key: (key[2] == SCALAR, KINDS.index(key[0]), key[1], WHAT.index(key[2])))
-        return [
-            {"kind": kind, "axis": "+".join(axes), "moves": what} | _sums(groups[kind, axes, what])
-            for kind, axes, what in order
-        ]
+        rows = add_up((_labels(move), move.found) for move in self.moves)
+        order = {what: number for number, what in enumerate(WHAT)}
+        return sorted(
+            rows, key=lambda row: (row["moves"] == SCALAR, KINDS.index(row["kind"]), row["axis"], order[row["moves"]])
+        )
 
     def lines(self) -> list[dict[str, Any]]:
         """Add up collectives by source line, kind, axes and what is moved, the most bytes first; without scalars."""
-        groups: dict[tuple[Any, ...], list[Move]] = {}
-        for move in self.moves:
-            if move.what != SCALAR:
-                key = (place_of(move.found), move.found.kind, move.found.axes, move.what)
-                groups.setdefault(key, []).append(move)
-        entries = [
-            {"place": place, "kind": kind, "axis": "+".join(axes), "moves": what} | _sums(moves)
-            for (place, kind, axes, what), moves in groups.items()
-        ]
-        return sorted(entries, key=lambda one: -(one["bytes"] or 0))
+        moves = [move for move in self.moves if move.what != SCALAR]
+        lines = add_up(({"place": place_of(move.found)} | _labels(move), move.found) for move in moves)
+        return sorted(lines, key=lambda one: -(one["bytes"] or 0))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""
         verdict = self.verdict
         return {
             "ok": self.ok,
+            "headline": self.headline,
             "devices": self.mesh.size,
             "mesh": dict(self.mesh.shape),
             "strategy": self.strategy,
             "arguments": [
                 {"role": role, "arrays": len(of), "bytes": sum(one.bytes for one in of)}
-                for role in ROLES
-                if (of := [one for one in self.arguments if one.role == role])
+                for role, of in self._by_role().items()
             ],
             "collectives": self.rows(),
             "lines": self.lines(),
@@ -121,63 +121,56 @@ class ProgramAudit:
         } | self.program.as_dict()
 
     def __str__(self) -> str:
-        """Tables by axis and by source line, then the surprises and what was assumed."""
+        """Write the headline, tables by role and axis, and lists by source line, of surprises and of assumptions."""
         return self.text()
 
-    def text(self, *, most: int | None = _SHOWN) -> str:
-        """Write what `str` does, with so many entries of each list; None for all."""
-        roles, moved = _roles(self.arguments), _table(self.rows(), self.asynchronous)
-        lists = self._lists(grouped=most is not None)
-        listed = [_listed(title, entries, shown and most) for title, entries, shown in lists]
-        parts = (
-            "\n".join(roles.lines),
-            "\n".join(moved.lines) if moved.rows else _NOTHING,
-            *listed[:-1],
-            self._left_to_the_compiler(),
-            str(self.program),
-            listed[-1],
-        )
-        return "\n\n".join(part for part in parts if part)
+    def text(self, *, all: bool = False) -> str:
+        """Write what `str` does; with `all` entries of each list, and each surprise by itself."""
+        return "\n\n".join([self.headline, *("\n".join(table.lines) for table in self._tables()), *self._lists(all)])
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, with the verdict above where a strategy was named."""
-        moved = _table(self.rows(), self.asynchronous)
-        outcome = f"{self.strategy}: " + ("kept" if self.ok else self.outcome)
-        lists = [
-            page.title(f"{title}: {len(entries)}") + page.listing(_cut(entries, most))
-            for title, entries, most in self._lists()
-            if entries
-        ]
-        return page.page(
-            page.verdict(self.ok, outcome) if self.strategy else "",
-            page.table(_roles(self.arguments)),
-            page.table(moved) if moved.rows else page.paragraph(_NOTHING),
-            *lists,
-            page.preformatted(self._left_to_the_compiler()),
-            page.preformatted(str(self.program)),
-        )
+        """Show the same in a notebook."""
+        verdict = page.verdict(self.ok if self.strategy else None, self.headline)
+        return page.page(verdict, *map(page.table, self._tables()), page.preformatted("\n\n".join(self._lists(False))))
 
-    def _lists(self, *, grouped: bool = True) -> list[tuple[str, Sequence[str], int | None]]:
-        """Titles, entries, and how many of these are shown; surprises of one line and kind grouped to one entry."""
+    def _by_role(self) -> dict[str, list[Argument]]:
+        by_role = {role: [one for one in self.arguments if one.role == role] for role in ROLES}
+        return {role: of for role, of in by_role.items() if of}
+
+    def _tables(self) -> list[Table]:
+        roles = [
+            (role, f"{len(of):,}", human_bytes(sum(one.bytes for one in of))) for role, of in self._by_role().items()
+        ]
+        moved = [
+            (row["kind"], row["axis"], row["moves"], "?" if row["count"] is None else f"{row['count']:,}",
+             _size(row["bytes"]), _size(row["synchronous_bytes"]))
+            for row in self.rows()
+        ]  # fmt: skip
+        head = ("collective", "axis", "moves", "times", "bytes", "waited for")
+        return [Table(roles, "<>>", ("given", "arrays", "on each device")), Table(moved, "<<<>>>", head)]
+
+    def _lists(self, all: bool) -> list[str]:
         verdict = self.verdict
-        groups = group(verdict.surprises) if grouped else [(one,) for one in verdict.surprises]
-        surprises = [_surprise(*of) for of in groups]
+        lines = [
+            f"{one['kind']} over {one['axis']}, {times_str(one['count'])}, {_size(one['bytes'])}: {one['moves']}\n"
+            f"    at {one['place']}"
+            for one in self.lines()
+        ]
         substitutes = [
             f"all-reduce in place of a reduce-scatter over {words(axes)}, {human_bytes(size)}"
             for axes, size in verdict.substitutes.items()
         ]
-        return [
-            ("by source line", [_in_words(one) for one in self.lines()], _SHOWN),
-            ("could not read", verdict.unread, _SHOWN),
-            ("surprises", surprises, _SHOWN),
-            ("not where the strategy puts it", verdict.misplaced, _SHOWN),
-            ("promised, but not recognised", verdict.missing, _SHOWN),
-            ("other kinds than promised", substitutes, _SHOWN),
-            ("assumed", self.assumed, None),
+        cut = [
+            ("by source line", lines),
+            ("could not read", verdict.unread),
+            ("surprises", entries(verdict.surprises, all=all)),
+            ("not where the strategy puts it", verdict.misplaced),
+            ("promised, but not recognised", verdict.missing),
+            ("other kinds than promised", substitutes),
         ]
-
-    def _left_to_the_compiler(self) -> str:
-        return f"left to the compiler: {human_bytes(self.verdict.tolerated)}" if self.verdict.tolerated else ""
+        lists = [listed(f"{title}: {len(of)}", of if all else _cut(of)) for title, of in cut]
+        left = f"left to the compiler: {human_bytes(verdict.tolerated)}" if verdict.tolerated else ""
+        return [text for text in (*lists, left, str(self.program), listed("assumed", self.assumed)) if text]
 
 
 def audit_program(
@@ -201,20 +194,13 @@ def audit_program(
       print(js.plan.audit_program(Path("step.txt").read_text(), {"data": 8}, strategy="fsdp"))
     """
     module = parse_program(text if isinstance(text, bytes) else text.encode())
-    return audit_module(module, axes, strategy=strategy, microbatches=microbatches)
-
-
-def audit_module(
-    module: hlo.Module, axes: dict[str, int], *, strategy: str | None = None, microbatches: int = 1
-) -> ProgramAudit:
-    """Do the work of `audit_program` on a parsed program."""
     try:
         return _audit(module, axes, strategy, microbatches)
     except (AssertionError, IndexError, KeyError, RecursionError, StopIteration) as error:
         raise ValueError(f"the HLO text is damaged: {type(error).__name__} {error}") from error
 
 
-def _audit(module: hlo.Module, axes: dict[str, int], strategy: str | None, microbatches: int) -> ProgramAudit:
+def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatches: int) -> ProgramAudit:
     several = "_xla_megascale_transfer_type=" in module.text
     mesh = position_mesh(axes, module.devices, slices=several)
     if strategy is not None:
@@ -224,11 +210,13 @@ def _audit(module: hlo.Module, axes: dict[str, int], strategy: str | None, micro
     arguments = read_arguments(module, mesh)
     moves = find_moves(module, mesh, arguments)
     verdict = Verdict() if strategy is None else judge(strategy, mesh, arguments, moves, microbatches)
-    asynchronous = any(not move.found.synchronous for move in moves)
-    waited = {id(move.found): move.found for move in moves if asynchronous and move.found.synchronous}
+    # A program without any asynchronous collective, as every CPU's, waits for all: that needs no list.
+    overlaps = any(not move.found.synchronous for move in moves)
+    waited = {id(move.found): move.found for move in moves if overlaps and move.found.synchronous}
     program = Program(tuple(waited.values()), rematerialized(module.text), in_host_memory(module.text))
     assumed = tuple(_assumptions(mesh, module.devices, arguments, moves, strategy, microbatches))
-    return ProgramAudit(mesh, arguments, moves, strategy, verdict, assumed, asynchronous, program)
+    name = module.text.partition(",")[0].removeprefix("HloModule ").strip()
+    return ProgramAudit(name, mesh, arguments, moves, strategy, verdict, assumed, program)
 
 
 def _assumptions(
@@ -238,7 +226,7 @@ def _assumptions(
     moves: Sequence[Move],
     strategy: str | None,
     microbatches: int,
-) -> Iterable[str]:
+) -> Iterator[str]:
     yield f"the mesh is {mesh_str(mesh)}, with positions in this order"
     if mesh.size > devices:
         yield f"the program is that of one of {mesh.size // devices} slices, over which the mesh's outermost axes go"
@@ -266,56 +254,15 @@ def _assumptions(
         yield "a weight may be gathered for the forward and for the backward pass"
 
 
-def _sums(moves: Sequence[Move]) -> dict[str, Any]:
-    counts, sizes = [one.found.count for one in moves], [one.found.bytes for one in moves]
-    waited = [one.found.bytes for one in moves if one.found.synchronous]
-    return {
-        "count": None if None in counts else sum(count or 0 for count in counts),
-        "bytes": None if None in sizes else sum(size or 0 for size in sizes),
-        "synchronous_bytes": None if None in waited else sum(size or 0 for size in waited),
-    }
-
-
-def _roles(arguments: Sequence[Argument]) -> Table:
-    sizes = {role: [one.bytes for one in arguments if one.role == role] for role in ROLES}
-    rows = [(role, f"{len(of):,}", human_bytes(sum(of))) for role, of in sizes.items() if of]
-    return Table(rows, "<>>", ("given", "arrays", "on each device"))
-
-
-def _table(rows: Sequence[dict[str, Any]], asynchronous: bool) -> Table:
-    cells = []
-    for row in rows:
-        waited = _size(row["synchronous_bytes"]) if asynchronous else "all"
-        count = "?" if row["count"] is None else f"{row['count']:,}"
-        cells.append((row["kind"], row["axis"], row["moves"], count, _size(row["bytes"]), waited))
-    return Table(cells, "<<<>>>", ("collective", "axis", "moves", "times", "bytes", "waited for"))
-
-
-def _in_words(one: dict[str, Any]) -> str:
-    times = "? times" if one["count"] is None else "once" if one["count"] == 1 else f"{one['count']:,} times"
-    arrays = ", ".join(f"{one['dtype']}{shape}" for shape in one.get("shapes", ()))
-    what = one.get("moves") or arrays
-    return f"{one['kind']} over {one['axis']}, {times}, {_size(one['bytes'])}: {what}\n    at {one['place']}"
-
-
-def _surprise(largest: Surprise, *others: Surprise) -> str:
-    """The largest surprise of a line, and how much the others of its kind there move."""
-    sizes = [one.found.bytes for one in others]
-    size = human_bytes(sum(one or 0 for one in sizes)) if None not in sizes else "?"
-    more = f"and {len(others)} more of this kind there, {size}" if others else ""
-    return "\n    ".join(filter(None, (_in_words(as_dict(largest.found)), largest.why, largest.cause, more)))
+def _labels(move: Move) -> dict[str, Any]:
+    return {"kind": move.found.kind, "axis": "+".join(move.found.axes), "moves": move.what}
 
 
 def _size(size: int | None) -> str:
     return "?" if size is None else human_bytes(size)
 
 
-def _listed(title: str, entries: Sequence[str], most: int | None) -> str:
-    lines = (f"- {one}" for one in _cut(entries, most))
-    return "\n".join([f"{title}: {len(entries)}", *lines]) if entries else ""
-
-
-def _cut(entries: Sequence[str], most: int | None) -> list[str]:
+def _cut(entries: Sequence[str]) -> list[str]:
     """The first entries, and how many more there are."""
-    rest = len(entries) - len(entries[:most])
-    return [*entries[:most], *([f"and {rest} more"] if rest else [])]
+    rest = len(entries) - _SHOWN
+    return [*entries[:_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]

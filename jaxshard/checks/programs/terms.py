@@ -6,18 +6,20 @@ over those that split weights activations are moved as needed, over those of con
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives.compare import Surprise
+from jaxshard.checks.collectives import hlo
+from jaxshard.checks.collectives.found import Collective
 from jaxshard.checks.collectives.groups import UNKNOWN
 from jaxshard.checks.collectives.promise import SLACK
+from jaxshard.checks.collectives.surprise import Surprise, merged, wanted_axes
 from jaxshard.checks.collectives.trail import SCATTERED
-from jaxshard.checks.collectives.walk import add_counts
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
 from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, INPUT, INTEGERS, MOMENT, SCALAR, WEIGHT, Move
@@ -80,21 +82,21 @@ def judge(
 ) -> Verdict:
     """Compare what a program moves with what a strategy promises."""
     judged = _Judge(strategy, mesh, arguments, moves, microbatches)
-    verdict = Verdict()
-    slack = int(SLACK * sum(judged.whole_bytes(one) for one in judged.parameters))
+    verdict = Verdict(substitutes=judged.substitutes)
+    slack = int(SLACK * sum(judged.bytes[one.number] for one in judged.parameters))
     # What is known to be an argument uses up its promise first, then what may be the fewest.
     problems = {at: judged.problem(moves[at]) for at in sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))}
-    for at, (why, strict) in sorted(problems.items(), key=lambda item: moves[item[0]].found.bytes or 0):
-        size = moves[at].found.bytes
-        if why and not strict and size is not None and size <= slack - verdict.tolerated:
-            verdict.tolerated += size
+    for at, why in sorted(problems.items(), key=lambda item: moves[item[0]].found.bytes or 0):
+        found = moves[at].found
+        fits = found.bytes is not None and found.bytes <= slack - verdict.tolerated
+        if why and fits and not judged.is_strict(moves[at]):
+            verdict.tolerated += found.bytes or 0
         elif why:
-            verdict.surprises.append(Surprise(moves[at].found, why))
-    verdict.surprises = _merged(verdict.surprises)
+            verdict.surprises.append(Surprise(found, why, _constraint(found, axes_for(mesh, ROWS))))
+    verdict.surprises = sorted(merged(verdict.surprises), key=lambda one: -(one.found.bytes or 0))
     verdict.misplaced += judged.misplaced()
     verdict.missing += judged.missing()
     verdict.unread += judged.unread(moves)
-    verdict.substitutes = judged.substitutes
     return verdict
 
 
@@ -103,15 +105,10 @@ def _doubt(move: Move) -> tuple[bool, bool, int, float]:
     return move.by_shape, move.what == GRADIENT, len(move.arguments), -move.share
 
 
-def _merged(surprises: Sequence[Surprise]) -> list[Surprise]:
-    """Equal ones of one place added up, the most bytes first."""
-    merged: dict[tuple[object, ...], Surprise] = {}
-    for one in surprises:
-        found = one.found
-        key = (found.kind, found.axes, found.dtype, found.shapes, found.source, found.count is None, one.why)
-        before = merged[key].found.count if key in merged else 0
-        merged[key] = Surprise(replace(found, count=add_counts(found.count, before)), one.why)
-    return sorted(merged.values(), key=lambda one: -(one.found.bytes or 0))
+def _constraint(found: Collective, rows: Sequence[str]) -> str:
+    """The call that keeps the first array of a collective split as it is before it is moved."""
+    dims = [axes[0] if len(axes) == 1 else axes or None for axes in wanted_axes(found, rows)]
+    return f"jax.lax.with_sharding_constraint(x, P({', '.join(map(repr, dims))}))"
 
 
 class _Judge:
@@ -127,121 +124,95 @@ class _Judge:
         self.copies = tuple(axis for axis in self.rows if strategy == "hsdp" and axis.startswith(_COPIES))
         self.free = axes_for(mesh, SPLIT, EXCHANGED, STAGES)
         self.exchanged, self.stages = axes_for(mesh, EXCHANGED), axes_for(mesh, STAGES)
-        self.longest = max((size for one in self.parameters for size in self.whole_shape(one)), default=1)
-        sizes = vocabularies_of(self.parameters, self.whole_shape)
-        self.vocabulary = {size * parts for size in sizes for parts in (1, self._size(self.split))}
+        self.longest = max((size for one in self.parameters for size in one.whole), default=1)
+        parts = math.prod(mesh.shape[axis] for axis in self.split)
+        self.vocabulary = {size * count for size in vocabularies_of(self.parameters) for count in (1, parts)}
         self.used: dict[tuple[str, int, tuple[str, ...]], float] = {}
         self.substitutes: Counter[tuple[str, ...]] = Counter()
-        self.gathered: dict[int, int] = {}
+        # Bytes over all devices; where the text does not say how an array is split, by how gathers make it larger.
+        self.bytes = {one.number: hlo.nbytes((one.dtype, one.whole)) for one in self.arguments}
         for move in moves:
             for one in move.arguments if move.what == WEIGHT and not move.by_shape else ():
                 larger = round(move.found.elements / max(1, move.share * one.elements))
-                self.gathered[one.number] = max(larger, self.gathered.get(one.number, 1))
+                self.bytes[one.number] = max(self.bytes[one.number], larger * one.bytes)
 
-    def whole_shape(self, one: Argument) -> tuple[int, ...]:
-        """The shape over all devices where the text says how it is split, else that of one device."""
-        if one.splits is None:
-            return one.shape
-        sizes = [self._size(axes) for axes in one.splits]
-        return tuple(size * parts for size, parts in zip(one.shape, sizes))
-
-    def whole_bytes(self, one: Argument) -> int:
-        """Bytes over all devices, by its splits or else by how its gathers make it larger."""
-        parts = self.gathered.get(one.number, 1)
-        if one.splits is not None:
-            parts = self._size([axis for axes in one.splits for axis in axes])
-        return one.bytes * parts
-
-    def _size(self, axes: Sequence[str]) -> int:
-        size = 1
-        for axis in axes:
-            size *= self.mesh.shape.get(axis, 1)
-        return size
-
-    def problem(self, move: Move) -> tuple[str, bool]:
-        """Return why a collective is a surprise, or "", and whether it is one however small it is."""
-        found, axes = move.found, move.found.axes
+    def problem(self, move: Move) -> str:
+        """Return why a collective is a surprise, or ""."""
+        found, axes = move.found, set(move.found.axes)
         if move.what == SCALAR:
-            return "", False
-        if axes == UNKNOWN:
-            return (
-                "among groups of devices that are no product of the mesh's axes: is --mesh in the right order?",
-                False,
-            )
+            return ""
+        if found.axes == UNKNOWN:
+            return "among groups of devices that are no product of the mesh's axes: is --mesh in the right order?"
         if move.what == MOMENT:
-            return f"{_names(move)}: moments of the optimizer stay where they are, under every strategy", True
+            return f"{_names(move)}: moments of the optimizer stay where they are, under every strategy"
         if self._is_logits(move):
-            return f"logits, {found.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them", True
+            return f"logits, {found.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them"
         if found.kind == "all-gather" or (move.what == WEIGHT and found.kind == "all-reduce"):
             return self._gather_problem(move)
         if found.kind in ("all-reduce", "reduce-scatter"):
             return self._sum_problem(move)
-        if found.kind == "collective-permute" and (move.what in (WEIGHT, GRADIENT) or set(axes) <= set(self.free)):
+        if found.kind == "collective-permute":
             if move.what == GRADIENT:
                 self._take(move, "sum", self.microbatches)
-            return "", False  # a ring that gathers or scatters piece by piece, stages, or keys and values
-        if found.kind == "collective-permute" and any(trail.maker == SCATTERED for trail in found.trails):
-            return "", False  # the borders of a scattered sum's padded shards
-        if found.kind != "collective-permute" and set(axes) <= set(self.exchanged):
-            return "", False
+            # Rings that gather or scatter piece by piece, stages, keys and values; the borders of padded shards.
+            borders = any(trail.maker == SCATTERED for trail in found.trails)
+            promised = move.what in (WEIGHT, GRADIENT) or axes <= set(self.free) or borders
+        else:
+            promised = axes <= set(self.exchanged)
         where = f", but over {words(self.exchanged)}" if self.exchanged else ""
-        why = f"{move.what} moved by {found.kind} over {words(axes)}: no strategy promises that{where}"
-        return why, self._is_large(move) and found.kind != "collective-permute"
+        why = f"{move.what} moved by {found.kind} over {words(found.axes)}: no strategy promises that{where}"
+        return "" if promised else why
 
-    def _is_large(self, move: Move) -> bool:
-        """True for activations of more numbers than there are features."""
-        return move.what == ACTIVATION and move.found.elements > self.longest
+    def is_strict(self, move: Move) -> bool:
+        """Return True for a surprise however small it is: moments, logits, split weights, activations of all rows."""
+        is_split_weight = move.what == WEIGHT and not move.by_shape and bool(set(move.found.axes) & set(self.split))
+        rows = move.what == ACTIVATION and move.found.elements > self.longest  # more numbers than there are features
+        large = rows and move.found.kind != "collective-permute"
+        return move.what == MOMENT or is_split_weight or large or self._is_logits(move)
 
     def _is_logits(self, move: Move) -> bool:
         shape = move.found.shapes[0]
         computed = move.what == ACTIVATION and move.found.kind in ("all-gather", "all-to-all")
         return computed and len(shape) > 1 and shape[-1] in self.vocabulary
 
-    def _gather_problem(self, move: Move) -> tuple[str, bool]:
-        axes = move.found.axes
-        if move.what in (WEIGHT, GRADIENT):
-            by_shape = move.by_shape
-            if not by_shape and set(axes) & set(self.split) and len(move.found.shapes[0]) > 1:
-                over = words(self.split)
-                return f"{_names(move)}: a weight must not be gathered over {over}, which splits its use", True
-            if by_shape and set(axes) <= set(self.free):
-                return "", False
-            if set(axes) & set(self.copies):
-                return f"{_names(move)}: hsdp keeps whole copies over {words(self.copies)}", False
-            most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
-            if self.stages and self.terms.gathers:
-                return "", False  # as often as the schedule of the pipeline turns
-            if self._take(move, "gather", most):
-                return "", False
-            promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
-            return f"{_names(move)}: {self._times(move, 'gather')}{self.strategy} {promise}", False
-        if set(axes) <= set(self.free):
-            return "", False
-        rows = words([axis for axis in axes if axis in self.rows])
+    def _gather_problem(self, move: Move) -> str:
+        axes, by_shape = set(move.found.axes), move.by_shape
+        rows = words([axis for axis in move.found.axes if axis in self.rows])
+        if axes <= set(self.free) and (by_shape or move.what not in (WEIGHT, GRADIENT)):
+            return ""
         if move.what in (INTEGERS, INPUT):
-            return f"{move.what} gathered over {rows}, over which every device has its own rows", False
-        return f"an activation gathered over {rows}: every device gets the rows of all", self._is_large(move)
+            return f"{move.what} gathered over {rows}, over which every device has its own rows"
+        if move.what not in (WEIGHT, GRADIENT):
+            return f"an activation gathered over {rows}: every device gets the rows of all"
+        if not by_shape and axes & set(self.split) and len(move.found.shapes[0]) > 1:
+            return f"{_names(move)}: a weight must not be gathered over {words(self.split)}, which splits its use"
+        if axes & set(self.copies):
+            return f"{_names(move)}: hsdp keeps whole copies over {words(self.copies)}"
+        most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
+        by_schedule = self.stages and self.terms.gathers  # as often as the schedule of the pipeline turns
+        if by_schedule or self._take(move, "gather", most):
+            return ""
+        promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
+        return f"{_names(move)}: {self._times(move, 'gather')}{self.strategy} {promise}"
 
-    def _sum_problem(self, move: Move) -> tuple[str, bool]:
-        axes = move.found.axes
-        if not set(axes) & {*self.rows, *self.stages}:
-            return "", False
-        if move.what == GRADIENT:
-            if self._take(move, "sum", self.microbatches):
-                if move.found.kind == "all-reduce" and self.terms.split and set(axes) & set(self.rows):
-                    self.substitutes[axes] += move.found.bytes or 0
-                return "", False
-            gathers = self.terms.gathers * self.microbatches
-            if move.found.kind == "all-reduce" and gathers and self._take(move, "gather", gathers):
-                return "", False  # a gather that is written as a sum of shards
-            count = "once" if self.microbatches == 1 else f"{self.microbatches} times"
-            times = self._times(move, "sum")
-            return f"by its shape the gradient of {_names(move)}: {times}{self.strategy} sums it {count}", False
-        if move.found.elements <= self.longest or set(axes) <= {*self.exchanged, *self.stages}:
-            return "", False
-        rows = words([axis for axis in axes if axis in self.rows])
-        why = f"{move.what} summed over {rows}: devices computed with parts of a weight in place of the whole one"
-        return why, self._is_large(move)
+    def _sum_problem(self, move: Move) -> str:
+        found, axes = move.found, set(move.found.axes)
+        if not axes & {*self.rows, *self.stages}:
+            return ""
+        if move.what != GRADIENT:
+            if found.elements <= self.longest or axes <= {*self.exchanged, *self.stages}:
+                return ""
+            rows = words([axis for axis in found.axes if axis in self.rows])
+            return f"{move.what} summed over {rows}: devices computed with parts of a weight in place of the whole one"
+        if self._take(move, "sum", self.microbatches):
+            if found.kind == "all-reduce" and self.terms.split and axes & set(self.rows):
+                self.substitutes[found.axes] += found.bytes or 0
+            return ""
+        gathers = self.terms.gathers * self.microbatches
+        if found.kind == "all-reduce" and gathers and self._take(move, "gather", gathers):
+            return ""  # a gather that is written as a sum of shards
+        count = "once" if self.microbatches == 1 else f"{self.microbatches} times"
+        return f"by its shape the gradient of {_names(move)}: {self._times(move, 'sum')}{self.strategy} sums it {count}"
 
     def _take(self, move: Move, stage: str, most: int) -> bool:
         """Use up what is promised of an argument over these axes; False where nothing has room."""
@@ -299,21 +270,21 @@ class _Judge:
         kinds = {one.found.kind for one in moves if one.what != SCALAR and set(one.found.axes) & {*self.rows, *UNKNOWN}}
         if not large or not self.rows or kinds - {"all-gather", "all-reduce", "reduce-scatter"}:
             return
-        size = human_bytes(sum(self.whole_bytes(one) for one in large))
+        size = human_bytes(sum(self.bytes[one.number] for one in large))
         if (self.terms.gathers or self.terms.renewals) and not kinds & {"all-gather", "all-reduce"}:
             yield f"gathers of weights over {words(self.rows)}: parameters of {size}, and nothing is gathered"
         if not kinds & {"all-reduce", "reduce-scatter"}:
             yield f"sums of gradients over {words(self.rows)}: parameters of {size}, and nothing is summed"
 
 
-def vocabularies_of(parameters: Sequence[Argument], shape_of: Callable[[Argument], tuple[int, ...]]) -> set[int]:
+def vocabularies_of(parameters: Sequence[Argument]) -> set[int]:
     """Return the sizes of vocabularies: the longest dimensions of parameters whose names speak of one.
 
     One that others have too is that of the features, where a device has a small part of the vocabulary.
     """
     named = [one for one in parameters if any(word in one.name.lower() for word in _VOCABULARY)]
-    others = {size for one in parameters if one not in named for size in shape_of(one)}
-    return {max(shape_of(one)) for one in named if len(one.shape) > 1} - others
+    others = {size for one in parameters if one not in named for size in one.whole}
+    return {max(one.whole) for one in named if len(one.shape) > 1} - others
 
 
 def _names(move: Move) -> str:

@@ -1,9 +1,8 @@
-"""The text of a compiled program in a file, or the refusal of what is none."""
+"""The text of a compiled program, parsed; anything else is refused."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.dump import expand_elements
@@ -13,21 +12,7 @@ _HOW = (
     "XLA_FLAGS=--xla_dump_to=FOLDER writes"
 )
 _OPERATION = re.compile(r"\s+(?:ROOT )?%([\w.\-~]+) = (?:\(|[a-z]\w*\[)")
-_FREE_TEXT = re.compile(r", (?:frontend_attributes|metadata|backend_config)=")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|called_computations)=\{?%([\w.\-~]+)")
-
-
-def read_program(file: Path) -> hlo.Module:
-    """Read and parse the text of a compiled program.
-
-    Raises:
-      OSError: there is no such file, or it can't be read.
-      ValueError: the file is no HLO text, is of a program that is not compiled, or is cut off.
-    """
-    try:
-        return parse_program(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 def parse_program(data: bytes) -> hlo.Module:
@@ -90,7 +75,7 @@ def _check_line(line: str) -> None:
     found = _OPERATION.match(line)
     if found is None:
         return
-    before = _FREE_TEXT.split(line)[0]
+    before = hlo.FREE_TEXT.split(line)[0]
     if before.count("(") > before.count(")"):
         raise ValueError(
             f"the line of %{found[1]} is cut off; write the whole program to the file, lines of any length"

@@ -240,7 +240,6 @@ class Verdict:
             "surprises": [one.as_dict() for one in self.comparison.surprises] if self.comparison else [],
             "unread": list(self.comparison.unread) if self.comparison else [],
             "substitutes": list(self.comparison.substitutes) if self.comparison else [],
-            "collective_differences": [one.as_dict() for one in self.comparison.differences] if self.comparison else [],
             "rematerialized": [one.as_dict() for one in self.rematerialized],
             "estimated_cycles": self.cycles,
             "compile_seconds": self.compile_seconds,
@@ -287,9 +286,6 @@ class Verdict:
             yield Section("collectives that nothing promised", [str(one) for one in self.comparison.surprises[:_SHOWN]])
         if self.comparison and self.comparison.substitutes:
             yield Section("other kinds or dtypes than promised", list(self.comparison.substitutes))
-        for title, lines in (self.comparison.needed(), self.comparison.explained()) if self.comparison else ():
-            if lines:
-                yield Section(title, list(lines))
         if self.rematerialized:
             lines = [str(one) for one in self.rematerialized[:_SHOWN]]
             yield Section(f"computed again by the compiler, {len(self.rematerialized)} instructions", lines)

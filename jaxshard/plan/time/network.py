@@ -108,7 +108,7 @@ def collective_costs(promise: Promise, mesh: Mesh, chip: Chip | None) -> tuple[C
     Example:
         mesh = js.plan.planned_mesh("v5e:2x4", data=8)
         promised = js.plan.promise(js.layout(js.fsdp(), mesh, init_fn, tx), js.explicit(), loss_fn, batch)
-        sum(cost.seconds[1] for cost in js.plan.collective_costs(promised, mesh, js.plan.chip("TPU v5e")))
+        sum(cost.seconds[1] for cost in collective_costs(promised, mesh, js.plan.chip("TPU v5e")))
     """
     found: dict[tuple[str, ...], list[CollectiveCost]] = {}
     for one in _chosen(promise.expected):

@@ -111,7 +111,7 @@ def product_costs(
       for the exchange of tokens in windows, which runs as often as an even routing needs.
 
     Example:
-        products = js.plan.product_costs(jax.jit(loss_fn).trace(params, batch, key).jaxpr, mesh)
+        products = product_costs(jax.jit(loss_fn).trace(params, batch, key).jaxpr, mesh)
         sum(one.count * one.flops for one in products)
     """
     jaxpr, known = _open(closed_jaxpr, {}, ())

@@ -99,8 +99,8 @@ def step_time(
     Example:
         mesh, chip = js.plan.planned_mesh("v5e:2x4", data=8), js.plan.chip("TPU v5e")
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
-        costs = js.plan.collective_costs(js.plan.promise(layout, js.explicit(), loss_fn, batch), mesh, chip)
-        js.plan.step_time((), costs, chip, layout=layout).middle   # seconds, were nothing computed but the update
+        costs = collective_costs(js.plan.promise(layout, js.explicit(), loss_fn, batch), mesh, chip)
+        step_time((), costs, chip, layout=layout).middle   # seconds, were nothing computed but the update
     """
     busy = sum(one.compute for one in products)
     spent = _sum(one.seconds for one in products)

@@ -1,7 +1,5 @@
 """Collectives that a program starts and ends apart, as versions of XLA print them for TPUs with SparseCores."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,12 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.checks.collectives import hlo
-from jaxshard.checks.collectives.asynchronous import find_start, operands_of
 from jaxshard.checks.collectives.found import Row, collectives, summary
-from jaxshard.checks.collectives.origins import find_origin
-from jaxshard.checks.collectives.walk import executed
-from jaxshard.checks.programs.report import audit_program
 from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import GROUPS, XY, mesh_of, program
 from tests.engines.programs import tpu
@@ -40,16 +33,10 @@ KINDS = {
         Row("reduce-scatter", ("y",), 1, 4096),
     ),
     "sum": (f"all-reduce(%q), {GROUPS}, to_apply=%add", "f32[64,16]", Row("all-reduce", ("y",), 1, 4096)),
-    "exchange": (f"all-to-all(%q), {GROUPS}, dimensions={{0}}", "f32[64,16]", Row("all-to-all", ("y",), 1, 4096)),
     "ragged exchange": (
         f"ragged-all-to-all(%q, %q, %i, %i, %i, %i), {GROUPS}",
         "f32[64,16]",
         Row("ragged-all-to-all", ("y",), 1, 4096),
-    ),
-    "permute": (
-        "collective-permute(%q), source_target_pairs={{0,4},{4,0}}",
-        "f32[64,16]",
-        Row("collective-permute", ("x",), 1, 4096),
     ),
 }
 """What runs, its result, and what is to be read of it."""
@@ -140,117 +127,6 @@ def test_scalars_and_buffers_hide_no_collective():
     assert collectives(text_of("custom-call-start()", "gather", *idle), mesh_of(**XY))[0].synchronous
     scan = "%n = f32[] reduce(%p, %one), dimensions={0,1}, to_apply=%add"
     assert not collectives(text_of("custom-call-start()", "gather", *idle[:1], scan), mesh_of(**XY))[0].synchronous
-
-
-def test_one_computation_that_is_started_twice_may_be_waited_for_once():
-    runs, result, _ = KINDS["gather"]
-    lines = ["custom-call-start(), called_computations={%called}", "custom-call-update(%s, %p)", "custom-call-done(%u)"]
-    types = ["((), (), s32[8])", f"((f32[64,16]), {result}, s32[8])", result]
-    first = [f"%{name} = {kind} {line}" for name, kind, line in zip("sud", types, lines, strict=True)]
-    again = [re.sub(r"%(s|u|d)\b", r"%\g<1>2", line) for line in first]
-    entry = "\n".join([*first, again[0], again[1], WORK, f"ROOT {again[2]}"])
-    found = collectives(program(entry, _called(runs, result)), mesh_of(**XY))
-    assert [(one.count, one.synchronous) for one in found] == [(1, True), (1, False)]
-
-
-def _loop(body):
-    """A program of 12 turns around a body whose value of this type it hands on."""
-    computations = f"""%body (c: (s32[], f32[64,16])) -> (s32[], f32[64,16]) {{
-  %c = (s32[], f32[64,16]) parameter(0)
-  %i0 = s32[] get-tuple-element(%c), index=0
-  %p = f32[64,16] get-tuple-element(%c), index=1
-  %one = s32[] constant(1)
-  %i1 = s32[] add(%i0, %one)
-  {body}
-  ROOT %r = (s32[], f32[64,16]) tuple(%i1, %d)
-}}
-%condition (c: (s32[], f32[64,16])) -> pred[] {{
-  %c = (s32[], f32[64,16]) parameter(0)
-  %i0 = s32[] get-tuple-element(%c), index=0
-  %n = s32[] constant(12)
-  ROOT %l = pred[] compare(%i0, %n), direction=LT
-}}
-"""
-    entry = """%zero = s32[] constant(0)
-%init = (s32[], f32[64,16]) tuple(%zero, %p)
-%loop = (s32[], f32[64,16]) while(%init), condition=%condition, body=%body
-ROOT %out = f32[64,16] get-tuple-element(%loop), index=1"""
-    return entry, computations
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_turns_of_a_loop_and_branches_around_a_started_sum(form):
-    runs, result, _ = KINDS["sum"]
-    start, end = started(form, result)
-    lines = [*start, end.removeprefix("ROOT ")]
-    entry, loop = _loop("\n  ".join(lines))
-    (found,) = collectives(program(entry, _called(runs, result), _in_wrapper(result), loop), mesh_of(**XY))
-    assert (found.count, found.bytes, found.conditional, found.axes) == (12, 12 * 4096, False, ("y",))
-    inside = "\n  ".join(lines[:-1])
-    branches = f"""%then (p: f32[64,16]) -> f32[64,16] {{
-  %p = f32[64,16] parameter(0)
-  {inside}
-  ROOT {lines[-1]}
-}}
-%otherwise (p: f32[64,16]) -> f32[64,16] {{
-  ROOT %p = f32[64,16] parameter(0)
-}}
-"""
-    entry = """%which = pred[] constant(true)
-ROOT %o = f32[64,16] conditional(%which, %p, %p), true_computation=%then, false_computation=%otherwise"""
-    (found,) = collectives(program(entry, _called(runs, result), _in_wrapper(result), branches), mesh_of(**XY))
-    assert (found.count, found.conditional) == (1, True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_weight_is_known_behind_a_gather_that_runs_meanwhile(form):
-    """A second gather, over the other axis, works on what the first one brought: of the argument 0, in four parts."""
-    second = (
-        "ROOT %g = f32[512,16] all-gather(%d), replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}, channel_id=1"
-    )
-    text = text_of(form, "gather").replace("ROOT %d = f32", "%d = f32").rstrip().removesuffix("}") + f"  {second}\n}}\n"
-    module = hlo.parse(text)
-    (gather,) = executed(module, re.compile(r"^g = "))
-    assert find_origin(gather.scope, "d") == (frozenset({0}), 4)
-    assert [one.axes for one in collectives(text, mesh_of(**XY))] == [("y",), ("x",)]
-    computation = module.computations["main"]
-    start = find_start(computation, computation["d"])
-    assert start.name == "s" and operands_of(computation, start)[0] == "p"
-    assert find_start(computation, computation["p"]).name == "p"  # what is not started apart is itself
-
-
-def test_the_line_of_a_sum_that_has_lost_its_own_is_that_of_its_addition():
-    """libtpu prints a reduce-scatter that it took apart without a line, but not what it adds with."""
-    runs = KINDS["scatter"][0]
-    text = text_of("custom-call-start()", "scatter").replace(f"{runs}{LINE}", runs)
-    added = text.replace("ROOT %s = f32[] add(%a, %a)", f"ROOT %s = f32[] add(%a, %a){LINE}")
-    assert collectives(text, mesh_of(**XY))[0].source == "c"
-    assert collectives(added, mesh_of(**XY))[0].source == "near /home/user/model.py:22"
-
-
-def test_a_fusion_that_moves_and_is_started_apart():
-    """As GPUs slice and scatter in one: it is waited for only where nothing is computed meanwhile."""
-    inner = f"""%fused (q: f32[64,16]) -> f32[16,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  ROOT %r = f32[16,16]{{1,0}} reduce-scatter(%q), {GROUPS}, dimensions={{0}}, to_apply=%add
-}}
-%async (q: f32[64,16]) -> f32[16,16] {{
-  %q = f32[64,16]{{1,0}} parameter(0)
-  ROOT %f = f32[16,16]{{1,0}} fusion(%q), kind=kCustom, calls=%fused
-}}
-"""
-    for opcode, calls in (("async", "async"), ("fusion", "fused")):
-        start = f"%s = ((f32[64,16]), f32[16,16], s32[]) {opcode}-start(%p), calls=%{calls}"
-        end = f"ROOT %d = f32[16,16] {opcode}-done(%s)"
-        (found,) = collectives(program("\n".join([start, WORK, end]), inner), mesh_of(**XY))
-        assert (found.kind, found.bytes, found.synchronous) == ("reduce-scatter", 4096, False)
-        assert collectives(program("\n".join([start, end]), inner), mesh_of(**XY))[0].synchronous
-
-
-def test_the_audit_of_a_text_counts_what_sparse_cores_run():
-    report = audit_program(text_of("custom-call-start()", "gather", WORK), XY)
-    (row,) = report.rows()
-    assert (row["kind"], row["axis"], row["bytes"], row["synchronous_bytes"]) == ("all-gather", "y", 16384, 0)
 
 
 OFFLOADED = {

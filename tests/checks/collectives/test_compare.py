@@ -15,14 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
-from jaxshard.checks.collectives.short import short
-from jaxshard.models.llama import llama
 from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import gpt_shapes
 from tests.engines import test_collectives as literals
-from tests.engines.programs import setups, torus_setups, tpu
+from tests.engines.programs import setups, tpu
 from tests.notebook_page import check_shows_text
-from tests.toys import Toy, gpt_toy, linen_toy, nnx_toy, quick_compile
+from tests.toys import Toy, gpt_toy, linen_toy, quick_compile
 
 ADAM = optax.adam(1e-3)
 F32 = 4
@@ -85,12 +83,6 @@ def test_a_linen_mlp_keeps_the_promise_of_every_strategy(strategy):
     assert_exact(audited(linen_toy(), made, js.make_mesh(**axes)))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_model_with_a_scalar_keeps_the_promise(strategy):
-    axes, made = setups(0)[strategy]
-    assert_exact(audited(nnx_toy(), made, js.make_mesh(**axes)))
-
-
 def test_units_are_gathered_again_where_the_backward_pass_needs_them():
     """Of two units the second one's kernel: nothing asks for the gradient of the batch, nor for an added bias."""
 
@@ -120,12 +112,6 @@ def test_units_are_gathered_again_where_the_backward_pass_needs_them():
     }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
-def test_two_data_axes_on_simulated_devices(strategy):
-    assert_exact(audited(gpt_toy(vocab=48), torus_setups(0)[strategy], js.make_mesh(x=2, y=4)))
-
-
 @pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "fsdp"])
 def test_the_automatic_engine_stays_within_the_promise(strategy):
     """The CPU compiler reduces everywhere, unpadded, and slices."""
@@ -134,18 +120,6 @@ def test_the_automatic_engine_stays_within_the_promise(strategy):
     assert comparison.ok, str(comparison)
     rows = {row["kind"]: row["bytes"] for row in comparison.rows() if row["bytes"]}
     assert rows == {"all-reduce": F32 * (13 * 27 + 27 + 27 * 1001 + 1001 + 1001 * 7 + 7), "all-gather": 142_944}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-def test_the_gpt_under_the_automatic_engine(strategy):
-    """The tied embedding, 48 x 32, is reduced once per use."""
-    axes, made = setups(0)[strategy]
-    comparison = audited(gpt_toy(vocab=48), made, js.make_mesh(**axes), js.auto())
-    assert comparison.ok, str(comparison)
-    reduced = sum(row["bytes"] for row in comparison.rows() if row["kind"] in ("all-reduce", "reduce-scatter"))
-    blocks = 2 * (12 * 32 * 32 + 13 * 32)
-    assert reduced == F32 * (blocks + 2 * 48 * 32 + 16 * 32 + 2 * 32)
 
 
 @tpu
@@ -158,18 +132,6 @@ def test_a_tpu_that_permutes_borders_and_joins_reductions_keeps_the_promise(stra
     comparison = audit(js.make_step(toy.loss_fn, ADAM, layout, engine=js.explicit()), toy.batch)
     assert comparison.ok, str(comparison)
     assert not comparison.missing, str(comparison)
-
-
-@tpu
-@pytest.mark.slow
-def test_on_a_torus_the_automatic_engine_may_scatter_over_both_axes_at_once():
-    """It did with JAX 0.10. 2,048 tokens: with fewer than the vocabulary has the lookup's result may be gathered."""
-    mesh = topology_mesh("v5e:2x4", x=2, y=4)
-    model = llama(vocab=1024, width=512, depth=2, heads=4, kv_heads=4, hidden=1024, seq=64)
-    layout = js.layout(js.fsdp(("x", "y"), min_size=2**14), mesh, model.init, ADAM)
-    batch = {"tokens": jax.ShapeDtypeStruct((32, 65), jnp.int32)}
-    comparison = audit(js.make_step(model.loss, ADAM, layout, engine=js.auto()), batch)
-    assert comparison.ok, str(comparison)
 
 
 # Surprises
@@ -235,6 +197,7 @@ def test_logits_that_are_gathered_are_named_with_their_line(engine):
     else:
         assert surprise.found.bytes == F32 * (ROWS // 4) * POSITIONS * VOCAB
         assert surprise.why == "logits, all 40 of a vocabulary: must never move over tensor"
+        assert "js.constrain(x, ('batch', None, 'vocab'))" in surprise.advice
         # JAX 0.12 names what is moved after the line that made it.
         assert surprise.place in (line_of(seen, "# the whole vocabulary"), line_of(language_loss, "logits_BTV = seen("))
 
@@ -266,6 +229,8 @@ def test_the_automatic_engines_gather_of_activations_over_data_is_named():
     assert {one.found.axes for one in comparison.surprises} == {("data",)}
     assert line_of(inner, "# every row with every other") in {one.place for one in comparison.surprises}
     assert {one.found.kind for one in comparison.surprises} & {"all-gather", "all-to-all", "collective-permute"}
+    assert all(one.cause and one.advice for one in comparison.surprises)
+    assert any("js.constrain(x, ('batch', None" in one.advice for one in comparison.surprises)
 
 
 @pytest.mark.parametrize("kind", ["all-gather", pytest.param("all-reduce", marks=pytest.mark.slow)])
@@ -280,51 +245,6 @@ def test_the_users_own_collective_under_the_explicit_engine_is_named(kind):
     assert surprise.found.kind == kind
     assert surprise.place == line_of(inner, "# of all devices")
     assert not comparison.missing
-
-
-def test_what_an_engine_gathers_says_which_line_uses_it():
-    comparison = audited(language_loss(), js.fsdp(min_size=0), js.make_mesh(data=8))
-    gathers = {one.shapes[0]: one.user for one in comparison.found if one.kind == "all-gather"}
-    assert gathers[WIDTH, 64] == line_of(language_loss, "@ up(params")
-    assert gathers[WIDTH, VOCAB] == line_of(language_loss, "logits_BTV = seen(")
-
-
-def test_a_metric_that_is_an_array_is_promised():
-    toy = language_loss()
-
-    def loss(params, batch, key):
-        counts = jnp.zeros((8 * VOCAB,)).at[batch["tokens"].ravel()].add(1.0)
-        return js.Loss(toy.loss_fn(params, batch, key), metrics={"tokens": js.Sum(counts)})
-
-    comparison = audited(toy._replace(loss_fn=loss), js.fsdp(min_size=0), js.make_mesh(data=8))
-    assert_exact(comparison)
-    assert ("all-reduce", 4 * 8 * VOCAB) in {(row["kind"], row["bytes"]) for row in comparison.rows()}
-
-
-@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
-def test_statistics_of_features_that_a_tensor_axis_splits(engine):
-    """Scale, bias and averages of a norm, 64 each and whole on every device, are made of split features."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(8)(nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(64)(x))))
-
-    batch = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
-    adapted = js.linen(Net(), lambda model, batch: js.Mean(jnp.sum(model(batch["x"]) ** 2), 16.0), batch)
-    strategy = js.compose(js.ddp(), js.tensor())
-    mesh = js.make_mesh(**DATA_TENSOR)
-    comparison = audited(Toy(adapted.init, adapted.loss, batch), strategy, mesh, engine)
-    assert comparison.ok and not comparison.missing, str(comparison)
-    (gathered,) = [row["bytes"] for row in comparison.rows() if row["kind"] == "all-gather"]
-    assert gathered == 4 * F32 * 64
-
-
-def test_nothing_is_promised_of_a_weight_that_the_loss_closes_over_instead():
-    copy = language_init(jax.random.key(0))["up"]["kernel"]
-    comparison = audited(language_loss(up=lambda kernel: copy), js.fsdp(min_size=0), js.make_mesh(data=8))
-    assert_exact(comparison)
-    assert not [one.what for one in comparison.promised if "up/kernel" in one.what]
 
 
 def test_an_optimizer_that_gathers_whole_trees_is_named():
@@ -344,12 +264,10 @@ def test_a_cpu_that_widens_bf16_is_named_and_not_counted():
     assert comparison.ok, str(comparison)
     (line,) = comparison.substitutes
     assert line.startswith("all-gather in f32 in place of all-gather in bf16 over data, ")
-    # In short one note says so of all collectives, and no difference is left.
     gathers = sum(row["bytes"] for row in comparison.rows() if row["kind"] == "all-gather")
-    assert comparison.widened_bytes == gathers // 2 and comparison.other_forms == ()
-    (note,) = comparison.notes()
-    assert note.startswith("a CPU's compiler sends bf16 as f32")
-    assert short(comparison).count("f32") == 1 and "difference" not in short(comparison)
+    assert comparison.widened_bytes == gathers // 2
+    text = comparison.short()  # one note says so of all collectives
+    assert "a CPU's compiler sends bf16 as f32" in text and text.count("f32") == 1
     assert comparison.verdict == "no surprises"
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-import jaxshard as js
 from jaxshard.checks.collectives.compare import compare
 from jaxshard.checks.collectives.expected import Expected
 from jaxshard.checks.collectives.forbidden import Never
@@ -30,7 +29,7 @@ def test_what_was_promised_is_no_surprise_and_what_is_left_over_is():
     (surprise,) = comparison.surprises
     assert surprise.why == "more often than promised: 2 times for weight w"
     assert surprise.as_dict()["place"] == "user.py:3"
-    assert str(comparison).splitlines() == [
+    assert comparison.short().splitlines()[:-1] == [
         "collective  axis  promised at most  found  times",
         "all-gather  data             256 B  512 B      4",
         "",
@@ -54,13 +53,6 @@ def test_an_all_reduce_stands_for_a_reduce_scatter_and_not_the_other_way_round()
     assert not compared([replace(WEIGHT, kind="all-reduce")], [replace(ONE, kind="reduce-scatter")]).ok
 
 
-def test_a_compiler_may_join_the_blocks_of_a_loop():
-    joined = replace(ONE, count=1, shapes=((2, 8, 4),), sizes=(256,))
-    assert not compared([WEIGHT], [joined]).ok
-    comparison = compared([replace(WEIGHT, stack=2)], [joined])
-    assert comparison.ok and not comparison.missing
-
-
 def test_a_compiler_may_lay_sums_of_several_arrays_end_to_end():
     """As a GPU's does: 32 elements twice, 5 and the loss in one array of 70."""
     weight = replace(WEIGHT, kind="all-reduce", stack=2)
@@ -81,7 +73,7 @@ def test_small_movements_are_left_to_the_compiler_the_smallest_first():
     small = replace(ONE, shapes=((2,),), sizes=(8,), count=1)
     tolerated = compared([], [small, ONE], slack=256 + 8)
     assert tolerated.ok and tolerated.tolerated == 256 + 8
-    assert str(tolerated).endswith("left to the compiler: 264 B")
+    assert tolerated.short().endswith("left to the compiler: 264 B")
     comparison = compared([], [ONE, small], slack=256 + 7)
     assert [one.found for one in comparison.surprises] == [ONE]
 
@@ -93,30 +85,6 @@ def test_a_weight_is_a_surprise_however_small():
     exchanged = replace(ONE, kind="all-to-all", shapes=((4, 4),))
     (surprise,) = compared([], [exchanged], never=[never], slack=10**6).surprises
     assert surprise.why == "by its size part of the weight w: must never move over data"
-
-
-def test_combined_arrays_are_taken_apart():
-    both = replace(ONE, shapes=((8, 4), (3, 3)), sizes=(128, 36))
-    (surprise,) = compared([WEIGHT], [both]).surprises
-    assert surprise.found.shapes == ((3, 3),)
-
-
-def test_where_no_line_of_a_model_is_known_the_operation_is_named():
-    lost = replace(ONE, source="jit/x", frames=())
-    assert compared([], [lost]).surprises[0].place == "jit/x"
-    ours = replace(ONE, source=f"{js.__path__[0]}/training/step.py:7", frames=(f"{js.__path__[0]}/training/step.py:7",))
-    assert compared([], [ours]).surprises[0].place.endswith("training/step.py:7 (jit/x)")
-
-
-def test_an_array_is_taken_for_itself_before_it_is_taken_for_two_joined_blocks():
-    """Both have 64 elements in the same dimensions: q of each block, and k of both blocks."""
-    k = replace(WEIGHT, kind="all-reduce", what="gradient of k", stack=2)
-    q = replace(k, shape=(2, 8, 4), what="gradient of q")
-    of_k = replace(ONE, kind="all-reduce")
-    of_q = replace(of_k, shapes=((2, 8, 4),), sizes=(256,))
-    for order in ([k, q], [q, k]):
-        comparison = compared(order, [of_q, of_k])
-        assert comparison.ok and not comparison.missing and not comparison.differences
 
 
 def test_a_sum_in_a_narrower_dtype_than_promised_is_a_surprise_and_other_changes_of_dtype_are_named():
@@ -135,24 +103,3 @@ def test_a_sum_in_a_narrower_dtype_than_promised_is_a_surprise_and_other_changes
     assert line == "all-gather in f32 in place of all-gather in bf16 over data, 2 times, 256 B: weight w"
     assert "other kinds or dtypes than promised:\n- all-gather in f32" in str(comparison)
     assert not compared([WEIGHT], [ONE]).substitutes
-
-
-def test_what_has_the_promised_dtype_comes_first():
-    """Of two promises of one size each takes its own, in any order; a sum in bf16 finds only what is left."""
-    both = [WEIGHT, replace(WEIGHT, kind="all-reduce", dtype=jnp.bfloat16)]
-    narrow = replace(ONE, kind="all-reduce", dtype="bf16", sizes=(64,))
-    for found in ([ONE, narrow], [narrow, ONE]):
-        comparison = compared(both, found)
-        assert comparison.ok
-        assert not comparison.substitutes
-
-
-def test_the_arrays_of_a_combined_collective_have_their_own_dtypes():
-    combined = replace(ONE, dtype="bf16+f32", shapes=((8, 4), (8, 4)), sizes=(64, 128))
-    combined = replace(combined, kind="reduce-scatter")
-    (surprise,) = compared([replace(WEIGHT, kind="reduce-scatter", most=4)], [combined]).surprises
-    assert surprise.found.dtype == "bf16"
-
-
-def test_indices_have_any_dtype():
-    assert compared([replace(WEIGHT, dtype=jnp.int32)], [replace(ONE, dtype="s8", sizes=(32,))]).ok

@@ -65,13 +65,6 @@ def test_micro_batches_are_promised_to_reduce_as_often_as_they_do(strategy, scat
     assert found[kind, "data"] == reductions * literals.P
 
 
-def test_recomputing_gathers_the_biases_again():
-    axes, made = setups(0)["fsdp"]
-    toy = gpt_shapes(16, **literals.SIZES)
-    found = sums(promised(toy, made, js.make_mesh(**axes), js.explicit(remat="nothing")))
-    assert found["all-gather", "data"] == 1_268_992  # see test_collectives
-
-
 def test_what_is_padded_is_moved_padded():
     """13 -> 27 -> 1001 -> 7 over 8 devices: 27 is padded to 32, 1001 to 1008, 7 to 8."""
     found = promised(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8))
@@ -80,30 +73,6 @@ def test_what_is_padded_is_moved_padded():
         ("reduce-scatter", ("data",), (13, 32), 1),
     ]
     assert sums(found) == {("reduce-scatter", "data"): 142_944, ("all-gather", "data"): 142_944}
-
-
-def test_a_compiler_may_scatter_over_two_axes_at_once():
-    """Where they split one dimension; an engine that scatters by itself does it axis by axis."""
-    mesh = js.make_mesh(x=2, y=4)
-    strategy = js.fsdp(("x", "y"), min_size=0)
-    assert lists(promised(linen_toy(), strategy, mesh, js.auto()), WEIGHT)[1:] == [
-        ("reduce-scatter", ("x", "y"), (13, 32), 1),
-        ("reduce-scatter", ("x",), (13, 32), 1),
-        ("reduce-scatter", ("y",), (13, 16), 1),
-        ("all-reduce", ("x", "y"), (13, 32), 1),
-    ]
-    explicit = lists(promised(linen_toy(), strategy, mesh), WEIGHT)
-    assert [one[:2] for one in explicit if one[0] == "reduce-scatter"] == [
-        ("reduce-scatter", ("x",)),
-        ("reduce-scatter", ("y",)),
-    ]
-
-
-def test_a_frozen_weight_is_gathered_and_has_no_gradient():
-    found = promised(
-        linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), trainable=lambda path: path != "Dense_1/kernel"
-    )
-    assert lists(found, "Dense_1/kernel") == [("all-gather", ("data",), (27, 1008), 1)]
 
 
 def test_over_a_tensor_axis_each_device_gathers_its_part():
@@ -120,23 +89,3 @@ def test_over_a_tensor_axis_each_device_gathers_its_part():
     assert "the weight embed/wpe" not in what  # no rule splits it
     free = [(one.kind, one.axes) for one in found.expected if one.shape is None]
     assert free == [("all-reduce", ("tensor",))]
-
-
-@pytest.mark.filterwarnings("ignore:tensor. the rules 'sequence' match no parameter")
-def test_gathers_of_activations_are_promised_where_a_rule_splits_the_sequence():
-    mesh = js.make_mesh(data=4, tensor=2)
-    strategy = js.compose(js.fsdp(min_size=0), js.tensor([("sequence", "split"), *js.RULES]))
-    found = promised(gpt_toy(vocab=48), strategy, mesh)
-    free = {(one.kind, one.axes) for one in found.expected if one.shape is None}
-    assert free == {(kind, ("tensor",)) for kind in ("all-reduce", "all-gather", "reduce-scatter")}
-
-
-def test_parameters_split_alone_are_gathered_for_the_optimizer():
-    """Split parameters under a whole optimizer: gathered for the model and for the update."""
-    strategy = js.compose(js.batch("data"), js.shard("data", ["param"], min_size=0))
-    found = promised(linen_toy(), strategy, js.make_mesh(data=8))
-    assert lists(found, "Dense_0/kernel")[:2] == [
-        ("all-gather", ("data",), (13, 32), 1),
-        ("all-reduce", ("data",), (13, 27), 1),
-    ]
-    assert any(one.what == "parameter Dense_0/kernel for the optimizer" for one in found.expected)

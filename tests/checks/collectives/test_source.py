@@ -40,13 +40,6 @@ def test_source_lines_behind_tables_with_parents_counted_from_zero_or_one(shift)
     assert found.op_name == r"jit(\"f\")/dot"
 
 
-def test_source_lines_written_in_the_operation():
-    name = 'metadata={op_type="psum" op_name="jit(f)/psum" source_file="/home/user/model.py" source_line=7}'
-    entry = f"ROOT %r = f32[64,16] all-reduce(%p), {GROUPS}, to_apply=%add, {name}"
-    (found,) = collectives(program(entry), mesh_of(**XY))
-    assert (found.source, found.op_name) == ("/home/user/model.py:7", "jit(f)/psum")
-
-
 def test_a_lost_source_line_is_looked_for_at_the_operands():
     entry = f"""%a = f32[64,16] add(%p, %p), metadata={{source_file="/home/user/model.py" source_line=7}}
     %c = f32[64,16] copy(%a)
@@ -58,22 +51,3 @@ def test_a_lost_source_line_is_looked_for_at_the_operands():
 
 
 PACKAGE = str(package_folder("jaxshard"))
-
-
-@pytest.mark.parametrize(
-    ("inner", "middle", "source"),
-    [
-        (f"{PACKAGE}/adapt/linen.py", f"{PACKAGE}/models/gpt.py", f"{PACKAGE}/models/gpt.py:22"),
-        (f"{PACKAGE}/optim/clip.py", "/home/user/model.py", "/home/user/model.py:22"),
-        (f"{PACKAGE}/adapt/stacked.py", f"{PACKAGE}/engines/explicit.py", f"{PACKAGE}/adapt/stacked.py:271"),
-        (f"{PACKAGE}/training/step.py", "/home/user/train.py", f"{PACKAGE}/training/step.py:271"),
-    ],
-)
-def test_the_package_names_itself_only_for_what_an_engine_does(inner, middle, source):
-    tables = TABLES.replace("/opt/lib/python3.12/site-packages/flax/linen/linear.py", inner)
-    tables = tables.replace("/home/user/model.py", middle)
-    for frame in (1, 2, 3):
-        tables = tables.replace(f"PARENT{frame}", str(frame))
-    entry = f"ROOT %r = f32[64,16] all-reduce(%p), {GROUPS}, metadata={{stack_frame_id=3}}"
-    (found,) = collectives(program(entry, tables=tables), mesh_of(**XY))
-    assert found.source == source

@@ -48,23 +48,3 @@ def test_a_warm_up_reduces_a_shard_of_each_gradient_in_its_steps_alone(engine: A
     assert "of these in the first 80 steps alone: all-reduce over replica, 1.23 kB" in str(found)
     assert "of these once in 8 steps: all-reduce over replica, 1.23 kB, 154 B a step" in str(found)
     assert "promised, but not found" not in str(found)
-
-
-@pytest.mark.slow
-def test_zero2_inside_gathers_the_shared_parameters_too_once_in_so_many_steps() -> None:
-    found = audit(js.zero2("data", min_size=0), every=8)
-    assert found.ok, str(found)
-    assert rows(found) == [
-        ("all-reduce", "replica", 1268, 1268),
-        ("reduce-scatter", "data", 4928, 4928),
-        ("all-gather", "data", 9856, 9856),
-    ]
-    assert "of these once in 8 steps: all-gather over data, 4.93 kB, 616 B a step" in str(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", [js.ddp("data"), js.fsdp("data", min_size=0)], ids=["ddp", "fsdp"])
-def test_under_the_compilers_choice_nothing_else_moves_over_the_replicas(inside: Any) -> None:
-    found = audit(inside, js.auto(), every=8)
-    assert found.ok, str(found)
-    assert {row["axis"] for row in found.rows()} == {"data", "replica"}

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
 from jaxshard.checks.collectives.compare import audit
-from jaxshard.checks.collectives.compiler_choices import between_slices, torus_sizes
-from jaxshard.checks.collectives.expected import Expected
+from jaxshard.checks.collectives.compiler_choices import torus_sizes
 from jaxshard.checks.collectives.found import collectives
 from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import XY, gpt_shapes, mesh_of, program
@@ -52,47 +47,6 @@ def test_a_send_and_a_recv_are_one_collective_over_the_axis_of_the_slices(two_sl
     assert (one.kind, one.axes, one.shapes, one.dtype) == (found, ("x",), (shape,), "f32")
 
 
-def test_a_transfer_among_some_slices_has_unknown_axes(monkeypatch):
-    monkeypatch.setattr("jaxshard.core.mesh.slice_index", lambda device: device.id // 2)
-    text = transfer("ALL_REDUCE", target="").replace("num_partitions=4", "num_partitions=2")
-    (one,) = collectives(text, mesh_of(a=2, b=2, c=2))
-    assert one.axes == ("?",)
-
-
-def test_an_unknown_transfer_is_refused(two_slices):
-    with pytest.raises(ValueError, match=r"unknown type: send send.*SOME_DAY"):
-        collectives(transfer("SOME_DAY"), mesh_of(**XY))
-
-
-@pytest.mark.parametrize(("groups", "axes"), [("{{0,1,2,3}}", ("y",)), ("{{0,1},{2,3}}", ("b",))])
-def test_groups_are_those_of_every_slice(two_slices, groups, axes):
-    text = program(f"ROOT %r = f32[64,16]{{1,0}} all-reduce(%p), replica_groups={groups}, to_apply=%add")
-    mesh = mesh_of(**(XY if axes == ("y",) else {"x": 2, "a": 2, "b": 2}))
-    (one,) = collectives(text.replace("num_partitions=8", "num_partitions=4"), mesh)
-    assert one.axes == axes
-    assert one.groups[-1][-1] == 7
-
-
-def test_an_axis_of_several_slices_is_known_by_its_part_in_one(two_slices):
-    text = program("ROOT %r = f32[64,16]{1,0} all-reduce(%p), replica_groups={{0,1,2,3}}, to_apply=%add")
-    (one,) = collectives(text.replace("num_partitions=8", "num_partitions=4"), mesh_of(data=8))
-    assert one.axes == ("data",)
-
-
-def test_what_a_collective_over_slices_is_made_of(two_slices):
-    """Inside a slice and across slices each kind may move the whole array, padded; in a slice alone nothing changes."""
-    mesh = mesh_of(**XY)
-    own = Expected("all-reduce", ("y",), (7,), jnp.float32, 1, 1, "gradient")
-    across = Expected("all-reduce", ("x",), (7,), jnp.float32, 1, 1, "gradient")
-    assert list(between_slices(mesh, [own])) == [own]
-    assert [(one.kind, one.axes, one.shape, one.least) for one in between_slices(mesh, [across])] == [
-        ("all-reduce", ("x",), (128,), 0)
-    ]
-    both = list(between_slices(mesh, [Expected("all-reduce", ("x", "y"), (7,), jnp.float32, 1, 1, "gradient")]))
-    kinds = {"all-reduce", "reduce-scatter", "all-gather"}
-    assert {(one.kind, one.axes) for one in both} == {(kind, (axis,)) for kind in kinds for axis in "xy"}
-
-
 @tpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hsdp", "hsdp x tensor", "fsdp", "zero2", "ddp"])
@@ -118,25 +72,6 @@ def test_programs_of_two_slices_keep_the_promise(name):
 
 @tpu
 @pytest.mark.slow
-def test_a_collective_that_nothing_promised_between_slices_is_a_surprise():
-    """A loss that sums whole activations over the slices."""
-    mesh = topology_mesh("v5e:2x4", num_slices=2, replica=2, data=8)
-
-    def init_fn(key):
-        return {"w": jnp.zeros((256, 256))}
-
-    def loss_fn(params, batch, key):
-        return js.Mean(jnp.sum(jnp.tanh(lax.psum(batch["x"] @ params["w"], "replica"))), 1.0)
-
-    layout = js.layout(js.hsdp(min_size=0), mesh, init_fn, optax.sgd(1.0))
-    step = js.make_step(loss_fn, optax.sgd(1.0), layout, engine=js.explicit())
-    comparison = audit(step, {"x": jax.ShapeDtypeStruct((4096, 256), jnp.float32)})
-    assert comparison.surprises
-    assert {one.found.axes for one in comparison.surprises} == {("replica",)}
-
-
-@tpu
-@pytest.mark.slow
 def test_a_single_axis_over_a_torus_of_three_dimensions_is_named_with_the_remedy():
     toy = gpt_shapes(64, vocab=512, width=1024, depth=1, heads=8, seq=32)
     tx = optax.sgd(1.0)
@@ -158,29 +93,3 @@ def test_a_single_axis_over_a_torus_of_three_dimensions_is_named_with_the_remedy
         "torus" in line or line.startswith("all-reduce in place of all-gather") for line in split.substitutes
     )
     assert torus_sizes(topology_mesh("v5p:4x4x4", x=4, y=4, z=4), "x") == (4,)
-
-
-@tpu
-@pytest.mark.slow
-def test_a_kernel_with_metadata_of_its_own_hides_no_collective():
-    from jax.experimental import pallas as pl
-
-    mesh = topology_mesh("v5e:2x4", data=8)
-
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...] * 2
-
-    def loss(w, x):
-        def double(x):
-            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            return pl.pallas_call(kernel, out_shape=shape, metadata={"first": "1", "second": "2"})(x)
-
-        doubled = jax.shard_map(double, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
-        return jnp.sum(jnp.tanh(doubled @ w))
-
-    split = NamedSharding(mesh, P("data"))
-    shapes = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
-    compiled = jax.jit(jax.grad(loss), in_shardings=split, out_shardings=split).lower(*shapes).compile()
-    kinds = {one.kind for one in collectives(compiled, mesh)}
-    assert "all-gather" in kinds
-    assert kinds & {"reduce-scatter", "all-reduce"}

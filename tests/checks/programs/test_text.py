@@ -3,11 +3,9 @@
 import gzip
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from jaxshard.checks.programs.text import parse_program, read_program
+from jaxshard.checks.programs.text import parse_program
 from tests.checks.programs.texts import FSDP, step_text
 
 TEXT = step_text(*FSDP)
@@ -19,28 +17,16 @@ TEXT = step_text(*FSDP)
         (b"", "the file is empty"),
         (b"\x08\x01\xff\xfe binary", "binary, as the .pb files of a dump are"),
         (gzip.compress(TEXT.encode()), "a gzip file: unpack it"),
-        (b"import jax\n", "no HLO text: it starts with 'import jax"),
         (b"{ lambda ; a:f32[3]. let in (a,) }", "a jaxpr"),
-        (b"BufferAssignment:\nallocation 0", "a buffer assignment: take the file beside it"),
         (TEXT.replace("is_scheduled=true, ", "").encode(), "HLO before the compiler's last passes"),
         (TEXT[: TEXT.index("ENTRY")].encode(), "cut off: it has no ENTRY"),
-        (TEXT[: TEXT.index("ROOT %result")].encode(), "cut off: it ends with"),
         (re.sub(r"(all-gather\(%ke)[^\n]*", r"\1", TEXT, count=1).encode(), "the line of %g is cut off"),
         (TEXT[: TEXT.index("%add")].encode() + TEXT[TEXT.index("ENTRY") :].encode(), "lacks the computation add"),
     ],
 )
-def test_what_is_no_compiled_program_is_refused_by_name(data, why, tmp_path):
-    file = tmp_path / "step.txt"
-    file.write_bytes(data)
-    with pytest.raises(ValueError, match=why) as error:
-        read_program(file)
-    assert str(error.value).startswith(f"{file}: ")
-
-
-def test_a_lowered_program_is_refused_as_stablehlo():
-    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3)).as_text()
-    with pytest.raises(ValueError, match="StableHLO, of a program that is lowered and not compiled"):
-        parse_program(lowered.encode())
+def test_what_is_no_compiled_program_is_refused_by_name(data, why):
+    with pytest.raises(ValueError, match=why):
+        parse_program(data)
 
 
 def test_elements_of_tuples_as_dumps_write_them_are_understood():

@@ -12,6 +12,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.plan.compiled import target
+from jaxshard.plan.memory.tiles import tiled_argument_bytes
 from jaxshard.plan.planned import planned_devices
 from jaxshard.plan.topology import topology_devices
 from tests.notebook_page import check_shows_text
@@ -84,7 +85,7 @@ def test_a_step_for_simulated_devices_is_compiled_for_a_topology():
     assert (early.live_bytes, early.allocated_bytes) == (verdict.live_bytes, verdict.allocated_bytes)
     # Arguments are counted in whole tiles; on-chip memory is not part of the peak.
     assert memory.argument_size_in_bytes < verdict.live_bytes <= memory.peak_memory_in_bytes
-    resting = js.plan.tiled_argument_bytes(on_topology.layout, batch)
+    resting = tiled_argument_bytes(on_topology.layout, batch)
     arguments = {role: verdict.by_role[role] for role in ("parameters", "optimizer state", "batch")}
     assert abs(sum(arguments.values()) - resting) <= 2048  # number of the step and key are with the batch
     found = js.collectives(compiled, on_topology.layout.mesh)

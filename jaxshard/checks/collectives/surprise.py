@@ -1,0 +1,148 @@
+"""A collective that nothing promised, what to do about it, and many of them grouped by source line and kind.
+
+- all-gather over tensor, 3 times, 3.84 kB: f32[2, 4, 40] and 1 more
+    at model.py:31
+    logits, all 40 of a vocabulary: must never move over tensor
+    a constraint asks for dimension 2, split over tensor, whole: exp at model.py:32 reads it
+    keep the logits split: js.constrain(x, ('batch', None, 'vocab')); js.cross_entropy works on such
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxshard.checks.collectives import describe
+from jaxshard.checks.collectives.cause import array_words, cause
+from jaxshard.checks.collectives.found import Collective
+from jaxshard.checks.collectives.trail import PRODUCTS, Trail, operation_of
+from jaxshard.checks.collectives.walk import add_counts
+from jaxshard.core.text_table import first_words
+
+_SHOWN = 8
+"""The groups of surprises that are printed."""
+_OWN = ("all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "psum_scatter", "pmax", "pmin")
+_ORDERED = ("sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k")
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """A collective that nothing promised.
+
+    Attributes:
+      found: the collective, with the unexpected ones of its arrays.
+      why: what was promised instead, or what must never travel.
+      constraint: the call that keeps its first array split, such as "js.constrain(x, ('batch', None, 'features'))".
+
+    Example:
+        for surprise in js.audit(step, batch).surprises:
+            print(surprise.place, surprise.cause, surprise.advice)
+    """
+
+    found: Collective
+    why: str
+    constraint: str = ""
+
+    @property
+    def place(self) -> str:
+        """The line in the user's model that issues it or uses its result; else the operation's name in the program."""
+        return describe.place_of(self.found)
+
+    @property
+    def cause(self) -> str:
+        """Why the compiler, or the program itself, moves it; "" of a record without trails."""
+        return cause(self.found) if self.found.trails else ""
+
+    @property
+    def advice(self) -> str:
+        """One sentence on what to do about it."""
+        return _advice(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the surprise for JSON."""
+        words = {"what": array_words(self.found), "why": self.why, "cause": self.cause, "advice": self.advice}
+        return describe.as_dict(self.found) | words
+
+    def __str__(self) -> str:
+        return _entry([self])
+
+
+def entries(surprises: Sequence[Surprise], *, all: bool = False) -> list[str]:
+    """Write an entry for each surprise; unless `all` are wanted, one for each line and kind, the largest first."""
+    if all:
+        return [str(one) for one in surprises]
+    groups = group(surprises)
+    shown = [_entry(of) for of in groups[:_SHOWN]]
+    if rest := [one.found for of in groups[_SHOWN:] for one in of]:
+        shown.append(f"and at {len(groups) - _SHOWN} more lines, {describe.total_size(rest)}")
+    return shown
+
+
+def group(surprises: Iterable[Surprise]) -> list[tuple[Surprise, ...]]:
+    """Put the surprises of one line, kind and axes together, the largest group first."""
+    return describe.by_line(surprises, lambda one: one.found)
+
+
+def _entry(of: Sequence[Surprise]) -> str:
+    words = (describe.describe(*(one.found for one in of)), of[0].why, of[0].cause, of[0].advice)
+    return "\n    ".join(filter(None, words))
+
+
+def merged(surprises: Iterable[Surprise]) -> tuple[Surprise, ...]:
+    """Add up the counts of equal surprises of one line, in their order."""
+    known: dict[tuple[Any, ...], Surprise] = {}
+    for one in surprises:
+        found = one.found
+        # Unknown counts are not added to known ones.
+        key = (found.kind, found.axes, found.dtype, found.shapes, found.source, found.count is None, one.why)
+        before = known[key].found.count if key in known else 0
+        known[key] = replace(one, found=replace(found, count=add_counts(found.count, before)))
+    return tuple(known.values())
+
+
+def wanted_axes(found: Collective, rows: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return for each dimension of a collective's first array the mesh axes that are to split it.
+
+    Args:
+      found: the collective, which moves the array over axes.
+      rows: the mesh axes over which devices have other rows; they keep the first dimension.
+    """
+    rank = len(found.shapes[0])
+    others = tuple(axis for axis in found.axes if axis not in rows)
+    axes: list[tuple[str, ...]] = [()] * rank
+    axes[:1] = [tuple(rows)] * min(rank, 1)
+    if others and rank > 1:
+        axes[(found.trails[0].dim if found.trails else None) or -1] = others
+    return axes
+
+
+def _advice(one: Surprise) -> str:
+    own, over = operation_of(one.found.op_name), "+".join(one.found.axes)
+    trail = one.found.trails[0] if one.found.trails else Trail()
+    made, read, made_at = trail.maker, trail.reader, trail.made_at
+    constraint = one.constraint or "constrain it"
+    if one.why.startswith("wire dtype"):
+        return "to add in fewer bits say so, by reduce_dtype= of the engine; else cast after the sum"
+    if "optax" in one.place:
+        return "the optimizer reads full arrays: take an elementwise one, or a strategy that keeps its state replicated"
+    if own in _OWN and describe.is_users(one.found):
+        return "take it out: return js.Mean and js.Sum of a device's own rows, which the engine adds up"
+    if one.why.startswith("logits"):
+        return f"keep the logits split, {constraint}: js.cross_entropy works on such"
+    if "sharding_constraint" in (own, read):
+        return f"take the constraint out, or keep the dimension split over {over}: {constraint}"
+    if {own, made, read} & set(_ORDERED):
+        return f"sort or accumulate within a row, or after a reduction: along {over} each device has a part"
+    if "must never move" in one.why:
+        return f"use the weight in a product as it is stored, or keep it replicated over {over} by a rule of js.tensor"
+    stored = [name for name in trail.arguments if not name.startswith("batch")]
+    if stored and not one.why.startswith("batch"):
+        words = first_words(stored)
+        return f"{words} is moved for this line alone: use it as it is stored, or let the strategy keep it replicated"
+    if "gradient of" in one.why:
+        return "add up the gradients of all uses and micro-batches on each device first, and over devices once"
+    if {own, made} & set(PRODUCTS):
+        return f"shard both operands of the product alike, and its result: {constraint}"
+    result = f"the result of {made} at {made_at}" if made and made_at else "the array where it is made"
+    return f"constrain {result}, {constraint}, or let js.explicit compute each device's rows by themselves"
