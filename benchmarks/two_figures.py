@@ -54,7 +54,7 @@ def chain(seed: int, count: int, scale: int) -> Any:
             h = jnp.tanh(fit(h, rows[i]) @ w) + kept[i]
         return h.sum()
 
-    chip = jax.sharding.SingleDeviceSharding(js.plan.topology_devices("v5e:2x2")[0])
+    chip = jax.sharding.SingleDeviceSharding(js.plan.topology_mesh("v5e:2x2", data=4).devices.flat[0])
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=chip)
     return jax.jit(total).lower(matrix, matrix)
 

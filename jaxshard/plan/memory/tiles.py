@@ -84,7 +84,7 @@ def tiled_argument_bytes(layout: Layout, batch: PyTree) -> int:
       Bytes on each device.
 
     Example:
-        js.plan.tiled_argument_bytes(layout, batch)     # more than the bytes of the arrays: each is padded to tiles
+        tiled_argument_bytes(layout, batch)     # more than the bytes of the arrays: each is padded to tiles
     """
     mesh = layout.mesh
     arrays = [(one.placement, one.leaf.dtype) for one in layout.placed() if one.role != "grad"]
