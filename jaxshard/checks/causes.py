@@ -123,7 +123,7 @@ def loss_of_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind
 
 
 def _parts_of(step: Step, batch: PyTree) -> list[tuple[int, PyTree]]:
-    """Return the first row of each part in which an engine computes a batch, and its rows."""
+    """Cut a batch as the engine does; return the first row of each part, and its rows."""
     devices = 1 if step.engine.compiler_chooses else axis_size(step.layout.mesh, step.layout.batch_axes)
     mask = step.layout.rows_mask(batch)
     rows = row_count(select(mask, batch))
@@ -141,7 +141,7 @@ def _add_parts(
 
 
 def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> tuple[str, ...]:
-    """Compare the loss of the whole batch with those of its parts; see the table at the top of this file."""
+    """Compare the loss of the batch with the losses of its parts; see the table at the top of this file."""
     pieces = _parts_of(step, batch)
     parts = len(pieces)
     evaluate = bind(_terms_of(step, model))

@@ -382,7 +382,7 @@ class _Results(NamedTuple):
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The step over the mesh, and what it is compared with.
+    """The step over the mesh, with the results of one device to compare.
 
     Attributes:
       where: the mesh and the engine.

@@ -286,7 +286,7 @@ def test_losses_whose_parts_do_not_add_up(loss_fn, why):
 
 
 def test_a_weight_that_the_step_refuses_is_reported_and_one_of_a_metric_raised():
-    """What a step says when it is traced, with the loss that it would have had."""
+    """The report has the sentence of the step, and the loss that the step would have had."""
 
     def seen(params, batch, key):
         return js.Mean(plain(params, batch, key).totals[0], 16.0)

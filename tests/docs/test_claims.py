@@ -55,7 +55,7 @@ def test_a_command_names_tests_that_exist(command: str):
 
 
 def test_a_command_without_marks_names_tests_of_the_fast_tier(request: pytest.FixtureRequest):
-    """By what this run has collected, where that is the whole tier."""
+    """Read from the tests that this run has collected, if they are all of the fast tier."""
     config = request.config
     narrowed = config.option.keyword or config.getoption("--sample") is not None or config.getoption("--shard")
     if narrowed or config.args != config.getini("testpaths") or config.option.markexpr != "not slow":
