@@ -108,20 +108,48 @@ def _match_axes(factor: float, layout: Layout) -> str | None:
     return None
 
 
-def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> tuple[str, ...]:
-    """Compare the loss of the whole batch with those of its parts; see the table at the top of this file."""
+def loss_of_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> float:
+    """Compute the loss as a step does that adds totals and weights over the parts of a batch, on one device.
+
+    Args:
+      step: the sharded step, which need not compile; its loss returns a `js.Mean`.
+      model: what `init_fn` returned, on one device.
+      batch: the global batch, NumPy arrays.
+      key: the random key of the step.
+      bind: makes the loss runnable on one device.
+    """
+    totals, weights = _add_parts(jax.jit(bind(_terms_of(step, model))), _parts_of(step, batch), key)
+    return float(np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0).sum())
+
+
+def _parts_of(step: Step, batch: PyTree) -> list[tuple[int, PyTree]]:
+    """Cut a batch as the engine does; return the first row of each part, and its rows."""
     devices = 1 if step.engine.compiler_chooses else axis_size(step.layout.mesh, step.layout.batch_axes)
-    parts = step.engine.microbatches * devices
     mask = step.layout.rows_mask(batch)
     rows = row_count(select(mask, batch))
-    size = rows // parts
+    size = rows // (step.engine.microbatches * devices)
+    return [(first, _slice_rows(batch, mask, first, size)) for first in range(0, rows, size)]
+
+
+def _add_parts(
+    run: Callable[..., Any], parts: Sequence[tuple[int, PyTree]], key: jax.Array
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the totals and the weights of all parts, one number for each term."""
+    apart = [run(rows, key, first) for first, rows in parts]
+    totals, weights = (np.sum([np.asarray(one[i], np.float64) for one in apart], axis=0) for i in (0, 1))
+    return totals, weights
+
+
+def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bind: Bind) -> tuple[str, ...]:
+    """Compare the loss of the batch with the losses of its parts; see the table at the top of this file."""
+    pieces = _parts_of(step, batch)
+    parts = len(pieces)
     evaluate = bind(_terms_of(step, model))
     run = jax.jit(evaluate)
     whole = None if parts == 1 else run(batch, key, 0)
     if whole is None:
         return ()
-    apart = [run(_slice_rows(batch, mask, first, size), key, first) for first in range(0, rows, size)]
-    totals, weights = (np.sum([np.asarray(one[i], np.float64) for one in apart], axis=0) for i in (0, 1))
+    totals, weights = _add_parts(run, pieces, key)
     whole_totals, whole_weights = (np.asarray(x, np.float64) for x in whole)
     # A term whose mean is that of the parts is right whatever its weight, as a penalty on the parameters with weight 1.
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -136,7 +164,7 @@ def _compare_parts(step: Step, model: PyTree, batch: PyTree, key: jax.Array, bin
         f"{_as_sum(totals)}"
     )
     # All of JAX's random numbers are made by this primitive, whatever generator makes the bits.
-    if "random_bits" in str(jax.make_jaxpr(evaluate)(_slice_rows(batch, mask, 0, size), key, 0)):
+    if "random_bits" in str(jax.make_jaxpr(evaluate)(pieces[0][1], key, 0)):
         # Another key, the same numbers: the loss does not draw them from the key that it receives.
         other = run(batch, jax.random.fold_in(key, 1), 0)
         if _near(np.asarray(other[0], np.float64)[off], whole_totals):

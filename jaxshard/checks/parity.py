@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxshard.checks.causes import Bind, find_causes
+from jaxshard.checks.causes import Bind, find_causes, loss_of_parts
 from jaxshard.checks.collectives.inserted import warn_of_inserted
 from jaxshard.checks.difference import Difference, compare_losses, compare_trees, to_numpy
 from jaxshard.checks.separating import make_separating
@@ -42,13 +42,14 @@ from jaxshard.core.transform import check_transform
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.engines.auto import auto
+from jaxshard.engines.counted_rows import UnequalMeans
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import users_code
 from jaxshard.optim.owners.own import layout
 from jaxshard.training.batch import check_batch
 from jaxshard.training.extra_args import find_extra_args, take_fast_gradients
 from jaxshard.training.placing import put_stored
-from jaxshard.training.state import init, run_key
+from jaxshard.training.state import TrainState, init, run_key
 from jaxshard.training.step import Step
 from jaxshard.training.views import unstore
 
@@ -69,7 +70,8 @@ class Parity:
     Attributes:
       where: the mesh and the engine: "data=8 under js.explicit()".
       losses: the loss of the sharded step and that of one device.
-      differences: the loss first, then one for every gradient, update and array of the model's state.
+      differences: the loss first, then one for every gradient, update and array of the model's state; the loss alone
+        where the step refuses it, because its weight does not count rows.
       why: the causes that the numbers point to, with the way out; () if all agree or nothing is found.
       notes: what was changed for the comparison, such as casts to f32.
       batches: the batches that were compared, up to the first that differs: the given one and, under engines that give
@@ -161,11 +163,11 @@ class Parity:
         leaves: dict[str, dict[str, Difference]] = {}
         for one in self.differences[1:]:
             leaves.setdefault(one.leaf, {})[one.what] = one
-        rows = [("allowed", *(allowed.get(kind, "0") for kind in kinds), "")]
+        rows = [("allowed", *(allowed.get(kind, "0") for kind in kinds), "")] if leaves else []
         for leaf, found in leaves.items():
             cells = (str(found[kind]) if kind in found else "" for kind in kinds)
             rows.append((leaf, *cells, _verdict(list(found.values()))))
-        return Table(rows, head=("", *kinds, ""))
+        return Table(rows, head=("", *kinds, "") if leaves else ())
 
 
 def parity(
@@ -204,6 +206,9 @@ def parity(
     one does that branches on their mean. So more batches are made of the given one, in which devices differ: with its
     rows sorted, with one row for each device, and with its floats moved apart (`Parity.batches`). Even so a difference
     can be found, and its absence not be proven.
+
+    A loss that the step refuses because its weight does not count rows is not run over the mesh: its parts are added up
+    on one device, and the report says what the error of the step does.
 
     One program is compiled for one device and one for the mesh, whose devices may be simulated. Keep the batch small
     (512 tokens): long sums lose digits.
@@ -256,26 +261,21 @@ def parity(
             expected = alone.step(first_step)
             updates = jax.jit(partial(_update_alone, tx))(expected.grads, alone.chosen)
             after = put_back(plan.trainable, optax.apply_updates(alone.chosen, updates), split_model(start)[0])
+        where = f"{mesh_str(mesh)} under js.{engine.name}()"
+        try:
+            compiled = step.compile(batch)
+        except UnequalMeans as refusal:
+            losses = loss_of_parts(step, start, batch, alone.key_of(first_step), alone.bind), float(expected.loss)
+            report = _report_refused(where, losses, refusal, notes, _LOSS_SHARE * tolerance)
+            if report.ok:  # it is a metric that is wrong
+                raise
+            return report
         # Read before it runs: a step whose devices wait for each other would not end.
-        warn_of_inserted(step.choices, step.compile(batch), mesh)
+        warn_of_inserted(step.choices, compiled, mesh)
         run = init(make, both, plan, seed, init_from=start)
         given = jax.tree.map(partial(put_stored, layout=plan), expected.grads, plan.opt_state["given"])
         run = run._replace(opt_state=run.opt_state | {"given": given})
-
-        def compare(trial: _Trial, expected: _Results) -> Parity:
-            state = jax.tree.map(partial(put_stored, layout=plan), trial.state, plan.state)
-            number = jnp.full_like(run.step, trial.number)
-            new, metrics = step(jax.tree.map(jnp.copy, run._replace(state=state, step=number)), trial.batch)
-            losses = float(metrics["loss"]), float(expected.loss)
-            found = [compare_losses(*losses, _LOSS_SHARE * tolerance)]
-            for what, placements, ours, theirs in (
-                ("gradient", plan.opt_state["grads"], new.opt_state["grads"], expected.grads),
-                ("update", plan.opt_state["updates"], new.opt_state["updates"], updates),
-                ("state", plan.state, new.state, _with_averages(trial, expected.state, after)),
-            ):
-                found += compare_trees(what, unstore(placements, jax.tree.map(to_numpy, ours)), theirs, tolerance)
-            return Parity(f"{mesh_str(mesh)} under js.{engine.name}()", losses, tuple(found), notes=tuple(notes))
-
+        compare = _Comparison(where, step, run, updates, after, tolerance, notes)
         if not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates)):
             notes.append("all updates are zero on one device, so that nothing is said about the optimizer")
         trial, report, tried = first_step, compare(first_step, expected), [GIVEN]
@@ -301,6 +301,16 @@ def parity(
             return report
         model, key = join_model(split_model(start)[0], trial.state), alone.key_of(trial)
         return replace(report, why=find_causes(report.failures, step, model, trial.batch, key, alone.bind))
+
+
+def _report_refused(
+    where: str, losses: tuple[float, float], refusal: UnequalMeans, notes: list[str], allowed: float
+) -> Parity:
+    """Report on a step that refuses a mean; `losses` are that of the parts, added up, and the right one."""
+    told = "the step refuses this loss and was not run: its loss here is that of the parts of the batch, added up"
+    return Parity(
+        where, losses, (compare_losses(*losses, allowed),), why=tuple(str(refusal).splitlines()), notes=(*notes, told)
+    )
 
 
 def _check_comparable(strategy: Strategy, mesh: Mesh) -> None:
@@ -368,6 +378,45 @@ class _Results(NamedTuple):
     loss: jax.Array
     grads: PyTree
     state: PyTree
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The step over the mesh, with the results of one device to compare.
+
+    Attributes:
+      where: the mesh and the engine.
+      step: the sharded step.
+      run: its run, in whose optimizer state the gradients of one device lie.
+      updates: those that the optimizer makes of these gradients on one device.
+      after: the parameters after them.
+      tolerance: the largest relative error.
+      notes: those of the report.
+    """
+
+    where: str
+    step: Step
+    run: TrainState
+    updates: PyTree
+    after: PyTree
+    tolerance: float
+    notes: list[str]
+
+    def __call__(self, trial: _Trial, expected: _Results) -> Parity:
+        """Take the step and compare what comes of it."""
+        plan = self.step.layout
+        state = jax.tree.map(partial(put_stored, layout=plan), trial.state, plan.state)
+        number = jnp.full_like(self.run.step, trial.number)
+        new, metrics = self.step(jax.tree.map(jnp.copy, self.run._replace(state=state, step=number)), trial.batch)
+        losses = float(metrics["loss"]), float(expected.loss)
+        found = [compare_losses(*losses, _LOSS_SHARE * self.tolerance)]
+        for what, placements, ours, theirs in (
+            ("gradient", plan.opt_state["grads"], new.opt_state["grads"], expected.grads),
+            ("update", plan.opt_state["updates"], new.opt_state["updates"], self.updates),
+            ("state", plan.state, new.state, _with_averages(trial, expected.state, self.after)),
+        ):
+            found += compare_trees(what, unstore(placements, jax.tree.map(to_numpy, ours)), theirs, self.tolerance)
+        return Parity(self.where, losses, tuple(found), notes=tuple(self.notes))
 
 
 class _OneDevice:

@@ -21,7 +21,7 @@ what differs between its versions, are in core/compat.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ CALLS = {
 
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Those of them that do nothing else."""
+
+T = TypeVar("T")
 
 Rule = Callable[[Any, list[Any]], list[Any] | None]
 """`rule(equation, operands)` -> its results, or None for those that the equation itself gives."""
@@ -106,6 +108,19 @@ class Program(NamedTuple):
         ins = [var for var in given if var in free]
         values = subprogram(self.closed, outs, ins, steps)(*(given[var] for var in ins))
         return tree.unflatten([_as_array(x, atom) for x, atom in zip(values, outs, strict=True)])
+
+
+def trace_or_none(trace: Callable[[], T]) -> T | None:
+    """Trace a user's function for shapes that it need not be written for; None where it is not.
+
+    Args:
+      trace: traces it. Whatever it raises says that nothing can be learned from these shapes: user code, and the
+        libraries that check shapes in it, raise errors of any class.
+    """
+    try:
+        return trace()
+    except Exception:
+        return None
 
 
 def _as_array(x: Any, atom: Any) -> Any:

@@ -15,6 +15,10 @@ from jaxshard.core.unsuited import Unsuited
 from jaxshard.engines.just_in_time import cast_floats
 
 
+class UnequalMeans(Unsuited):
+    """A loss, or metric, whose means over the parts of a batch are not that over all of it."""
+
+
 def make_mean_check(
     layout: Layout,
     fn: Callable[..., Any],
@@ -37,7 +41,7 @@ def make_mean_check(
       with_key: whether `fn` takes a key, that of the layout.
 
     Raises:
-      Unsuited: when `check` runs, with all means that are wrong for certain.
+      UnequalMeans: when `check` runs, with all means that are wrong for certain.
     """
     passed: set[Any] = set()
 
@@ -54,7 +58,7 @@ def make_mean_check(
         has_rows = [False] * in_model + in_batch + [False] * len(after)
         sizes = {axis: layout.mesh.shape[axis] for axis in sorted(manual)}
         if found := find_unequal_means(fn, (model, rows, *after), has_rows, parts, manual=sizes):
-            raise Unsuited("\n".join(found))
+            raise UnequalMeans("\n".join(found))
         passed.add(shapes)
 
     return check

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxshard.core.collectives import NATIVE, Sums, all_max, sum_scalar
-from jaxshard.core.jaxpr import Program
+from jaxshard.core.jaxpr import Program, trace_or_none
 from jaxshard.core.keys import keys_of, words_of
 from jaxshard.core.layout import Layout, put_back
 from jaxshard.core.loss import Loss, Max, Mean, Sum, lowest_value
@@ -357,11 +357,10 @@ def _depend_on_row_count(part: Part, program: Program, which: Sequence[int]) -> 
     """Return which of some results are made by another program if there are twice as many rows."""
     if not which:
         return []
-    try:
-        other, _, _ = part.with_rows_twice().trace()
-    except (TypeError, ValueError, AssertionError):
-        return []  # a loss of so many rows and no others: nothing can be told
-    return [i for i in which if not made_alike(program.closed, other.closed, i)]
+    found = trace_or_none(part.with_rows_twice().trace)
+    if found is None:
+        return []  # a loss of so many rows and no others
+    return [i for i in which if not made_alike(program.closed, found[0].closed, i)]
 
 
 def _describe(var: Any) -> str:

@@ -254,8 +254,7 @@ def read_in_every_way(module, batch):
 
 
 def penalty(module, batch):
-    read = squares(nnx.state(module, nnx.Param)) + jnp.square(module.blocks[0].down.kernel[...]).sum()
-    return cross_entropy(module(batch["x"]), batch) + js.Mean(0.01 * read, 1.0)
+    return cross_entropy(module(batch["x"]), batch) + js.Mean(0.01 * squares(nnx.state(module, nnx.Param)), 1.0)
 
 
 def read_in_linen(model, batch):

@@ -285,6 +285,21 @@ def test_losses_whose_parts_do_not_add_up(loss_fn, why):
     check_fails(run(loss_fn), why)
 
 
+def test_a_weight_that_the_step_refuses_is_reported_and_one_of_a_metric_raised():
+    """The report has the sentence of the step, and the loss that the step would have had."""
+
+    def seen(params, batch, key):
+        return js.Mean(plain(params, batch, key).totals[0], 16.0)
+
+    report = run(seen)
+    check_fails(report, [WEIGHT.format(16, 128)], kinds=("loss",))
+    assert report.losses[0] == pytest.approx(report.losses[1] / 8, rel=1e-6) and report.losses[1] > 1
+    assert str(report).count("\n") == 3 and "was not run" in report.notes[-1]
+    hits = js.Mean(1.0, 16.0)
+    with pytest.raises(TypeError, match="the metric 'hits': " + WEIGHT.format(16, 128)):
+        run(lambda params, batch, key: js.Loss(plain(params, batch, key), metrics={"hits": hits * len(batch["x"])}))
+
+
 @pytest.mark.slow
 def test_the_factor_is_the_product_of_the_axes_that_give_it():
     report = run(fixed_weight, strategy=js.hsdp(), axes={"replica": 2, "data": 4})

@@ -31,6 +31,10 @@ def wrong():
 
     return init, loss, optax.sgd(0.1), {"x": ROWS}
 
+def refused():
+    """The weight of the global batch again, which the trace shows."""
+    return init, lambda params, batch, key: js.Mean(losses(params, batch).sum(), 16.0), optax.sgd(0.1), {"x": ROWS}
+
 def opaque():
     return init, lambda params, batch, key: losses(params, batch).mean(), optax.sgd(0.1), {"x": ROWS}
 
@@ -93,6 +97,10 @@ def test_a_wrong_program_fails_with_the_names_of_its_leaves(capsys, tmp_path):
     result = json.loads((tmp_path / "r.json").read_text())
     assert not result["ok"] and result["failures"] == ["loss", "gradient b", "gradient w"] and len(result["why"]) == 2
     assert result["arrays"][0]["difference"] == pytest.approx(7 / 8, rel=1e-3)
+    assert run("refused") == 1
+    output = capsys.readouterr().out
+    assert "that of the whole batch is 16, those of its 8 parts add up to 128" in " ".join(output.split())
+    assert output.rstrip().endswith("1 of 1 arrays differ: loss")
 
 
 @pytest.mark.parametrize(

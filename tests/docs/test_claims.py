@@ -47,13 +47,41 @@ def test_what_the_readme_prints_in_bold_is_on_the_page():
 
 @pytest.mark.parametrize("command", TESTED)
 def test_a_command_names_tests_that_exist(command: str):
-    words = shlex.split(command)
-    paths = [ROOT / word for word in words if word.startswith("tests/")]
+    paths, wanted = paths_of(command), names_wanted(command)
     assert paths and all(path.exists() for path in paths)
     tests = {name for path in paths for name in names_in(path)}
-    wanted = words[words.index("-k") + 1].split(" or ") if "-k" in words else []
-    missing = [part for part in wanted if not any(part.strip() in test for test in tests)]
+    missing = [part for part in wanted if not any(part in test for test in tests)]
     assert tests and not missing
+
+
+def test_a_command_without_marks_names_tests_of_the_fast_tier(request: pytest.FixtureRequest):
+    """Read from the tests that this run has collected, if they are all of the fast tier."""
+    config = request.config
+    narrowed = config.option.keyword or config.getoption("--sample") is not None or config.getoption("--shard")
+    if narrowed or config.args != config.getini("testpaths") or config.option.markexpr != "not slow":
+        pytest.skip("needs the whole fast tier")
+    missing = [
+        (command, part)
+        for command in TESTED
+        if "-m" not in shlex.split(command)
+        for part in names_wanted(command) or [""]
+        if not any(part in item.name and is_below(item.path, paths_of(command)) for item in request.session.items)
+    ]
+    assert not missing
+
+
+def paths_of(command: str) -> list[Path]:
+    return [ROOT / word for word in shlex.split(command) if word.startswith("tests/")]
+
+
+def names_wanted(command: str) -> list[str]:
+    """The parts of names that -k lists."""
+    words = shlex.split(command)
+    return words[words.index("-k") + 1].split(" or ") if "-k" in words else []
+
+
+def is_below(path: Path, folders: list[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 def names_in(path: Path) -> set[str]:

@@ -122,6 +122,26 @@ def test_every_kind_of_state_equals_one_device(engine):
     assert {name: x.dtype for name, x in run.state.items()} == {name: x.dtype for name, x in state.items()}
 
 
+def test_a_teacher_and_a_counter_change_once_in_a_step_of_two_micro_batches():
+    """Arrays of the old state and the parameters, which need no declaration."""
+
+    def init(key):
+        model = init_fn(key)
+        return js.Model(model.params, {name: model.state[name] for name in ("teacher", "steps", "key")})
+
+    def loss(model, batch, key):
+        errors = errors_of(model.params, model.state, batch["x"])
+        return js.Loss(js.Mean(errors.sum(), errors.size), state=common(model.params, model.state))
+
+    def alone(params, state, batch):
+        return errors_of(params, state, batch["x"]).mean(), common(params, state)
+
+    params, state = train_alone(init, alone)
+    run = train(init, loss, js.explicit(microbatches=2))
+    assert int(run.state["steps"]) == 3
+    assert_close((run.params, run.state["teacher"]), (params, state["teacher"]))
+
+
 def test_only_what_may_differ_is_reduced():
     layout = js.layout(js.fsdp("data", min_size=0), js.make_mesh(data=8), init_fn, TX)
     rules = js.explicit().state_rules(
@@ -439,6 +459,17 @@ def test_what_is_proven_equal_is_taken_once(name, wrap):
     for engine, dtype in ((js.explicit(), jnp.int32), (js.auto(microbatches=2), jnp.int32), (js.explicit(), jnp.bool_)):
         if dtype != jnp.bool_:
             assert rules_of(counting_init(dtype), loss, engine) == {"n": "once"}
+
+
+def test_a_loss_that_is_written_for_one_number_of_rows_has_rules():
+    """Libraries that check shapes raise errors of classes of their own."""
+
+    def new(n, errors, batch, key):
+        if len(errors) != 2:
+            raise RuntimeError("this is written for two rows")
+        return n + 1
+
+    trace(counting_init(jnp.int32), counting_loss(new), js.explicit())
 
 
 def test_sums_that_the_loss_takes_over_devices_are_equal_there():

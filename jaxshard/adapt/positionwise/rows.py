@@ -30,7 +30,7 @@ from jaxshard.adapt.positionwise.rules import has_rule
 from jaxshard.adapt.positionwise.shares import is_share
 from jaxshard.adapt.positionwise.walk import Walk
 from jaxshard.core.compat import replace_equations
-from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr
+from jaxshard.core.jaxpr import eliminate_dead_code, open_jaxpr, trace_or_none
 from jaxshard.core.loss import Mean, explain_weight
 from jaxshard.core.types import PyTree
 
@@ -117,19 +117,19 @@ def find_unequal_means(
         shapes = [(rows, *x.shape[1:]) if found else x.shape for x, found in zip(leaves, has_rows, strict=True)]
         made = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True)]
         env = list((manual or {}).items())
-        return jax.make_jaxpr(returning_loss(loss_fn), axis_env=env, return_shape=True)(*jax.tree.unflatten(tree, made))
+        traced = jax.make_jaxpr(returning_loss(loss_fn), axis_env=env, return_shape=True)
+        program, loss = trace_or_none(lambda: traced(*jax.tree.unflatten(tree, made))) or (None, None)
+        return program, jax.tree.structure(loss)
 
-    try:
-        two, part = trace(size)
-        structure: Any = jax.tree.structure(part)
-        atoms, numbers = _results(two, structure)
-        with_rows = [var for var, found in zip(open_jaxpr(two)[0].invars, has_rows, strict=True) if found]
-        if all(_counts_rows(two, mean, numbers[name], with_rows) for name, mean in atoms.items()):
-            return []
-        one, whole = trace(size * parts)
-    except Exception:  # whatever a loss raises that is written for one number of rows, or is none: a step says so
+    two, structure = trace(size)
+    if two is None:
         return []
-    if structure != jax.tree.structure(whole):
+    atoms, numbers = _results(two, structure)
+    with_rows = [var for var, found in zip(open_jaxpr(two)[0].invars, has_rows, strict=True) if found]
+    if all(_counts_rows(two, mean, numbers[name], with_rows) for name, mean in atoms.items()):
+        return []
+    one, other = trace(size * parts)
+    if one is None or structure != other:
         return []
     # Silent: nobody reads what the walk refuses, and backward passes make no totals.
     walk = _RowWalk(size * parts, parts, silent=1)
