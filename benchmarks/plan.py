@@ -90,15 +90,17 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """Return the figures of a table: errors, the band of 95 % of them, refusals, and cases without a figure."""
+    """Return the figures of a table: errors, the band of 95 % of needs, refusals, and cases without a figure."""
     errors = [error for row in rows if (error := error_of(row)) is not None]
     sizes = list(map(abs, errors))
+    # What a step needs, over the estimate: it is the allocated bytes that must fit.
+    needs = [row.get("allocated", row["peak"]) / row["estimate"] - 1 for row in rows if error_of(row) is not None]
     figures = {
         "median": statistics.median(sizes),
         "p90": quantile(sizes, 0.9),
         "worst": [min(errors), max(errors)],
         "within_20_percent": sum(size <= 0.2 for size in sizes) / len(sizes),
-        "band_of_95_percent": [quantile(errors, 0.025), quantile(errors, 0.975)],
+        "band_of_95_percent": [quantile(needs, 0.025), quantile(needs, 0.975)],
     }
     return {
         "cases": len(rows),

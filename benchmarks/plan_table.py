@@ -18,8 +18,10 @@ Made by `python benchmarks/plan.py` and `python benchmarks/plan.py --write docs/
 - **fits** is what the estimate says (`?`: ask the compiler), and the compiler.
 
 **{compared} steps compared: median error {median:.1%}, 90 % are within {p90:.1%}, worst {worst[0]:+.0%} and
-{worst[1]:+.0%}; 95 % are from {band_of_95_percent[0]:+.0%} to {band_of_95_percent[1]:+.0%}. {refused} were refused, of
-which the estimate called {wrong} fitting.**
+{worst[1]:+.0%}. 95 % of the steps are allocated {band_of_95_percent[0]:+.0%} to {band_of_95_percent[1]:+.0%} of the
+estimate. {refused} were refused; the estimate called {wrong} steps fitting that do not fit.**
+
+The errors, each # a step:
 
 ```text
 {histogram}

@@ -1,5 +1,6 @@
 """The benchmark of the estimate of memory: the draw of steps, its figures and its page."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -36,6 +37,23 @@ def test_a_draw_has_every_strategy_engine_policy_chip_and_users_model(plan):
     assert len({case.model.split("/")[0] for case in cases if "/" in case.model}) == 5
 
 
+def test_the_pages_show_the_record(plan):
+    """The page of all steps, the histogram of the planner's page and the band that a prediction prints."""
+    from plan_table import histogram, page
+
+    from jaxshard.plan.prediction import BAND
+
+    record = json.loads(plan.DRAWN.read_text())
+    summary = plan.summarize(record["rows"])
+    docs = BENCHMARKS.parent / "docs"
+    assert (docs / "records" / "planner_table.md").read_text() == page(record, summary)
+    errors = [error for row in record["rows"] if (error := plan.error_of(row)) is not None]
+    assert histogram(errors) in (docs / "guides" / "planner.md").read_text()
+    assert not summary["wrongly_fits"]
+    least, most = summary["band_of_95_percent"]
+    assert BAND[0] <= least and most <= BAND[1]
+
+
 def test_the_page_has_figures_and_every_step(plan):
     from plan_table import page
 
@@ -47,13 +65,15 @@ def test_the_page_has_figures_and_every_step(plan):
     rows = [
         row(first, 1.04, refused=False, estimate_fits=True),
         row(second, 1.3, refused=False, estimate_fits=None),
-        row(third, 0.9, refused=True, estimate_fits=True),
+        row(third, 0.9, refused=True, fits=False, estimate_fits=True),
         {"case": fourth._asdict(), "refused": False, "error": "the compiler's own"},
     ]
     summary = plan.summarize(rows)
     assert summary["compared"] == 3 and summary["median"] == 0.1 and summary["p90"] == 0.3
     assert [round(one, 2) for one in summary["worst"]] == [-0.1, 0.3]
     assert summary["wrongly_fits"] == [third.name]
+    # Twice the estimate's size is allocated at most, and half as much again at least: what a step needs.
+    assert [round(one, 2) for one in summary["band_of_95_percent"]] == [0.54, 1.22]
     assert summary["without_figures"] == {fourth.name: "the compiler's own"}
     text = page({"seed": "0123456789abcdef", "versions": {"jax": "0"}, "rows": rows}, summary)
     assert "4 steps" in text and "`0123456789ab`" in text and "median error 10.0%" in text
