@@ -41,6 +41,7 @@ UNDOCUMENTED = {
     "jax._src": "core/compat.py",
     "jax.interpreters": "core/compat.py",
     "jax.experimental.compilation_cache": "core/compat.py",
+    "jaxlib": "plan/compiled/child.py",
     "flax.core.apply": "adapt/compat.py",
     "flax.core.meta": "adapt/compat.py",
     "flax.nnx.graph": "adapt/compat.py",

@@ -63,8 +63,6 @@ def run(
         if topology is None:
             refuse("is of a TPU topology; add --topology, such as v5e:16x16", slices=slices)
             refuse("asks the compiler of other devices; add --topology, such as v5e:16x16", codegen=codegen)
-            if chip is None:
-                raise UsageError(f"for which chips? Add --topology, such as {_SOME}, or --chip for devices like these")
         if estimate:
             refuse("asks the compiler, and --estimate does without; leave one out", codegen=codegen)
     started = time.perf_counter()
@@ -72,6 +70,8 @@ def run(
     prepared = prepare(
         target, change=change, sharding=sharding, batch=batch, seq=seq, remat=remat, precision=precision, topology=chips
     )
+    if topology is None and chip is None:
+        raise UsageError(f"for which chips? Add --topology, such as {_SOME}, or --chip for devices like these")
     facts(console, prepared.how.shown | {"model": prepared.program.name, "batch": _sizes(prepared.rows)})
     words = "estimating" if estimate else "asking the compiler, where there is one"
     with working(console, words), refusals():

@@ -74,7 +74,7 @@ pass. Tested by its effect.
 
 
 class CompilerInput(NamedTuple):
-    """What JAX gives to a compiler.
+    """The program and options that JAX gives to a compiler.
 
     Attributes:
       program: MLIR bytecode.

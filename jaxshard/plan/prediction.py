@@ -111,7 +111,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits: by the compiler, or, outside of `BAND`, by the estimate; None where that is not known.
+        """True if the step fits: by the compiler, or, outside of `BAND`, by the estimate; None where that is not known.
 
         A compiler's answer follows what is allocated, unless `chip=` set another limit than its own. None too where the
         memory of the chip is not known.

@@ -197,7 +197,8 @@ FLAGS = {
         "--slices": [*NUMBERS, "3"],
         "--chip": ["", "x", "v55", "a1000"],
         "--price": RATES,
-        "--compile": ["x"],
+        "--estimate": ["x"],
+        "--codegen": ["x"],
         "--plot": [*FILES, "a.xyz"],
         "--json": FILES,
     },
@@ -209,7 +210,7 @@ FLAGS = {
         "--seq": NUMBERS,
         "--precision": CHOICES,
         "--price": RATES,
-        "--compile": NUMBERS,
+        "--compile": [number for number in NUMBERS if number != "0"],
         "--json": FILES,
     },
     "parity": SHARDING | {
@@ -228,7 +229,7 @@ FLAGS = {
     "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
     "doctor": {"--json": FILES},
 }  # fmt: skip
-SWITCHES = {"--resume", "--fall-back", "--ordered", "--compile", "--all"}
+SWITCHES = {"--resume", "--fall-back", "--ordered", "--estimate", "--codegen", "--all"}
 
 GOOD_PY = """
 import jax.numpy as jnp, numpy as np, optax, jaxshard as js

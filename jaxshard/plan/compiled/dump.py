@@ -175,11 +175,8 @@ def _live(values: list[Value], at: int) -> list[Value]:
 
 
 def _covered(live: list[Value]) -> Iterator[tuple[Value, int]]:
-    """Each value with the bytes that it adds to those at lower offsets; of equal ones the last made names the memory.
-
-    The first may be the zeros with which a loop's stack begins.
-    """
+    """Each value with the bytes that it adds to those at lower offsets."""
     end = 0
-    for one in sorted(live, key=lambda one: (one.offset, -one.bytes, -one.first)):
+    for one in sorted(live, key=lambda one: (one.offset, -one.bytes)):
         yield one, max(0, one.offset + one.bytes - max(end, one.offset))
         end = max(end, one.offset + one.bytes)

@@ -99,7 +99,7 @@ class Verdict:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.step.layout.mesh.size
 
     @property

@@ -105,10 +105,9 @@ def search(
         step = js.make_step(model.loss, tx, layout, engine=plan.engine)
     """
     precision_dtypes(precision, None, None)  # which refuses others
-    faults: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layouts that are only tried
-        ranking = _search(
+        ranking, faults = _search(
             init_fn,
             loss_fn,
             tx,
@@ -120,7 +119,6 @@ def search(
             price,
             seconds,
             compile,
-            faults,
             progress or (lambda words: None),
         )
     if faults:
@@ -134,9 +132,11 @@ def search(
 
 def _search(
     init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation, batch: PyTree, topology: str, num_slices: int,
-    precision: str | None, chip: Chip | None, price: float | None, seconds: float, compile: int, faults: list[str],
+    precision: str | None, chip: Chip | None, price: float | None, seconds: float, compile: int,
     progress: Callable[[str], None],
-) -> Ranking:  # fmt: skip
+) -> tuple[Ranking, list[str]]:  # fmt: skip
+    """Search; return the ranking, and what failed in words."""
+    faults: list[str] = []
     started, busy = time.perf_counter(), time.process_time()
     devices = planned_devices(topology, num_slices=num_slices)
     limits = chip or chip_of(devices[0].device_kind, num_cores=devices[0].num_cores)
@@ -184,10 +184,11 @@ def _search(
     plans = distinct(plans)
     named = [dataclasses.replace(plan, reason=reason_for(plan, plans, limits.usable_bytes)) for plan in plans]
     whole = f"{num_slices} x {topology}" if num_slices > 1 else topology
-    return Ranking(
+    ranking = Ranking(
         whole, tuple(named), len(listed), len(listed) - len(fitting), trials.predicted, dict(trials.refused),
         limits.usable_bytes, time.perf_counter() - started,
     )  # fmt: skip
+    return ranking, faults
 
 
 def _fitting(estimator: Estimator, listed: Sequence[Candidate]) -> tuple[list[Pair], Counter[str]]:
