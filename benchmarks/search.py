@@ -28,7 +28,6 @@ import numpy as np
 
 import jaxshard as js
 from jaxshard.models.sizes import SIZES
-from jaxshard.plan.prediction import Prediction
 
 
 class Shape(NamedTuple):
@@ -68,7 +67,7 @@ def main() -> None:
     tokens = jax.ShapeDtypeStruct((shape.rows, shape.seq), np.int32)
     batch = {"tokens": tokens, "targets": tokens}
     ranking = js.plan.search(
-        model.init, model.loss, tx, batch, shape.topology, num_slices=shape.slices, precision="bf16"
+        model.init, model.loss, tx, batch, shape.topology, num_slices=shape.slices, precision="bf16", progress=print
     )
     print(ranking, flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -89,18 +88,18 @@ def main() -> None:
         layout = js.layout(strategy, mesh, model.init, tx)
         step = js.make_step(model.loss, tx, layout, engine=engine)
         try:
-            verdict = js.plan.compile_for(step, batch, shape.topology, num_slices=shape.slices)
+            verdict = js.plan.compile_for(step, batch, shape.topology, num_slices=shape.slices, codegen=True)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             print(f"{kind}: {words}: {type(error).__name__}: {str(error)[:400]}", flush=True)
             continue
-        kernels = kernel_flops(verdict.prediction)
+        kernels = kernel_flops(js.plan.predict(layout, model.loss, batch, engine, tx=tx, estimate=True))
         found = {
             "model": args.model,
             "kind": kind,
             "layout": words,
             "fits": verdict.fits,
-            "peak_gib": verdict.peak_bytes / 2**30,
-            "predicted_gib": verdict.prediction.peak.total / 2**30 if verdict.prediction else None,
+            "allocated_gib": verdict.allocated_bytes / 2**30,
+            "live_gib": verdict.live_bytes / 2**30,
             "cycles": verdict.cycles,
             "kernel_tflops": kernels / 1e12,
             "cycles_with_kernels": verdict.cycles and verdict.cycles + kernels / per_cycle,
@@ -110,9 +109,9 @@ def main() -> None:
         write(args.json, found)
 
 
-def kernel_flops(prediction: Prediction | None) -> float:
+def kernel_flops(prediction: Any) -> float:
     """Add up what a device's kernels compute in a step; they have a name in the place of a line of the model."""
-    products = () if prediction is None else prediction.products
+    products = prediction.products
     return sum(one.flops for one in products if ".py:" not in one.where and not one.where.endswith("dot_general"))
 
 
