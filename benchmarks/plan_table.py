@@ -21,6 +21,26 @@ Made by `python benchmarks/plan.py` and `python benchmarks/plan.py --write docs/
 {worst[1]:+.0%}. 95 % of the steps are allocated {band_of_95_percent[0]:+.0%} to {band_of_95_percent[1]:+.0%} of the
 estimate. {refused} were refused; the estimate called {wrong} steps fitting that do not fit.**
 
+One such estimate:
+
+```python
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxshard as js
+
+model, tx = js.models.make("gpt2", depth=4), optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
+layout = js.layout(js.ddp(), js.plan.planned_mesh("v5e:4x4", data=16), model.init, tx)
+batch = {{"tokens": jax.ShapeDtypeStruct((64, 1025), jnp.int32)}}
+estimate = js.plan.predict(layout, model.loss, batch, js.explicit(), tx=tx, estimate=True)
+print(estimate.judged_by, f"{{estimate.live_bytes / 1e9:.1f}} GB")
+```
+
+```text
+estimate 3.1 GB
+```
+
 The errors, each # a step:
 
 ```text
