@@ -24,8 +24,10 @@ _SHOWN = 8
 Range = tuple[float, float]
 """A low and a high estimate."""
 
-BAND = (-0.35, 0.35)
-"""The errors of the estimate of memory, as shares of the estimate, within which 95 % of steps lie."""
+BAND = (-0.3, 0.5)
+"""How much less and more than the estimate 95 % of steps are allocated, as shares of the estimate.
+
+Of the steps that were compiled (docs/records/planner_table.md) 95 % are within it, with room to spare."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class Prediction:
         who = {
             "compiler": "the compiler's own figures",
             "extrapolated": "the compiler's figures of 2 and 4 blocks, extrapolated",
-            "estimate": f"an estimate; 95 % of steps need {least:+.0%} to {most:+.0%} of it",
+            "estimate": f"an estimate; 95 % of steps need {1 + least:.1f} to {1 + most:.1f} times as much",
         }[self.judged_by]
         if self.usable_bytes is None:
             return who
