@@ -59,7 +59,7 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def working(console: Console, what: str) -> Iterator[Callable[[str], None]]:
-    """Show what is done while it is, turning on a terminal, elsewhere as a line; yield a function that shows more."""
+    """Show the current work, as a spinner on a terminal, else as a line; yield a function that shows the next words."""
 
     def say(words: str) -> None:
         console.print(Text(f"  {words} ...", "dim"))

@@ -25,7 +25,7 @@ Range = tuple[float, float]
 """A low and a high estimate."""
 
 BAND = (-0.3, 0.5)
-"""How much less and more than the estimate 95 % of steps are allocated, as shares of the estimate.
+"""The least and the most that 95 % of steps are allocated less or more than the estimate, as shares of it.
 
 Of the steps that were compiled (docs/records/planner_table.md) 95 % are within it, with room to spare."""
 

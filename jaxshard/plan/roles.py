@@ -11,4 +11,4 @@ ROLES = (
     "logits",
     "temporaries",
 )
-"""What memory is used for, in the order in which tables show it."""
+"""The uses of memory, in the order of tables."""

@@ -43,7 +43,7 @@ class Target(NamedTuple):
         return self.name.partition(":")[0].strip().lower() in GPUS
 
     def description(self) -> dict[str, Any]:
-        """Return the platform, the name and the options by which the compiler's plugin makes the topology."""
+        """Return the platform, name and options that the compiler's plugin takes to make the topology."""
         if self.is_gpu:
             topology = parse_topology(self.name)
             return {"platform": "cuda", "name": "", "topology": gpu_options(topology.version, *topology.shape)}

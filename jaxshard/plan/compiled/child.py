@@ -20,7 +20,7 @@ from typing import Any
 
 
 def main(folder: Path) -> None:
-    """Compile the program of a folder; the parent may end this process as soon as the dump has what it wants."""
+    """Compile the program of a folder; the parent ends this process once the dump is complete."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = json.loads((folder / "request.json").read_text())
     from jaxlib import xla_client

@@ -56,7 +56,7 @@ def extrapolate(ask: Callable[[Step], Verdict], step: Step, at_depth: Callable[[
 
 
 def _onward(low: Memory, high: Memory, times: float) -> Memory:
-    """Continue the line from the memory of one program to that of another, so many times its length."""
+    """Extrapolate linearly from the memory of two programs; `times` is 0 at the first and 1 at the second."""
 
     def at(first: float, second: float) -> int:
         return max(0, round(first + times * (second - first)))

@@ -46,7 +46,7 @@ class Value(NamedTuple):
 class Assignment(NamedTuple):
     """The memory that the compiler assigned to a program on each device.
 
-    There are two figures: `peak` counts what is live at the fullest moment, as `peak_memory_in_bytes` of
+    There are two figures. `peak` counts the values that are live at the peak, as `peak_memory_in_bytes` of
     `compiled.memory_analysis()` does; `allocated` counts all that is reserved, with the gaps that are left in the
     allocation of temporaries because values of different sizes follow each other.
 
@@ -67,7 +67,7 @@ class Assignment(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes that are live at once: arguments, results, and temporaries at the fullest moment."""
+        """Bytes that are live at once: arguments, results, and the temporaries that are live at the peak."""
         return sum(self.arguments.values()) + self.results + sum(added for _, added in self.live)
 
     @property

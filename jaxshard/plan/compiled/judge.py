@@ -30,7 +30,7 @@ CHILD = Path(__file__).with_name("child.py")
 """Run by its path, not as a module: importing the package would import JAX."""
 _PAUSE = 0.02
 _FORMAT = "1"
-"""Changed with what an answer has, so that older answers are not read."""
+"""The version of the fields of an answer; answers of another version are not read."""
 
 
 class Answer(NamedTuple):

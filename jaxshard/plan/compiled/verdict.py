@@ -153,7 +153,7 @@ class Verdict:
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes of what goes into the step."""
+        """Bytes of the arguments: the run and the batch."""
         return self.memory.arguments
 
     @property
@@ -178,7 +178,7 @@ class Verdict:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """The program's collectives beside the promise of the layout, as by `js.audit`; None without a program."""
+        """The program's collectives compared with the promise of the layout, as by `js.audit`; None without a program."""
         if not self.answer.text:
             return None
         layout, step = self.step.layout, self.step
@@ -201,7 +201,7 @@ class Verdict:
 
     @property
     def by_role(self) -> dict[str, int]:
-        """Bytes at the fullest moment by role, in the order of `plan.roles.ROLES`."""
+        """Live bytes by role, in the order of `plan.roles.ROLES`."""
         sums = Counter[str]()
         for one in self.arrays:
             sums[one.role] += one.bytes

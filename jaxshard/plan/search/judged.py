@@ -22,7 +22,7 @@ def judged(
     order: Callable[[Plan], Any],
     progress: Callable[[str], None],
 ) -> list[Plan]:
-    """Ask the compiler about the best plans until enough of them fit; those that do not fit are left out.
+    """Ask the compiler about the best plans until enough of them fit; leave out plans that do not fit.
 
     Args:
       plans: what was estimated.
@@ -32,10 +32,10 @@ def judged(
       progress: is told how many were asked.
 
     Returns:
-      The plans that fit in their order, then those that were not asked.
+      The plans that fit, ranked, then the plans that the compiler was not asked about.
     """
     fitting: list[Plan] = []
-    # By time and memory: whether a plan fits is what the compiler is asked.
+    # By time and memory alone: the compiler tells which plans fit.
     rest = sorted(plans, key=lambda plan: order(plan)[1:])
     asked = 0
     with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
@@ -47,7 +47,7 @@ def judged(
             for plan, verdict in zip(now, pool.map(judge, now), strict=True):
                 if verdict.fits is not False:
                     fitting.append(replace(plan, compiled=verdict))
-            # Of a layout that fits no slower policy is asked.
+            # Leave out slower remat policies of a layout that fits.
             rest = [plan for plan in rest if all(layout_of(plan) != layout_of(one) for one in fitting)]
     return [*sorted(fitting, key=order), *sorted(rest, key=order)]
 

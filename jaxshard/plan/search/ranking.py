@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on a device: what the compiler allocates where it was asked, else the estimate of what is live."""
+        """Bytes on a device: allocated by the compiler if it was asked, else the estimate of live bytes."""
         return self.prediction.peak.total if self.compiled is None else int(self.compiled.allocated_bytes)
 
     @property
