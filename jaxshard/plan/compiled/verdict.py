@@ -178,7 +178,7 @@ class Verdict:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """The program's collectives compared with the promise of the layout, as by `js.audit`; None without a program."""
+        """The program's collectives compared with the layout's promise, as by `js.audit`; None without a program."""
         if not self.answer.text:
             return None
         layout, step = self.step.layout, self.step
