@@ -88,12 +88,7 @@ def _accumulate_turns(
 ) -> tuple[Outcome, PyTree]:
     """Do what `accumulate` does, over several micro-batches."""
     first = jax.tree.map(lambda x: x[0], turns), first_rows[0]
-    if not isinstance(jax.eval_shape(loss_of, sinks, *first).value, Mean):
-        raise Unsuited(
-            f"{first_rows.shape[0]} micro-batches need a loss that says its weight: return js.Mean(total, weight) "
-            "instead of a scalar, so that micro-batches of unequal weight are averaged exactly"
-        )
-    weights_of = _only_weights(loss_of, sinks, first)
+    weights_of = _only_weights(loss_of, sinks, first, first_rows.shape[0])
 
     def weigh(weights: Any, turn: tuple[PyTree, jax.Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, weights, weights_of(turn)), None
@@ -117,13 +112,25 @@ def _accumulate_turns(
     return Outcome(values.sum(), {name: _combine_turns(metric) for name, metric in metrics.items()}, state), grads
 
 
-def _only_weights(loss_of: LossOf, sinks: PyTree, example: tuple[PyTree, jax.Array]) -> Callable[[Any], Weights]:
+def _only_weights(
+    loss_of: LossOf, sinks: PyTree, example: tuple[PyTree, jax.Array], microbatches: int
+) -> Callable[[Any], Weights]:
     """Return a function of a micro-batch that computes the loss's weights and nothing else.
 
     Weights do not depend on parameters, so little is left of the loss. It is cut out here and not by the compiler,
     which keeps what prints or calls back: the loss would do so twice.
     """
-    program = Program.trace(lambda turn: _weights(loss_of(sinks, *turn)), example)
+
+    def weights(turn: tuple[PyTree, jax.Array]) -> Weights:
+        loss = loss_of(sinks, *turn)
+        if not isinstance(loss.value, Mean):
+            raise Unsuited(
+                f"{microbatches} micro-batches need a loss that says its weight: return js.Mean(total, weight) "
+                "instead of a scalar, so that micro-batches of unequal weight are averaged exactly"
+            )
+        return _weights(loss)
+
+    program = Program.trace(weights, example)
     jaxpr, consts = open_jaxpr(program.closed)
     needed, used = eliminate_dead_code(without_callbacks(jaxpr))
 

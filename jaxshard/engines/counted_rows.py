@@ -12,7 +12,7 @@ from jaxshard.core.layout import Layout, join_model, select
 from jaxshard.core.tree import abstract, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.core.unsuited import Unsuited
-from jaxshard.engines.just_in_time import cast_floats
+from jaxshard.engines.just_in_time import cast_shapes
 
 
 class UnequalMeans(Unsuited):
@@ -52,7 +52,7 @@ def make_mean_check(
         if parts == 1 or count % parts or shapes in passed:
             return
         rows = jax.tree.map(lambda x, has: _resize(x, count // parts) if has else x, whole, mask)
-        model = join_model(jax.tree.map(lambda x: _cast(x, compute_dtype), layout.shapes.params), layout.shapes.state)
+        model = join_model(cast_shapes(layout.shapes.params, compute_dtype), layout.shapes.state)
         after = [layout.shapes.key] if with_key else []
         in_model, in_batch = len(jax.tree.leaves(model)), jax.tree.leaves(mask)
         has_rows = [False] * in_model + in_batch + [False] * len(after)
@@ -66,8 +66,3 @@ def make_mean_check(
 
 def _resize(x: Any, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    made: Any = jax.eval_shape(lambda x: cast_floats(x, dtype), x)
-    return made

@@ -389,3 +389,8 @@ def without_blocks(tree: PyTree) -> PyTree:
 def cast_floats(x: jax.Array, dtype: Any) -> jax.Array:
     """Cast a floating array to the dtype; other arrays, and every array where the dtype is None, stay as they are."""
     return x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def cast_shapes(shapes: PyTree, dtype: Any) -> PyTree:
+    """Return the shapes of a tree of arrays after `cast_floats`; one trace for all of them."""
+    return jax.eval_shape(lambda tree: jax.tree.map(lambda x: cast_floats(x, dtype), tree), shapes)

@@ -15,7 +15,7 @@ from jaxshard.core.mesh import axis_size
 from jaxshard.core.tree import abstract, path_str
 from jaxshard.core.types import PyTree
 from jaxshard.engines.context import prepare
-from jaxshard.engines.just_in_time import cast_floats
+from jaxshard.engines.just_in_time import cast_shapes
 
 
 def make_position_check(
@@ -57,7 +57,7 @@ def make_position_check(
         shapes = tuple((path_str(path), x.shape, x.dtype) for path, x in leaves)
         if shapes in passed:
             return
-        params = jax.tree.map(lambda x: _cast(x, compute_dtype), layout.shapes.params)
+        params = cast_shapes(layout.shapes.params, compute_dtype)
         model = join_model(params, layout.shapes.state)
         after = [layout.shapes.key] if with_key else []
         dims = [context.dim_of(path_str(path), len(x.shape)) for path, x in leaves]
@@ -81,8 +81,3 @@ def _rows_of_a_turn(layout: Layout, batch: PyTree, microbatches: int) -> PyTree:
         return jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
 
     return jax.tree.map(shrink, batch, layout.rows_mask(batch))
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    made: Any = jax.eval_shape(lambda x: cast_floats(x, dtype), x)
-    return made
