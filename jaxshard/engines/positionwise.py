@@ -57,8 +57,7 @@ def make_position_check(
         shapes = tuple((path_str(path), x.shape, x.dtype) for path, x in leaves)
         if shapes in passed:
             return
-        params = cast_shapes(layout.shapes.params, compute_dtype)
-        model = join_model(params, layout.shapes.state)
+        model = join_model(cast_shapes(layout.shapes.params, compute_dtype), layout.shapes.state)
         after = [layout.shapes.key] if with_key else []
         dims = [context.dim_of(path_str(path), len(x.shape)) for path, x in leaves]
         places = [None] * len(jax.tree.leaves(model)) + dims + [None] * len(after)
