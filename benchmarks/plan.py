@@ -26,6 +26,8 @@ from typing import Any
 
 from plan_cases import Case, draw, make_parts
 
+from jaxshard.plan.prediction import BAND
+
 HERE = Path(__file__).parent
 KNOWN, DRAWN = HERE / "plan_peaks.json", HERE / "plan_draw.json"
 ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
@@ -90,7 +92,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """Return the figures of a table: errors, the band of 95 % of needs, refusals, and cases without a figure."""
+    """Return the figures of a table: errors, the share within the band, refusals, and cases without a figure."""
     errors = [error for row in rows if (error := error_of(row)) is not None]
     sizes = list(map(abs, errors))
     # What a step needs, over the estimate: it is the allocated bytes that must fit.
@@ -100,7 +102,7 @@ def summarize(rows: Sequence[Row]) -> Row:
         "p90": quantile(sizes, 0.9),
         "worst": [min(errors), max(errors)],
         "within_20_percent": sum(size <= 0.2 for size in sizes) / len(sizes),
-        "band_of_95_percent": [quantile(needs, 0.025), quantile(needs, 0.975)],
+        "within_band": sum(BAND[0] <= need <= BAND[1] for need in needs) / len(needs),
     }
     return {
         "cases": len(rows),
@@ -162,7 +164,7 @@ def compiled(record: Path, seed: str, count: int, only: str) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", help="of the draw; by default the commit that last changed the estimate")
+    parser.add_argument("--seed", help="of the draw; by default that of the record, else frozen_at()")
     parser.add_argument("--cases", type=int, default=150, help="how many steps are drawn")
     parser.add_argument("--only", default="", help="steps with this in their names")
     parser.add_argument("--list", action="store_true", help="print the steps")
@@ -177,7 +179,8 @@ def main() -> None:
         record = json.loads(args.json.read_text())
         args.write.write_text(page(record, summarize(record["rows"])), encoding="utf-8")
         return
-    seed = args.seed or frozen_at()
+    recorded = json.loads(args.json.read_text())["seed"] if args.json.exists() else ""
+    seed = args.seed or recorded or frozen_at()
     if args.list:
         print("\n".join(case.name for case in draw(seed, args.cases) if args.only in case.name))
     elif args.known:

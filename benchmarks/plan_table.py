@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxshard.plan.prediction import BAND
+
 Row = dict[str, Any]
 
 PAGE = """# Estimated and compiled peaks
 
-{count} steps that the hash of a commit drew (`{seed}`), compiled with {versions} up to the assignment of buffers.
+{count} of the 150 steps that the hash of a commit drew (`{seed}`), the first and the last ones, compiled up to the
+assignment of buffers with {versions}.
 Made by `python benchmarks/plan.py` and `python benchmarks/plan.py --write docs/records/planner_table.md`.
 
 - **estimate** is the peak in GB per device from the traced step alone (`js.plan.predict` without a compiler).
@@ -18,8 +21,8 @@ Made by `python benchmarks/plan.py` and `python benchmarks/plan.py --write docs/
 - **fits** is what the estimate says (`?`: ask the compiler), and the compiler.
 
 **{compared} steps compared: median error {median:.1%}, 90 % are within {p90:.1%}, worst {worst[0]:+.0%} and
-{worst[1]:+.0%}. 95 % of the steps are allocated {band_of_95_percent[0]:+.0%} to {band_of_95_percent[1]:+.0%} of the
-estimate. {refused} were refused; the estimate called {wrong} steps fitting that do not fit.**
+{worst[1]:+.0%}. {within_band:.0%} of the steps are allocated within the band that a prediction
+states ({band}). {refused} were refused; the estimate called {wrong} steps fitting that do not fit.**
 
 One such estimate:
 
@@ -66,6 +69,7 @@ def page(record: Row, summary: Row) -> str:
     ]
     return PAGE.format(
         **summary,
+        band=f"{1 + BAND[0]:.1f} to {1 + BAND[1]:.1f} times the estimate",
         count=len(rows),
         seed=record["seed"][:12],
         versions=", ".join(f"{name} {number}" for name, number in record["versions"].items()),
@@ -78,9 +82,8 @@ def page(record: Row, summary: Row) -> str:
 def histogram(errors: list[float], width: int = 5) -> str:
     """Draw the number of errors in each bin of so many percent."""
     places = [round(100 * error / width) for error in errors]
-    return "\n".join(
-        f"{place * width:+4d} %  {'#' * places.count(place)}" for place in range(min(places), max(places) + 1)
-    )
+    bins = range(min(places), max(places) + 1)
+    return "\n".join(f"{place * width:+4d} %  {'#' * places.count(place)}".rstrip() for place in bins)
 
 
 def _is_compared(row: Row) -> bool:
