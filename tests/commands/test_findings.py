@@ -110,7 +110,10 @@ def test_two_users_of_libtpu(tmp_path):
     assert not [*judge_libtpu({}, lock, [])]
     lock.touch()
     assert not [*judge_libtpu({}, lock, [])]
-    code = f"import fcntl, sys; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    code = (
+        f"import fcntl, sys; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); "
+        "sys.stdin.read()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         (finding,) = judge_libtpu({}, lock, [])
