@@ -95,7 +95,7 @@ def summarize(rows: Sequence[Row]) -> Row:
     """Return the figures of a table: errors, the share within the band, refusals, and cases without a figure."""
     errors = [error for row in rows if (error := error_of(row)) is not None]
     sizes = list(map(abs, errors))
-    # What a step needs, over the estimate: it is the allocated bytes that must fit.
+    # Allocated bytes must fit; here they are shares of the estimate.
     needs = [row.get("allocated", row["peak"]) / row["estimate"] - 1 for row in rows if error_of(row) is not None]
     figures = {
         "median": statistics.median(sizes),

@@ -106,7 +106,7 @@ def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
     """
     taken: list[CompilerInput] = []
     private: Any = compiler
-    thread, compile_program = threading.get_ident(), private.compile_or_get_cached
+    thread = threading.get_ident()
 
     def take(backend: Any, module: Any, devices: Any, options: Any, *rest: Any, **more: Any) -> Any:
         if threading.get_ident() != thread:
@@ -123,7 +123,8 @@ def compiler_input(lowered: jax.stages.Lowered) -> CompilerInput:
         )
         raise _Taken
 
-    with _taking:
+    with _taking:  # which also guards what is put back
+        compile_program = private.compile_or_get_cached
         private.compile_or_get_cached = take
         try:
             lowered.compile()

@@ -108,8 +108,8 @@ class Prediction:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of a device that are live at once when most are."""
-        return self.peak.total
+        """Bytes of a device that are live at once when most are; of a refused step what it asked for."""
+        return self.peak.total if self.verdict is None else self.verdict.live_bytes
 
     @property
     def fits(self) -> bool | None:
@@ -192,7 +192,7 @@ class Prediction:
     def _memory(self) -> list[str | Table]:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         where = "" if self.chip is None else f" of {self.chip.name}"
-        total = self.peak.total
+        total = self.live_bytes
         rows = [(role, human_bytes(size), f"{size / total:.0%}") for role, size in self.peak.by_role.items() if size]
         rows.append(("live at once", human_bytes(total), "100%"))
         if self.allocated_bytes is not None:

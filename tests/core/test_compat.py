@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -302,3 +303,14 @@ def test_the_implementation_of_a_dtype_of_keys_makes_such_keys(impl):
     key = jax.random.key(3, impl=impl)
     again = jax.random.wrap_key_data(jax.random.key_data(key), impl=key_impl_of(key.dtype))
     assert again.dtype == key.dtype and (again == key).all()
+
+
+def test_what_a_compiler_is_given_is_taken_in_two_threads_and_compilation_goes_on():
+    """The function that is replaced meanwhile is put back, whichever thread comes first."""
+    lowered = [jax.jit(lambda x, n=n: x * n).lower(1.0) for n in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(compat.compiler_input, lowered))
+    assert len({one.program for one in taken}) == 8 and all(one.devices == (0,) for one in taken)
+    assert compat.compiler_input(lowered[0]) == taken[0]
+    with ThreadPoolExecutor(4) as pool:
+        assert [float(x) for x in pool.map(lambda one: one.compile()(1.0), lowered)] == [0, 1, 2, 3, 4, 5, 6, 7]

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def load_answer(key: str) -> dict[str, Any] | None:
     file = _folder() / f"{key}.json.gz"
     try:
         found = json.loads(gzip.decompress(file.read_bytes()))
-    except (OSError, EOFError, ValueError, gzip.zlib.error):  # type: ignore[attr-defined]
+    except (OSError, EOFError, ValueError, zlib.error):
         return None
     with contextlib.suppress(OSError):
         os.utime(file)  # used last now

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxshard.plan.compiled.verdict import Verdict
@@ -22,7 +23,9 @@ def judged(
     order: Callable[[Plan], Any],
     progress: Callable[[str], None],
 ) -> list[Plan]:
-    """Ask the compiler about the best plans until enough of them fit; leave out plans that do not fit.
+    """Ask the compiler about the best plans until enough of them fit.
+
+    Plans that do not fit are left out, and plans on which the compiler itself fails.
 
     Args:
       plans: what was estimated.
@@ -44,12 +47,20 @@ def judged(
             rest = [plan for plan in rest if plan not in now]
             asked += len(now)
             progress(f"asking the compiler about plan {asked} of at most {len(plans)}")
-            for plan, verdict in zip(now, pool.map(judge, now), strict=True):
-                if verdict.fits is not False:
+            for plan, verdict in zip(now, pool.map(partial(_verdict, judge), now), strict=True):
+                if verdict is not None and verdict.fits is not False:
                     fitting.append(replace(plan, compiled=verdict))
             # Leave out slower remat policies of a layout that fits.
             rest = [plan for plan in rest if all(layout_of(plan) != layout_of(one) for one in fitting)]
     return [*sorted(fitting, key=order), *sorted(rest, key=order)]
+
+
+def _verdict(judge: Callable[[Plan], Verdict], plan: Plan) -> Verdict | None:
+    """Ask about a plan; None where the compiler itself fails, which says nothing of the other plans."""
+    try:
+        return judge(plan)
+    except (RuntimeError, TimeoutError):
+        return None
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
