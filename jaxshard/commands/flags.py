@@ -22,7 +22,6 @@ StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16", "bfloat16"]
 ContextName = Literal["gather", "ulysses", "usp", "ring"]
-AugmentName = Literal["none", "shift", "flip", "crop"]
 
 # Optional flags; without the hint their help would end in "(default: None)".
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
@@ -50,8 +49,7 @@ Change = Annotated[
     str | None,
     tyro.conf.arg(
         metavar="NAME=VALUE,...",
-        help="arguments of js.models.gpt, llama, moe, vit or resnet in the place of the size's own, such as "
-        "depth=4,rope_scaling=8.",
+        help="arguments of js.models.gpt, llama or moe in the place of the size's own, such as depth=4,rope_scaling=8.",
         help_behavior_hint="",
     ),
 ]
@@ -137,14 +135,12 @@ class DataFlags:
 
     Attributes:
       data: a text file, a folder of text, token ids as .npy or .bin, or with a tokenizer records as .jsonl; without it
-        Python's own library. For a model of images a .npz file, or a folder with a folder of files for each class;
-        without it drawn digits.
+        Python's own library.
       dtype: of the token ids in a .bin file, such as uint16.
       vocab: how many token ids there are, for .npy and .bin.
       tokenizer: a tokenizer.json, or a folder that has one, which makes tokens of --data; by default that of the model
         hf:PATH.
       template: of a message in .jsonl, such as '{role}:\\n{content}\\n', the default.
-      augment: images in training: shift moves them, flip mirrors some too, crop takes parts of them; by default none.
     """
 
     # Text, not a Path: that of an empty text is the current folder.
@@ -153,7 +149,6 @@ class DataFlags:
     vocab: Count = None
     tokenizer: Words = None
     template: Words = None
-    augment: Annotated[AugmentName | None, tyro.conf.arg(help_behavior_hint="")] = None
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,9 @@ class _Source(NamedTuple):
         size = SIZES[self.target]
         try:
             size.check_changes(changes)
-            made = size.model(**self._trained_with() | changes)
+            made: Decoder = size.model(**self._trained_with() | changes)
         except (TypeError, ValueError) as error:
             raise ValueError(f"--change {self.change}: {error}") from error
-        if not isinstance(made, Decoder):
-            raise ValueError(f"--model {self.target}: it makes no tokens; use a model of language, such as llama-1m")
         return made
 
     def _trained_with(self) -> dict[str, Any]:

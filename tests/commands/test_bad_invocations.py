@@ -122,7 +122,6 @@ FLAGS = {
     "train": SHARDING | {
         "--model": ["nope", "", "gpt-1m ", "hf:", "hf:/nonexistent", "hf:text.txt", "hf:."],
         "--change": CHANGES,
-        "--augment": CHOICES,
         "--tokenizer": ["/nonexistent", "text.txt", ".", "", " "],
         "--template": ["x", "", "{role}", "{content}{content}", "{content}"],
         "--data": ["/nonexistent", "empty.txt", "renamed.npy", "broken.npy", "ids.bin", "", " "],
@@ -158,7 +157,7 @@ FLAGS = {
         "--ordered": ["x"],
     },
     "generate": {
-        "--model": ["nope", "vit-1m", "resnet-tiny", "", "gpt-1m ", "hf:/nonexistent", "hf:"],
+        "--model": ["nope", "", "gpt-1m ", "hf:/nonexistent", "hf:"],
         "--change": [x for x in CHANGES if x != "vocab=8"],
         "--checkpoint": ["/nonexistent", "text.txt", "gs://bucket/run"],
         "--prompt": [""],
