@@ -192,8 +192,6 @@ class SavingFlags:
       resume: go on from the newest step in --checkpoint; from step 0 where there is none.
       checkpoint_every: steps between saves; by default 10.
       keep: so many of the newest saves stay; by default all.
-      key_file: a file with a secret, by which changes on purpose are found when the run goes on; by default what the
-        environment variable JAXSHARD_CHECKPOINT_KEY holds, if it is set.
       fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged.
       memory_every: steps between copies of the run into memory that outlives the processes: started again by jaxshard
         launch --max-restarts they go on from there, and need no checkpoint; without it there are no copies.
@@ -203,7 +201,6 @@ class SavingFlags:
     resume: bool = False
     checkpoint_every: Count = None
     keep: Count = None
-    key_file: File = None
     fall_back: bool = False
     memory_every: Count = None
 

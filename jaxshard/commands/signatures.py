@@ -384,7 +384,6 @@ def checkpoint(
     /,
     *,
     step: Count = None,
-    key_file: File = None,
     json: JsonFile = None,
 ) -> int:
     """List the steps in a folder of checkpoints, show what one holds, or verify every byte of all of them.
@@ -395,13 +394,11 @@ def checkpoint(
     Args:
       action: list, show or verify.
       dir: the folder that js.save or jaxshard train --checkpoint wrote.
-      key_file: a file with the secret that the steps were saved with; by default the environment variable
-        JAXSHARD_CHECKPOINT_KEY. verify needs it.
       step: this step alone; show takes the newest one by default.
     """
     from jaxshard.commands.checkpoint import run
 
-    return run(action, dir, step=step, key_file=key_file, json=json)
+    return run(action, dir, step=step, json=json)
 
 
 def doctor(*, json: JsonFile = None) -> int:

@@ -45,14 +45,11 @@ def logits_of_embedded(model: Decoder, params: PyTree, x: PyTree) -> Float[Array
         x = js.models.embed_tokens(model, params, tokens)
         logits = js.models.logits_of_embedded(model, params, x)     # f32[batch, seq, vocab]
     """
-    inner = Stacked(
-        lambda _, x, key: x,
-        model.block,
-        lambda rest, x, _, key: model.readout(rest, x),
-        model.num_blocks,
-        model.init_parts,
-    )
+
+    def head(rest: PyTree, x: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
+        return model.readout(rest, x)
+
+    inner = Stacked(lambda _, x, key: x, model.block, head, model.num_blocks, model.init_parts)
     inner.remat = model.remat
-    output: Any = inner.compute_loss(params, x, None)
-    logits: jax.Array = output
-    return logits.astype(jnp.float32)
+    logits: Any = inner.compute_loss(params, x, None)
+    return jnp.asarray(logits, jnp.float32)

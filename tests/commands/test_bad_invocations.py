@@ -144,7 +144,6 @@ FLAGS = {
         "--checkpoint-every": NUMBERS,
         "--memory-every": [*NUMBERS, "1"],
         "--keep": NUMBERS,
-        "--key-file": ["/nonexistent", "", "."],
         "--sample": ["-1", "x", "", "nan", HUGE],
         "--json": FILES,
         "--log": FILES,
@@ -225,7 +224,7 @@ FLAGS = {
         "--plot": [*FILES, "a.xyz"],
         "--json": FILES,
     },
-    "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
+    "checkpoint": {"--step": [*NUMBERS, "7"], "--json": FILES},
     "doctor": {"--json": FILES},
 }  # fmt: skip
 SWITCHES = {"--resume", "--fall-back", "--ordered", "--estimate", "--codegen", "--all"}
