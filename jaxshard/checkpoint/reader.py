@@ -210,5 +210,6 @@ def _check_same_arrays(folder: Path, saved: Sequence[SavedArray], wanted: Sequen
         list_differences(found, {entry.path: str(entry.saved) for entry in wanted}, " in the checkpoint"),
         ValueError,
         f"{folder}: the checkpoint is not one of this layout's model and optimizer, and nothing is cast or left out; "
-        "make the layout from the init_fn and tx that it was saved with",
+        "make the layout from the init_fn and tx that it was saved with, or without an optimizer, "
+        "js.layout(strategy, mesh, init_fn), to read all but its state",
     )

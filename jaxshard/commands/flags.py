@@ -98,7 +98,6 @@ class ShardingFlags:
       outer: what the replicas' mean does to the parameters that they share: by default average, which puts it in
         their place; rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs; with --sync-warmup,
         rate=0.5,momentum=0.75 came closest to ddp in short ones.
-      fragments: synchronise these in so many parts, one after the other.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
@@ -116,7 +115,6 @@ class ShardingFlags:
     sync_every: Count = None
     sync_warmup: Count = None
     outer: Words = None
-    fragments: Count = None
     engine: EngineName | None = None
     schedule: Words = None
     chunks: Count = None

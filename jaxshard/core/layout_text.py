@@ -134,10 +134,9 @@ def _describe_replicas(contents: Contents) -> list[str]:
     local = contents.local
     if local is None:
         return []
-    parts = f", in {local.fragments} parts in turn" if local.fragments > 1 else ""
     axes = " x ".join(local.axis)
     alike = f"; alike in the first {local.warmup}" if local.warmup else ""
-    often = f"synchronised every {local.every} steps{parts}{alike}"
+    often = f"synchronised every {local.every} steps{alike}"
     return [f"{local.replicas(contents.mesh)} replicas over {axes}: {often}"]
 
 

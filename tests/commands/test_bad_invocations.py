@@ -70,7 +70,6 @@ SHARDING = {
     "--chunks": NUMBERS,
     "--sync-every": NUMBERS,
     "--sync-warmup": [*NUMBERS, "2"],
-    "--fragments": [*NUMBERS, "2"],
     "--outer": ["", "average", "adam", "rate=x", "rate=0", "momentum=0.5", "rate=1,momentum=1"],
     "--context": [*CHOICES, "gather", "usp"],
     "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
