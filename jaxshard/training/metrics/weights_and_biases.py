@@ -26,8 +26,9 @@ def wandb(
 ) -> WandbWriter:
     """Make a callback that writes every number of a record into a run of Weights & Biases.
 
-    wandb's own process sends the records and tries again where the service does not answer, so no step waits. Of several
-    processes the first one writes. `WANDB_MODE=offline` and the other variables of wandb hold. Numbers are drawn over "step", also those of steps that are taken again.
+    wandb's own process sends the records and tries again where the service does not answer, so no step waits. Of
+    several processes the first one writes. `WANDB_MODE=offline` and the other variables of wandb hold. Numbers are
+    drawn over "step", also those of steps that are taken again.
 
     Args:
       project: the name of the project.
