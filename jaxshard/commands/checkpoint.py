@@ -9,8 +9,7 @@ from rich.console import Console
 
 from jaxshard.checkpoint.checksums import compare_file_names, compare_step, try_manifest
 from jaxshard.checkpoint.folder import absolute_root, step_folder, step_folders
-from jaxshard.checkpoint.manifest import MANIFEST, Manifest
-from jaxshard.checkpoint.signature import check_signature, read_key
+from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.commands.errors import usage_errors
 from jaxshard.commands.flags import check_files
 from jaxshard.commands.result import write_json
@@ -23,7 +22,6 @@ def run(
     folder: Path,
     *,
     step: int | None,
-    key_file: Path | None,
     json: Path | None,
 ) -> int:
     """Look at the saved steps in a folder; the arguments are the flags.
@@ -34,11 +32,11 @@ def run(
     console = make_console(stderr=str(json) == "-")
     with usage_errors():
         check_files(json=json)
-        key, folders = read_key(key_file), _folders(absolute_root(folder), step)
+        folders = _folders(absolute_root(folder), step)
     if action == "show":
         newest = max((number for number in folders if (folders[number] / MANIFEST).exists()), default=max(folders))
         folders = {newest: folders[newest]}
-    steps = [_describe_step(one, key, deep=action == "verify") for one in folders.values()]
+    steps = [_describe_step(one, deep=action == "verify") for one in folders.values()]
     for row in steps:
         console.print(_printable(_step_line(row, deep=action == "verify")))
         for problem in row["problems"]:
@@ -58,25 +56,15 @@ def _folders(root: Path, step: int | None) -> dict[int, Path]:
     return folders if step is None else {step: folders[step]}
 
 
-def _describe_step(folder: Path, key: bytes | None = None, *, deep: bool) -> dict[str, Any]:
+def _describe_step(folder: Path, *, deep: bool) -> dict[str, Any]:
     """Describe a step by its manifest and the names of its files; `deep` compares every byte and every array too."""
     manifest, problems = try_manifest(folder)
     if manifest is None:
         return {"step": int(folder.name), "problems": problems}
     problems = compare_step(folder, manifest) if deep else compare_file_names(folder, manifest)
-    if deep or key is not None:  # who only looks needs no key
-        problems = _wrong_key(folder, manifest, key) + problems
     counts = {"arrays": len(manifest.arrays), "files": len(manifest.files) + 1, "bytes": manifest.size}
     made = {name: manifest.made.get(name) for name in ("time", "mesh", "processes", "jaxshard", "jax")}
     return {"step": manifest.step, "problems": problems} | counts | made
-
-
-def _wrong_key(folder: Path, manifest: Manifest, key: bytes | None) -> list[str]:
-    try:
-        check_signature(folder, manifest, key)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _step_line(row: dict[str, Any], *, deep: bool) -> str:

@@ -48,7 +48,7 @@ _OPTIONAL = {
     "tokenizers": "text for models of Hugging Face (extra hf)",
 }
 
-_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "grain", "hf", "images")
+_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "grain", "hf")
 """Extras whose packages have to fit where they are installed."""
 
 _GPU = Path("/dev/nvidia0")

@@ -22,7 +22,6 @@ StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16", "bfloat16"]
 ContextName = Literal["gather", "ulysses", "usp", "ring"]
-AugmentName = Literal["none", "shift", "flip", "crop"]
 
 # Optional flags; without the hint their help would end in "(default: None)".
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
@@ -50,8 +49,7 @@ Change = Annotated[
     str | None,
     tyro.conf.arg(
         metavar="NAME=VALUE,...",
-        help="arguments of js.models.gpt, llama, moe, vit or resnet in the place of the size's own, such as "
-        "depth=4,rope_scaling=8.",
+        help="arguments of js.models.gpt, llama or moe in the place of the size's own, such as depth=4,rope_scaling=8.",
         help_behavior_hint="",
     ),
 ]
@@ -100,7 +98,6 @@ class ShardingFlags:
       outer: what the replicas' mean does to the parameters that they share: by default average, which puts it in
         their place; rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs; with --sync-warmup,
         rate=0.5,momentum=0.75 came closest to ddp in short ones.
-      fragments: synchronise these in so many parts, one after the other.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
@@ -118,7 +115,6 @@ class ShardingFlags:
     sync_every: Count = None
     sync_warmup: Count = None
     outer: Words = None
-    fragments: Count = None
     engine: EngineName | None = None
     schedule: Words = None
     chunks: Count = None
@@ -137,14 +133,12 @@ class DataFlags:
 
     Attributes:
       data: a text file, a folder of text, token ids as .npy or .bin, or with a tokenizer records as .jsonl; without it
-        Python's own library. For a model of images a .npz file, or a folder with a folder of files for each class;
-        without it drawn digits.
+        Python's own library.
       dtype: of the token ids in a .bin file, such as uint16.
       vocab: how many token ids there are, for .npy and .bin.
       tokenizer: a tokenizer.json, or a folder that has one, which makes tokens of --data; by default that of the model
         hf:PATH.
       template: of a message in .jsonl, such as '{role}:\\n{content}\\n', the default.
-      augment: images in training: shift moves them, flip mirrors some too, crop takes parts of them; by default none.
     """
 
     # Text, not a Path: that of an empty text is the current folder.
@@ -153,7 +147,6 @@ class DataFlags:
     vocab: Count = None
     tokenizer: Words = None
     template: Words = None
-    augment: Annotated[AugmentName | None, tyro.conf.arg(help_behavior_hint="")] = None
 
 
 @dataclass(frozen=True)
@@ -197,8 +190,6 @@ class SavingFlags:
       resume: go on from the newest step in --checkpoint; from step 0 where there is none.
       checkpoint_every: steps between saves; by default 10.
       keep: so many of the newest saves stay; by default all.
-      key_file: a file with a secret, by which changes on purpose are found when the run goes on; by default what the
-        environment variable JAXSHARD_CHECKPOINT_KEY holds, if it is set.
       fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged.
       memory_every: steps between copies of the run into memory that outlives the processes: started again by jaxshard
         launch --max-restarts they go on from there, and need no checkpoint; without it there are no copies.
@@ -208,7 +199,6 @@ class SavingFlags:
     resume: bool = False
     checkpoint_every: Count = None
     keep: Count = None
-    key_file: File = None
     fall_back: bool = False
     memory_every: Count = None
 

@@ -79,9 +79,8 @@ class Parallel(NamedTuple):
             engine += f", {what} travel as {sent.name}" if isinstance(sent, Scaled) else ""
         shown = {"devices": self.devices, "mesh": mesh_str(self.mesh), "strategy": self.strategy_name, "engine": engine}
         if replicas := local_of(self.strategy):
-            parts = f", in {replicas.fragments} parts" if replicas.fragments > 1 else ""
             alike = f"; alike in the first {replicas.warmup}" if replicas.warmup else ""
-            shown["replicas"] = f"synchronised every {replicas.every} steps{parts}{alike}"
+            shown["replicas"] = f"synchronised every {replicas.every} steps{alike}"
         if context := context_of(self.strategy):
             shown["context"] = f"{context.how} over {' x '.join(context.axis)}"
         if "schedule" in about:
@@ -95,7 +94,7 @@ class Parallel(NamedTuple):
         context = context_of(self.strategy)
         form: dict[str, Any] = {"context": context.how} if context else {}
         if replicas := local_of(self.strategy):
-            form |= {"sync_every": replicas.every, "fragments": replicas.fragments, "sync_warmup": replicas.warmup}
+            form |= {"sync_every": replicas.every, "sync_warmup": replicas.warmup}
         return mesh | {"strategy": self.strategy_name} | form | self.engine.describe()
 
 
@@ -169,7 +168,6 @@ def make_parallel(
                 "replica",
                 every=flags.sync_every,
                 outer=parse_outer(flags.outer),
-                fragments=flags.fragments or 1,
                 warmup=flags.sync_warmup or 0,
             ),
         )
@@ -222,8 +220,8 @@ def _check_count(flags: ShardingFlags, axes: dict[str, int], devices: Sequence[j
 
 
 def _check_synchronisation(flags: ShardingFlags, name: str) -> None:
-    check_positive(sync_every=flags.sync_every, sync_warmup=flags.sync_warmup, fragments=flags.fragments)
-    of_meetings = {"--sync-warmup": flags.sync_warmup, "--fragments": flags.fragments, "--outer": flags.outer}
+    check_positive(sync_every=flags.sync_every, sync_warmup=flags.sync_warmup)
+    of_meetings = {"--sync-warmup": flags.sync_warmup, "--outer": flags.outer}
     for flag, value in of_meetings.items():
         if value and not flags.sync_every:
             raise ValueError(f"{flag} {value} is about how --sync-every synchronises; add --sync-every N")

@@ -76,7 +76,7 @@ def _small_program(target: str, change: str | None, batch: int | None, seed: int
     rows, changes = batch or _ROWS + -_ROWS % rows_multiple, parse_changes(change)
     with usage_errors():
         size = named_size(target)
-    seq = None if "seq" in changes or size.takes_images else min(_SEQ, size.shape["seq"])
+    seq = None if "seq" in changes else min(_SEQ, size.shape["seq"])
     return program_of(target, change=change, rows=rows, seq=seq, seed=seed, rows_multiple=rows_multiple)
 
 

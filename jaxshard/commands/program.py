@@ -57,16 +57,12 @@ def size_of(model: str, change: str | None, given: RecipeFlags, rows_multiple: i
         raise ValueError(f"--change {change}: {error}") from error
     if given.seq is not None and "seq" in changes:
         raise ValueError(f"--seq {given.seq} and --change {change} both say seq; leave one out")
-    if given.seq is not None and size.takes_images:
-        raise ValueError(f"--seq {given.seq}: {model} reads images, which have no length; leave it out")
     shape, recipe = size.shape | changes, size.recipe
     recipe = recipe._replace(
         batch=given.batch or recipe.batch + -recipe.batch % rows_multiple,
         steps=given.steps or recipe.steps,
         learning_rate=given.lr or recipe.learning_rate,
     )
-    if size.takes_images:
-        return size._replace(shape=shape, recipe=recipe)
     seq = given.seq or shape["seq"]
     if model.startswith(PREFIX):
         seq = given.seq or min(ROW, shape["seq"])
@@ -143,7 +139,7 @@ def program_of(
     """Make the program that `target` names.
 
     A ready-made size has its recipe's optimizer, no dropout, and a batch {"tokens": int32[rows, seq + 1]} of random
-    tokens, or {"images", "labels"} of random images. A function of the user's file or module makes its own batch.
+    tokens. A function of the user's file or module makes its own batch.
 
     This runs the user's code, which may touch devices: choose them first. Do not call it inside `usage_errors`, so that
     faults of the user's code keep their traceback.
@@ -183,22 +179,13 @@ def _ready_made(name: str, change: str | None, given: RecipeFlags, rows_multiple
         )
     with usage_errors():
         size = size_of(name, change, given, rows_multiple)
-    model, rows = size.model(), size.recipe.batch
-    if size.takes_images:
-        shapes = {
-            "images": ((rows, size.shape["image"], size.shape["image"], model.images.channels), np.uint8, 256),
-            "labels": ((rows,), np.int32, size.shape["classes"]),
-        }
-        tx = size.recipe.optimizer()
+    model, shape = size.model(), (size.recipe.batch, size.shape["seq"] + 1)
+    if seed is None:
+        tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
     else:
-        shapes = {"tokens": ((rows, size.shape["seq"] + 1), np.int32, size.shape["vocab"])}
-        tx = model.optimizer(size.recipe.optimizer())
-    random = np.random.default_rng(seed)
-    batch = {
-        part: jax.ShapeDtypeStruct(shape, dtype) if seed is None else random.integers(0, limit, shape, dtype)
-        for part, (shape, dtype, limit) in shapes.items()
-    }
-    return Program(model.init, model.loss, tx, batch, name_with_changes(name, change))
+        tokens = np.random.default_rng(seed).integers(0, size.shape["vocab"], shape, np.int32)
+    tx = model.optimizer(size.recipe.optimizer())
+    return Program(model.init, model.loss, tx, {"tokens": tokens}, name_with_changes(name, change))
 
 
 def _import_module(where: str, target: str) -> ModuleType:

@@ -46,7 +46,7 @@ def train(
     saving: OmitArgPrefixes[SavingFlags],
     output: OmitArgPrefixes[OutputFlags],
 ) -> None:
-    """Train a language model, or a classifier of images, over all accelerators, or over 8 simulated CPU devices.
+    """Train a language model over all accelerators, or over 8 simulated CPU devices.
 
     Without any flag: a million parameters, the source of Python's standard library, two minutes on two cores. Several
     processes (jaxshard launch, Slurm, Open MPI, Kubernetes, TPU pods) train together; devices, rows and steps are those
@@ -54,9 +54,8 @@ def train(
 
     Args:
       model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
-        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b; of images vit-1m,
-        vit-s16, vit-b16, vit-l16, vit-h14, resnet-tiny, resnet18, resnet50 or resnet101. hf:PATH goes on from the
-        weights of a folder of Hugging Face's.
+        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b. hf:PATH goes on
+        from the weights of a folder of Hugging Face's.
       ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
         processes that the devices are spread over.
     """
@@ -385,7 +384,6 @@ def checkpoint(
     /,
     *,
     step: Count = None,
-    key_file: File = None,
     json: JsonFile = None,
 ) -> int:
     """List the steps in a folder of checkpoints, show what one holds, or verify every byte of all of them.
@@ -396,13 +394,11 @@ def checkpoint(
     Args:
       action: list, show or verify.
       dir: the folder that js.save or jaxshard train --checkpoint wrote.
-      key_file: a file with the secret that the steps were saved with; by default the environment variable
-        JAXSHARD_CHECKPOINT_KEY. verify needs it.
       step: this step alone; show takes the newest one by default.
     """
     from jaxshard.commands.checkpoint import run
 
-    return run(action, dir, step=step, key_file=key_file, json=json)
+    return run(action, dir, step=step, json=json)
 
 
 def doctor(*, json: JsonFile = None) -> int:

@@ -1,4 +1,4 @@
-"""`jaxshard train`: train a language model on text, or a classifier on images, sharded over a mesh."""
+"""`jaxshard train`: train a language model on text, sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from jaxshard.commands.flags import (
     check_positive,
     check_seed,
 )
-from jaxshard.commands.image_job import ImageJob, load_image_corpus
 from jaxshard.commands.job import Job
 from jaxshard.commands.low_rank import parse_factors
 from jaxshard.commands.parallel import Parallel, make_parallel
@@ -112,15 +111,12 @@ def run(
         changes = parse_changes(change)
         if "vocab" in changes:
             raise ValueError(f"--change {change}: the vocabulary is that of the corpus; leave vocab out")
-        if of_data := {"classes", "channels"} & set(changes):
-            raise ValueError(f"--change {change}: that is what the data says; leave {', '.join(sorted(of_data))} out")
         job = _make_job(console, model, change, how, size, data, recipe)
         check_export(output.export, job.network)
         copies = make_copies(recipe.check_replicas, job.layout, saves)
         for change in saves.check_facts(job.sequence):
             console.print(f"note: {change}")
         saver = saves.checkpointer(job.layout, job.sequence)  # before it compiles: another training may save there
-        base = job.base if isinstance(job, Job) else None
         memory = saves.memory(job.layout, job.sequence)
         run, notes = saves.recall(memory, job.sequence)
         for change in notes:
@@ -129,15 +125,13 @@ def run(
         start = None
         if run is None:
             frozen = recipe.lora is not None  # what is frozen is not in checkpoints
-            start = base.load(job.layout) if base is not None and (frozen or saves.resumed is None) else None
+            start = job.base.load(job.layout) if job.base is not None and (frozen or saves.resumed is None) else None
             run = saves.restore_run(job.layout, start if frozen else None)
         check_feedback(how.engine, job.layout, run, saves.memory_every)
         begin = 0 if run is None else int(run.step)
         writers = _open_writers(output, job, saves.folder)
     facts(console, job.shown | saves.shown | describe_memory(memory, begin if recalled else None) | copies.shown)
-    if size.takes_images:
-        output = replace(output, sample=0)
-    elif output.sample and (why := why_no_sample(job.network, job.layout)):
+    if output.sample and (why := why_no_sample(job.network, job.layout)):
         console.print(f"note: there is no sample at the end: {why}")
         output = replace(output, sample=0)
 
@@ -187,14 +181,12 @@ def run(
             )
             # Where it was stopped, something else waits for this process to end.
             length = 0 if stopped else output.sample
-            result["sample"] = None
-            if isinstance(job, Job):
-                stops = Stops(ends_of_text(job.data.tokenizer, None if base is None else base.folder))
-                result["sample"] = draw_sample(
-                    job.network, run, job.layout, job.data, length=length, stops=stops, seed=job.seed
-                )
+            stops = Stops(ends_of_text(job.data.tokenizer, None if job.base is None else job.base.folder))
+            result["sample"] = draw_sample(
+                job.network, run, job.layout, job.data, length=length, stops=stops, seed=job.seed
+            )
             if output.export is not None and not stopped:
-                words = job.data.tokenizer if isinstance(job, Job) else None
+                words = job.data.tokenizer
                 save(output.export, run, job.layout, tokenizer=None if words is None else words.file)
             tables(console, result)
             write_json(output.json, result)
@@ -205,16 +197,12 @@ def run(
 
 def _make_job(
     console: Console, model: str, change: str | None, how: Parallel, size: Size, data: DataFlags, recipe: RecipeFlags
-) -> Job | ImageJob:
-    """Load the data that the model reads, tokens or images, and make the job."""
+) -> Job:
+    """Load the tokens that the model reads, and make the job."""
     name, base = name_with_changes(model, change), find_pretrained(model, parse_changes(change))
     factors = None if recipe.lora is None else parse_factors(recipe.lora)
     if factors is not None and base is None:
         raise ValueError(f"--lora {recipe.lora}: there is nothing to freeze; give the weights, as --model hf:PATH")
-    if size.takes_images:
-        return ImageJob(name, how, size, load_image_corpus(console, data), recipe.seed, data.augment or "none")
-    if data.augment is not None:
-        raise ValueError(f"--augment {data.augment} is for images, and this model reads text; leave it out")
     if factors is not None:
         name += f" --lora {recipe.lora}"
     return Job(name, how, size, load_data(console, data, base), recipe.seed, base, factors)
@@ -237,7 +225,7 @@ def _watchdog() -> AbstractContextManager[Watchdog | None]:
     return Watchdog() if jax.process_count() > 1 else nullcontext()
 
 
-def _open_writers(output: OutputFlags, job: Job | ImageJob, checkpoints: Path | None) -> list[metrics.Writer]:
+def _open_writers(output: OutputFlags, job: Job, checkpoints: Path | None) -> list[metrics.Writer]:
     """Open what the numbers of steps are written to; a resumed run goes on in the runs whose ids lie beside it."""
     config = job.about | {"layout": job.layout}
     writers: list[metrics.Writer] = []

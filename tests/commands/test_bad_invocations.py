@@ -70,7 +70,6 @@ SHARDING = {
     "--chunks": NUMBERS,
     "--sync-every": NUMBERS,
     "--sync-warmup": [*NUMBERS, "2"],
-    "--fragments": [*NUMBERS, "2"],
     "--outer": ["", "average", "adam", "rate=x", "rate=0", "momentum=0.5", "rate=1,momentum=1"],
     "--context": [*CHOICES, "gather", "usp"],
     "--devices": ["0", "-1", "x", "", "99999999999", HUGE],
@@ -122,7 +121,6 @@ FLAGS = {
     "train": SHARDING | {
         "--model": ["nope", "", "gpt-1m ", "hf:", "hf:/nonexistent", "hf:text.txt", "hf:."],
         "--change": CHANGES,
-        "--augment": CHOICES,
         "--tokenizer": ["/nonexistent", "text.txt", ".", "", " "],
         "--template": ["x", "", "{role}", "{content}{content}", "{content}"],
         "--data": ["/nonexistent", "empty.txt", "renamed.npy", "broken.npy", "ids.bin", "", " "],
@@ -145,7 +143,6 @@ FLAGS = {
         "--checkpoint-every": NUMBERS,
         "--memory-every": [*NUMBERS, "1"],
         "--keep": NUMBERS,
-        "--key-file": ["/nonexistent", "", "."],
         "--sample": ["-1", "x", "", "nan", HUGE],
         "--json": FILES,
         "--log": FILES,
@@ -158,7 +155,7 @@ FLAGS = {
         "--ordered": ["x"],
     },
     "generate": {
-        "--model": ["nope", "vit-1m", "resnet-tiny", "", "gpt-1m ", "hf:/nonexistent", "hf:"],
+        "--model": ["nope", "", "gpt-1m ", "hf:/nonexistent", "hf:"],
         "--change": [x for x in CHANGES if x != "vocab=8"],
         "--checkpoint": ["/nonexistent", "text.txt", "gs://bucket/run"],
         "--prompt": [""],
@@ -226,7 +223,7 @@ FLAGS = {
         "--plot": [*FILES, "a.xyz"],
         "--json": FILES,
     },
-    "checkpoint": {"--step": [*NUMBERS, "7"], "--key-file": ["/nonexistent", "", "."], "--json": FILES},
+    "checkpoint": {"--step": [*NUMBERS, "7"], "--json": FILES},
     "doctor": {"--json": FILES},
 }  # fmt: skip
 SWITCHES = {"--resume", "--fall-back", "--ordered", "--estimate", "--codegen", "--all"}
