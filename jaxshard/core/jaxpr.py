@@ -86,7 +86,11 @@ class Program(NamedTuple):
 
     def inline_calls(self) -> Program:
         """Return the same program, with variables of its own, in which no equation is one of `CALLS`."""
-        return self._of(inline_calls(self.closed), jax.tree.structure(self.args), jax.tree.structure(self.out))
+        return self.replace_closed(inline_calls(self.closed))
+
+    def replace_closed(self, closed: Any) -> Program:
+        """Return the program of another closed jaxpr with the same trees of arguments and results."""
+        return self._of(closed, jax.tree.structure(self.args), jax.tree.structure(self.out))
 
     def part(self, outs: Sequence[Any], ins: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return `fn(*values of ins) -> values of outs`, which computes these variables and nothing else."""
@@ -177,17 +181,7 @@ def replay(program: Any, args: Sequence[Any], rule: Rule = lambda equation, oper
     return evaluate(program, args, run_opened)
 
 
-def replace_values(program: Any, args: Sequence[Any], replace: Callable[[Any, Any], Any]) -> list[Any]:
-    """Evaluate a program with `replace(variable, value)` in place of each value, for its results and later equations.
-
-    Calls stay calls: only the variables of the outermost program are asked about.
-    """
-    return evaluate(program, args, lambda equation, operands: None, replace)
-
-
-def evaluate(
-    program: Any, args: Sequence[Any], rule: Rule, replace: Callable[[Any, Any], Any] = lambda variable, value: value
-) -> list[Any]:
+def evaluate(program: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
     """Evaluate a program, with `rule` in place of the equations that it has results for; calls stay calls."""
     jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -201,7 +195,7 @@ def evaluate(
             results = rule(eqn, operands)
             if results is None:
                 results = bind(eqn, operands)
-        env.update((var, replace(var, value)) for var, value in zip(eqn.outvars, results, strict=True))
+        env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 

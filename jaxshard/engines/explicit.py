@@ -40,7 +40,6 @@ from jaxshard.engines.engine import (
     precision_dtypes,
 )
 from jaxshard.engines.manual import (
-    manual_axes_of,
     on_each_device,
     row_specs,
     stored_specs,
@@ -90,7 +89,7 @@ class Explicit(WholeModelEngine):
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
-        return manual_axes_of(layout)
+        return layout.manual_axes
 
     def gather(self, x: jax.Array, spec: PartitionSpec, keep: Sequence[str]) -> jax.Array:
         """Gather the whole weight of which `x` is this device's shard, compared with what was sent if asked for."""
@@ -323,7 +322,7 @@ def explicit(
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
     """Make zeros like this device's gradients, with respect to which the loss is differentiated; see `just_in_time`."""
-    manual = manual_axes_of(layout)
+    manual = layout.manual_axes
 
     def sink(x: Any, param: Placement, grad: Placement | None) -> jax.Array | None:
         if grad is None:
