@@ -52,8 +52,11 @@ class BatchPlan:
 
     @cached_property
     def row_count(self) -> int:
-        """The number of rows. Where arrays differ in their first sizes: of the sizes that devices divide the one that
-        most arrays have, and the largest of these; 0 without arrays with rows."""
+        """The number of rows; 0 without arrays that have any.
+
+        Where arrays differ in their first sizes, a size that the devices divide goes before one that they do not, then
+        the size of most arrays, then the largest.
+        """
         sizes, parts = Counter(self.counts.values()), axis_size(self.mesh, self.axes)
         return max(sizes, key=lambda size: (size % parts == 0, sizes[size], size), default=0)
 

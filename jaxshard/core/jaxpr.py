@@ -97,18 +97,21 @@ class Program(NamedTuple):
         steps, _ = needed_equations(self.eqns, outs, set(ins))
         return subprogram(self.closed, outs, ins, steps)
 
-    def run(self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None) -> PyTree:
+    def run(
+        self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None, *, effects: bool = False
+    ) -> PyTree:
         """Return the values of a tree of variables, computed from those given.
 
         Args:
           wanted: a tree of variables and Literals.
           given: values by variable; what is not needed may be among them.
           eqns: the equations that may be used, all of them by default.
+          effects: whether equations with side effects, such as `jax.debug.print`, run as well.
         """
         outs: list[Any]
         tree: Any
         outs, tree = jax.tree.flatten(wanted)
-        steps, free = needed_equations(self.eqns if eqns is None else eqns, outs, set(given))
+        steps, free = needed_equations(self.eqns if eqns is None else eqns, outs, set(given), effects=effects)
         ins = [var for var in given if var in free]
         values = subprogram(self.closed, outs, ins, steps)(*(given[var] for var in ins))
         return tree.unflatten([_as_array(x, atom) for x, atom in zip(values, outs, strict=True)])
@@ -227,15 +230,18 @@ def variables(atoms: Iterable[Any]) -> set[Any]:
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
-def needed_equations(eqns: Sequence[Any], outs: Iterable[Any], given: set[Any]) -> tuple[list[Any], set[Any]]:
+def needed_equations(
+    eqns: Sequence[Any], outs: Iterable[Any], given: set[Any], *, effects: bool = False
+) -> tuple[list[Any], set[Any]]:
     """Return (the equations that `outs` depend on, in order; all variables that these name, `outs` included).
 
-    Equations that make nothing but what is `given` are not needed, and neither is what only they need.
+    Equations that make nothing but what is `given` are not needed, and neither is what only they need. Those with side
+    effects are needed if `effects` says so.
     """
     want = variables(outs)
     found = []
     for eqn in reversed(eqns):
-        if any(var in want and var not in given for var in eqn.outvars):
+        if (effects and eqn.effects) or any(var in want and var not in given for var in eqn.outvars):
             found.append(eqn)
             want |= variables(eqn.invars)
     return found[::-1], want

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Literal
 
 from jaxshard.core.collectives import Sums
 from jaxshard.core.factorizations import one_matrix_at_a_time
-from jaxshard.core.jaxpr import Program, assign, variables
+from jaxshard.core.jaxpr import Program, assign
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.mesh import shares_threads
 from jaxshard.core.transform import as_transform
@@ -167,9 +168,9 @@ def _update_with_kept_state(
     check_opt_state_kept(layout, old_state, jax.tree.map(lambda atom: atom.aval, state))
     given = assign(program.args, (grads, old_state, params))
     kept = keep_old_unless(ok, program.run(state, given), old_state)
-    made = variables(jax.tree.leaves(state)) - set(given)
     of_state = zip(jax.tree.leaves(state), jax.tree.leaves(kept), strict=True)
-    return program.run(updates, given | {var: x for var, x in of_state if var in made}), kept
+    made = {var: x for var, x in of_state if not isinstance(var, Literal) and var not in given}
+    return program.run(updates, given | made, effects=True), kept
 
 
 def _subtract(new: jax.Array, old: jax.Array) -> jax.Array:
