@@ -12,7 +12,6 @@ from jaxshard.core.layout import Layout
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
-from jaxshard.training.batch import check_batch
 from jaxshard.training.step import Step, make_step
 
 
@@ -54,5 +53,5 @@ def prepare(
     rows = abstract(program.batch)
     with usage_errors(), refusals():
         layout = make_layout(how.strategy, how.mesh, program.init_fn, program.tx)
-        check_batch(layout, rows, how.engine.microbatches)
+        layout.plan_batch(rows).check(how.engine.microbatches)
     return Prepared(how, program, layout, rows)

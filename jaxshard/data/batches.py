@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard.core.batch_rows import check_no_lists, describe_differing, name_those_without, row_counts
+from jaxshard.core.batch import check_no_lists, describe_differing, name_those_without, row_counts
 from jaxshard.core.foreign_arrays import as_arrays, convert_foreign
 from jaxshard.core.narrowing import check_narrowing
 from jaxshard.core.tree import map_with_path, path_str

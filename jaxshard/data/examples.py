@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxshard.core.batch_rows import check_no_lists
+from jaxshard.core.batch import check_no_lists
 from jaxshard.core.foreign_arrays import convert_foreign
 from jaxshard.core.tree import check_same_tree, path_str
 from jaxshard.core.types import PyTree

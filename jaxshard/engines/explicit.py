@@ -38,7 +38,6 @@ from jaxshard.engines.engine import (
     precision_dtypes,
 )
 from jaxshard.engines.manual import (
-    manual_axes_of,
     on_each_device,
     row_specs,
     stored_specs,
@@ -81,7 +80,7 @@ class Explicit(WholeModelEngine):
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
-        return manual_axes_of(layout)
+        return layout.manual_axes
 
     def sums(self, layout: Layout) -> Sums:
         """Return how shares are added over devices.
@@ -300,7 +299,7 @@ def explicit(
 
 def _sinks(layout: Layout, scatter: Scatter) -> PyTree:
     """Make zeros like this device's gradients, with respect to which the loss is differentiated; see `just_in_time`."""
-    manual = manual_axes_of(layout)
+    manual = layout.manual_axes
 
     def sink(x: Any, param: Placement, grad: Placement | None) -> jax.Array | None:
         if grad is None:

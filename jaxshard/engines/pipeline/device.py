@@ -37,7 +37,7 @@ from jaxshard.core.tree import BLOCKS, row_count
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
 from jaxshard.engines.just_in_time import Move, without_blocks
-from jaxshard.engines.manual import manual_axes_of, used_shape
+from jaxshard.engines.manual import used_shape
 from jaxshard.engines.moves import make_move, reduce_gradient
 from jaxshard.engines.pipeline.embed_and_head import EmbedAndHead, Totals
 from jaxshard.engines.pipeline.split_backward import SplitBlock, forward_only, split_block
@@ -104,7 +104,7 @@ class DeviceStep:
 
         Whole with scatter="end", since they are reduced after the sum; else as they rest, since each is reduced first.
         """
-        axes, (chunks, each) = manual_axes_of(self.layout), self._chunks()
+        axes, (chunks, each) = self.layout.manual_axes, self._chunks()
 
         def zeros(param: Placement, grad: Placement, dtype: Any) -> jax.Array:
             tail = grad.drop_first()

@@ -34,7 +34,7 @@ from jaxshard.engines.engine import (
 )
 from jaxshard.engines.explicit import combine_over
 from jaxshard.engines.just_in_time import users_code
-from jaxshard.engines.manual import manual_axes_of, on_each_device, row_specs, stored_specs
+from jaxshard.engines.manual import on_each_device, row_specs, stored_specs
 from jaxshard.engines.pipeline.device import DeviceStep
 from jaxshard.engines.pipeline.tick_loop import run_ticks
 from jaxshard.engines.positionwise import make_position_check
@@ -121,7 +121,7 @@ class Pipelined(Engine):
 
     def manual_axes(self, layout: Layout) -> frozenset[str]:
         """Return the mesh axes over which the loss runs once per device."""
-        return manual_axes_of(layout) | {_pipeline(layout).axis}
+        return layout.manual_axes | {_pipeline(layout).axis}
 
     def row_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the axes of rows and context, and that of the stages, over which embedding and head are spread."""
