@@ -139,8 +139,8 @@ def find_unequal_means(
 def all_count_rows(program: Any, loss: Loss, rows: Sequence[Any]) -> bool:
     """Return whether the means of a loss and of its metrics are right by what is seen in the program of a part.
 
-    A weight is made of the rows, or it is the number of the entries that its total adds up, or neither of them is made
-    of the rows, as in a penalty. For all other means the programs of a part and of the whole batch have to be compared.
+    A weight is made of the rows, or it is the number that its total adds up, or neither of them is made of the rows, as
+    in a penalty. For all other means the programs of a part and of the whole batch have to be compared.
 
     Args:
       program: that of a part of the rows.
@@ -153,10 +153,9 @@ def all_count_rows(program: Any, loss: Loss, rows: Sequence[Any]) -> bool:
             return True
         if number is None:
             return False
-        entries = _entries(program, total)
-        if entries is None:
-            return _number(program, total) is None and not _reads(program, total, rows)
-        return math.isclose(entries, number, rel_tol=1e-6)
+        if not _reads(program, total, rows):
+            return _number(program, total) is None
+        return number in _fitting_weights(program, total, rows[0].aval.shape[0])
 
     return all(
         is_right(*one)
@@ -182,19 +181,29 @@ def _reads(program: Any, atom: Any, rows: Sequence[Any]) -> bool:
     return any(found and var in rows for var, found in zip(jaxpr.invars, used, strict=True))
 
 
-def _entries(program: Any, atom: Any) -> float | None:
-    """How many entries a total is the sum of, 1 if it is their mean; None where that is not seen."""
-    scale = 1.0
-    while (eqn := _maker(program, atom)) is not None:
-        if eqn.primitive.name == "reduce_sum":
-            return scale * float(math.prod(eqn.invars[0].aval.shape))
-        number = _number(program, eqn.invars[-1])
-        if eqn.primitive.name == "div" and number:
-            scale /= number
+def _fitting_weights(program: Any, total: Any, rows: int) -> set[float]:
+    """Return which numbers make a right mean of a total: how many rows or entries a sum has, 1 for the mean of them.
+
+    None of them where it is not seen what the total is.
+    """
+    factor, divisor, eqn = 1.0, 1.0, _maker(program, total)
+    while eqn is not None and eqn.primitive.name != "reduce_sum":
+        operands = sorted(eqn.invars, key=lambda atom: isinstance(atom, Literal))
+        number = _number(program, operands[-1])
+        if eqn.primitive.name == "mul" and number is not None:
+            factor *= number
+        elif eqn.primitive.name == "div" and number is not None and operands == eqn.invars:
+            divisor *= number
         elif eqn.primitive.name not in ("neg", "convert_element_type"):
-            return None
-        atom = eqn.invars[0]
-    return None
+            return set()
+        eqn = _maker(program, operands[0])
+    if eqn is None:
+        return set()
+    entries = math.prod(eqn.invars[0].aval.shape)
+    if divisor == entries:
+        return {1.0}
+    # A factor may be 1 / entries too.
+    return set() if divisor != 1 or math.isclose(factor * entries, 1, rel_tol=1e-6) else {float(rows), float(entries)}
 
 
 def _number(program: Any, atom: Any) -> float | None:
