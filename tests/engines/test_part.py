@@ -121,5 +121,5 @@ def test_a_loss_may_have_derivatives_of_its_own_that_read_the_batch():
 
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init, TX)
     step = js.make_step(loss_fn, TX, layout, engine=js.explicit())
-    run, metrics = step(js.init(init, TX, layout, 0), BATCH)
+    _, metrics = step(js.init(init, TX, layout, 0), BATCH)
     assert metrics["loss"] == 30 and metrics["grad_norm"] == pytest.approx(math.sqrt(15) * 2)
