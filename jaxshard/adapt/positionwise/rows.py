@@ -139,8 +139,8 @@ def find_unequal_means(
 def all_count_rows(program: Any, loss: Loss, rows: Sequence[Any]) -> bool:
     """Return whether the means of a loss and of its metrics are right by what is seen in the program of a part.
 
-    A weight is made of the rows, or it is the number that its total adds up, or it is 1 and the total is not made of the
-    rows, as in a penalty. For all other means the programs of a part and of the whole batch have to be compared.
+    A weight is made of the rows, or it is the number that its total adds up, or it is 1 beside a total that is not made
+    of the rows, as in a penalty. For all other means the programs of a part and of the whole batch have to be compared.
 
     Args:
       program: that of a part of the rows.
