@@ -7,7 +7,7 @@ rests, and the compiler makes a reduce-scatter or an all-reduce of that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +66,17 @@ class Auto(WholeModelEngine):
         if self.microbatches == 1:
             return None
         found: list[StateRules] = []
-        trace_step(self._value_and_grad(objective, layout, found), layout, batch)
+        trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
         return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient in global-view code; see `ValueAndGrad`."""
-        return widen_sums(self._value_and_grad(objective, layout, []))
+        return widen_sums(self._value_and_grad(objective, layout, lambda rules: None))
 
-    def _value_and_grad(self, objective: Objective, layout: Layout, found: list[StateRules]) -> ValueAndGrad:
-        """Do what `value_and_grad` does; put the rules of the model's state into `found` when the loss is traced."""
+    def _value_and_grad(
+        self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
+    ) -> ValueAndGrad:
+        """Do what `value_and_grad` does, and `report` the rules of the model's state when the loss is traced."""
         call = self.make_call(objective, layout, make_move(layout, self))
         check_means = make_mean_check(
             layout, objective.loss_fn, self.microbatches, frozenset(), compute_dtype=self.compute_dtype
@@ -96,8 +98,9 @@ class Auto(WholeModelEngine):
 
             def read(part: Part) -> StateRules:
                 doubts.append(has_doubtful_mean(part.program, part.loss, part.rows(mask)))
-                found.append(find_state_rules(part, Sharing.of(self, layout, mask)))
-                return found[-1]
+                rules = find_state_rules(part, Sharing.of(self, layout, mask))
+                report(rules)
+                return rules
 
             sinks = _sinks(layout, self.scatter)
             outcome, grads, rules = accumulate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -136,15 +136,17 @@ class Explicit(WholeModelEngine):
     def state_rules(self, objective: Objective, layout: Layout, batch: PyTree) -> StateRules:
         """Find how the model states that devices and micro-batches return are combined."""
         found: list[StateRules] = []
-        trace_step(self._value_and_grad(objective, layout, found), layout, batch)
+        trace_step(self._value_and_grad(objective, layout, found.append), layout, batch)
         return found[0]
 
     def value_and_grad(self, objective: Objective, layout: Layout) -> ValueAndGrad:
         """Make the function that computes loss and gradient, each device on its own rows; see `ValueAndGrad`."""
-        return self._value_and_grad(objective, layout, [])
+        return self._value_and_grad(objective, layout, lambda rules: None)
 
-    def _value_and_grad(self, objective: Objective, layout: Layout, found: list[StateRules]) -> ValueAndGrad:
-        """Do what `value_and_grad` does; put the rules of the model's state into `found` when the loss is traced."""
+    def _value_and_grad(
+        self, objective: Objective, layout: Layout, report: Callable[[StateRules], None]
+    ) -> ValueAndGrad:
+        """Do what `value_and_grad` does, and `report` the rules of the model's state when the loss is traced."""
         axes, sums = layout.sum_axes, self.sums(layout)
         manual = self.manual_axes(layout)
         call = self.make_call(objective, layout, make_move(layout, self))
@@ -173,8 +175,9 @@ class Explicit(WholeModelEngine):
 
             def read(part: Part) -> StateRules:
                 doubts.append(has_doubtful_mean(part.program, part.loss, part.rows(mask)))
-                found.append(find_state_rules(part, Sharing.of(self, layout, mask)))
-                return found[-1]
+                rules = find_state_rules(part, Sharing.of(self, layout, mask))
+                report(rules)
+                return rules
 
             sinks = _sinks(layout, self.scatter)
             outcome, grads, rules = accumulate(
