@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxshard.core.compat import dce_jaxpr, equation_context, replace_equations
+from jaxshard.core.compat import dce_jaxpr, equation_context, replace_equations, without_callbacks
 from jaxshard.core.types import PyTree
 
 CALLS = {
@@ -97,6 +97,20 @@ class Program(NamedTuple):
         steps, _ = needed_equations(self.eqns, outs, set(ins))
         return subprogram(self.closed, outs, ins, steps)
 
+    def only(self, wanted: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Return a function of the program's arguments that computes some variables and nothing else.
+
+        Nor does it call back: the compiler keeps what prints, which would then do so once more.
+        """
+        alone, used = results_alone(without_callbacks(self.closed), wanted)
+
+        def compute(*args: PyTree) -> list[Any]:
+            given = [x for x, needed in zip(jax.tree.leaves(args), used, strict=True) if needed]
+            values = jax.core.eval_jaxpr(open_jaxpr(alone)[0], alone.consts, *given)
+            return [_as_array(x, atom) for x, atom in zip(values, wanted, strict=True)]
+
+        return compute
+
     def run(
         self, wanted: PyTree, given: Mapping[Any, Any], eqns: Sequence[Any] | None = None, *, effects: bool = False
     ) -> PyTree:
@@ -147,6 +161,14 @@ def open_jaxpr(program: Any) -> tuple[Any, tuple[Any, ...]]:
 def eliminate_dead_code(program: Any) -> tuple[Any, list[bool]]:
     """Return (the jaxpr without what its results don't need, for each input whether it is left)."""
     return dce_jaxpr(open_jaxpr(program)[0])
+
+
+def results_alone(program: Any, results: Sequence[Any]) -> tuple[Any, list[bool]]:
+    """Return (the closed jaxpr of some variables of a program alone, for each input whether they need it)."""
+    jaxpr, consts = open_jaxpr(program)
+    steps, _ = needed_equations(jaxpr.eqns, results, set())
+    alone, used = eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, results, steps))
+    return ClosedJaxpr(alone, consts), used
 
 
 def read_equations(jaxpr: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxshard.core.constrain import TOKENS, constrain, is_split, split_count
-from jaxshard.core.cross_entropy import compute_nats, in_vocabulary
+from jaxshard.core.cross_entropy import compute_nats, in_vocabulary, spoil
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.marks import is_marking
 from jaxshard.core.weight_chunks import Chunks, cut_weight, parts_in_use
@@ -114,7 +114,7 @@ def head_loss(
         nats_N, hits_N = terms.log_sum - terms.own + z_loss * terms.log_sum**2, terms.best == labels_N
     total = weights.sum()
     weights_N = weights.reshape(-1)
-    nats_N = jnp.where((labels_N == _NOWHERE) & (weights_N != 0), jnp.nan, nats_N)
+    nats_N = spoil((labels_N != _NOWHERE) | (weights_N == 0), nats_N)
     loss = Mean((nats_N * weights_N).sum(), total)
     return Loss(loss, metrics={"accuracy": Mean((hits_N * weights_N).sum(), total)}) if accuracy else loss
 

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxshard.core.compat import replace_equations
-from jaxshard.core.jaxpr import eliminate_dead_code, inline_calls, needed_equations, open_jaxpr
+from jaxshard.core.jaxpr import inline_calls, open_jaxpr, results_alone
 
 _COMPARED = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
 """Parameters of equations that are compared; others, such as functions, may differ from trace to trace."""
@@ -28,16 +27,15 @@ def made_alike(one: Any, other: Any, result: int) -> bool:
       other: another with as many inputs and results, which may have other shapes.
       result: the index of the result.
     """
-    one, other = inline_calls(one), inline_calls(other)
-    return _same(_only(one, result), _only(other, result), (one.consts, other.consts))
+    one, other = _alone(one, result), _alone(other, result)
+    return _same(open_jaxpr(one)[0], open_jaxpr(other)[0], (one.consts, other.consts))
 
 
-def _only(program: Any, index: int) -> Any:
-    """Return the program of one result, without what that does not need."""
-    jaxpr, _ = open_jaxpr(program)
-    outs = [jaxpr.outvars[index]]
-    steps, _ = needed_equations(jaxpr.eqns, outs, set())
-    return eliminate_dead_code(replace_equations(jaxpr, jaxpr.invars, outs, steps))[0]
+def _alone(program: Any, index: int) -> Any:
+    """Return the program of one result, calls opened."""
+    alone, _ = results_alone(program, [open_jaxpr(program)[0].outvars[index]])
+    opened = inline_calls(alone)
+    return results_alone(opened, open_jaxpr(opened)[0].outvars)[0]
 
 
 def _same(one: Any, other: Any, consts: tuple[Sequence[Any], Sequence[Any]] = ((), ())) -> bool:

@@ -103,7 +103,7 @@ def read_partings(program: Any) -> Reading:
                 partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))
                 break
 
-    if _has_choices_to_read(program, {}):
+    if _has_choices_to_read(program):
         jaxpr, _ = open_jaxpr(program)
         walk(program, [Difference()] * len(jaxpr.invars), differences(), visit)
     return Reading(partings, tuple(choices))
@@ -138,22 +138,24 @@ def check_together(program: Any, what: str) -> tuple[Choice, ...]:
     )
 
 
-def _has_choices_to_read(program: Any, known: dict[Any, bool], inside: str = "automatic") -> bool:
+def _has_choices_to_read(program: Any) -> bool:
     """Whether a program has a `cond` or `while` that matters; most programs have none, and need not be walked.
 
-    `inside` says what is around the program: "automatic" where the compiler places collectives over some axes, so that
-    any `cond` matters; "manual" where it does not; "choice" in a `cond` or `while`, where any collective matters.
+    What is around an equation says what matters: "automatic" where the compiler places collectives over some axes, so
+    that any `cond` does; "manual" where it does not; "choice" in a `cond` or `while`, where any collective does.
     """
-    key = id(program), inside
-    if key not in known:
-        known[key] = any(
-            _is_choice_to_read(equation, inside)
-            or any(
-                _has_choices_to_read(one, known, _around(equation, inside)) for one in jaxprs_in_params(equation.params)
-            )
-            for equation in open_jaxpr(program)[0].eqns
-        )
-    return known[key]
+    seen: set[tuple[int, str]] = set()
+    programs = [(program, "automatic")]
+    while programs:
+        one, inside = programs.pop()
+        if (id(one), inside) in seen:
+            continue
+        seen.add((id(one), inside))
+        for equation in open_jaxpr(one)[0].eqns:
+            if _is_choice_to_read(equation, inside):
+                return True
+            programs += [(inner, _around(equation, inside)) for inner in jaxprs_in_params(equation.params)]
+    return False
 
 
 def _is_choice_to_read(equation: Any, inside: str) -> bool:

@@ -35,6 +35,7 @@ from jaxshard.engines.context import prepare, split_shapes
 from jaxshard.engines.engine import BlockPasses, Engine
 from jaxshard.engines.just_in_time import MakeMove, Move, cast_floats
 from jaxshard.engines.manual import used_shape
+from jaxshard.engines.part import Cut
 from jaxshard.layers.attention.attention import SCOPE
 
 # Called what it stands for, so that no policy of `jax.checkpoint` saves it: the backward pass gathers again.
@@ -126,10 +127,12 @@ def count_uses(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -
     states = engine.state_rules(objective, layout, batch)
 
     def step(stored: PyTree, sinks: PyTree, state: PyTree, turns: PyTree, key: jax.Array) -> Any:
-        return accumulate(
-            lambda sinks, rows, row: call(stored, sinks, state, rows, key, row),
-            sinks, turns, jnp.arange(engine.microbatches), lambda x: x, state, states,
+        cut = Cut(turns, jax.tree.map(lambda _: True, turns), turns, jnp.arange(engine.microbatches))
+        outcome, grads, _ = accumulate(
+            lambda sinks, stored, state, batch, row: call(stored, sinks, state, batch, key, row),
+            sinks, stored, state, cut, lambda x: x, None if states is None else lambda part: states,
         )  # fmt: skip
+        return outcome, grads
 
     if manual:  # what one device runs: the user's code may name axes
         mesh, whole = layout.mesh, PartitionSpec()

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.adapt.remat import RematPolicy, check_names, checkpoint_body
 from jaxshard.adapt.stacked import Stacked
 from jaxshard.core.collectives import sum_scalar
+from jaxshard.core.jaxpr import Program
 from jaxshard.core.keys import advance
 from jaxshard.core.layout import Layout, select
 from jaxshard.core.mesh import axis_size
@@ -75,12 +76,15 @@ class DeviceStep:
             self.model.num_blocks + 1,
         )  # fmt: skip
 
-    def with_loss_weights(self, embed_and_head: EmbedAndHead) -> EmbedAndHead:
-        """Return embedding and head that know the loss's weights, summed over all micro-batches and devices.
+    def with_loss_weights(self, embed_and_head: EmbedAndHead, loss: Program) -> EmbedAndHead:
+        """Return embedding and head that know the weights of the traced loss, summed over micro-batches and devices.
 
         Collectives: one all-reduce of a scalar over the axes of rows and context per term of the loss.
         """
-        each = jax.vmap(embed_and_head.microbatch_weights)(jnp.arange(self.engine.microbatches))
+        weights_of, x = loss.only(loss.out.value.weights), loss.args[2]  # which no weight is made of
+        each = jax.vmap(lambda one: weights_of(*embed_and_head.rows_and_key(one), x))(
+            jnp.arange(self.engine.microbatches)
+        )
         weights = tuple(sum_scalar(x.sum(), self.layout.sum_axes) for x in each)
         return replace(embed_and_head, loss_weights=weights)
 
