@@ -103,7 +103,8 @@ def test_the_majority_decides(sums, odd):
     assert [[device.id for device in one.differ] for one in found] == ([odd] if odd else [])
 
 
-@pytest.mark.parametrize("name", ["ddp", "hsdp"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", ["hsdp", "ddp"])
 def test_a_flipped_bit_is_found_with_leaf_and_device(name):
     layout, step, run = made(name)
     run, _ = step(run, BATCH)

@@ -22,7 +22,7 @@ def params(blocks: int = 6) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("count", [2, 9])
 def test_every_element_is_in_one_fragment(count: int) -> None:
     model = params()
     rebuilt = jax.tree.map(jnp.zeros_like, model)

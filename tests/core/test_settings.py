@@ -57,8 +57,8 @@ def train(engine, folder):
 
 
 SETTINGS = {
-    "another mesh": lambda: jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"), axis_types=AUTO)),
     "a mesh of explicit axes": lambda: jax.set_mesh(jax.make_mesh((8,), ("data",))),
+    "another mesh": lambda: jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"), axis_types=AUTO)),
     "its own mesh": lambda: jax.set_mesh(MESH),
     "a transfer guard": lambda: jax.transfer_guard("disallow"),
     "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
@@ -68,7 +68,6 @@ SETTINGS = {
 
 
 ENGINES = {"explicit": js.explicit(), "auto": js.auto()}
-FAST = ("a mesh of explicit axes", "a transfer guard")
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +75,8 @@ def expected(tmp_path_factory):
     return functools.cache(lambda name: train(ENGINES[name], tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize("engine", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "setting", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_numbers_under_any_setting(setting, engine, expected, tmp_path):
     """Bit for bit."""
     with quick_compile():
@@ -91,14 +88,7 @@ def test_the_same_numbers_under_any_setting(setting, engine, expected, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "a mesh of explicit axes",
-        pytest.param("another mesh", marks=pytest.mark.slow),
-        pytest.param("a transfer guard", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("setting", ["a mesh of explicit axes", "another mesh", "a transfer guard"])
 def test_parity_and_audit_under_settings(setting):
     with quick_compile(), SETTINGS[setting]():
         assert js.parity(init_fn, loss_fn, TX, js.fsdp(min_size=0), MESH, BATCH, engine=js.explicit()).ok

@@ -13,7 +13,7 @@ from jaxshard.models.decoder import logits
 from jaxshard.models.gpt import gpt
 from tests.toys import linen_toy, mask, quick_compile
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 TX = optax.sgd(0.1)
 
@@ -60,7 +60,7 @@ def exact(batch):
     return {name: float(x.value) for name, x in eval_fn(init_fn(jax.random.key(0)), batch).items()}
 
 
-@pytest.mark.parametrize("count", [16, 21, 35, 5])
+@pytest.mark.parametrize("count", [21, 16, 35, 5])
 def test_batches_with_a_short_last_one_equal_exact_evaluation(layout, count):
     """Within 1e-6: 16 rows at a time, the last batch of 16, 5, 3 or the only one of 5."""
     run = js.init(init_fn, TX, layout, 0)
@@ -121,9 +121,7 @@ def test_a_metric_of_several_numbers_is_named():
         js.evaluate(lambda run, batch: {"load": js.Sum(jnp.ones(3))}, None, [0])
 
 
-@pytest.mark.parametrize(
-    "engine", [js.explicit(), js.explicit(microbatches=2), js.auto(microbatches=2)], ids=["each", "two", "auto"]
-)
+@pytest.mark.parametrize("engine", [js.explicit(microbatches=2), js.auto(microbatches=2)], ids=["two", "auto"])
 def test_small_integers_and_flags_do_not_wrap_within_a_batch(engine):
     def loss_fn(model, batch, key):
         small = js.Sum(batch["x"].max().astype(jnp.int8) + jnp.int8(100))

@@ -31,17 +31,17 @@ def mesh(**axes):
 
 
 GPT = {
+    "explicit": (js.zero2(min_size=0), {"data": 8}, js.explicit(microbatches=2, compute_dtype=jnp.bfloat16)),
     "one device": (js.ddp(), {"data": 1}, js.auto()),
     "auto": (js.fsdp(min_size=0), {"data": 8}, js.auto()),
-    "explicit": (js.zero2(min_size=0), {"data": 8}, js.explicit(microbatches=2, compute_dtype=jnp.bfloat16)),
     "hsdp": (js.hsdp(min_size=0), {"replica": 2, "data": 4}, js.explicit(scatter="end")),
     "tensor": (js.compose(js.fsdp(min_size=0), js.tensor()), {"data": 2, "tensor": 2}, js.explicit()),
     "pipelined": (js.pipeline(), {"pipe": 2}, js.pipelined(microbatches=4)),
 }
-SLOW = {"hsdp", "tensor", "one device", "pipelined"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in GPT])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", GPT)
 def test_a_bad_step_changes_nothing_but_its_number(name):
     """NaN in the weight of one row; the steps after it are those of a run that never had its batch, bit for bit."""
     strategy, axes, engine = GPT[name]
@@ -203,6 +203,7 @@ def test_skipping_forever_ends():
         fit(always, steps=100, bad_steps="skip")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("bad", "every", "steps"), [(4, 3, [4, 5, 6]), (5, 4, [5, 6])], ids=["middle", "last"])
 def test_rollback_equals_skip_when_all_before_was_well(bad, every, steps, tmp_path):
     layout, _ = made()
@@ -248,9 +249,8 @@ def test_rollback_heals_a_run_that_was_spoiled(tmp_path):
     assert js.latest_step(tmp_path) == 6
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param(js.auto(), marks=pytest.mark.slow), js.explicit()], ids=["auto", "explicit"]
-)
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", [js.explicit(), js.auto()], ids=["explicit", "auto"])
 def test_an_update_that_is_not_finite_is_blamed_on_its_own_step(engine):
     """From finite gradients: the step, its cause and the parameter are named, under every policy."""
     tx = optax.chain(optax.masked(optax.scale(np.inf), {"a": False, "b": False, "c": False, "d": True}), optax.sgd(1.0))
@@ -265,8 +265,6 @@ def test_an_update_that_is_not_finite_is_blamed_on_its_own_step(engine):
         with pytest.raises(js.BadStep, match=f"step 1 is bad: .*{what}") as error:
             js.fit(js.init(init_fn, tx, layout, 0), step, [numbered(0)] * 3, steps=3, bad_steps=policy)
         assert error.value.step == 1
-    unguarded = js.make_step(loss_fn, tx, layout, guarded=False)
-    assert "bad" not in unguarded(js.init(init_fn, tx, layout, 0), numbered(0))[1]
 
 
 def test_the_last_update_of_a_training_is_looked_at():
@@ -394,16 +392,9 @@ def one_device_states(tx, batches):
         yield jax.device_get((params, state))
 
 
-def own_rules():
-    """Every optimizer under every engine, the fast ones under one of them."""
-    cells = itertools.product(enumerate(OWN_RULES), enumerate([js.auto, js.explicit]))
-    return [
-        pytest.param(name, engine, id=f"{name}-{engine.__name__}", marks=[] if i % 2 == j else [pytest.mark.slow])
-        for (i, name), (j, engine) in cells
-    ]
-
-
-@pytest.mark.parametrize(("name", "engine"), own_rules())
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", OWN_RULES)
+@pytest.mark.parametrize("engine", [js.auto, js.explicit])
 def test_an_optimizer_with_a_rule_of_its_own_counts_skips_and_lets_through_as_on_one_device(name, engine):
     """Four bad steps in a row among eight: apply_if_finite(2) skips two of them, and lets the others through."""
     tx = OWN_RULES[name]()
