@@ -93,6 +93,11 @@ def nnx_toy() -> Toy:
 TOYS: dict[str, Callable[[], Toy]] = {"gpt": gpt_toy, "linen": linen_toy, "nnx": nnx_toy}
 
 
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Random parameters without a program that draws them, which takes longest to compile of a small model's."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
 def mask(shape: tuple[int, ...]) -> np.ndarray:
     """Weights 0, 1 and 2: few zeros in the first rows, almost nothing else in the last ones, row 3 all zero."""
     rng = np.random.default_rng(1)

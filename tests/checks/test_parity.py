@@ -361,6 +361,7 @@ def capacity(params, batch, key):
     return cross_entropy(jnp.where(fits[:, None], outputs, 0), batch)
 
 
+@pytest.mark.slow
 def test_capacity_over_the_rows_at_hand():
     """Loss to 1e-6, gradients to 1e-5 under auto."""
     check_fails(
@@ -381,10 +382,20 @@ def test_numbers_that_are_not_finite_fail():
     assert "on both sides at the same places, so that nothing can be said" in str(report)
 
 
-def test_lower_precision_is_computed_in_f32():
-    """Loss to 1e-6, gradients and updates to 1e-5, though parameters, batch and engine have bf16."""
+def test_lower_precision_is_computed_in_f32_and_products_in_full_precision():
+    """Loss to 1e-6, gradients and updates to 1e-5, though parameters, batch and engine have bf16.
+
+    GPUs and TPUs multiply f32 in less by default.
+    """
+    seen = []
+
+    def loss_fn(params, batch, key):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return plain(params, batch, key)
+
     batch = make_batch() | {"x": make_batch()["x"].astype(jnp.bfloat16)}
     report = run(
+        loss_fn,
         init=lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_fn(key)),
         engine=js.explicit(compute_dtype=jnp.bfloat16),
         batch=batch,
@@ -395,6 +406,7 @@ def test_lower_precision_is_computed_in_f32():
         "batch in bfloat16 were cast to float32",
         "parameters in bfloat16 were cast to float32",
     )
+    assert set(seen) == {"float32"} and len(seen) >= 2 and jax.config.jax_default_matmul_precision is None
 
 
 def test_an_optimizer_that_depends_on_the_layout():
@@ -415,18 +427,6 @@ def test_frozen_parameters_and_updates_of_nothing():
     report.check()
     assert {one.leaf for one in report.differences if one.what == "gradient"} == {"Dense_1/kernel", "Dense_1/bias"}
     assert report.notes == ("all updates are zero on one device, so that nothing is said about the optimizer",)
-
-
-def test_products_are_computed_in_full_precision():
-    """GPUs and TPUs multiply f32 in less by default."""
-    seen = []
-
-    def loss_fn(params, batch, key):
-        seen.append(jax.config.jax_default_matmul_precision)
-        return plain(params, batch, key)
-
-    run(loss_fn).check()
-    assert set(seen) == {"float32"} and len(seen) >= 2 and jax.config.jax_default_matmul_precision is None
 
 
 def test_state_that_each_device_computes_from_its_rows():

@@ -25,11 +25,11 @@ from jaxshard.core.tree import Leaf
 from tests.checks.flips import flipped, flipped_copies
 from tests.engines.programs import tpu
 from tests.optim.owners.shampoo import shampoo
+from tests.toys import normal
 
 
 def init_fn(key):
-    kernel = jax.random.normal(key, (16, 24))
-    return js.Model({"dense": {"kernel": kernel, "bias": jnp.zeros(24)}}, {"mean": jnp.zeros(24)})
+    return js.Model({"dense": {"kernel": normal(0, 16, 24), "bias": jnp.zeros(24)}}, {"mean": jnp.zeros(24)})
 
 
 def loss_fn(model, batch, key):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxshard as js
+from tests.toys import normal
 
 TX = optax.sgd(0.1)
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
@@ -74,7 +75,7 @@ class DataLoader:
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (4, 3))}
+    return {"w": normal(0, 4, 3)}
 
 
 def loss_fn(params, batch, key=None):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import jaxshard as js
 from jaxshard.core.mesh import MeshById
-from tests.toys import quick_compile
+from tests.toys import normal, quick_compile
 
 pytestmark = pytest.mark.fast_cases(1)
 
@@ -27,8 +27,7 @@ AUTO = (AxisType.Auto,) * 2
 
 
 def init_fn(key):
-    up, down = jax.random.split(key)
-    return {"up": jax.random.normal(up, (16, 32)) / 4, "down": jax.random.normal(down, (32, 4)) / 4}
+    return {"up": normal(0, 16, 32) / 4, "down": normal(1, 32, 4) / 4}
 
 
 def loss_fn(params, batch, key):

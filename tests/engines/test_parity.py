@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxshard as js
+from tests.engines.pipeline.pipes import stack_toy
 from tests.toys import (
     CLASSES,
     FEATURES,
@@ -50,7 +51,7 @@ STRATEGIES = {
 }
 SPLIT = {"ddp": (), "zero1": ("opt",), "zero2": ("opt", "grad")}
 ENGINES = {"auto": js.auto, "explicit": js.explicit}
-# A transformer and a Linen model are in the fast tier by other tests: remat and tensor axes, frozen parameters.
+# Transformers are in the fast tier by tests/engines/test_tensor.py, Linen models by test_batch_norm_equals_one_device.
 FAST = {(s, "explicit", "nnx") for s in STRATEGIES} | {("fsdp", "auto", "nnx")}
 
 
@@ -102,11 +103,13 @@ POLICIES = {
 @pytest.mark.parametrize("engine", ["explicit", "auto"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_remat_policies_equal_one_device(policy, engine):
-    trace, _ = sharded(gpt_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), ENGINES[engine](remat=POLICIES[policy]))
-    assert_equal_runs(trace, one_device_toy("gpt"))
+    engine = ENGINES[engine](remat=POLICIES[policy])
+    trace, _ = sharded(stack_toy(rows=16), js.fsdp(min_size=0), js.make_mesh(data=8), engine)
+    assert_equal_runs(trace, alone(stack_toy, rows=16))
 
 
-@pytest.mark.parametrize(("engine", "count"), [("auto", 1), ("explicit", 3), ("auto", 3), ("explicit", 1)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("engine", "count"), [("explicit", 3), ("auto", 1), ("auto", 3), ("explicit", 1)])
 def test_other_numbers_of_devices(engine, count):
     toy, mesh = fifteen_rows(), js.make_mesh(jax.devices()[:count], data=count)
     trace, _ = sharded(toy, js.fsdp(min_size=0), mesh, ENGINES[engine]())
@@ -119,9 +122,9 @@ def fifteen_rows() -> Toy:
 
 
 @cache
-def alone(make: Callable[..., Toy], *args: Any) -> Trace:
+def alone(make: Callable[..., Toy], *args: Any, **options: Any) -> Trace:
     """A toy on one device, computed once for all cases."""
-    return one_device(make(*args))
+    return one_device(make(*args, **options))
 
 
 ROLES = ["param", "grad", "opt"]
@@ -183,8 +186,8 @@ def two_part_metrics() -> dict[str, Any]:
     return jax.jit(lambda params: toy.loss_fn(params, toy.batch, None).metrics)(start_of(toy.init_fn))
 
 
-@pytest.mark.parametrize("microbatches", [2, 1])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
     toy, engine = two_part_toy(), ENGINES[engine](microbatches=microbatches)
     trace, _ = sharded(toy, js.zero2(min_size=0), js.make_mesh(data=8), engine)
@@ -199,8 +202,8 @@ def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("engine", ["explicit", "auto"])
+@pytest.mark.slow  # tests/core/test_loss.py has the rule
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_batch_without_any_weight_has_loss_and_gradient_zero(engine):
     toy = nnx_toy()
     toy = toy._replace(batch=toy.batch | {"weights": np.zeros_like(toy.batch["weights"])})
@@ -237,6 +240,7 @@ def norm_toy(axis_name: str | None) -> Toy:
     return Toy(init_fn, loss_fn, classes())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("engine", "axis_name", "roles"),
     [
@@ -325,8 +329,8 @@ def test_gradients_reduced_in_bf16(engine, scatter):
     assert 1e-5 < grad_error(trace, one_device_toy("nnx")) < 2**-7
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("engine", ["explicit", "auto"])
+@pytest.mark.slow  # tests/optim/test_master.py has the transform
+@pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_parameters_with_an_f32_master(engine):
     """Losses within 1e-3 and gradients within 2**-6 of the same on one device: bf16 sums round by shard."""
     full = nnx_toy()
@@ -350,12 +354,13 @@ def test_bf16_parameters_with_an_f32_master(engine):
 # Frozen parameters.
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "explicit at the end"])
-@pytest.mark.parametrize("toy", ["linen", "gpt"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", ["explicit at the end", *ENGINES])
+@pytest.mark.parametrize("toy", ["nnx", "linen", "gpt"])
 def test_frozen_parameters_stay_and_the_others_equal_one_device(engine, toy):
     toy = TOYS[toy]()
     shapes = jax.eval_shape(toy.init_fn, jax.random.key(0))
-    kept = {"Dense_1"} if "Dense_1" in shapes else {"embed"}
+    kept = {"Dense_1", "embed", "first"} & shapes.keys()
 
     def trainable(path: str) -> bool:
         return path.split("/")[0] not in kept
@@ -415,10 +420,9 @@ def test_stock_dropout_equals_one_device_bit_for_bit_under_auto():
     toy = stock_dropout_toy()
     trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), js.auto())
     assert_equal_runs(trace, one_device(toy))
+    kept = jax.jit(lambda key: toy.loss_fn(start_of(toy.init_fn), toy.batch, key).metrics["kept"].value)
     for step in range(5):
-        key = jax.random.fold_in(one_device_key(), step)
-        alone = toy.loss_fn(start_of(toy.init_fn), toy.batch, key).metrics["kept"].value
-        np.testing.assert_array_equal(trace.metrics[step]["kept"], alone)
+        np.testing.assert_array_equal(trace.metrics[step]["kept"], kept(jax.random.fold_in(one_device_key(), step)))
 
 
 def test_stock_dropout_does_not_repeat_across_shards_and_micro_batches_under_explicit():

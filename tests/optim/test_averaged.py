@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import model_order
+from tests.toys import model_order, normal
 
 pytestmark = pytest.mark.fast_cases(1)
 
@@ -16,7 +16,7 @@ BATCH = {"x": np.linspace(-1, 1, 16 * 5, dtype=np.float32).reshape(16, 5), "y": 
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (5, 3)), "b": jnp.zeros(3), "frozen": jnp.ones(16)}
+    return {"w": normal(0, 5, 3), "b": jnp.zeros(3), "frozen": jnp.ones(16)}
 
 
 def loss_fn(params, batch, key):

@@ -174,20 +174,6 @@ def test_a_data_and_a_tensor_axis_equal_one_device(case: str, expected: Any) -> 
     assert_same_on_all_devices(params)
 
 
-def test_a_tensor_axis_alone(expected: Any) -> None:
-    """Parameters to 1e-5: `tx` checked by the wrapper, its clipping over the tensor axis."""
-    tx = optim.tensor(transform("tensor"), "tensor", SPECS, partial=jax.tree.map(lambda s: s == P(), SPECS))
-    params = make_params()
-    states = optim.tensor_state_specs(tx, params, SPECS, make_mesh())
-    assert states[1][0].trace == SPECS
-    vary, rows = (), P(None, "tensor")
-    init, step = make_step(tx, sequence_parallel, states, check_vma=False, rows=rows, vary=vary)
-    state = init(params)
-    for number in range(STEPS):
-        params, state = jax.block_until_ready(step(params, state, data(number)))
-    assert_close(params, expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_fully_sharded_over_data_inside(check_vma: bool, expected: Any) -> None:

@@ -161,6 +161,7 @@ def test_sum_is_for_shares_of_the_global_mean(stage: str) -> None:
     assert_same(clipped_momentum(), (losses, last))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_wrappers_inside(check_vma: bool) -> None:
     """Losses to 1e-6, parameters to 1e-5: averaged, accumulated and masked Adam on parts; the average as well."""

@@ -13,7 +13,7 @@ from optax import contrib
 
 import jaxshard as js
 from jaxshard.training.extra_args import find_extra_args
-from tests.toys import quick_compile, tree_error
+from tests.toys import normal, quick_compile, tree_error
 
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.normal(size=(16, 13)).astype(np.float32), "y": RNG.normal(size=(16, 3)).astype(np.float32)}
@@ -28,7 +28,7 @@ def _compile():
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (13, 3)), "b": jnp.zeros((3,))}
+    return {"w": normal(0, 13, 3), "b": jnp.zeros((3,))}
 
 
 def loss_fn(params, batch, key):

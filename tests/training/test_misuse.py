@@ -8,13 +8,14 @@ import pytest
 from flax import linen as nn
 
 import jaxshard as js
+from tests.toys import normal
 
 TX = optax.sgd(0.1)
 BATCH = {"x": np.linspace(-1, 1, 16 * 7, dtype=np.float32).reshape(16, 7), "scale": 2.0}
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (7,))}
+    return {"w": normal(0, 7)}
 
 
 def loss_fn(params, batch, key):

@@ -9,12 +9,13 @@ import optax
 import pytest
 
 import jaxshard as js
+from tests.toys import normal
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 9)).astype(np.float32)}
 
 
 def init_fn(key):
-    vector, matrix = jax.random.normal(key, (9,)), jax.random.normal(key, (9, 5))
+    vector, matrix = normal(0, 9), normal(1, 9, 5)
     return {"w": vector, "h": vector.astype(jnp.bfloat16), "m": matrix, "hm": matrix.astype(jnp.bfloat16)}
 
 

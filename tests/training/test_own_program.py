@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import quick_compile
+from tests.toys import normal, quick_compile
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 STRATEGIES = {"ddp": js.ddp(), "zero2": js.zero2(min_size=0), "fsdp": js.fsdp(min_size=0)}
@@ -25,7 +25,7 @@ def _compile():
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (13, 3)), "b": jnp.zeros((3,))}
+    return {"w": normal(0, 13, 3), "b": jnp.zeros((3,))}
 
 
 def loss_fn(params, batch, key):

@@ -9,12 +9,13 @@ import pytest
 import jaxshard as js
 from tests.checkpoint.runs import assert_same
 from tests.notebook_page import check_shows_text
+from tests.toys import normal
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 13)).astype(np.float32)}
 
 
 def init_fn(key):
-    params = {"a": {"kernel": jax.random.normal(key, (13, 3))}, "b": jnp.ones(3), "c": jnp.ones(3)}
+    params = {"a": {"kernel": normal(0, 13, 3)}, "b": jnp.ones(3), "c": jnp.ones(3)}
     return js.Model(params, {"seen": jnp.zeros(())})
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import quick_compile
+from tests.toys import normal, quick_compile
 
 TX = optax.sgd(0.1, momentum=0.9)
 
@@ -21,7 +21,7 @@ def _compile():
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (13, 3)), "b": jnp.zeros((3,))}
+    return {"w": normal(0, 13, 3), "b": jnp.zeros((3,))}
 
 
 def loss_fn(params, batch, key):
@@ -81,10 +81,9 @@ def test_scalars_in_a_batch_are_the_same_for_every_row_and_micro_batch():
     def scaled(params, batch, key):
         return batch["scale"] * loss_fn(params, batch, key)
 
-    for engine in (js.auto(microbatches=2), js.explicit(microbatches=2)):
-        run, step = start(loss_fn=scaled, engine=engine)
-        expected = 3 * float(loss_fn(init_fn(jax.random.key(0)), batch_of(), None).value)
-        assert float(step(run, batch_of() | {"scale": np.float32(3)})[1]["loss"]) == pytest.approx(expected, rel=1e-6)
+    run, step = start(loss_fn=scaled, engine=js.explicit(microbatches=2))
+    expected = 3 * float(jax.jit(lambda: loss_fn(init_fn(None), batch_of(), None).value)())
+    assert float(step(run, batch_of() | {"scale": np.float32(3)})[1]["loss"]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_on_which_view_the_optimizer_runs():
@@ -194,6 +193,8 @@ def test_micro_batches_that_do_not_divide():
 
 def test_a_batch_of_another_shape_than_the_first():
     run, step = start()
+    with pytest.raises(TypeError, match="contracting dimensions"):  # which does not count as the first
+        step(run, batch_of(16, 12))
     run, _ = step(run, batch_of())
     message = (
         r"(?s)the batch has other shapes or dtypes than the first.*x: expected float32\[16, 13\], got float32\[8, 13\]"
@@ -204,13 +205,6 @@ def test_a_batch_of_another_shape_than_the_first():
         step(run, batch_of() | {"y": np.zeros(16, np.float32)})
     run, _ = step(run, batch_of())  # and the run is still there
     assert int(run.step) == 2
-
-
-def test_a_first_batch_that_failed_does_not_count_as_the_first():
-    run, step = start()
-    with pytest.raises(TypeError, match="contracting dimensions"):
-        step(run, batch_of(16, 12))
-    step(run, batch_of())
 
 
 # Runs, optimizers and engines.
@@ -232,7 +226,7 @@ def test_a_run_of_another_model():
 
 def test_a_run_of_another_layout():
     def even(key):
-        return {"w": jax.random.normal(key, (16, 8))}
+        return {"w": normal(0, 16, 8)}
 
     def even_loss(params, batch, key):
         return js.Mean((batch["x"] @ params["w"]).sum(), 1.0)

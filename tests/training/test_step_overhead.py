@@ -11,6 +11,7 @@ import pytest
 import jaxshard as js
 from jaxshard.checks.collectives import hlo
 from tests.checkpoint.runs import assert_same
+from tests.toys import normal
 
 COUNT, WIDTH = 3, 64
 MATRIX = ("f32", (WIDTH // 8, WIDTH))  # a device's part of a parameter or moment
@@ -18,7 +19,7 @@ ENGINES = {"auto": js.auto, "explicit": js.explicit}
 
 
 def init_fn(key):
-    return {f"w{i}": jax.random.normal(k, (WIDTH, WIDTH)) / 8 for i, k in enumerate(jax.random.split(key, COUNT))}
+    return {f"w{i}": normal(i, WIDTH, WIDTH) / 8 for i in range(COUNT)}
 
 
 def loss_fn(params, batch, key):
@@ -85,7 +86,7 @@ def test_gathered_parameters_do_not_wait_beside_the_old_ones():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * WIDTH * WIDTH * 4  # of eight
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["TPU v5p", "TPU v5 lite"])
 def test_what_a_tpu_gathers_after_an_update_is_the_same_bit_for_bit(kind, monkeypatch):
     """With SparseCores a result is chosen from what is gathered, without them nothing is held back."""

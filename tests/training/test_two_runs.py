@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import quick_compile, tree_error
+from tests.toys import normal, quick_compile, tree_error
 
 TX = {"generator": optax.adam(1e-2), "critic": optax.sgd(1e-2, momentum=0.9)}
 RNG = np.random.default_rng(0)
@@ -24,11 +24,7 @@ def _compile():
 
 
 def init_fn(key):
-    keys = jax.random.split(key, 3)
-    return {
-        "generator": {"w": jax.random.normal(keys[0], (3, 5))},
-        "critic": {"up": jax.random.normal(keys[1], (5, 13)), "down": jax.random.normal(keys[2], (13, 1))},
-    }
+    return {"generator": {"w": normal(0, 3, 5)}, "critic": {"up": normal(1, 5, 13), "down": normal(2, 13, 1)}}
 
 
 def judge(params, x):

@@ -9,12 +9,13 @@ import pytest
 
 import jaxshard as js
 from jaxshard.training import views
+from tests.toys import normal
 
 TX = optax.adam(0.1)
 
 
 def init_fn(key):
-    return {"w": jax.random.normal(key, (16, 8)), "v": jax.random.normal(key, (8, 3))}
+    return {"w": normal(0, 16, 8), "v": normal(1, 8, 3)}
 
 
 def loss_fn(params, batch, key):

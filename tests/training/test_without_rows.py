@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from tests.toys import Toy, assert_equal_runs, one_device, quick_compile, recording_step, sharded, trained
+from tests.toys import Toy, assert_equal_runs, normal, one_device, quick_compile, recording_step, sharded, trained
 
 FSDP = js.fsdp(min_size=0)
 SPLIT = js.compose(FSDP, js.without_rows("table"))
@@ -42,8 +42,7 @@ def graphs():
 
 
 def init_fn(key):
-    keys = jax.random.split(key)
-    return {"message": jax.random.normal(keys[0], (4, 13)) / 4, "out": jax.random.normal(keys[1], (13, 3)) / 4}
+    return {"message": normal(0, 4, 13) / 4, "out": normal(1, 13, 3) / 4}
 
 
 def graph_loss(params, batch, key):

@@ -185,7 +185,7 @@ def test_nothing_is_stacked() -> None:
     assert optim.stacking_changes(optax.lamb(0.1), shapes(), "layers") == ()
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_multi_steps_and_per_block_in_both_orders(order: str) -> None:
     """Parameters after four steps, two of which update, to 1e-5 of the largest."""
