@@ -39,7 +39,7 @@ def numbers(shape):
     return np.arange(1, math.prod(shape) + 1, dtype=np.float32).reshape(shape)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(view=views())
 def test_a_view_gives_back_what_it_stored_and_pads_with_zeros(view):
     x = numbers(view.logical)

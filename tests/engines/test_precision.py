@@ -31,9 +31,7 @@ def step_of(name, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["explicit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("auto", "pipelined"))]
-)
+@pytest.mark.parametrize("name", MAKERS)
 def test_parameters_and_moments_stay_f32_and_the_loss_is_that_of_f32(name):
     """The loss is within 1 % of f32 and not equal to it; so is the norm of the gradient, within 5 %."""
     step, run, batch = step_of(name, precision="bf16")
@@ -47,11 +45,11 @@ def test_parameters_and_moments_stay_f32_and_the_loss_is_that_of_f32(name):
         np.testing.assert_allclose(metrics[key], wanted[key], rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["explicit", pytest.param("pipelined", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("reduce_dtype", [None, pytest.param(jnp.float32, marks=pytest.mark.slow)])
-def test_what_travels(name, reduce_dtype):
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+def test_what_travels_in_a_pipeline(reduce_dtype):
     """Of the program before it is compiled (a CPU has no bf16 sums): gathers in bf16, and scatters as asked for."""
-    step, _, batch = step_of(name, precision="bf16", reduce_dtype=reduce_dtype)
+    step, _, batch = step_of("pipelined", precision="bf16", reduce_dtype=reduce_dtype)
     text = step.lower(batch).as_text()
     dtypes = {
         kind: set(re.findall(rf'stablehlo.{kind}"?.*?-> tensor<(?:\d+x)+(\w+)>', text, re.DOTALL))

@@ -11,9 +11,9 @@ import pytest
 import jaxshard as js
 from jaxshard.models.decoder import logits
 from jaxshard.models.gpt import gpt
-from tests.toys import linen_toy, mask, quick_compile
+from tests.toys import linen_toy, mask, normal, quick_compile
 
-pytestmark = pytest.mark.fast_cases(2)
+pytestmark = pytest.mark.fast_cases(1)
 
 TX = optax.sgd(0.1)
 
@@ -25,7 +25,7 @@ def _compile():
 
 
 def init_fn(key):
-    return js.Model({"w": jax.random.normal(key, (13, 3))}, {"shift": jnp.arange(3.0)})
+    return js.Model({"w": normal(0, 13, 3)}, {"shift": jnp.arange(3.0)})
 
 
 def eval_fn(model, batch):
@@ -57,15 +57,16 @@ def layout(request):
 
 
 def exact(batch):
-    return {name: float(x.value) for name, x in eval_fn(init_fn(jax.random.key(0)), batch).items()}
+    return {name: float(x.value) for name, x in jax.jit(eval_fn)(init_fn(None), batch).items()}
 
 
-@pytest.mark.parametrize("count", [16, 21, 35, 5])
+@pytest.mark.parametrize("count", [21, 16, 35, 5])
 def test_batches_with_a_short_last_one_equal_exact_evaluation(layout, count):
     """Within 1e-6: 16 rows at a time, the last batch of 16, 5, 3 or the only one of 5."""
     run = js.init(init_fn, TX, layout, 0)
     result = js.evaluate(js.make_eval_step(eval_fn, layout), run, cut(rows(count), 16))
     assert result == pytest.approx(exact(rows(count)), rel=1e-6)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((run.params, run.state)))
 
 
 def test_one_batch_gives_open_means():
@@ -79,7 +80,7 @@ def test_one_batch_gives_open_means():
 
 
 def test_sums_over_many_batches_neither_wrap_nor_drift():
-    """Tokens beyond 2**31 exactly, and a mean of 20,000 batches within 1e-9 of the numbers of a batch."""
+    """Tokens beyond 2**31 exactly, and a mean of 5,000 batches within 1e-9 of the numbers of a batch."""
     layout = js.layout(js.ddp(), js.make_mesh(data=8), init_fn, TX)
     run = js.init(init_fn, TX, layout, 0)
 
@@ -95,7 +96,7 @@ def test_sums_over_many_batches_neither_wrap_nor_drift():
     assert found == {"tokens": 73 * 2**26, "flags": 13, "most": 2**26}  # a short batch is evaluated row by row
 
     one = {"loss": js.Mean(jnp.float32(21.6), jnp.float32(8)) + js.Mean(jnp.float32(5), jnp.float32(0))}
-    mean = js.evaluate(lambda run, batch: one, run, range(20_000))["loss"]
+    mean = js.evaluate(lambda run, batch: one, run, range(5_000))["loss"]
     assert mean == pytest.approx(float(np.float32(21.6)) / 8, rel=1e-9)
 
 
@@ -121,9 +122,7 @@ def test_a_metric_of_several_numbers_is_named():
         js.evaluate(lambda run, batch: {"load": js.Sum(jnp.ones(3))}, None, [0])
 
 
-@pytest.mark.parametrize(
-    "engine", [js.explicit(), js.explicit(microbatches=2), js.auto(microbatches=2)], ids=["each", "two", "auto"]
-)
+@pytest.mark.parametrize("engine", [js.explicit(microbatches=2), js.auto(microbatches=2)], ids=["two", "auto"])
 def test_small_integers_and_flags_do_not_wrap_within_a_batch(engine):
     def loss_fn(model, batch, key):
         small = js.Sum(batch["x"].max().astype(jnp.int8) + jnp.int8(100))
@@ -151,13 +150,6 @@ def test_what_is_infinite_in_the_padding_does_not_leak():
     run, step = js.init(init_fn, TX, layout, 0), js.make_eval_step(log_fn, layout)
     ones = {"x": np.ones((3, 13), np.float32)}
     assert float(step(run, ones)["loss"].value) == 0
-
-
-def test_the_run_is_not_donated():
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
-    run, step = js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout)
-    step(run, rows(16))
-    assert not any(x.is_deleted() for x in jax.tree.leaves((run.params, run.state)))
 
 
 def test_scalars_of_a_batch_count_for_every_row():
@@ -229,14 +221,15 @@ def test_predictions_see_the_state():
 # Bad input.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def split():
     layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), init_fn, TX)
     return js.init(init_fn, TX, layout, 0), js.make_eval_step(eval_fn, layout), layout
 
 
 def test_a_batch_larger_than_the_first(split):
-    run, step, _ = split
+    run, _, layout = split
+    step = js.make_eval_step(eval_fn, layout)
     step(run, rows(9))  # padded to 16
     with pytest.raises(ValueError, match="an evaluation batch has 17 rows, more than the 16 of the first one"):
         step(run, rows(17))
