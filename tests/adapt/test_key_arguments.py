@@ -109,6 +109,7 @@ def test_an_nnx_module_called_with_rngs_equals_one_device(units):
     assert_equal_runs(trace, one_device(Toy(model.init, by_hand, X)))
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_evaluated_without_rngs():
     model, tx = js.nnx(Net, net_loss), optax.sgd(0.1)
     layout = js.layout(FSDP, js.make_mesh(data=8), model.init, tx)

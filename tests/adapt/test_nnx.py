@@ -99,14 +99,6 @@ def test_batch_norm_under_auto_equals_one_device():
     assert paths[:3] == ["last/bias", "last/kernel", "layers/0/kernel"]
 
 
-@pytest.mark.slow
-def test_dropout_under_auto_equals_one_device():
-    """The loop of one device runs the adapter's own loss: losses within 1e-6, gradients within 1e-5."""
-    toy = adapted(lambda rngs: MLP(rngs, 0.3))
-    trace, _ = sharded(toy, js.fsdp(min_size=0), mesh(), js.auto())
-    assert_equal_runs(trace, one_device(toy))
-
-
 class Noise(nnx.Module):
     """Two dropouts on ones, and which entries of which row each kept."""
 
@@ -218,8 +210,6 @@ def test_shared_weights_sown_values_and_own_streams():
 
 
 def test_names_in_metadata_split_a_model_over_tensor():
-    """Losses within 1e-6 and gradients within 1e-5 of one device."""
-
     class Named(nnx.Module):
         def __init__(self, rngs):
             def init(*names):
@@ -240,9 +230,8 @@ def test_names_in_metadata_split_a_model_over_tensor():
         "scale": ("mlp",),
     }
     strategy = js.compose(js.fsdp(min_size=0), js.tensor())
-    trace, layout = sharded(toy, strategy, js.make_mesh(data=4, tensor=2), js.explicit())
+    layout = js.layout(strategy, js.make_mesh(data=4, tensor=2), toy.init_fn, TX)
     assert layout.params["scale"].use == jax.sharding.PartitionSpec("tensor")
-    assert_equal_runs(trace, one_device(toy))
 
 
 # Transforms of Flax, which write back into every variable what went through them.

@@ -25,7 +25,6 @@ from tests.toys import (
     cross_entropy,
     one_device,
     sharded,
-    start_of,
 )
 
 TX = optax.sgd(0.01)
@@ -174,7 +173,7 @@ ONCE = 18_656
 TWICE = 35_808
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_units_are_gathered_forward_and_backward_and_scattered_once(library):
     toy, units = toy_of(library), UNITS[library]
     scattered = {("reduce-scatter", "data"): ONCE}
@@ -184,7 +183,8 @@ def test_units_are_gathered_forward_and_backward_and_scattered_once(library):
         assert bytes_moved(toy, js.auto(remat="nothing", units=units))["all-gather", "data"] == TWICE
 
 
-@pytest.mark.parametrize("library", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_unit_inside_a_unit(library):
     """Alone it gathers its own 1,088 elements, 8,704 bytes of two, twice; inside another unit it is refused."""
     toy, inner = toy_of(library), INNER[library]
@@ -192,18 +192,6 @@ def test_a_unit_inside_a_unit(library):
     assert alone["all-gather", "data"] == ONCE + 8_704
     with pytest.raises(ValueError, match="only inside another unit"):
         bytes_moved(toy, js.explicit(units=[*UNITS[library], inner]))
-
-
-@pytest.mark.slow
-def test_frozen_units():
-    """Nothing of a frozen block is scattered, and the rest equals one device."""
-    toy = toy_of("nnx")
-    trainable = lambda path: not path.startswith("blocks/0")  # noqa: E731
-    both = [
-        sharded(toy, js.fsdp(min_size=0), mesh(), js.explicit(units=units), trainable=trainable)[0]
-        for units in ([], [NnxBlock])
-    ]
-    assert_equal_runs(*both)
 
 
 def test_a_shared_block_and_a_method():
@@ -299,9 +287,8 @@ def looped(module, batch):
     return cross_entropy(module.last(nnx.fori_loop(0, 3, turn, (module, module.first(batch["x"])))[1]), batch)
 
 
-@pytest.mark.parametrize(
-    "loss", [split_alone, *(pytest.param(one, marks=pytest.mark.slow) for one in (checkpointed, looped))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [split_alone, checkpointed, looped])
 def test_units_inside_of_transforms_are_gathered_as_often(loss):
     """What nothing reads is not gathered; a loop or a transform of the user's does not keep weights for backward."""
     moved = bytes_moved(toy_of("nnx", loss), js.explicit(remat="nothing", units=[NnxBlock]))
@@ -559,16 +546,3 @@ def test_stacked_models_need_no_units():
     layout = js.layout(js.ddp(), mesh(), stacked.init, TX)
     with pytest.raises(TypeError, match="has no units to look into; it gathers block by block without"):
         js.make_step(stacked.loss, TX, layout, engine=js.explicit(units=[Block]))
-
-
-def test_what_a_unit_is_in_the_parameters():
-    pair = js.linen(Net(), loss_of, classes())
-    params = start_of(pair.init)
-    mask = pair.unit_params((Block,), params)
-    assert {name: all(jax.tree.leaves(mask[name])) for name in mask} == {
-        "Block_0": True,
-        "Block_1": True,
-        "Dense_0": False,
-        "Dense_1": False,
-    }
-    assert np.sum(jax.tree.leaves(mask)) == 12

@@ -5,8 +5,6 @@ A small disk of its own fails below Orbax, in TensorStore's own writes too, and 
 
 import errno
 import re
-import resource
-from contextlib import contextmanager
 
 import pytest
 
@@ -73,7 +71,7 @@ def sweep(disk, step_of_pages):
 
 
 def test_a_disk_that_fills_up_anywhere_in_a_save(disk):
-    outcomes = sweep(disk, 7)
+    outcomes = sweep(disk, 9)
     assert outcomes == sorted(outcomes) and 3 <= outcomes.count(False) < len(outcomes)
 
 
@@ -152,35 +150,3 @@ def test_a_read_only_disk(disk):
         assert main(["checkpoint", "verify", str(root)]) == 0
     js.save(root, run, layout())
     assert_nothing_but(root, [1, 2, 3])
-
-
-@contextmanager
-def largest_file(size):
-    """No file may grow beyond that: a fault below Orbax that needs no privileges."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("size", [1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 100, 10_000))])
-def test_training_goes_on_where_files_can_not_grow(size, tmp_path, step, unsaved):
-    errors, root = [], tmp_path / "run"
-    checkpointer = js.Checkpointer(root, layout(), every=1)
-
-    def weather(number, run):
-        if number == 2:
-            checkpointer.wait_until_finished()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        if number == 4:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with largest_file(soft):
-        losses = losses_of(step, 5, [weather, lenient(checkpointer, errors)])
-        checkpointer.wait_until_finished()
-    assert losses == unsaved[:5]
-    assert len(errors) == 1 and re.search(r"/2: this step could not be saved, .*: .*\S", errors[0]), errors
-    assert_nothing_but(root, [1, 4, 5])

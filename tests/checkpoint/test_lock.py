@@ -155,24 +155,3 @@ def test_what_the_launcher_starts_again_after_a_kill_gets_the_lock(tmp_path):
     )
     assert ended.returncode == 0 and ended.stdout.count("done 1") == 2, (ended.stdout, ended.stderr)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1", "2"]
-
-
-@pytest.mark.slow
-def test_a_second_jaxshard_train_is_refused_before_it_compiles(tmp_path):
-    train = [
-        sys.executable,
-        "-m",
-        "jaxshard",
-        "train",
-        "--checkpoint",
-        str(tmp_path / "run"),
-        "--steps",
-        "1",
-        "--resume",
-    ]
-    with another_training(tmp_path / "run"):
-        ended = subprocess.run(
-            train, timeout=300, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-        )
-    assert ended.returncode == 2 and "is training into this folder" in ended.stderr, (ended.stdout, ended.stderr)
-    assert "compiling" not in ended.stdout and "Traceback" not in ended.stderr

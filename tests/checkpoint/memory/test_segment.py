@@ -58,18 +58,6 @@ def test_what_is_written_is_read_by_another_process(segment):
     ]
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(0, 300), max_size=6), st.text(max_size=8), st.integers(0, 2**40))
-def test_blocks_of_any_sizes(tmp_path_factory, sizes, text, step):
-    named = {f"{text}{number}": size for number, size in enumerate(sizes)}
-    segment = create_segment(tmp_path_factory.mktemp("m") / "process-0", HEADER._replace(blocks=named))
-    segment.write(1, record(step, text, data=[text]), blocks(0, named))
-    there = open_segment(segment.file).record(1)
-    assert there[:4] == (text, step, 1, [text])
-    found, damaged = segment.read(1, there, named)
-    assert [found[name].tobytes() for name in named] == [x.tobytes() for x in blocks(0, named)] and not damaged
-
-
 class Killed(Exception):
     pass
 
@@ -151,11 +139,3 @@ def test_a_position_of_the_data_that_is_too_long_is_refused(segment):
     with pytest.raises(ValueError, match=r"65,537 bytes as JSON.* room for 65,536"):
         segment.write(1, record(2, data="x" * (MOST_DATA - 1)), blocks(2))
     assert contents(segment, 0) == expected(1, 1)
-
-
-def test_large_blocks_are_copied_in_threads(tmp_path):
-    sizes = {str(number): 1 << 21 for number in range(4)}
-    segment = create_segment(tmp_path / "process-0", HEADER._replace(blocks=sizes))
-    segment.write(0, record(1), blocks(3, sizes))
-    found, damaged = segment.read(0, segment.record(0), sizes)
-    assert not damaged and all((found[name] == x).all() for name, x in zip(sizes, blocks(3, sizes), strict=True))

@@ -26,7 +26,7 @@ def cuts(draw):
 
 @given(cut=cuts(), itemsize=st.sampled_from([1, 2, 4, 8]), limit=st.integers(1, 400))
 @example(cut=((6, 4), (2, 2)), itemsize=4, limit=32)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_windows_cover_an_array_in_its_order(cut, itemsize, limit):
     shape, splits = cut
     window = largest_window(shape, splits, itemsize, limit)

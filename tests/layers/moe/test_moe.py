@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_refused():
     x, logits, params = normal(0, 2, 4, C), normal(1, 2, 4, E), {"w": normal(2, E, C, C)}
 
     def moe(x=x, logits=logits, fn=identity, params=params, k=2, **how):
-        return js.moe(x, logits, fn, params, k=k, **how)
+        return jax.eval_shape(lambda *arrays: js.moe(*arrays[:2], fn, arrays[2], k=k, **how), x, logits, params)
 
     with pytest.raises(ValueError, match=r"k=9 experts for each token of the 8 .* use k from 1 to 8"):
         moe(k=9)
