@@ -20,13 +20,14 @@ from jaxshard.checkpoint.lock import LOCK
 from jaxshard.checkpoint.manifest import MANIFEST
 from jaxshard.checkpoint.reader import describe
 from jaxshard.training.state import run_key
+from tests.checkpoint import small
 from tests.checkpoint.runs import assert_same
-from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
+from tests.checkpoint.small import BATCH, at, layout, new_run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def step():
-    return js.make_step(loss_fn, TX, layout())
+    return small.step()
 
 
 def steps_of(root):

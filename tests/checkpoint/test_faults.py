@@ -14,8 +14,9 @@ from jaxshard.checkpoint.checksums import find_damage
 from jaxshard.checkpoint.folder import step_folders
 from jaxshard.checkpoint.lock import LOCK
 from jaxshard.commands.main import main
+from tests.checkpoint import small
 from tests.checkpoint.runs import assert_same
-from tests.checkpoint.small import BATCH, TX, at, layout, loss_fn, new_run
+from tests.checkpoint.small import BATCH, at, layout, new_run
 from tests.small_disk import small_disk
 
 PAGE = 4096
@@ -27,9 +28,9 @@ def disk(tmp_path):
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def step():
-    return js.make_step(loss_fn, TX, layout())
+    return small.step()
 
 
 def assert_nothing_but(root, steps):
@@ -81,12 +82,6 @@ def test_a_disk_that_fills_up_at_any_page(disk):
     assert outcomes == sorted(outcomes) and 20 <= outcomes.count(False) < len(outcomes)
 
 
-@pytest.fixture(scope="module")
-def unsaved(step):
-    """The losses of a run that was never saved."""
-    return losses_of(step, 7, [])
-
-
 def losses_of(step, count, on_run):
     losses = []
     js.fit(
@@ -112,7 +107,7 @@ def lenient(checkpointer, errors):
     return save
 
 
-def test_training_goes_on_over_a_full_disk(disk, step, unsaved):
+def test_training_goes_on_over_a_full_disk(disk, step):
     """Losses bit-equal to those of a run that was never saved; failures of the background come with the next call."""
     errors = []
     checkpointer = js.Checkpointer(disk.folder, layout(), every=1)
@@ -128,7 +123,7 @@ def test_training_goes_on_over_a_full_disk(disk, step, unsaved):
 
     losses = losses_of(step, 7, [weather, lenient(checkpointer, errors)])
     checkpointer.wait_until_finished()
-    assert losses == unsaved
+    assert losses == losses_of(step, 7, [])
     # Step 4 was not begun: it is where the failure of step 3 was told. That of step 5 was told to `weather`.
     assert len(errors) == 1 and "/3: this step could not be saved" in errors[0] and "No space left" in errors[0]
     assert_nothing_but(disk.folder, [1, 2, 6, 7])

@@ -68,6 +68,7 @@ def test_what_is_saved_is_what_was_loaded(case, tmp_path):
         js.hf.save(saved, run, layout)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_takes_the_place_of_the_models_own(tmp_path):
     """Its files alone are copied; how tokens are drawn stays the model's."""
     folder = write_folder(tmp_path, "gpt2")

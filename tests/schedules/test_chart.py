@@ -32,7 +32,7 @@ def test_what_does_not_fit_is_counted():
 
 
 @given(schedule=schedules(p=4, m=12), width=st.integers(30, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_every_operation_that_fits_stands_under_its_tick(schedule, width):
     lines = schedule.chart(width=width).splitlines()
     ticks = lines[1].split()[1:]

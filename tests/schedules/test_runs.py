@@ -31,7 +31,7 @@ def check(schedule):
 
 
 @given(schedule=schedules())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_runs_of_the_named_schedules(schedule):
     check(schedule)
     p, m = schedule.stages, schedule.microbatches
@@ -43,7 +43,7 @@ def test_runs_of_the_named_schedules(schedule):
 
 
 @given(schedule=schedules(p=4, v=2), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_runs_of_tables_with_early_backwards(schedule, data):
     """The last stage's backwards directly after their forwards, some of them: the others still share their runs."""
     last = schedule.stages * schedule.chunks - 1
@@ -62,7 +62,7 @@ def test_runs_of_tables_with_early_backwards(schedule, data):
 
 
 @given(size=sizes(p=5, v=3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_an_earlier_first_backward_would_cost_a_run(size):
     """The head runs of `interleaved` are as few as its groups allow, and a tick less of warm-up makes more."""
     p, m, v = size

@@ -27,7 +27,7 @@ small = schedules(p=4, v=2, m=6)
 
 
 @given(schedule=small, data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_a_missing_operation_is_named(schedule, data):
     op = data.draw(st.sampled_from(schedule.ops))
     ops = [other for other in schedule.ops if other != op]
@@ -38,7 +38,7 @@ def test_a_missing_operation_is_named(schedule, data):
 
 
 @given(schedule=small, data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_a_doubled_operation_is_named(schedule, data):
     op = data.draw(st.sampled_from(schedule.ops))
     tick = data.draw(st.integers(op.tick, schedule.ticks))
@@ -47,7 +47,7 @@ def test_a_doubled_operation_is_named(schedule, data):
 
 
 @given(schedule=small, data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 def test_a_premature_operation_is_named_with_what_it_waits_for(schedule, data):
     by_key = {schedule.key(op): op for op in schedule.ops}
     pairs = [(op, by_key[key]) for op in schedule.ops for key in schedule.inputs(op)]
@@ -63,7 +63,7 @@ def test_a_premature_operation_is_named_with_what_it_waits_for(schedule, data):
 
 
 @given(schedule=small, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_table_is_accepted_if_and_only_if_it_runs(schedule, data):
     """Judged by a machine of its own, after up to three changes of any field."""
     ops = list(schedule.ops)

@@ -27,7 +27,7 @@ def test_a_run_comes_back_as_it_was(name, tmp_path):
 
 def test_a_training_goes_on_from_the_newest_step(tmp_path):
     layout, batches = small.layout(), [small.BATCH] * 9
-    step = js.make_step(small.loss_fn, small.TX, layout)
+    step = small.step()
     whole = js.fit(small.new_run(), step, batches, steps=6)
 
     def train(steps):

@@ -36,7 +36,7 @@ def test_a_run_of_any_layout_comes_back_onto_any_other(source, target):
 
 
 def test_training_goes_on_as_if_nothing_had_been():
-    step = js.make_step(small.loss_fn, small.TX, small.layout())
+    step = small.step()
     run, losses = small.new_run(), []
     for number in range(4):
         if number == 2:
