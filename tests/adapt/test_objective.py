@@ -148,6 +148,7 @@ def test_rows_keep_their_random_numbers_inside_a_function():
     parity(lambda params, batch, key: model.loss(params, batch, key), js.explicit(), model.init).check()
 
 
+@pytest.mark.slow
 def test_micro_batches_and_deferred_reduction():
     """Loss within 1e-6, gradients within 1e-5 of one device."""
     parity(with_penalty_on_the_head, js.explicit(microbatches=2, scatter="end", remat="nothing")).check()

@@ -217,26 +217,6 @@ def test_an_error_of_any_kind_leaves_nothing_and_the_step_can_be_saved_again(tmp
     assert js.latest_step(tmp_path, intact=True) == 1
 
 
-@pytest.fixture
-def ctrl_c():
-    """SIGINT raises KeyboardInterrupt, as in a terminal: a shell starts what runs in its background without that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupted_wait_still_tells_what_went_wrong(tmp_path, monkeypatch, ctrl_c):
-    slowly(monkeypatch, fail=("1", OSError("bad disk")))
-    checkpointer = js.Checkpointer(tmp_path, layout(), every=1)
-    checkpointer(1, at(1))
-    with monkeypatch.context() as patches:
-        patches.setattr("jaxshard.checkpoint.checkpointer.wait", lambda pending: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            checkpointer(2, at(2))
-    with pytest.raises(OSError, match="bad disk"):
-        checkpointer(2, at(2))
-
-
 def test_an_error_of_the_background_keeps_its_kind_and_errno(tmp_path, monkeypatch):
     slowly(monkeypatch, fail=("1", PermissionError(errno.EPERM, "Operation not permitted")))
     checkpointer = js.Checkpointer(tmp_path, layout(), every=1)

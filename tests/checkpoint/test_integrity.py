@@ -80,31 +80,6 @@ def test_every_byte_of_a_manifest_counts(root):
         manifest.decode_manifest(raw + b"\n")
 
 
-def test_every_lost_and_every_longer_file_is_found(root):
-    folder = root / "20"
-    for name in list_files(folder):
-        file = folder / name
-        before = file.read_bytes()
-        file.unlink()
-        assert_found(folder, name)
-        file.write_bytes(before + b"\0")
-        assert_found(folder, name)
-        file.write_bytes(before)
-    (folder / MANIFEST).unlink()
-    assert_found(folder, MANIFEST)
-
-
-def test_an_added_file_and_a_link_are_found(root):
-    folder = root / "20"
-    (folder / "arrays" / "more").write_bytes(b"")
-    assert_found(folder, "arrays/more")
-    (folder / "arrays" / "more").unlink()
-    data = next(name for name in list_files(folder) if "process_0/d/" in name)
-    (folder / data).rename(root / "elsewhere")
-    (folder / data).symlink_to(root / "elsewhere")
-    assert_found(folder, data)
-
-
 def test_files_of_another_step_are_found(root):
     for name in ("arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt"):
         shutil.copy(root / "10" / name, root / "20" / name)

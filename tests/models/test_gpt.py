@@ -251,6 +251,7 @@ def test_nothing_is_dropped_in_evaluation():
     assert float(evaluated) == pytest.approx(float(plain), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_drops_its_share_and_keeps_the_mean():
     """0.25 of 64 x 12 x 32 entries within 5 sigma; the others a third larger."""
     params = noisy(small())

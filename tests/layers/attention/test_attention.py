@@ -277,17 +277,6 @@ def test_rows_that_the_axes_do_not_divide_are_not_gathered(blocks_from_16, monke
         js.make_step(loss_fn, SGD, js.layout(js.ddp(), mesh, init_fn, SGD)).lower(BATCH)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
-def test_in_stages_of_a_pipeline(schedule, blocks_from_16):
-    model = js.models.llama(vocab=64, width=32, depth=2, heads=4, kv_heads=2, hidden=64, seq=40)
-    batch = {"tokens": jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 41)), jnp.int32)}
-    strategy = js.compose(js.fsdp("data", min_size=0), js.tensor(), js.pipeline("pipe", chunks=1))
-    engine = js.pipelined(microbatches=2, schedule=schedule)
-    mesh = js.make_mesh(pipe=2, data=2, tensor=2)
-    js.parity(model.init, model.loss, SGD, strategy, mesh, batch, engine=engine).check()
-
-
 def test_what_is_saved_by_name_is_not_computed_again(blocks_from_16):
     q, k, v = arrays(40)
 
@@ -317,36 +306,3 @@ def test_a_program_for_tpus_has_the_kernel_and_no_logits(name):
     text = step.compile(batch).as_text()
     assert "splash_mha_fwd" in text and "splash_mha_dkv" in text
     assert "640,640" not in text
-
-
-def bytes_of_a_block_on_v5e(positions):
-    """Temporaries of a step, one row on each chip. Arrays are kept out of VMEM, where they would not be counted."""
-
-    def init_fn(key):
-        w_in, w_out = jax.random.normal(key, (2, 512, 512), jnp.float32)
-        return {"in": jnp.concatenate([w_in] * 3, axis=1), "out": w_out}
-
-    def loss_fn(params, batch, key):
-        x = batch["x"]
-        q, k, v = jnp.moveaxis((x @ params["in"]).reshape(*x.shape[:2], 3, 4, 128), 2, 0)
-        y = x + js.attention(q, k, v, causal=True).reshape(x.shape) @ params["out"]
-        return js.Mean((y.astype(jnp.float32) ** 2).sum(), y.size)
-
-    mesh = topology_mesh("v5e:2x2", data=4)
-    engine = js.explicit(compute_dtype=jnp.bfloat16, options={"xla_vf_vmem_memory_space_assignment": False})
-    step = js.make_step(loss_fn, SGD, js.layout(js.fsdp(), mesh, init_fn, SGD), engine=engine)
-    compiled = step.compile({"x": jax.ShapeDtypeStruct((4, positions, 512), jnp.bfloat16)})
-    assert "splash_mha_dkv" in compiled.as_text()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.tpu
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_memory_on_a_tpu_is_linear_in_the_sequence():
-    """From 1k to 16k, beside what the weights (4 MB in f32) and gaps between arrays take."""
-    sizes = {positions: bytes_of_a_block_on_v5e(positions) for positions in (1024, 2048, 4096, 8192, 16384)}
-    each = (sizes[16384] - sizes[8192]) / 8192
-    assert each < 16 * 512 * 2  # sixteen arrays like the block's input
-    beside = {positions: size - each * positions for positions, size in sizes.items()}
-    assert max(map(abs, beside.values())) < 8e6, beside
