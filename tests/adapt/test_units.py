@@ -328,14 +328,15 @@ class Tokens(nn.Module):
         return embed.attend(layer(name="layer")(embed(tokens)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "wrap", "engine"),
     [
+        (24, "", js.explicit),
         (25, "", js.explicit),
-        pytest.param(24, "", js.explicit, marks=pytest.mark.slow),
-        pytest.param(25, "", js.auto, marks=pytest.mark.slow),
-        pytest.param(25, "remat", js.explicit, marks=pytest.mark.slow),
-        pytest.param(25, "jit", js.explicit, marks=pytest.mark.slow),
+        (25, "", js.auto),
+        (25, "remat", js.explicit),
+        (25, "jit", js.explicit),
     ],
 )
 def test_linen_units_that_make_parameters_in_setup(vocab, wrap, engine):
