@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from optax import contrib
 
 import jaxshard as js
 from tests.toys import (
@@ -191,13 +190,6 @@ def test_names_of_dimensions():
     assert names["blocks"]["Dense_0"]["kernel"] == ("blocks", "embed", "mlp")
     assert names["blocks"]["Dense_1"]["kernel"] == ("blocks", None, None)
     assert names["Embed_0"]["embedding"] == (None, None)
-
-
-def test_transforms_that_stacking_changes_are_refused():
-    model = model_of()
-    layout = js.layout(js.ddp(), js.make_mesh(data=8), model.init, contrib.muon(0.1))
-    with pytest.raises(ValueError, match=r"scale_by_muon.*js\.optim\.per_block"):
-        js.make_step(model.loss, contrib.muon(0.1), layout)
 
 
 # Bad input.

@@ -50,25 +50,6 @@ def assert_found(folder, name):
     assert problems and all(problem.startswith(str(folder / name) + ":") for problem in problems), (name, problems)
 
 
-@pytest.mark.parametrize(
-    ("flips", "cuts"), [(40, 12), pytest.param(400, 100, marks=pytest.mark.slow, id="many")], ids=str
-)
-def test_random_flips_and_cuts_are_all_found(flips, cuts, root):
-    numbers, folder = np.random.default_rng(flips), root / "20"
-    files = [folder / name for name in all_files(folder) if (folder / name).stat().st_size]
-    assert find_damage(folder) == [] and len(files) >= 8
-    for count in range(flips + cuts):
-        file = files[count % len(files)]
-        before = file.read_bytes()
-        if count < flips:
-            flip(file, numbers.integers(len(before)), numbers.integers(8))
-        else:
-            file.write_bytes(before[: numbers.integers(len(before))])
-        assert_found(folder, file.relative_to(folder))
-        file.write_bytes(before)
-    assert find_damage(folder) == []
-
-
 def test_every_byte_of_a_manifest_counts(root):
     raw = (root / "20" / MANIFEST).read_bytes()
     for position in range(len(raw)):
@@ -176,22 +157,6 @@ def test_the_command_lists_and_shows(root, capsys):
     assert main(["checkpoint", "show", str(root)]) == 0 and "step 10: complete" in capsys.readouterr().out
     assert main(["checkpoint", "list", str(root)]) == main(["checkpoint", "verify", str(root)]) == 1
     assert f"{root / '20' / MANIFEST}: missing" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["none"], "there is no such folder"),
-        (["empty"], "is not a folder of checkpoints"),
-        (["run/20"], "is the folder of one step"),
-        (["run", "--step", "7"], "there is no step 7; complete steps: 10, 20"),
-    ],
-)
-def test_the_command_refuses_other_folders(args, message, root, capsys):
-    (root.parent / "empty").mkdir()
-    for action in ("list", "show", "verify"):
-        assert main(["checkpoint", action, str(root.parent / args[0]), *args[1:]]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_files_that_can_not_be_read_are_named(root, monkeypatch):

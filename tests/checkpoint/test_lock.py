@@ -110,13 +110,6 @@ def test_what_is_no_lock_is_not_touched(kind, tmp_path):
     assert target.read_text() == "as it was" and [path.name for path in root.iterdir()] == [LOCK]
 
 
-def test_an_owner_s_text_is_shown_as_text(tmp_path):
-    then = "open(sys.argv[1] + '/.lock', 'wb').write(b'\\x1b[31m\\xff' * 200); print('held', flush=True); input()"
-    with another_training(tmp_path, then), pytest.raises(BlockingIOError) as caught:
-        hold(tmp_path)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
-
-
 def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(lock.errno.ENOLCK, "No locks available")

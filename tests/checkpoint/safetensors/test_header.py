@@ -118,13 +118,6 @@ def test_any_header(fields, data, length):
     attempt(file_of(fields, data, length=length))
 
 
-@given(raw=st.binary(max_size=100))
-@settings(max_examples=100, deadline=None)
-def test_any_bytes(raw):
-    attempt(raw)
-    attempt(file_of(b"{" + raw))
-
-
 EDITS = st.lists(
     st.tuples(st.sampled_from(["byte", "insert", "delete", "cut", "double"]), st.integers(0), st.binary(max_size=4)),
     min_size=1,
