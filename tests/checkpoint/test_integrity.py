@@ -51,25 +51,6 @@ def assert_found(folder, name):
     assert problems and all(problem.startswith(str(folder / name) + ":") for problem in problems), (name, problems)
 
 
-@pytest.mark.parametrize(
-    ("flips", "cuts"), [(40, 12), pytest.param(400, 100, marks=pytest.mark.slow, id="many")], ids=str
-)
-def test_random_flips_and_cuts_are_all_found(flips, cuts, root):
-    numbers, folder = np.random.default_rng(flips), root / "20"
-    files = [folder / name for name in all_files(folder) if (folder / name).stat().st_size]
-    assert find_damage(folder) == [] and len(files) >= 8
-    for count in range(flips + cuts):
-        file = files[count % len(files)]
-        before = file.read_bytes()
-        if count < flips:
-            flip(file, numbers.integers(len(before)), numbers.integers(8))
-        else:
-            file.write_bytes(before[: numbers.integers(len(before))])
-        assert_found(folder, file.relative_to(folder))
-        file.write_bytes(before)
-    assert find_damage(folder) == []
-
-
 def test_every_byte_of_a_manifest_counts(root):
     raw = (root / "20" / MANIFEST).read_bytes()
     for position in range(len(raw)):
@@ -79,31 +60,6 @@ def test_every_byte_of_a_manifest_counts(root):
             manifest.decode_manifest(raw[:position])
     with pytest.raises(ValueError, match="checksum"):
         manifest.decode_manifest(raw + b"\n")
-
-
-def test_every_lost_and_every_longer_file_is_found(root):
-    folder = root / "20"
-    for name in list_files(folder):
-        file = folder / name
-        before = file.read_bytes()
-        file.unlink()
-        assert_found(folder, name)
-        file.write_bytes(before + b"\0")
-        assert_found(folder, name)
-        file.write_bytes(before)
-    (folder / MANIFEST).unlink()
-    assert_found(folder, MANIFEST)
-
-
-def test_an_added_file_and_a_link_are_found(root):
-    folder = root / "20"
-    (folder / "arrays" / "more").write_bytes(b"")
-    assert_found(folder, "arrays/more")
-    (folder / "arrays" / "more").unlink()
-    data = next(name for name in list_files(folder) if "process_0/d/" in name)
-    (folder / data).rename(root / "elsewhere")
-    (folder / data).symlink_to(root / "elsewhere")
-    assert_found(folder, data)
 
 
 def test_files_of_another_step_are_found(root):
@@ -214,22 +170,6 @@ def test_the_command_lists_and_shows(root, capsys):
     assert f"{root / '20' / MANIFEST}: missing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["none"], "there is no such folder"),
-        (["empty"], "is not a folder of checkpoints"),
-        (["run/20"], "is the folder of one step"),
-        (["run", "--step", "7"], "there is no step 7; complete steps: 10, 20"),
-    ],
-)
-def test_the_command_refuses_other_folders(args, message, root, capsys):
-    (root.parent / "empty").mkdir()
-    for action in ("list", "show", "verify"):
-        assert main(["checkpoint", action, str(root.parent / args[0]), *args[1:]]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_files_that_can_not_be_read_are_named(root, monkeypatch):
     folder = root / "20"
     data = next(name for name in list_files(folder) if "process_0/d/" in name)
@@ -318,7 +258,8 @@ def test_what_is_no_plain_file_is_refused_without_checksums_too(kind, root):
 
 def test_a_huge_file_is_refused_before_it_is_read(root):
     """With holes it takes no room on the disk; TensorStore would end the process for want of memory."""
-    for file in (path for path in sorted((root / "20").rglob("*")) if path.is_file() and path.name != MANIFEST):
+    files = [path for path in sorted((root / "20").rglob("*")) if path.is_file() and path.name != MANIFEST]
+    for file in (files[0], files[-1]):
         size, name = file.stat().st_size, file.relative_to(root / "20").as_posix()
         os.truncate(file, 1 << 42)
         with pytest.raises(js.Damaged, match=f"{file.name}: {1 << 42} bytes, {size} were saved"):
