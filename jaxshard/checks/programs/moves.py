@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxshard.checks.collectives import hlo
 from jaxshard.checks.collectives.expected import Shape, normal_shape
-from jaxshard.checks.collectives.found import Collective, locate, pick
+from jaxshard.checks.collectives.found import SUMS, Collective, locate, pick
 from jaxshard.checks.collectives.trail import PRODUCTS, operation_of, pass_of
 from jaxshard.checks.collectives.transfers import is_transfer
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
@@ -32,7 +32,6 @@ WHAT = (WEIGHT, GRADIENT, MOMENT, ACTIVATION, INPUT, INTEGERS, SCALAR)
 _SCALARS = 16
 """Elements of a few joined scalars at most."""
 _FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "equinox", "haiku", "qwix", "haliax", "optimistix"}
-_SUMS = ("all-reduce", "reduce-scatter")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -106,7 +105,7 @@ class _Known:
 
 
 def _move(found: Collective, between_slices: bool, known: _Known) -> Move:
-    (trail,) = found.trails
+    trail = found.trail
     of = tuple(known.arguments[number] for number in trail.numbers if number in known.arguments)
     if of and not between_slices and (found.elements > _SCALARS or (len(of) == 1 and of[0].elements > _SCALARS)):
         roles = {one.role for one in of}
@@ -117,11 +116,11 @@ def _move(found: Collective, between_slices: bool, known: _Known) -> Move:
         return Move(found, MOMENT if OPTIMIZER in roles else what, of, share)
     if found.elements <= _SCALARS:
         return Move(found, SCALAR)
-    if between_slices and found.kind in _SUMS:
+    if between_slices and found.kind in SUMS:
         return Move(found, GRADIENT, by_shape=True)  # between slices arrays are padded to tiles, and several are joined
     if alike := known.alike(found):
         share = max(alike.values())
-        summed = found.kind in _SUMS or (is_ring(found) and pass_of(found.op_name) == "backward pass")
+        summed = found.kind in SUMS or (is_ring(found) and pass_of(found.op_name) == "backward pass")
         of = tuple(known.arguments[number] for number, own in alike.items() if own == share)
         return Move(found, GRADIENT if summed else WEIGHT, of, share, True)
     return Move(found, ACTIVATION if found.dtype.startswith(("f", "bf")) else INTEGERS)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxshard.checks.collectives.describe import add_up, listed, place_of, times_str, total_size
+from jaxshard.checks.collectives.comparison import Comparison, listed
+from jaxshard.checks.collectives.counts import bytes_str, grouped, number_str, total
 from jaxshard.checks.collectives.found import KINDS
 from jaxshard.checks.collectives.hlo import Module
 from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
+from jaxshard.checks.collectives.operation import times_str, total_size
 from jaxshard.checks.collectives.program import Program
-from jaxshard.checks.collectives.surprise import entries
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, ROLES, Argument, read_arguments
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, check_axes, position_mesh, words
 from jaxshard.checks.programs.moves import SCALAR, WHAT, Move, find_moves
-from jaxshard.checks.programs.terms import TERMS, Verdict, judge
+from jaxshard.checks.programs.terms import TERMS, judge
 from jaxshard.checks.programs.text import parse_program
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import mesh_str
@@ -31,7 +32,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class ProgramAudit:
-    """The communication of a compiled step, by mesh axis, source line and array, and a strategy's verdict on it.
+    """The communication of a compiled step, by mesh axis, source line and array, and what a strategy says to it.
 
     Attributes:
       name: of the program, such as "jit_train_step".
@@ -39,9 +40,8 @@ class ProgramAudit:
       arguments: the arrays that it is given.
       moves: the arrays that its collectives move.
       strategy: the one that it was compared with; None for a report alone.
-      verdict: of the comparison; empty without a strategy.
+      comparison: with the strategy; without differences if none was named.
       assumed: what the text does not say and the audit takes for granted, in words.
-      program: what else its text says.
     """
 
     name: str
@@ -49,58 +49,50 @@ class ProgramAudit:
     arguments: tuple[Argument, ...]
     moves: tuple[Move, ...]
     strategy: str | None
-    verdict: Verdict
+    comparison: Comparison
     assumed: tuple[str, ...]
-    program: Program = field(default_factory=Program)
 
     @property
     def ok(self) -> bool:
         """True if a strategy was named and kept, or if none was."""
-        return not self.verdict.surprises and not self.verdict.misplaced and not self.verdict.unread
+        return self.comparison.ok
 
     @property
     def outcome(self) -> str:
         """The verdict in a few words."""
         if self.strategy is None:
             return "no strategy named: nothing was compared"
-        count = len(self.verdict.surprises) + len(self.verdict.misplaced)
-        outcome = [f"{count} surprise{'s' * (count > 1)}"] if count else []
-        unread = [one.partition(":")[0] for one in self.verdict.unread]
-        outcome += [f"could not read {', '.join(unread)}"] if unread else []
-        return "; ".join(outcome) or "nothing against the strategy"
+        return "nothing against the strategy" if self.ok else self.comparison.verdict
 
     @property
     def headline(self) -> str:
         """One sentence on the program and the verdict: bytes that move, bytes that the device waits for, surprises."""
         found = [move.found for move in self.moves if move.what != SCALAR]
         waits = [one for one in found if one.synchronous]
-        size, waited = total_size(found), total_size(waits)
-        waited = "all of them" if len(waits) == len(found) else waited
-        moved = f"collectives move {size}, and the device waits for {waited}" if found else "no collectives"
-        surprises = [one.found for one in self.verdict.surprises]
-        of = f" ({total_size(surprises)})" if surprises else ""
-        against = f"{self.strategy}: {self.outcome}{of}" if self.strategy else self.outcome
-        return f"{self.name} for {self.mesh.size} devices ({mesh_str(self.mesh)}): {moved}; {against}"
+        waited = "all of them" if len(waits) == len(found) else total_size(waits)
+        moved = f"collectives move {total_size(found)}, and the device waits for {waited}" * bool(found)
+        surprises = [one.found for one in self.comparison.surprises]
+        against = f"{self.strategy}: {self.outcome}" if self.strategy else self.outcome
+        against += f" ({total_size(surprises)})" if surprises else ""
+        name = f"{self.name} for {self.mesh.size} devices ({mesh_str(self.mesh)})"
+        return f"{name}: {moved or 'no collectives'}; {against}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Add up collectives: one dictionary per kind, axes and what is moved; scalars last."""
-        rows = add_up((_labels(move), move.found) for move in self.moves)
-        order = {what: number for number, what in enumerate(WHAT)}
         return sorted(
-            rows, key=lambda row: (row["moves"] == SCALAR, KINDS.index(row["kind"]), row["axis"], order[row["moves"]])
+            _add_up(self.moves, _labels),
+            key=lambda row: (row["moves"] == SCALAR, KINDS.index(row["kind"]), row["axis"], WHAT.index(row["moves"])),
         )
 
     def lines(self) -> list[dict[str, Any]]:
         """Add up collectives by source line, kind, axes and what is moved, the most bytes first; without scalars."""
-        moves = [move for move in self.moves if move.what != SCALAR]
-        lines = add_up(({"place": place_of(move.found)} | _labels(move), move.found) for move in moves)
+        moves = (move for move in self.moves if move.what != SCALAR)
+        lines = _add_up(moves, lambda move: {"place": move.found.place} | _labels(move))
         return sorted(lines, key=lambda one: -(one["bytes"] or 0))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""
-        verdict = self.verdict
-        return {
-            "ok": self.ok,
+        return self.comparison.as_dict() | {
             "headline": self.headline,
             "devices": self.mesh.size,
             "mesh": dict(self.mesh.shape),
@@ -111,14 +103,8 @@ class ProgramAudit:
             ],
             "collectives": self.rows(),
             "lines": self.lines(),
-            "surprises": [one.as_dict() for one in verdict.surprises],
-            "misplaced": list(verdict.misplaced),
-            "missing": list(verdict.missing),
-            "unread": list(verdict.unread),
-            "substitutes": [{"axis": "+".join(axes), "bytes": size} for axes, size in verdict.substitutes.items()],
-            "tolerated_bytes": verdict.tolerated,
             "assumed": list(self.assumed),
-        } | self.program.as_dict()
+        }
 
     def __str__(self) -> str:
         """Write the headline, tables by role and axis, and lists by source line, of surprises and of assumptions."""
@@ -134,43 +120,31 @@ class ProgramAudit:
         return page.page(verdict, *map(page.table, self._tables()), page.preformatted("\n\n".join(self._lists(False))))
 
     def _by_role(self) -> dict[str, list[Argument]]:
-        by_role = {role: [one for one in self.arguments if one.role == role] for role in ROLES}
-        return {role: of for role, of in by_role.items() if of}
+        found = grouped(self.arguments, lambda one: one.role)
+        return {role: found[role] for role in ROLES if role in found}
 
     def _tables(self) -> list[Table]:
         roles = [
             (role, f"{len(of):,}", human_bytes(sum(one.bytes for one in of))) for role, of in self._by_role().items()
         ]
         moved = [
-            (row["kind"], row["axis"], row["moves"], "?" if row["count"] is None else f"{row['count']:,}",
-             _size(row["bytes"]), _size(row["synchronous_bytes"]))
+            (row["kind"], row["axis"], row["moves"], number_str(row["count"]), bytes_str(row["bytes"]),
+             bytes_str(row["synchronous_bytes"]))
             for row in self.rows()
         ]  # fmt: skip
         head = ("collective", "axis", "moves", "times", "bytes", "waited for")
         return [Table(roles, "<>>", ("given", "arrays", "on each device")), Table(moved, "<<<>>>", head)]
 
     def _lists(self, all: bool) -> list[str]:
-        verdict = self.verdict
         lines = [
-            f"{one['kind']} over {one['axis']}, {times_str(one['count'])}, {_size(one['bytes'])}: {one['moves']}\n"
+            f"{one['kind']} over {one['axis']}, {times_str(one['count'])}, {bytes_str(one['bytes'])}: {one['moves']}\n"
             f"    at {one['place']}"
             for one in self.lines()
         ]
-        substitutes = [
-            f"all-reduce in place of a reduce-scatter over {words(axes)}, {human_bytes(size)}"
-            for axes, size in verdict.substitutes.items()
-        ]
-        cut = [
-            ("by source line", lines),
-            ("could not read", verdict.unread),
-            ("surprises", entries(verdict.surprises, all=all)),
-            ("not where the strategy puts it", verdict.misplaced),
-            ("promised, but not recognised", verdict.missing),
-            ("other kinds than promised", substitutes),
-        ]
-        lists = [listed(f"{title}: {len(of)}", of if all else _cut(of)) for title, of in cut]
-        left = f"left to the compiler: {human_bytes(verdict.tolerated)}" if verdict.tolerated else ""
-        return [text for text in (*lists, left, str(self.program), listed("assumed", self.assumed)) if text]
+        shown = lines if all else [*lines[:_SHOWN], *[f"and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)]
+        by_line, program = listed(f"by source line: {len(lines)}", shown), str(self.comparison.program or "")
+        lists = [by_line, *self.comparison.differences(all=all), program, listed("assumed", self.assumed)]
+        return [text for text in lists if text]
 
 
 def audit_program(
@@ -209,14 +183,16 @@ def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatc
         check_axes(mesh, strategy)
     arguments = read_arguments(module, mesh)
     moves = find_moves(module, mesh, arguments)
-    verdict = Verdict() if strategy is None else judge(strategy, mesh, arguments, moves, microbatches)
+    found = tuple(move.found for move in moves)
+    compared = Comparison((), found, (), ())
+    if strategy is not None:
+        compared = judge(strategy, mesh, arguments, moves, microbatches)
     # A program without any asynchronous collective, as every CPU's, waits for all: that needs no list.
-    overlaps = any(not move.found.synchronous for move in moves)
-    waited = {id(move.found): move.found for move in moves if overlaps and move.found.synchronous}
-    program = Program(tuple(waited.values()), rematerialized(module.text), in_host_memory(module.text))
+    waited = tuple(one for one in found if one.synchronous) if not all(one.synchronous for one in found) else ()
+    compared = replace(compared, program=Program(waited, rematerialized(module.text), in_host_memory(module.text)))
     assumed = tuple(_assumptions(mesh, module.devices, arguments, moves, strategy, microbatches))
     name = module.text.partition(",")[0].removeprefix("HloModule ").strip()
-    return ProgramAudit(name, mesh, arguments, moves, strategy, verdict, assumed, program)
+    return ProgramAudit(name, mesh, arguments, moves, strategy, compared, assumed)
 
 
 def _assumptions(
@@ -258,11 +234,15 @@ def _labels(move: Move) -> dict[str, Any]:
     return {"kind": move.found.kind, "axis": "+".join(move.found.axes), "moves": move.what}
 
 
-def _size(size: int | None) -> str:
-    return "?" if size is None else human_bytes(size)
-
-
-def _cut(entries: Sequence[str]) -> list[str]:
-    """The first entries, and how many more there are."""
-    rest = len(entries) - _SHOWN
-    return [*entries[:_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
+def _add_up(moves: Iterable[Move], labels: Callable[[Move], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the executions and bytes of collectives that have the same labels, in their order."""
+    groups = grouped(moves, lambda move: tuple(labels(move).items()))
+    return [
+        {
+            **dict(key),
+            "count": total(one.found.count for one in of),
+            "bytes": total(one.found.bytes for one in of),
+            "synchronous_bytes": total(one.found.bytes for one in of if one.found.synchronous),
+        }
+        for key, of in groups.items()
+    ]
