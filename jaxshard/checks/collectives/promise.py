@@ -128,7 +128,8 @@ def promise(layout: Layout, engine: Engine, loss_fn: LossFn, batch: PyTree) -> P
     if layout.local is not None:
         one = layout.inside_replica()
         inside = promise(one, engine, loss_fn, rows_of_replica(layout, layout.local, batch))
-        return replace(inside, expected=(*inside.expected, *synchronisations(layout, layout.local, inside.expected)))
+        between = over_several(layout.mesh, synchronisations(layout, layout.local, inside.expected))
+        return replace(inside, expected=(*inside.expected, *between))
     passes = engine.block_passes(layout)
     if passes is None:
         uses = count_uses(layout, engine, loss_fn, batch)
@@ -224,8 +225,7 @@ def _gradient_reductions(step: _Step, parameter: Parameter) -> Iterator[Expected
         yield from stages
         if step.engine.compiler_chooses and part == grad:
             # Of a tied weight the compiler may sum the gradient of each use over devices, then add both.
-            again = [replace(one, instead_of=one.instead_of or one.what) for one in stages]
-            yield from (replace(one, what=f"{one.what}, of another use") for one in again)
+            yield from (replace(one, what=f"{one.what}, of another use", instead_of=one.name) for one in stages)
 
 
 def _reduce_stages(step: _Step, parameter: Parameter, grad: Placement, count: int) -> Iterator[Expected]:
@@ -371,7 +371,7 @@ def _exchanges_of_the_loss(step: _Step) -> Iterator[Expected]:
     if context is not None and step.scheduled:
         for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
             yield Expected(kind, context.axis, None, None, 0, None, what)
-    for one, count in step.uses.exchanges():
+    for one, count in step.uses.exchanges.items():
         if one.kind != "all-reduce" and context is not None:
             # The compiler may join equal ones of a block, or move one that is the same in every block out of the loop.
             yield Expected(*one, 0, count, what)

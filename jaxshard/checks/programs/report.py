@@ -67,7 +67,7 @@ class ProgramAudit:
     @property
     def headline(self) -> str:
         """One sentence on the program and the verdict: bytes that move, bytes that the device waits for, surprises."""
-        found = [move.found for move in self.moves if move.what != SCALAR]
+        found = [move for move in self.moves if move.what != SCALAR]
         waits = [one for one in found if one.synchronous]
         waited = "all of them" if len(waits) == len(found) else total_size(waits)
         moved = f"collectives move {total_size(found)}, and the device waits for {waited}" * bool(found)
@@ -87,7 +87,7 @@ class ProgramAudit:
     def lines(self) -> list[dict[str, Any]]:
         """Add up collectives by source line, kind, axes and what is moved, the most bytes first; without scalars."""
         moves = (move for move in self.moves if move.what != SCALAR)
-        lines = _add_up(moves, lambda move: {"place": move.found.place} | _labels(move))
+        lines = _add_up(moves, lambda move: {"place": move.place} | _labels(move))
         return sorted(lines, key=lambda one: -(one["bytes"] or 0))
 
     def as_dict(self) -> dict[str, Any]:
@@ -183,12 +183,11 @@ def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatc
         check_axes(mesh, strategy)
     arguments = read_arguments(module, mesh)
     moves = find_moves(module, mesh, arguments)
-    found = tuple(move.found for move in moves)
-    compared = Comparison((), found, (), ())
+    compared = Comparison((), moves, (), ())
     if strategy is not None:
         compared = judge(strategy, mesh, arguments, moves, microbatches)
     # A program without any asynchronous collective, as every CPU's, waits for all: that needs no list.
-    waited = tuple(one for one in found if one.synchronous) if not all(one.synchronous for one in found) else ()
+    waited = tuple(one for one in moves if one.synchronous) if not all(one.synchronous for one in moves) else ()
     compared = replace(compared, program=Program(waited, rematerialized(module.text), in_host_memory(module.text)))
     assumed = tuple(_assumptions(mesh, module.devices, arguments, moves, strategy, microbatches))
     name = module.text.partition(",")[0].removeprefix("HloModule ").strip()
@@ -231,7 +230,7 @@ def _assumptions(
 
 
 def _labels(move: Move) -> dict[str, Any]:
-    return {"kind": move.found.kind, "axis": "+".join(move.found.axes), "moves": move.what}
+    return {"kind": move.kind, "axis": "+".join(move.axes), "moves": move.what}
 
 
 def _add_up(moves: Iterable[Move], labels: Callable[[Move], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -240,9 +239,9 @@ def _add_up(moves: Iterable[Move], labels: Callable[[Move], dict[str, Any]]) -> 
     return [
         {
             **dict(key),
-            "count": total(one.found.count for one in of),
-            "bytes": total(one.found.bytes for one in of),
-            "synchronous_bytes": total(one.found.bytes for one in of if one.found.synchronous),
+            "count": total(one.count for one in of),
+            "bytes": total(one.bytes for one in of),
+            "synchronous_bytes": total(one.bytes for one in of if one.synchronous),
         }
         for key, of in groups.items()
     ]

@@ -22,7 +22,7 @@ from jaxshard.checks.collectives.surprise import Surprise, merged, wanted_axes
 from jaxshard.checks.collectives.trail import SCATTERED
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, Argument
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, words
-from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, INPUT, INTEGERS, MOMENT, SCALAR, WEIGHT, Move
+from jaxshard.checks.programs.moves import ACTIVATION, GRADIENT, MOMENT, SCALAR, WEIGHT, Move
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import axis_size
 
@@ -65,15 +65,15 @@ def judge(
     # What is known to be an argument uses up its promise first, then what may be the fewest.
     order = sorted(range(len(moves)), key=lambda at: _doubt(moves[at]))
     problems = {at: why for at in order if (why := judged.problem(moves[at]))}
-    small = smallest({at: moves[at].found for at in problems if not judged.is_strict(moves[at])}, judged.slack)
+    small = smallest({at: moves[at] for at in problems if not judged.is_strict(moves[at])}, judged.slack)
     surprises = merged(
-        Surprise(moves[at].found, why, _constraint(moves[at].found, judged.rows_alone))
+        Surprise(moves[at], why, _constraint(moves[at], judged.rows_alone))
         for at, why in problems.items()
         if at not in small
     )
     return Comparison(
         promised=(),
-        found=tuple(move.found for move in moves),
+        found=tuple(moves),
         surprises=tuple(sorted(surprises, key=lambda one: -(one.found.bytes or 0))),
         missing=tuple(judged.missing()),
         tolerated=sum(one.bytes or 0 for one in small.values()),
@@ -117,81 +117,79 @@ class _Judge:
         self.bytes = {one.number: hlo.nbytes((one.dtype, one.whole)) for one in arguments}
         for move in moves:
             for one in move.arguments if move.what == WEIGHT and not move.by_shape else ():
-                larger = round(move.found.elements / max(1, move.share * one.elements))
+                larger = round(move.elements / max(1, move.share * one.elements))
                 self.bytes[one.number] = max(self.bytes[one.number], larger * one.bytes)
         self.slack = int(SLACK * sum(self.bytes[one.number] for one in self.parameters))
 
     def problem(self, move: Move) -> str:
         """Return why a collective is a surprise, or ""."""
-        found, axes = move.found, set(move.found.axes)
+        axes = set(move.axes)
         if move.what == SCALAR:
             return ""
-        if found.axes == UNKNOWN:
+        if move.axes == UNKNOWN:
             return "among groups of devices that are no product of the mesh's axes: is --mesh in the right order?"
         if move.what == MOMENT:
             return f"{_names(move.arguments)}: moments of the optimizer stay where they are, under every strategy"
         if self._is_logits(move):
-            return f"logits, {found.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them"
-        if found.kind == "all-gather" or (move.what == WEIGHT and found.kind == "all-reduce"):
+            return f"logits, {move.shapes[0][-1]:,} columns of a vocabulary: no strategy gathers them"
+        if move.kind == "all-gather" or (move.what == WEIGHT and move.kind == "all-reduce"):
             return self._gather_problem(move)
-        if found.kind in SUMS:
+        if move.kind in SUMS:
             return self._sum_problem(move)
         promised = axes <= set(self.exchanged)
-        if found.kind == "collective-permute":
+        if move.kind == "collective-permute":
             if move.what == GRADIENT:
                 self._excess(move, "sum", self.microbatches)
             # Rings that gather or scatter piece by piece, stages, keys and values; the borders of padded shards.
-            is_border = found.trail.maker == SCATTERED
+            is_border = move.trail.maker == SCATTERED
             promised = move.what in (WEIGHT, GRADIENT) or axes <= set(self.free) or is_border
-        where = f", but over {words(self.exchanged)}" if self.exchanged and found.kind != "collective-permute" else ""
-        why = f"{move.what} moved by {found.kind} over {words(found.axes)}: no strategy promises that{where}"
+        where = f", but over {words(self.exchanged)}" if self.exchanged and move.kind != "collective-permute" else ""
+        why = f"{move.what} moved by {move.kind} over {words(move.axes)}: no strategy promises that{where}"
         return "" if promised else why
 
     def is_strict(self, move: Move) -> bool:
         """Return True for a surprise however small it is: moments, logits, split weights, activations of all rows."""
-        is_split_weight = move.what == WEIGHT and not move.by_shape and bool(set(move.found.axes) & set(self.split))
-        rows = move.what == ACTIVATION and move.found.elements > self.longest  # more numbers than there are features
-        large = rows and move.found.kind != "collective-permute"
+        is_split_weight = move.what == WEIGHT and not move.by_shape and bool(set(move.axes) & set(self.split))
+        rows = move.what == ACTIVATION and move.elements > self.longest  # more numbers than there are features
+        large = rows and move.kind != "collective-permute"
         return move.what == MOMENT or is_split_weight or large or self._is_logits(move)
 
     def _is_logits(self, move: Move) -> bool:
-        shape = move.found.shapes[0]
-        computed = move.what == ACTIVATION and move.found.kind in ("all-gather", "all-to-all")
+        shape = move.shapes[0]
+        computed = move.what == ACTIVATION and move.kind in ("all-gather", "all-to-all")
         return computed and len(shape) > 1 and shape[-1] in self.vocabulary
 
     def _gather_problem(self, move: Move) -> str:
-        axes, by_shape, names = set(move.found.axes), move.by_shape, _names(move.arguments)
-        rows = words([axis for axis in move.found.axes if axis in self.rows])
+        axes, by_shape, names = set(move.axes), move.by_shape, _names(move.arguments)
+        rows = words([axis for axis in move.axes if axis in self.rows])
         if axes <= set(self.free) and (by_shape or move.what not in (WEIGHT, GRADIENT)):
             return ""
-        if move.what in (INTEGERS, INPUT):
-            return f"{move.what} gathered over {rows}, over which every device has its own rows"
         if move.what not in (WEIGHT, GRADIENT):
-            return f"an activation gathered over {rows}: every device gets the rows of all"
-        if not by_shape and axes & set(self.split) and len(move.found.shapes[0]) > 1:
+            return f"{move.what} gathered over {rows}: every device gets the rows of all"
+        if not by_shape and axes & set(self.split) and len(move.shapes[0]) > 1:
             return f"{names}: a weight must not be gathered over {words(self.split)}, which splits its use"
-        if axes & set(self.copies):
-            return f"{names}: hsdp keeps whole copies over {words(self.copies)}"
-        most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
-        by_schedule = self.stages and self.terms.gathers  # as often as the schedule of the pipeline turns
+        copied = axes & set(self.copies)
+        most = 0 if copied else self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
+        by_schedule = self.stages and most  # as often as the schedule of the pipeline turns
         times = "" if by_schedule else self._excess(move, "gather", most)
         promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
+        promise += f" over {words(self.copies)}, where it has copies" if copied else ""
         return f"{names}: {times}; {self.strategy} {promise}" if times else ""
 
     def _sum_problem(self, move: Move) -> str:
-        found, axes = move.found, set(move.found.axes)
+        axes = set(move.axes)
         if not axes & {*self.rows, *self.stages}:
             return ""
         if move.what != GRADIENT:
-            if found.elements <= self.longest or axes <= {*self.exchanged, *self.stages}:
+            if move.elements <= self.longest or axes <= {*self.exchanged, *self.stages}:
                 return ""
-            rows = words([axis for axis in found.axes if axis in self.rows])
+            rows = words([axis for axis in move.axes if axis in self.rows])
             return f"{move.what} summed over {rows}: devices computed with parts of a weight in place of the whole one"
         times = self._excess(move, "sum", self.microbatches)
-        if not times and found.kind == "all-reduce" and self.terms.split and axes & set(self.rows):
-            self.summed[found.axes] += found.bytes or 0
+        if not times and move.kind == "all-reduce" and self.terms.split and axes & set(self.rows):
+            self.summed[move.axes] += move.bytes or 0
         gathers = self.terms.gathers * self.microbatches
-        if times and found.kind == "all-reduce" and gathers and not self._excess(move, "gather", gathers):
+        if times and move.kind == "all-reduce" and gathers and not self._excess(move, "gather", gathers):
             return ""  # a gather that is written as a sum of shards
         names, count = _names(move.arguments), "once" if self.microbatches == 1 else f"{self.microbatches} times"
         return f"by its shape the gradient of {names}: {times}; {self.strategy} sums it {count}" if times else ""
@@ -200,7 +198,7 @@ class _Judge:
         """Use up what is promised of arguments over these axes; return how often they are moved where that is more."""
         if move.times is None:
             return "as often as a loop turns"
-        keys = [(stage, one.number, move.found.axes) for one in move.arguments]
+        keys = [(stage, one.number, move.axes) for one in move.arguments]
         rest = move.times
         for key in keys if move.by_shape else keys[:1]:
             taken = min(rest, max(0.0, most - self.used.get(key, 0.0)))
@@ -245,7 +243,7 @@ class _Judge:
     def unread(self) -> Iterator[str]:
         """Yield the kinds of which no array moves over the rows: either they are not there, or in an unknown form."""
         over = {*self.rows, *UNKNOWN}
-        kinds = {one.found.kind for one in self.moves if one.what != SCALAR and set(one.found.axes) & over}
+        kinds = {one.kind for one in self.moves if one.what != SCALAR and set(one.axes) & over}
         if not self.large or not self.rows or kinds - {"all-gather", *SUMS}:
             return
         size = human_bytes(sum(self.bytes[one.number] for one in self.large))

@@ -49,8 +49,8 @@ def test_gathers_that_the_program_does_not_show_are_not_as_promised(audited):
 )
 def test_a_text_without_the_collectives_of_its_strategy(lines, unread):
     report = audit_program(step_text(*lines), {"data": 8}, strategy="fsdp")
-    assert [one.partition(":")[0] for one in report.verdict.unread] == unread
+    assert [one.partition(":")[0] for one in report.comparison.unread] == unread
     assert report.ok is not bool(unread)
     assert report.outcome == (f"could not read {', '.join(unread)}" if unread else "nothing against the strategy")
     assert ("could not read" in str(report)) is bool(unread)
-    assert not audit_program(step_text(*lines), {"data": 8}).verdict.unread  # nothing is promised without a strategy
+    assert not audit_program(step_text(*lines), {"data": 8}).comparison.unread  # nothing is promised without a strategy
