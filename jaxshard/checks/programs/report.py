@@ -92,7 +92,7 @@ class ProgramAudit:
         if named := ", ".join(f"{roles[role]} {role}" for role in (PARAMETER, OPTIMIZER, BATCH) if roles[role]):
             yield f"roles by the names of the arguments: {named}"
         if count := roles[EITHER]:
-            yield f"{count} donated arrays of floats, whose names do not tell, are parameters or moments of an optimizer"
+            yield f"{count} donated arrays of floats, whose names do not tell, are parameters or optimizer moments"
         if by_shape:
             what = "the weight where they are gathered, its gradient where they are summed"
             yield f"{by_shape} arrays have the shape of a parameter or of one block of it, and are taken for it: {what}"
