@@ -38,14 +38,14 @@ def lists(promise, path):
     return [(one.kind, one.axes, one.shape, one.most) for one in promise.expected if one.what.split()[-1] == path]
 
 
-@pytest.mark.parametrize("strategy", reversed(literals.EXPECTED))
+@pytest.mark.parametrize("strategy", list(literals.EXPECTED)[::-1])
 def test_the_promise_is_the_literals_of_every_strategy(strategy):
     axes, made = setups(0)[strategy]
     found = promised(gpt_shapes(16, **literals.SIZES), made, js.make_mesh(**axes))
     assert sums(found) == literals.EXPECTED[strategy]
 
 
-@pytest.mark.parametrize("strategy", reversed(literals.TORUS))
+@pytest.mark.parametrize("strategy", list(literals.TORUS)[::-1])
 def test_the_promise_over_two_axes_is_the_literals_of_the_torus(strategy):
     """One stage per axis, gathers and scatters in opposite orders; the optimizer's gather takes both at once."""
     toy, made = gpt_shapes(8, **literals.TORUS_SIZES), torus_setups(2**14)[strategy]
