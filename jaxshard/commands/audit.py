@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxshard.checks.collectives.compare import Comparison
 from jaxshard.checks.collectives.compare import audit as audit_step
+from jaxshard.checks.collectives.comparison import Comparison
 from jaxshard.checks.programs.report import audit_program
 from jaxshard.commands.errors import refusals, usage_errors
 from jaxshard.commands.flags import PrecisionName, ShardingFlags, check_files, check_positive, refuse
@@ -103,16 +103,10 @@ def _audit_text(hlo: Path, sharding: ShardingFlags, json: Path | None, all: bool
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "ok": comparison.ok,
+    return comparison.as_dict() | {
         "collectives": comparison.rows(),
-        "surprises": [surprise.as_dict() for surprise in comparison.surprises],
-        "unread": list(comparison.unread),
-        "missing": list(comparison.missing),
-        "substitutes": list(comparison.substitutes),
         "promised_bytes": comparison.promised_bytes,
         "found_bytes": comparison.found_bytes,
         "needed_bytes": comparison.needed_bytes,
-        "tolerated_bytes": comparison.tolerated,
         "widened_bytes": comparison.widened_bytes,
-    } | (comparison.program.as_dict() if comparison.program else {})
+    }
