@@ -45,7 +45,7 @@ def test_ready_made_models_pass(make, batch):
 def test_one_array_of_inputs_and_labels_is_refused():
     model = llama()
     found = findings(model.loss, jax.eval_shape(model.init, KEY), {"tokens": IDS}, dims=DIMS)
-    assert "have the shifted array in the batch, such as targets beside tokens" in str(found[0])
+    assert "have the shifted array in the batch, such as tokens and targets" in str(found[0])
 
 
 def from_zero(count):
