@@ -183,7 +183,7 @@ def _maps_around(place: Place) -> list[dict[str, Any]]:
 
 
 def _mesh_around(place: Place) -> tuple[dict[str, int], Axes]:
-    """Return ({axis: size} of the mesh axes larger than 1 around a place, the axes among them that are manual there)."""
+    """Return ({axis: size} of the mesh axes larger than 1 around a place, the manual axes among them)."""
     maps = _maps_around(place)
     sizes = {axis: size for axis, size in dict(maps[-1]["mesh"].shape).items() if size > 1} if maps else {}
     return sizes, frozenset().union(*map(newly_manual_axes, maps)) & sizes.keys()
@@ -205,7 +205,7 @@ def _some(texts: Iterable[str]) -> str:
 
 
 def _describe_collective(equation: Any) -> str:
-    """Describe a collective, such as "all_gather of a weight, f32[2,16] over ['data'] (net.py:20)"."""
+    """Describe a collective, for example "all_gather of a weight, f32[2,16] over ['data'] (net.py:20)"."""
     operand = ", ".join(x.aval.str_short(short_dtypes=True) for x in equation.invars[:1])
     line = users_frame(_frames(equation))
     where = f" ({line})" if line else ""
@@ -213,7 +213,7 @@ def _describe_collective(equation: Any) -> str:
 
 
 def _whose(equation: Any) -> str:
-    """Name what issues a collective: a layer of jaxshard, BatchNorm, an engine; "" for the user's own code."""
+    """Name the code that issues a collective: a layer of jaxshard, BatchNorm, an engine; "" for the user's own."""
     frames = _frames(equation)
     for frame in frames[: frames.index(users_frame(frames)) if users_frame(frames) else None]:
         path = Path(frame.rpartition(":")[0])
