@@ -131,7 +131,7 @@ def test_models_that_a_cache_would_make_wrong_are_refused(changes, message):
 
 def test_a_limit_of_capacity_is_refused():
     model = js.models.moe(**LLAMA, experts=4, k=2, capacity=1.0)
-    with pytest.raises(ValueError, match=r"capacity counts the tokens of whole rows, but .* the cache of js.generate"):
+    with pytest.raises(ValueError, match=r"capacity counts the tokens of full rows, but .* the cache of js.generate"):
         js.generate(model, params_of(model), layout_of(model, "one device"), [[1]], length=4)
 
 

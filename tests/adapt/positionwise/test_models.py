@@ -217,5 +217,5 @@ def test_routed_experts_pass_and_room_for_some_tokens_does_not():
     model = make()
     shapes = jax.eval_shape(model.init, KEY)
     assert not findings(model.loss, shapes, PACKED, dims=DIMS)
-    with pytest.raises(ValueError, match="capacity counts the tokens of whole rows"):
+    with pytest.raises(ValueError, match="capacity counts the tokens of full rows"):
         findings(make(capacity=1.0).loss, shapes, BATCH, dims=DIMS)

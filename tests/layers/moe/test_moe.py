@@ -366,7 +366,7 @@ def lower_in_layout(hidden, whole_bias=False):
 @pytest.mark.slow
 def test_what_a_tensor_axis_cannot_split_is_refused():
     lower_in_layout({"up": 2, "down": 1})
-    with pytest.raises(ValueError, match=r"behind that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
+    with pytest.raises(ValueError, match=r"after that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
         lower_in_layout({"up": 0, "down": 1})
     with pytest.raises(ValueError, match=r"these arrays have none.*\n  - b \[8, 8\]"):
         lower_in_layout({"up": 2, "down": 1, "b": None}, whole_bias=True)
