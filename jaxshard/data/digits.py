@@ -1,4 +1,4 @@
-"""Images of digits that are drawn here, not downloaded: something small and real to learn, on every machine."""
+"""Draw images of digits: a small image classification task that needs no download."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SIDE = 32
 def digits(train: int = 8192, held_out: int = 1024, *, seed: int = 0) -> Images:
     """Draw coloured images of the digits 0 to 9, 32 x 32 pixels: a corpus that needs no download.
 
-    They are no photographs: ten bitmaps of 5 x 7 points, each image with its own turn (up to 15 degrees), size, slant,
-    place, two colours, noise, and a piece of another digit at either side. Guessing is right one time in ten. The same
-    on every machine with the same NumPy. Takes about two seconds.
+    Each image shows one of ten bitmaps of 5 x 7 points with its own rotation (up to 15 degrees), size, slant, position,
+    two colours, noise, and a part of another digit at either side. Guessing has an accuracy of 10 %. The images are the
+    same on every machine with the same NumPy. Takes about two seconds.
 
     Args:
-      train: how many to train on.
-      held_out: how many others to evaluate on.
-      seed: what they are drawn from.
+      train: the number of images to train on.
+      held_out: the number of images to evaluate on.
+      seed: the random seed of the images.
 
     Returns:
       The images, with classes "0" to "9".
@@ -56,7 +56,7 @@ def _digits(train: int, held_out: int, seed: int) -> Images:
 
 
 def _bitmaps() -> np.ndarray:
-    """The bitmaps of all digits, f32[10, 9, 7], with a border of zeros."""
+    """Return the bitmaps of all digits, f32[10, 9, 7], with a border of zeros."""
     rows = [line.split() for line in _GLYPHS.split("\n") if line]
     points = np.array([[[char == "#" for char in row[digit]] for row in rows] for digit in range(10)], np.float32)
     return np.pad(points, ((0, 0), (1, 1), (1, 1)))
@@ -68,7 +68,7 @@ def _draw(count: int, random: np.random.Generator) -> ImageArrays:
     for side in (-1, 1):
         beside = np.stack([random.uniform(-6, 6, count), side * random.uniform(17, 22, count)], axis=1)
         ink = np.maximum(ink, _place(random.integers(0, 10, count), random, shift=beside))
-    # Ink is lighter than the ground in every channel.
+    # Ink is lighter than the background in every channel.
     ground, colour = (random.uniform(low, low + 0.5, (count, 1, 1, 3)).astype(np.float32) for low in (0.0, 0.5))
     pixels = ground + ink[..., None] * (colour - ground)
     pixels += random.normal(0, 0.08, pixels.shape).astype(np.float32)
@@ -76,11 +76,11 @@ def _draw(count: int, random: np.random.Generator) -> ImageArrays:
 
 
 def _place(labels: np.ndarray, random: np.random.Generator, shift: np.ndarray) -> np.ndarray:
-    """Draw one digit into each image: how much ink each pixel has, f32[count, side, side], from 0 to 1."""
+    """Draw one digit into each image; return the ink of each pixel, f32[count, side, side], from 0 to 1."""
     count = len(labels)
     turn, size = np.radians(random.uniform(-15, 15, count)), random.uniform(2.4, 3.6, count)
     slant = random.uniform(-0.2, 0.2, count)
-    # From a pixel back to a point of the bitmap: turned, slanted, and divided by the size of a point.
+    # The linear map from a pixel to a point of the bitmap: rotation, slant, and division by the size of a point.
     across = np.stack([np.cos(turn), np.sin(turn)], 1) / size[:, None]
     down = np.stack([-np.sin(turn) + slant * np.cos(turn), np.cos(turn) + slant * np.sin(turn)], 1) / size[:, None]
     at = np.arange(SIDE, dtype=np.float32) - (SIDE - 1) / 2
@@ -95,7 +95,7 @@ def _place(labels: np.ndarray, random: np.random.Generator, shift: np.ndarray) -
 
 
 def _sample(bitmaps: np.ndarray, labels: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """Read the bitmaps of labels at points between their pixels, bilinearly; outside there is nothing."""
+    """Sample the bitmaps of labels bilinearly; points outside have no ink."""
     height, width = bitmaps.shape[1:]
     row, column = np.clip(row, 0, height - 1.001), np.clip(column, 0, width - 1.001)
     top, left = row.astype(np.int32), column.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Folders of image files, opened by Pillow and read several at once by Grain: the extra `images`."""
+"""Read folders of image files, by Pillow and in parallel by Grain (the extra `images`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ImageFolder:
 
     Attributes:
       root: the folder.
-      files: their paths below it.
-      labels: of each file.
+      files: the paths of the files below it.
+      labels: the label of each file.
     """
 
     root: Path
@@ -46,10 +46,11 @@ class ImageFolder:
 
 
 def open_folder(root: Path) -> tuple[ImageFolder, ImageFolder, tuple[str, ...]]:
-    """List the files of a folder as (those to train on, those held out, names of classes).
+    """List the files of a folder as (files to train on, held-out files, names of classes).
 
     Raises:
-      ValueError: Grain or Pillow is missing; no classes, a class without images, or other classes held out.
+      ValueError: Grain or Pillow is missing; no classes, a class without images, or held-out classes without training
+        images.
     """
     need("PIL.Image", "grain")
     held_name = next((name for name in _HELD_OUT_NAMES if (root / name).is_dir()), None)
@@ -100,10 +101,10 @@ def _share(path: str) -> float:
 
 
 def read_image(path: Path) -> np.ndarray:
-    """Read a file as colours, uint8[H, W, 3].
+    """Read a file as an RGB image, uint8[H, W, 3].
 
     Raises:
-      ValueError: it is no image, or cut off, or too large.
+      ValueError: it is not an image, truncated, or too large.
     """
     (pillow,) = need("PIL.Image")
     try:
@@ -120,7 +121,7 @@ def resize(image: np.ndarray, side: int, box: tuple[float, float, float, float] 
     Args:
       image: the image.
       side: height and width.
-      box: the part (left, top, right, bottom) to take. By default the middle square, of seven eighths of the shorter
+      box: the part (left, top, right, bottom) to use. By default the centered square of seven eighths of the shorter
         side.
     """
     (pillow,) = need("PIL.Image")
@@ -136,7 +137,7 @@ def resize(image: np.ndarray, side: int, box: tuple[float, float, float, float] 
 
 
 def read_in_parallel(read: Callable[[int], Any], numbers: list[int]) -> list[Any]:
-    """Return [read(number), ...], several at once in threads of Grain."""
+    """Return [read(number), ...], computed in parallel in threads of Grain."""
     (grain,) = need("grain")
     dataset = grain.MapDataset.source(numbers).map(read)
     options = grain.ReadOptions(num_threads=min(_THREADS, len(numbers)), prefetch_buffer_size=len(numbers))
@@ -144,7 +145,7 @@ def read_in_parallel(read: Callable[[int], Any], numbers: list[int]) -> list[Any
 
 
 def need(*names: str) -> tuple[ModuleType, ...]:
-    """Import modules of the extra `images`; ValueError that names those that are missing."""
+    """Import modules of the extra `images`; raise a ValueError that names the missing ones."""
     found, missing = [], []
     for name in names:
         try:

@@ -1,6 +1,6 @@
-"""Images with labels: arrays in a .npz file, or a folder of files; batches of them, augmented by (seed, step, row).
+"""Images with labels, from arrays in a .npz file or a folder of files, and augmented batches of them.
 
-A data set of images is read by number: `dataset[i]` is {"image": uint8[H, W, C], "label": int}.
+A data set of images is indexed: `dataset[i]` is {"image": uint8[H, W, C], "label": int}.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _NAMES = (
     ("images", "labels", "test_images", "test_labels"),
     ("x_train", "y_train", "x_test", "y_test"),
 )
-"""The names of arrays in a .npz file, those of the test part last: it may be left out."""
+"""The names of arrays in a .npz file; the last two, the test part, are optional."""
 _FORMS = "a .npz file, or a folder with a folder of files for each class"
 _HASHED = 2**20
-"""Elements of an array that are hashed at most."""
+"""The most elements of an array that are hashed."""
 
 
 class Images(NamedTuple):
     """Images to train on and images held out.
 
     Attributes:
-      name: of the file or folder.
+      name: the name of the file or folder.
       train: the data set to train on.
-      held_out: the one to evaluate on.
+      held_out: the data set to evaluate on.
       classes: the names of the classes, by label.
-      side: height and width of all images; None where they differ, so that they must be resized.
+      side: height and width of all images; None if they differ, so that they must be resized.
       channels: 3 for colours, 1 for grey.
       digest: SHA-256, in hexadecimal, of labels and pixels (at most 2**20 of them, evenly spaced), or of the names and
         sizes of files.
@@ -78,9 +78,9 @@ class ImageRows:
     Attributes:
       dataset: images with labels.
       batch: the number of global rows of a step.
-      seed: what order and augmentation are drawn from.
+      seed: the random seed of order and augmentation.
       side: height and width of the images of a batch.
-      augment: how images are changed.
+      augment: the kind of augmentation.
     """
 
     dataset: Indexed
@@ -96,12 +96,12 @@ class ImageRows:
           {"images": uint8[len(rows), side, side, C], "labels": int32[len(rows)]}
 
         Raises:
-          ValueError: a row outside the batch, a negative step; a file that is no image that can be read, by name.
+          ValueError: a row outside the batch, a negative step; a file that can't be read as an image, by name.
         """
         numbers = draw_indices(step, rows, batch=self.batch, size=len(self.dataset), seed=self.seed)
 
         def read(at: int) -> dict[str, Any]:
-            # Drawn for the row of the global batch, so that it makes no difference which process reads it.
+            # Seeded by the row of the global batch, so the result does not depend on the process that reads it.
             random = np.random.default_rng((self.seed, step, int(rows[at])))
             example: dict[str, Any] = self.dataset[int(numbers[at])]
             return example | {"image": augmented(example["image"], self.side, self.augment, random)}
@@ -110,10 +110,10 @@ class ImageRows:
 
 
 def images(dataset: Indexed, *, batch: int, seed: int, side: int | None = None, augment: Augment = "none") -> ImageRows:
-    """Make a source of `batch` images a step, in an order drawn anew in every epoch.
+    """Make a source of `batch` images a step, shuffled anew in every epoch.
 
-    Order and augmentation depend on (seed, step, row) alone: not on the number of processes, of which each reads its
-    own rows, nor on the step at which a run goes on.
+    Order and augmentation depend only on (seed, step, row): neither on the number of processes, each of which reads its
+    own rows, nor on the step at which a run resumes.
 
         source = js.data.images(js.data.load_images("cifar.npz").train, batch=256, seed=0, augment="flip")
         for batch in js.batches(source, layout): ...
@@ -122,19 +122,19 @@ def images(dataset: Indexed, *, batch: int, seed: int, side: int | None = None, 
       dataset: anything with a length whose `dataset[i]` is {"image": uint8[H, W, C], "label": int}: what
         `js.data.load_images` or `js.data.digits` has as `train`, a `grain.MapDataset`, a list.
       batch: the number of global rows of a step.
-      seed: what order and augmentation are drawn from.
+      seed: the random seed of order and augmentation.
       side: height and width of the images of a batch; None for those of the first image. Other images are resized, the
-        shorter side to 8/7 of it, and the middle is taken; this needs Pillow (the extra `images`).
-      augment: "none"; "shift" moves an image by up to an eighth of its side each way, filled with black; "flip" mirrors
-        half of them beside that, left to right; "crop" takes a part of 8 to 100 % of the area, three quarters to four
-        thirds as wide as high, resizes it and mirrors half (Szegedy et al. 2015, "Going Deeper with Convolutions",
+        shorter side to 8/7 of it, and cropped at the center; this needs Pillow (the extra `images`).
+      augment: "none"; "shift" moves an image by up to an eighth of its side each way, filled with black; "flip" also
+        mirrors half of the images, left to right; "crop" takes a part of 8 to 100 % of the area with an aspect ratio of
+        3/4 to 4/3, resizes it and mirrors half of the images (Szegedy et al. 2015, "Going Deeper with Convolutions",
         section 6).
 
     Returns:
       A source of {"images": uint8[batch, side, side, C], "labels": int32[batch]}.
 
     Raises:
-      ValueError: an empty data set, a batch or side below 1, or no such augmentation.
+      ValueError: an empty data set, a batch or side below 1, or an unknown augmentation.
 
     Example:
         source = js.data.images(js.data.digits(train=64, held_out=16).train, batch=8, seed=0, augment="shift")
@@ -149,11 +149,11 @@ def images(dataset: Indexed, *, batch: int, seed: int, side: int | None = None, 
 def eval_images(
     dataset: Indexed, *, batch: int, side: int | None = None, limit: int | None = None
 ) -> list[dict[str, np.ndarray]]:
-    """Read batches of held-out images, all or evenly spaced ones, the last one perhaps shorter.
+    """Read batches of held-out images: all images, or evenly spaced ones.
 
     Args:
-      dataset: as `images` takes it.
-      batch: the number of images in a batch.
+      dataset: see `images`.
+      batch: the number of images in a batch; the last may be shorter.
       side: height and width, as in `images`.
       limit: the largest number of images; None for all.
 
@@ -179,17 +179,17 @@ def eval_images(
 def load_images(path: str | Path) -> Images:
     """Load the images at a path: arrays, or a folder of files.
 
-    - A `.npz` file with arrays "images" uint8[N, H, W, C] (or [N, H, W], grey) and "labels" int[N], and perhaps
+    - A `.npz` file with arrays "images" uint8[N, H, W, C] (or [N, H, W], grey) and "labels" int[N], and optionally
       "test_images" and "test_labels"; or with "x_train", "y_train", "x_test", "y_test". Without a test part 8 % are
       held out.
-    - A folder with a folder of files for each class: PNG, JPEG and whatever else Pillow opens, as colours. If it has
-      folders "train" and "val" (or "test"), these have the classes. Else 8 % of the files are held out, by a hash of
-      their paths. Files are read when they are needed, by Grain, several at once; this needs the extra `images`.
+    - A folder with a folder of files for each class: PNG, JPEG and all other formats of Pillow, read as RGB. If it has
+      folders "train" and "val" (or "test"), these contain the classes. Else 8 % of the files are held out, by a hash of
+      their paths. Files are read lazily and in parallel by Grain; this needs the extra `images`.
 
     Raises:
       FileNotFoundError: nothing at the path.
-      ValueError: another file, arrays of other names, shapes or dtypes, a folder without classes, or Grain or Pillow
-        missing. Later, where it is read, a file that is no image, by name.
+      ValueError: another kind of file, arrays with other names, shapes or dtypes, a folder without classes, or Grain or
+        Pillow is missing. Later, when it is read: a file that is not an image, by name.
 
     Example:
         images = js.data.load_images("photos.npz")
@@ -208,7 +208,7 @@ def load_images(path: str | Path) -> Images:
 
 
 def augmented(image: np.ndarray, side: int, augment: Augment, random: np.random.Generator | None) -> np.ndarray:
-    """Return an image uint8[side, side, C], changed as `images` says by what `random` draws."""
+    """Resize and augment an image to uint8[side, side, C]; see `images`."""
     if augment == "crop":
         assert random is not None
         image = resize(image, side, box=_draw_box(image.shape[:2], random))
@@ -226,7 +226,7 @@ def augmented(image: np.ndarray, side: int, augment: Augment, random: np.random.
 
 
 def _draw_box(shape: tuple[int, int], random: np.random.Generator) -> tuple[float, float, float, float]:
-    """Draw (left, top, right, bottom) of a part of an image; the whole width or height if ten draws don't fit."""
+    """Draw (left, top, right, bottom) of a part of an image; the centered square if ten draws don't fit."""
     height, width = shape
     for _ in range(10):
         area, ratio = random.uniform(0.08, 1) * height * width, np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3)))
@@ -239,7 +239,7 @@ def _draw_box(shape: tuple[int, int], random: np.random.Generator) -> tuple[floa
 
 
 def _stack(dataset: Indexed, read: Callable[[int], dict[str, Any]], count: int) -> dict[str, np.ndarray]:
-    """Read so many examples and stack them; of none the shapes are still needed."""
+    """Read `count` examples, at least one, and stack them."""
     numbers = list(range(count))
     parallel = isinstance(dataset, ImageFolder)
     found: Sequence[dict[str, Any]] = read_in_parallel(read, numbers) if parallel else [read(at) for at in numbers]
@@ -252,7 +252,6 @@ def _stack(dataset: Indexed, read: Callable[[int], dict[str, Any]], count: int) 
 
 
 def _load_arrays(path: Path) -> Images:
-    """Load the arrays of a .npz file."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             names = next((names for names in _NAMES if set(names[:2]) <= set(file.files)), None)
@@ -287,9 +286,9 @@ def _load_arrays(path: Path) -> Images:
 
 
 def _check_arrays(path: Path, arrays: dict[str, np.ndarray], images_name: str, labels_name: str) -> ImageArrays:
-    """Return arrays as [N, H, W, C] and int32[N]; ValueError for other ones."""
+    """Convert arrays to [N, H, W, C] and int32[N]; raise ValueError for other shapes and dtypes."""
     images, labels = arrays[images_name], arrays[labels_name]
-    if labels.ndim == 2 and labels.shape[1] == 1:  # as Keras has those of CIFAR
+    if labels.ndim == 2 and labels.shape[1] == 1:  # like the labels of CIFAR in Keras
         labels = labels[:, 0]
     images = images[..., None] if images.ndim == 3 else images
     if images.ndim != 4 or images.dtype != np.uint8:
