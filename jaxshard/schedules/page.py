@@ -1,4 +1,4 @@
-"""A schedule as a notebook shows it: its figures, and a bar for every operation."""
+"""Draw a schedule for notebooks: its statistics, and a bar for every operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxshard.schedules.table import KINDS
 from jaxshard.schedules.table import Table as Schedule
 
 NAMES = {"F": "forward", "B": "backward", "W": "weights' gradients"}
-"""The operations in words."""
+"""The names of the kinds of operations."""
 
 _MOST = 1500
 """The most operations that are drawn."""
@@ -21,9 +21,9 @@ _IDLE = "rgba(102,102,102,0.15)"
 
 
 def schedule_page(schedule: Schedule) -> str:
-    """Write a schedule for a notebook, with a backward that takes twice as long as a forward.
+    """Write the HTML of a schedule, with a backward that takes twice as long as a forward.
 
-    Chunks have shades, the first one the lightest. Of long schedules the first ticks are drawn.
+    Chunks have different shades, the first the lightest. Only the first ticks of long schedules are drawn.
     """
     costs = Costs()
     stats = compute_stats(schedule, costs)
@@ -53,7 +53,7 @@ def schedule_page(schedule: Schedule) -> str:
 
 
 def _draw(schedule: Schedule, spans: list[Span]) -> str:
-    """A row for each device, from left to right the time, and the micro-batch in bars that are wide enough."""
+    """Draw a row for each device over time, with the micro-batch in each bar that has space for it."""
     per_unit = _WIDTH / max(span.end for span in spans)
     rows: list[list[Box]] = [[] for _ in range(schedule.stages)]
     for op, start, stop in sorted(spans, key=lambda span: span.start):
