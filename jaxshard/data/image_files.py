@@ -121,7 +121,7 @@ def resize(image: np.ndarray, side: int, box: tuple[float, float, float, float] 
     Args:
       image: the image.
       side: height and width.
-      box: the part (left, top, right, bottom) to use. By default the centered square of seven eighths of the shorter
+      box: the part (left, top, right, bottom) to use. By default the centred square of seven eighths of the shorter
         side.
     """
     (pillow,) = need("PIL.Image")

@@ -124,7 +124,7 @@ def images(dataset: Indexed, *, batch: int, seed: int, side: int | None = None, 
       batch: the number of global rows of a step.
       seed: the random seed of order and augmentation.
       side: height and width of the images of a batch; None for those of the first image. Other images are resized, the
-        shorter side to 8/7 of it, and cropped at the center; this needs Pillow (the extra `images`).
+        shorter side to 8/7 of it, and cropped at the centre; this needs Pillow (the extra `images`).
       augment: "none"; "shift" moves an image by up to an eighth of its side each way, filled with black; "flip" also
         mirrors half of the images, left to right; "crop" takes a part of 8 to 100 % of the area with an aspect ratio of
         3/4 to 4/3, resizes it and mirrors half of the images (Szegedy et al. 2015, "Going Deeper with Convolutions",
@@ -226,7 +226,7 @@ def augmented(image: np.ndarray, side: int, augment: Augment, random: np.random.
 
 
 def _draw_box(shape: tuple[int, int], random: np.random.Generator) -> tuple[float, float, float, float]:
-    """Draw (left, top, right, bottom) of a part of an image; the centered square if ten draws don't fit."""
+    """Draw (left, top, right, bottom) of a part of an image; the centred square if ten draws don't fit."""
     height, width = shape
     for _ in range(10):
         area, ratio = random.uniform(0.08, 1) * height * width, np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3)))

@@ -118,7 +118,7 @@ def softmax_attention(q, k, v, **_):
         ({"attend": softmax_attention}, "block never calls js.attention"),
         ({"mix": lambda x: jnp.cumsum(x, axis=1)}, r"sees others by js.attention alone(.|\n)*cumsum"),
         ({"attend": in_a_loop}, "calls js.attention in a loop"),
-        ({"causal": False}, "with causal=False a query's keys are not those before it"),
+        ({"causal": False}, "with causal=False a query's keys are not the cached earlier positions"),
         ({"bias": jnp.zeros(())}, "with a bias a query's keys are not"),
         ({"attend": lambda q, k, v, **_: js.attention(q, k[:, :1], v[:, :1], causal=False)}, "generation|1 keys"),
     ],

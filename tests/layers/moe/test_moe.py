@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_refused():
         moe(k=0)
     with pytest.raises(TypeError, match=r"k must be an int, got 2\.0"):
         moe(k=2.0)
-    with pytest.raises(ValueError, match=r"capacity must be positive, got 0: 1\.0 is room for an even routing"):
+    with pytest.raises(ValueError, match=r"capacity must be positive, got 0: 1\.0 is room for balanced routing"):
         moe(capacity=0)
     with pytest.raises(TypeError, match="'softmax', 'sigmoid', got 'tanh'"):
         moe(scores="tanh")
