@@ -44,7 +44,7 @@ def test_ready_made_models_pass(make, batch):
 def test_one_array_of_inputs_and_labels_is_refused():
     model = llama()
     found = findings(model.loss, jax.eval_shape(model.init, KEY), {"tokens": IDS}, dims=DIMS)
-    assert "have the shifted array in the batch, such as targets beside tokens" in str(found[0])
+    assert "have the shifted array in the batch, such as tokens and targets" in str(found[0])
 
 
 def attend(q, k, v):
@@ -139,5 +139,5 @@ def test_routed_experts_pass_and_room_for_some_tokens_does_not():
     model = make()
     shapes = jax.eval_shape(model.init, KEY)
     assert not findings(model.loss, shapes, PACKED, dims=DIMS)
-    with pytest.raises(ValueError, match="capacity counts the tokens of whole rows"):
+    with pytest.raises(ValueError, match="capacity counts the tokens of full rows"):
         findings(make(capacity=1.0).loss, shapes, BATCH, dims=DIMS)

@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_refused():
         moe(k=0)
     with pytest.raises(TypeError, match=r"k must be an int, got 2\.0"):
         moe(k=2.0)
-    with pytest.raises(ValueError, match=r"capacity must be positive, got 0: 1\.0 is room for an even routing"):
+    with pytest.raises(ValueError, match=r"capacity must be positive, got 0: 1\.0 is room for balanced routing"):
         moe(capacity=0)
     with pytest.raises(TypeError, match="'softmax', 'sigmoid', got 'tanh'"):
         moe(scores="tanh")
@@ -349,7 +349,7 @@ def lower_in_layout(hidden, whole_bias=False):
 @pytest.mark.slow
 def test_what_a_tensor_axis_cannot_split_is_refused():
     lower_in_layout({"up": 2, "down": 1})
-    with pytest.raises(ValueError, match=r"behind that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
+    with pytest.raises(ValueError, match=r"after that of the experts, from 1 on\n  - up \[8, 8, 16\]: 0"):
         lower_in_layout({"up": 0, "down": 1})
     with pytest.raises(ValueError, match=r"these arrays have none.*\n  - b \[8, 8\]"):
         lower_in_layout({"up": 2, "down": 1, "b": None}, whole_bias=True)
