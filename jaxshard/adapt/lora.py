@@ -175,6 +175,7 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
     told = contracted.index(False) if False in contracted else 0
     if told and True not in contracted[told:]:
         return stack, told
+    # By logarithms, so that a ratio and its inverse count alike.
     unevenness = {
         cut: abs(math.log(max(1, math.prod(shape[:cut])) / max(1, math.prod(shape[cut:]))))
         for cut in range(1, len(shape))

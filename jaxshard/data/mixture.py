@@ -68,6 +68,7 @@ class Mixture:
                 parts.append(source.rows(int(its_step), row[chosen]))
         if not parts:
             return self.sources[0].rows(step, rows)
+        # Parts are grouped by source and step; bring their rows back to the requested order.
         back = np.argsort(np.concatenate(at))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *parts)
 

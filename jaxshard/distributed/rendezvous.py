@@ -170,6 +170,7 @@ class _Host:
         if arrival is None:
             return False
         self._difference = self._difference or self._compare(arrival)
+        # Clocks of hosts differ, so a process sends how long it has waited, not when it started.
         self._guests[connection] = _Guest(arrival, time.monotonic() + arrival.limit - arrival.waited)
         self._ended.pop(arrival.process, None)
         return True

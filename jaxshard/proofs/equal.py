@@ -119,7 +119,7 @@ def differences(manual: Axes = EQUAL) -> Domain[Difference]:
 def collective_of(equation: Any) -> str | None:
     """Return the name of the collective that an equation issues, such as "psum"; None if it issues none.
 
-    Of an asynchronous collective the primitive that starts it counts.
+    For an asynchronous collective it is the primitive that starts it.
     """
     name = equation.primitive.name.removesuffix("_start").removesuffix("_invariant")
     return name if name in SUMS or name in EXCHANGES else None

@@ -117,7 +117,7 @@ def plan_forward_buffers(schedule: Schedule) -> BufferPlan:
 
 def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> BufferPlan:
     slots, sizes = _assign_slots(_lifetimes(schedule, ops, runs))
-    ticks, last = ops[-1].tick + 1, schedule.stages * schedule.chunks - 1
+    ticks, last = ops[-1].tick + 1, schedule.stages * schedule.chunks - 1  # `last` is the index of the last stage
     shape = ticks, schedule.stages
     rows: dict[str, np.ndarray] = {f"{kind}_chunk": np.full(shape, 0) for kind in "fbw"}
     rows |= {f"{kind}_microbatch": np.full(shape, -1) for kind in "fbw"}

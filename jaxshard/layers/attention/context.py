@@ -96,6 +96,7 @@ def chunk_length(length: int, form: Form, how: str, sizes: dict[str, int]) -> in
         return length if how == "ring" else None
     if how == "ulysses":
         return None
+    # A device has two chunks in zigzag order; "usp" joins the positions of all devices along the second axis.
     return length // 2 * (list(sizes.values())[-1] if how == "usp" else 1)
 
 

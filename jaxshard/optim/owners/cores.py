@@ -177,7 +177,7 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
     eqns = jaxpr.eqns
     mine = [number for number, eqn in enumerate(eqns) if any(map(flows, eqn.invars)) and any(map(flows, eqn.outvars))]
     whole = {number for number in mine if not _runs_on_parts(eqns[number], shape)}
-    # Walk backwards for the values that lead to a matrix product or to new state, forwards for those that follow one.
+    # Walk backwards for values that lead to a matrix product or to new state, then forwards for values after a product.
     before, stays = set[Any](), {x for x in _new_states(made, leaf) if flows(x)}
     for number in reversed(mine):
         used = {atom for atom in eqns[number].invars if flows(atom)}

@@ -55,6 +55,7 @@ class Split(NamedTuple):
         """Assemble the rows received from all devices [devices, slots * size] into full matrices [slots, ...]."""
         rank = len(self.part)
         x = rows.reshape(*self.counts, self.slots, *self.part)
+        # [counts..., slots, part...] -> [slots, count 0, part 0, count 1, part 1, ...], then merge each pair.
         order = [rank, *(axis for dim in range(rank) for axis in (dim, rank + 1 + dim))]
         whole = (count * size for count, size in zip(self.counts, self.part, strict=True))
         return x.transpose(order).reshape(self.slots, *whole)
