@@ -189,7 +189,7 @@ def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
     """
     worst = devices * (rows // k) * min(k, experts_here)
     enough = min(math.ceil(rows * ROOM), max(LARGEST, LARGEST // 2 * experts_here))
-    # A multiple of the devices, for exchanges of equal counts; large windows also of 512, the TPU kernel's tile of rows.
+    # A multiple of the devices, for exchanges of equal counts; if large, also of 512, the tile of the TPU kernel.
     multiple = 8 * devices if enough < LARGEST else 512 * devices // math.gcd(512, devices)
     return min(worst, -(-enough // multiple) * multiple)
 
