@@ -130,7 +130,7 @@ def lora(
 def _make_params(
     init_fn: InitFn, rank: int, match: tuple[str, ...], gain: float, base: BaseDtype | None, key: jax.Array
 ) -> PyTree:
-    """Make the base model's parameters, with a `LowRank` in place of each matched one."""
+    """Make the base model's parameters, with a `LowRank` in place of each matched parameter."""
     with models_run() as runs:
         params, state = split_model(init_fn(key))
     problems: list[str] = []

@@ -96,7 +96,7 @@ def _list_classes(root: Path, part: str) -> dict[str, list[str]]:
 
 
 def _share(path: str) -> float:
-    """Return a number in [0, 1) for a path that does not depend on the other files."""
+    """Return a hash of a path in [0, 1), which does not depend on other files."""
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()) / 2**64
 
 

@@ -99,7 +99,7 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
 
 
 class _Host:
-    """Process 0, to which all others connect."""
+    """The part of process 0, to which all other processes connect."""
 
     def __init__(self, me: Arrival):
         self._me, self._waiting = me, Waiting(_POINT)

@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the equation's primitive."""
+        """Return the name of the equation's primitive."""
         return str(self.equation.primitive.name)
 
     def joined(self, fact: Fact) -> list[Fact]:

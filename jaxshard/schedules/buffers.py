@@ -226,7 +226,7 @@ def _run_arrays(
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-    """The numbers as int8, int16 or int32, whichever holds them: they become constants of the program."""
+    """Convert integers to the smallest of int8, int16, int32 that fits, as they become constants of the program."""
     for dtype in (np.int8, np.int16):
         if np.abs(x).max(initial=0) <= np.iinfo(dtype).max:
             return x.astype(dtype)

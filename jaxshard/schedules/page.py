@@ -57,10 +57,10 @@ def _draw(schedule: Schedule, spans: list[Span]) -> str:
     per_unit = _WIDTH / max(span.end for span in spans)
     rows: list[list[Box]] = [[] for _ in range(schedule.stages)]
     for op, start, stop in sorted(spans, key=lambda span: span.start):
-        left, wide = start * per_unit, (stop - start) * per_unit
+        left, width = start * per_unit, (stop - start) * per_unit
         where = f"{NAMES[op.kind]} of micro-batch {op.microbatch}, chunk {op.chunk}, tick {op.tick}"
-        words = str(op.microbatch) if wide > 7 * len(str(op.microbatch)) + 3 else ""
+        words = str(op.microbatch) if width > 7 * len(str(op.microbatch)) + 3 else ""
         colour = tint(OPERATIONS[op.kind], op.chunk, schedule.chunks)
-        rows[op.device].append(Box(left, left + max(wide - 1, 0.5), colour, words, where))
+        rows[op.device].append(Box(left, left + max(width - 1, 0.5), colour, words, where))
     drawn = [row(boxes, width=_WIDTH, height=_ROW, font=11, behind=_IDLE) for boxes in rows]
     return drawing(*(beside(f"device {device}", one, width=_LEFT, font=12) for device, one in enumerate(drawn)))
