@@ -37,10 +37,10 @@ def check_closure(loss_fn: Callable[..., Any], mesh: Mesh) -> None:
             continue
         for path, x in leaves:
             if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _elsewhere(x, wanted):
-                whole = f"{name}/{path_str(path)}" if path else name
+                leaf = f"{name}/{path_str(path)}" if path else name
                 found: set[Any] = x.sharding.device_set
                 devices = sorted(device.id for device in found)
-                problems.append(f"{whole}: {x.dtype}{list(x.shape)} on devices {devices}")
+                problems.append(f"{leaf}: {x.dtype}{list(x.shape)} on devices {devices}")
     raise_all(
         problems,
         ValueError,

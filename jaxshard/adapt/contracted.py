@@ -1,4 +1,4 @@
-"""Find the contracted dimensions of kernels (those that a layer sums over) from Flax's DenseGeneral and Einsum.
+"""Find the contracted dimensions of kernels, over which a layer sums, from Flax's DenseGeneral and Einsum.
 
 The shape does not say which dimensions are contracted: a kernel [512, 8, 64] may project a vector to 8 heads, or be a
 convolution over 512 positions. The layer does say. `js.tensor` splits a kernel along its output dimensions or along its

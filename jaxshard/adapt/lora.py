@@ -130,7 +130,7 @@ def lora(
 def _make_params(
     init_fn: InitFn, rank: int, match: tuple[str, ...], gain: float, base: BaseDtype | None, key: jax.Array
 ) -> PyTree:
-    """Make the base model's parameters, with a `LowRank` in place of each matched one."""
+    """Make the base model's parameters, with a `LowRank` in place of each matched parameter."""
     with models_run() as runs:
         params, state = split_model(init_fn(key))
     problems: list[str] = []
@@ -175,6 +175,7 @@ def _sides(leaf: Leaf) -> tuple[int, int]:
     told = contracted.index(False) if False in contracted else 0
     if told and True not in contracted[told:]:
         return stack, told
+    # By logarithms, so that a ratio and its inverse count alike.
     unevenness = {
         cut: abs(math.log(max(1, math.prod(shape[:cut])) / max(1, math.prod(shape[cut:]))))
         for cut in range(1, len(shape))

@@ -27,7 +27,7 @@ class Opaque:
 
     @property
     def stacked_for_user(self) -> bool:
-        """True if the user wrote single blocks, which were stacked."""
+        """Return True if the user wrote a single block, and jaxshard stacks its parameters."""
         return False
 
     @property
@@ -49,7 +49,6 @@ class OfBlocks(Opaque):
 
     @property
     def stacked_for_user(self) -> bool:
-        """True if the user wrote single blocks, which were stacked."""
         return self.model.stacked_for_user
 
     @property

@@ -69,7 +69,7 @@ def make_save_policy(policy: RematPolicy) -> Callable[..., Any]:
 
 
 def save_no_weights(allows: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `jax.checkpoint` policy that saves what `allows` does, except gathered weights."""
+    """Return the `jax.checkpoint` policy that saves the values that `allows` saves, except gathered weights."""
 
     def save(prim: Any, *args: Any, **params: Any) -> Any:
         return prim.name not in _MOVES and allows(prim, *args, **params)

@@ -189,6 +189,7 @@ def split_at_scan(program: Program) -> SplitLoss:
         problems.append("what the blocks return beside the carry (or sow) is used after the scan")
     made = [var for eqn in before for var in eqn.outvars]
     moving.drawn.extend(var for var in made if var in used and var in random and not is_key(var.aval.dtype))
+    # An embedding or a head has no stacked parameters, so only the scan may read them.
     used_outside = variables(var for eqn in (*before, *after) for var in eqn.invars)
     problems += [f"{'/'.join(path)}: used outside of the scan" for var, path in weights.items() if var in used_outside]
     raise_all(problems, ValueError, "js.scanned: the blocks can't be taken out of this model")

@@ -115,7 +115,7 @@ def _kind_of(module: Any) -> str:
 
 
 class StackedModules(Stacked):
-    """Modules as a `Stacked` model, made by `js.stack`.
+    """A `Stacked` model made of Flax modules, by `js.stack`.
 
     Attributes:
       parts: the modules.

@@ -132,7 +132,7 @@ def explain_missing_key(who: str, loss_fn: Callable[..., Any], key: jax.Array | 
 
 
 Declared = Mapping[str, str]
-"""How arrays of a module's state are combined over devices and micro-batches, by (the end of) their path."""
+"""The rule ("sum" or "max") that combines an array of a module's state over devices, by (the end of) its path."""
 
 
 def check_declared(who: str, declared: Any) -> None:

@@ -159,9 +159,9 @@ def tokenize(
             warnings.warn(f"data: the tokens of {texts.name} are not kept: {problem}", stacklevel=2)
     for note in (*texts.notes, *found.notes):
         warnings.warn(f"data: {note}", stacklevel=2)
-    whole = Documents(found.tokens, found.starts, found.answers, tokenizer.vocab, found.lines, texts.name)
-    cut = len(whole) - found.held_out
-    return Corpus(texts.name, whole.part(0, cut), whole.part(cut, len(whole)), tokenizer.vocab, found.digest)
+    joined = Documents(found.tokens, found.starts, found.answers, tokenizer.vocab, found.lines, texts.name)
+    cut = len(joined) - found.held_out
+    return Corpus(texts.name, joined.part(0, cut), joined.part(cut, len(joined)), tokenizer.vocab, found.digest)
 
 
 class _Texts(NamedTuple):

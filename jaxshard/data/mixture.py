@@ -68,11 +68,12 @@ class Mixture:
                 parts.append(source.rows(int(its_step), row[chosen]))
         if not parts:
             return self.sources[0].rows(step, rows)
+        # Parts are grouped by source and step; bring their rows back to the requested order.
         back = np.argsort(np.concatenate(at))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *parts)
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """Return how many rows of each source, by name, come before a step."""
+        """Return {name of a source: number of its rows before a step}."""
         before = count_rows(self.counts, np.array([int(step) * self.batch]))
         return dict(zip(self.names, before[:, 0].tolist(), strict=True))
 

@@ -45,6 +45,7 @@ def permute(
     position = np.asarray(position, np.int64)
     if position.size and not (position.min() >= 0 and position.max() < size):
         raise ValueError(f"permute: positions {position.min()} to {position.max()} are not all in 0 to {size - 1}")
+    # Two nearly equal factors, whose product is `size` or slightly more.
     left_size = math.isqrt(max(size, 1))
     right_size = -(-size // left_size)
     key = _mix(_mix(np.uint64(int(seed) % 2**64)) ^ np.broadcast_to(epoch, position.shape).astype(np.uint64))

@@ -206,7 +206,7 @@ def _best_fit(lengths: np.ndarray, seq: int) -> np.ndarray:
     rows = full
     for piece, length in zip(order[full:].tolist(), lengths[order[full:]].tolist(), strict=True):
         if enough := rooms >> length:
-            room = length + (enough & -enough).bit_length() - 1
+            room = length + (enough & -enough).bit_length() - 1  # the lowest set bit: the least space that is enough
             row = by_room[room].pop()
             if not by_room[room]:
                 rooms &= ~(1 << room)

@@ -104,6 +104,7 @@ class Batches(Iterator[PyTree]):
     def _take(self, worker: ThreadPoolExecutor, read: Read) -> tuple[PyTree, Any]:
         """Return the oldest batch that is being made, and keep `prefetch` further batches in progress."""
         # Pass `read` to the worker, not `self`, which would keep an unused iterator alive.
+        # One more than `prefetch`: the batch to return now.
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(worker.submit(_read_with_x64, self._x64, read))
         oldest = self._ahead[0]

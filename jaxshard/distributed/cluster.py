@@ -102,7 +102,7 @@ def initialize(
 
 
 class _Place(NamedTuple):
-    """The place of this process, as arguments of `jax.distributed.initialize`."""
+    """The coordinator, number and index of this process, as arguments of `jax.distributed.initialize`."""
 
     coordinator_address: str
     num_processes: int
@@ -143,7 +143,7 @@ def _read_place(coordinator: str | None, processes: int | None, index: int | Non
 
 
 def _read_limit(seconds: int | None) -> int:
-    """Return the whole seconds to wait for all processes: the argument, or else the environment."""
+    """Return the seconds to wait for all processes, rounded up: the argument, or else the environment."""
     name, value = ("initialization_timeout", seconds) if seconds is not None else (LIMIT, os.environ.get(LIMIT, _LIMIT))
     try:
         limit = float(value)

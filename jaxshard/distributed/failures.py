@@ -167,6 +167,7 @@ def _wait_until_left(store: Any, count: int) -> None:
 
 
 def _interval(count: int) -> float:
+    # Longer with many processes, so that the store in process 0 is not flooded.
     return _INTERVAL + 0.01 * count
 
 

@@ -99,7 +99,7 @@ def meet_all(address: str, processes: int, process: int, *, bind: str | None, li
 
 
 class _Host:
-    """Process 0, to which all others connect."""
+    """The part of process 0, to which all other processes connect."""
 
     def __init__(self, me: Arrival):
         self._me, self._waiting = me, Waiting(_POINT)
@@ -170,6 +170,7 @@ class _Host:
         if arrival is None:
             return False
         self._difference = self._difference or self._compare(arrival)
+        # Clocks of hosts differ, so a process sends how long it has waited, not when it started.
         self._guests[connection] = _Guest(arrival, time.monotonic() + arrival.limit - arrival.waited)
         self._ended.pop(arrival.process, None)
         return True

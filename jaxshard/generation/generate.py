@@ -105,6 +105,7 @@ def _generate(
     """Continue the rows of a group, given by their indices; return {index: tokens}."""
     layout, longest = programs.layout, max(len(rows[number]) for number in group)
     size = -(-(longest + length) // _SLOTS) * _SLOTS
+    # The next power of two, but no more positions than the model or the cache has.
     width = min(
         1 << (max(longest, _SMALLEST_PROMPT) - 1).bit_length(), getattr(programs.model.model, "seq", size), size
     )

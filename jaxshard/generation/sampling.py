@@ -78,6 +78,7 @@ def keep_likely(logits_BV: jax.Array, how: Sampling) -> jax.Array:
     """Set the logits of tokens that top_k and top_p exclude to -inf; ties with the last kept token are kept."""
     if how.top_k is None and how.top_p is None:
         return logits_BV
+    # Find the smallest logit to keep, and compare all logits with it: no gather by sorted indices.
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
     if how.top_k is not None:
         least_B1 = jnp.take(sorted_BV, how.top_k - 1, axis=1)[:, None]

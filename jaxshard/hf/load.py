@@ -159,6 +159,7 @@ def _repeated_head(config: Config, found: dict[str, StoredTensor], expected: dic
     head, table = found.get("lm_head.weight"), found.get(next(iter(rows.values())))
     if head is None or table is None or "lm_head.weight" in expected or head.tensor[:2] != table.tensor[:2]:
         return set()
+    # Compare some 4 Mi elements at a time, instead of reading both matrices into memory.
     rows_at_once = max(1, (1 << 22) // max(1, head.tensor.size // head.tensor.shape[0]))
     for at in range(0, head.tensor.shape[0], rows_at_once):
         ranges = [Range(at, min(at + rows_at_once, head.tensor.shape[0])), Range(0, head.tensor.shape[1])]

@@ -1,4 +1,4 @@
-"""Map our arrays to a family's tensors: names, and which part of which tensor a part of an array is.
+"""Map our arrays to a family's tensors: names, dimensions, and slices.
 
 An array of ours is [*counted, *dims]. The counted dimensions are blocks (and experts), each with a tensor of its own.
 Every other dimension is a product of letters, as in "c h3d"; the dimensions of the tensor are products of the same
@@ -127,6 +127,7 @@ def _solve(dims: tuple[str, ...], shape: tuple[int, ...], known: Mapping[str, An
         return None
     sizes: dict[str, int] = {}
     for letters, size in zip(dims, shape):
+        # A letter alone is the size of its dimension; in a product all letters but one must be known.
         apart = {x: int(x) if x.isdigit() else known.get(x) for x in letters} if len(letters) > 1 else {letters: size}
         rest = math.prod(x for x in apart.values() if x is not None)
         unknown = [x for x, length in apart.items() if length is None]

@@ -322,6 +322,7 @@ def _default_count(x_NC: jax.Array, vocab: int) -> int:
     """Return the default number of chunks for `vocab` columns on each device; see `head_loss`."""
     N, C = x_NC.shape
     N = max(1, N // split_count(TOKENS, N))
+    # Columns per chunk: N x 2 C logits are twice as large as x, and N x (_ONE_CHUNK / N) logits are always allowed.
     return -(-vocab // max(2 * C, _ONE_CHUNK // N))
 
 

@@ -55,10 +55,10 @@ def _same(one: Any, other: Any, consts: tuple[Sequence[Any], Sequence[Any]] = ((
         return a not in values[0] or _equal(values[0][a], values[1].get(b))
 
     # Skip equations without results, such as callbacks: no result depends on them.
-    steps = [[eqn for eqn in jaxpr.eqns if eqn.outvars] for jaxpr in (one, other)]
-    if len(steps[0]) != len(steps[1]):
+    equations = [[eqn for eqn in jaxpr.eqns if eqn.outvars] for jaxpr in (one, other)]
+    if len(equations[0]) != len(equations[1]):
         return False
-    for a, b in zip(*steps):
+    for a, b in zip(*equations):
         if a.primitive is not b.primitive or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             return False
         if not all(map(same_atoms, a.invars, b.invars)) or not _same_parameters(a.params, b.params):

@@ -119,14 +119,14 @@ def differences(manual: Axes = EQUAL) -> Domain[Difference]:
 def collective_of(equation: Any) -> str | None:
     """Return the name of the collective that an equation issues, such as "psum"; None if it issues none.
 
-    Of an asynchronous collective the primitive that starts it counts.
+    For an asynchronous collective it is the primitive that starts it.
     """
     name = equation.primitive.name.removesuffix("_start").removesuffix("_invariant")
     return name if name in SUMS or name in EXCHANGES else None
 
 
 def axes_named(equation: Any) -> Axes:
-    """Return the mesh axes that an equation names: those of a collective, or of `axis_index`."""
+    """Return the mesh axes in the parameters of an equation: a collective or `axis_index`."""
     axes = equation.params.get("axes", equation.params.get("axis_name", ()))
     # Integers among them are array dimensions under `vmap`.
     return frozenset(axis for axis in (axes if isinstance(axes, tuple | list) else (axes,)) if isinstance(axis, str))
@@ -199,11 +199,11 @@ def _leave(place: Place, facts: list[Difference]) -> list[Difference]:
         _, kept = scan_counts(place.equation.params)
         return facts[:kept] + [_with_spec(fact, _Rows) for fact in facts[kept:]]
 
-    def whole(fact: Difference, spec: Any) -> Difference:
+    def assemble(fact: Difference, spec: Any) -> Difference:
         split = _split_over(place, spec)
         return Difference(fact.over - split, (tuple(spec), fact.over & split) if split else None)
 
-    return [whole(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]
+    return [assemble(fact, spec) for fact, spec in zip(facts, place.equation.params["out_specs"], strict=True)]
 
 
 def _with_spec(fact: Difference, change: Callable[[Any], Any]) -> Difference:

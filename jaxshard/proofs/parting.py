@@ -99,6 +99,7 @@ def read_partings(program: Any) -> Reading:
                 choices[Choice(_line(decisive[-1].equation), decisive[-1].choice.over)] = None
             return
         axes = frozenset(sizes) if kind in _PAIRWISE else axes_named(place.equation) & sizes.keys()
+        # Report only the outermost branch that may separate devices of this collective.
         for one in decisive:
             if differ := one.choice.over & axes:
                 partings.append(Parting(one.equation, differ, place.equation, axes_named(place.equation)))

@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the equation's primitive."""
+        """Return the name of the equation's primitive."""
         return str(self.equation.primitive.name)
 
     def joined(self, fact: Fact) -> list[Fact]:
@@ -207,6 +207,7 @@ def _while(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | 
         return walker.inside(place, params["body_jaxpr"], [*body, *carry], visit, choice)
 
     carry = walker.settle(iterate, carry)
+    # Visit both jaxprs with the fact about the test, which decides how often they run and is known only now.
     (choice,) = walker.inside(place, params["cond_jaxpr"], [*test, *carry], None)
     if visit is not None:
         walker.inside(place, params["cond_jaxpr"], [*test, *carry], visit, choice)
@@ -222,6 +223,7 @@ def _scan(walker: _Walker[Any], place: Place, facts: list[Any], visit: Visit | N
     def iterate(carry: list[Any], visit: Visit | None = None) -> list[Any]:
         return walker.inside(place, place.equation.params["jaxpr"], [*consts, *carry, *rows], visit)
 
+    # Visit the body only after the fixpoint: facts of earlier iterations may claim too much.
     carry = walker.settle(lambda carry: iterate(carry)[:in_carry], carry)
     return walker.domain.leave(place, [*carry, *iterate(carry, visit)[in_carry:]])
 

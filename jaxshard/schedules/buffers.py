@@ -117,7 +117,7 @@ def plan_forward_buffers(schedule: Schedule) -> BufferPlan:
 
 def _plan(schedule: Schedule, ops: Sequence[Op], runs: dict[str, list[Run]]) -> BufferPlan:
     slots, sizes = _assign_slots(_lifetimes(schedule, ops, runs))
-    ticks, last = ops[-1].tick + 1, schedule.stages * schedule.chunks - 1
+    ticks, last = ops[-1].tick + 1, schedule.stages * schedule.chunks - 1  # `last` is the index of the last stage
     shape = ticks, schedule.stages
     rows: dict[str, np.ndarray] = {f"{kind}_chunk": np.full(shape, 0) for kind in "fbw"}
     rows |= {f"{kind}_microbatch": np.full(shape, -1) for kind in "fbw"}
@@ -226,7 +226,7 @@ def _run_arrays(
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-    """The numbers as int8, int16 or int32, whichever holds them: they become constants of the program."""
+    """Convert integers to the smallest of int8, int16, int32 that fits, as they become constants of the program."""
     for dtype in (np.int8, np.int16):
         if np.abs(x).max(initial=0) <= np.iinfo(dtype).max:
             return x.astype(dtype)

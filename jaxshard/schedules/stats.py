@@ -143,6 +143,6 @@ def peak_stash(schedule: Table) -> tuple[int, ...]:
     freed_by = "W" if schedule.splits_backward else "B"
     held, peak = [0] * schedule.stages, [0] * schedule.stages
     for op in schedule.ops:
-        held[op.device] += (op.kind == "F") - (op.kind == freed_by)
+        held[op.device] += (op.kind == "F") - (op.kind == freed_by)  # +1, -1 or 0
         peak[op.device] = max(peak[op.device], held[op.device])
     return tuple(peak)

@@ -154,6 +154,7 @@ def reshaped(fact: Fact, one: Sequence[int], new: Sequence[int], new_dims: Seque
         if (before, after) == (old_before, old_after):
             return constant_along(dim)
         fact = along(fact.dim, one[fact.dim] // length)
+    # Elements before and after the positions, counted over all dimensions, do not change in a reshape.
     outer, inner = old_before * fact.outer, old_after * fact.inner
     if outer % before or inner % after or outer // before * length * (inner // after) != new[dim]:
         return None

@@ -196,6 +196,7 @@ class Walk:
 
     def settle(self, run: Callable[[list[Fact]], list[Fact]], carry: list[Fact], pair: Pair) -> list[Fact]:
         """Return the fixpoint of a loop's carry: facts that hold before every iteration."""
+        # Every join that changes a fact weakens it, and each fact can be weakened twice at most.
         for _ in range(2 + 2 * len(carry)):
             self.silent += 1
             after = run(carry)

@@ -35,7 +35,7 @@ from jaxshard.layers.attention.splash_ring import splash_turns
 from jaxshard.layers.attention.split import Split
 
 SCOPE = "js.attention"
-"""The `jax.named_scope` by which the audit of collectives finds those of attention."""
+"""The `jax.named_scope` of attention, by which the audit of collectives recognises its exchanges."""
 _SHORT = 256
 """Up to this many queries and keys, computing all logits at once is faster than blocks, and needs little memory."""
 _SHORT_ON_TPU = 127

@@ -221,6 +221,7 @@ class Cut(NamedTuple):
         """Add one pair's part to a padded sum [..., T or 1, S or 1], reduced along dimensions of size 1."""
         dims = tuple(dim for dim, size in enumerate(sum.shape) if size == 1)
         x = x.sum(dims, keepdims=True)
+        # Along T and S the pair's offset, but 0 along a dimension of size 1, over which x was summed.
         starts = [0] * (x.ndim - 2) + [i * size if n > 1 else 0 for i, size, n in zip(pair, self[2:4], sum.shape[-2:])]
         part = jax.lax.dynamic_slice(sum, starts, x.shape)
         return jax.lax.dynamic_update_slice(sum, part + x, starts)
@@ -288,6 +289,7 @@ def _forward(
         largest, total, out = (x[n] for x in carry)
         logits, _, _ = _logits(cut, form, q, k, extras, starts, pair)
         new = jnp.maximum(largest, logits.max(-1))
+        # Rescale the sums so far from the old maximum to the new one.
         weights, shrink = jnp.exp(logits - new[..., None]), jnp.exp(largest - new)
         total = total * shrink + weights.sum(-1)
         if extras.keep is not None:
@@ -320,6 +322,7 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the gradients of q, k, v and the bias, in f32."""
     q, k, v, extras, starts, out, largest, total = kept
+    # The sum over all keys of weights * d_weights, which the derivative of the softmax subtracts.
     dot = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
 
     def add_pair(carry: tuple[Any, ...], pair: Pair) -> tuple[Any, ...]:

@@ -140,13 +140,13 @@ def _attend_new(
     if mesh is None or mesh.size == 1:
         return on_device(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B, windows_B)
     rows, heads, kv_heads = map(spec_entry, (split.rows, split.heads, split.kv_heads))
-    mine, new = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, kv_heads, None)
-    whole, by_row = PartitionSpec(), PartitionSpec(rows)
+    query_spec, key_spec = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, kv_heads, None)
+    replicated, by_row = PartitionSpec(), PartitionSpec(rows)
     attended: tuple[jax.Array, Stored] = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(mine, new, new, Stored(spec, spec), whole, by_row, by_row),  # type: ignore[arg-type]
-        out_specs=(mine, Stored(spec, spec)),  # type: ignore[arg-type]
+        in_specs=(query_spec, key_spec, key_spec, Stored(spec, spec), replicated, by_row, by_row),  # type: ignore[arg-type]
+        out_specs=(query_spec, Stored(spec, spec)),  # type: ignore[arg-type]
         check_vma=False,
     )(q_BTHD, k_BTKD, v_BTKE, stored, block, starts_B, windows_B)
     return attended

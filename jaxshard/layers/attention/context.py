@@ -96,6 +96,7 @@ def chunk_length(length: int, form: Form, how: str, sizes: dict[str, int]) -> in
         return length if how == "ring" else None
     if how == "ulysses":
         return None
+    # A device has two chunks in zigzag order; "usp" joins the positions of all devices along the second axis.
     return length // 2 * (list(sizes.values())[-1] if how == "usp" else 1)
 
 
@@ -217,8 +218,8 @@ def _with_exchanged_heads(
         k_BSKD, v_BSKE = (jnp.repeat(x, repeats, axis=2) for x in (k_BSKD, v_BSKE))
 
     def heads_to_sequence(x: jax.Array) -> jax.Array:
-        whole: jax.Array = lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
-        return from_zigzag(whole, n, 1) if is_ordered(form) else whole
+        all_positions: jax.Array = lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
+        return from_zigzag(all_positions, n, 1) if is_ordered(form) else all_positions
 
     if extras.segments is not None:
         extras = extras._replace(segments=_gather(extras.segments, axes, form))

@@ -111,6 +111,7 @@ def _forward(
         if turn.own:
             return (more, its_largest, its_total), sums
         out, largest, total = carry
+        # Rescale both sums to their common maximum; the outputs are then averaged by their shares of the total.
         new = jnp.maximum(largest, its_largest)
         total, its_total = total * jnp.exp(largest - new), its_total * jnp.exp(its_largest - new)
         share = (its_total / (total + its_total))[..., None]

@@ -33,6 +33,7 @@ def splash_turns(*, interpret: bool = False) -> Parts:
         part = partial(_part, form=form, interpret=interpret)
         queries, keys = (q, extras.segments), (k, v, extras.of_keys())
         out, logsumexp = _by_turn(part, _put_forward, queries, keys, form, turn)
+        # exp(largest) * total = exp(logsumexp) * 1.
         return out, logsumexp, jnp.ones_like(logsumexp)
 
     def backward(

@@ -29,7 +29,7 @@ _NONE: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Split:
-    """How one call of attention is split over devices.
+    """The sharding of one call of attention.
 
     Attributes:
       mesh: the mesh around the call; None without a layout.
@@ -130,7 +130,7 @@ class Split:
             beside[name] = None if getattr(extras, name) is None else PartitionSpec(rows, entry)
         beside["windows"] = None if extras.windows is None else PartitionSpec(rows)
         beside["keep"] = None if extras.keep is None else PartitionSpec(queries, None)
-        mine, whole = PartitionSpec(rows, queries, heads, None), PartitionSpec(rows, keys, kv_heads, None)
+        query_spec, key_spec = PartitionSpec(rows, queries, heads, None), PartitionSpec(rows, keys, kv_heads, None)
         H, K = q_BTHD.shape[2], k_BSKD.shape[2]
 
         def on_device(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
@@ -150,8 +150,8 @@ class Split:
         out: jax.Array = jax.shard_map(
             on_device,
             mesh=None if self.manual else mesh,  # nested: the mesh of the shard_map around it
-            in_specs=(mine, whole, whole, Extras(**beside)),
-            out_specs=mine,
+            in_specs=(query_spec, key_spec, key_spec, Extras(**beside)),
+            out_specs=query_spec,
             axis_names=automatic,
             check_vma=False,
         )(q_BTHD, k_BSKD, v_BSKE, extras)

@@ -158,7 +158,7 @@ def _list_rows(slices: Slices, n: int, pair: int) -> jax.Array:
     offsets, sizes = (x.reshape(n, -1) for x in slices[:2])
     ends = jnp.cumsum(sizes, 1)
     i = jnp.arange(pair)
-    which = (i[:, None] >= ends[:, None]).sum(-1)
+    which = (i[:, None] >= ends[:, None]).sum(-1)  # [peer, pair]: the slice of each entry, by counting ended slices
     last = sizes.shape[1] - 1
     begin = jnp.take_along_axis(offsets - (ends - sizes), jnp.minimum(which, last), 1)
     return jnp.where(which <= last, begin + i, 0).ravel()

@@ -51,6 +51,7 @@ def sort_by_expert(experts_Nk: jax.Array, E: int) -> Order:
     flat = experts_Nk.ravel()
     of_rows = jnp.argsort(flat, stable=True).astype(jnp.int32)
     of_choices = jnp.argsort(of_rows).astype(jnp.int32)
+    # The first sorted row of each expert; row E is the first dropped choice.
     edges = jnp.searchsorted(flat[of_rows], jnp.arange(E + 1), method="sort").astype(jnp.int32)
     return Order(of_rows, of_choices, edges[1:] - edges[:-1])
 
@@ -131,7 +132,7 @@ class Load(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How experts are split over devices.
+    """The split of experts over devices, and the form of their computation.
 
     Attributes:
       axes: the manual mesh axes over which experts are split.
@@ -188,6 +189,7 @@ def window_rows(rows: int, k: int, devices: int, experts_here: int) -> int:
     """
     worst = devices * (rows // k) * min(k, experts_here)
     enough = min(math.ceil(rows * ROOM), max(LARGEST, LARGEST // 2 * experts_here))
+    # A multiple of the devices, for exchanges of equal counts; if large, also of 512, the tile of the TPU kernel.
     multiple = 8 * devices if enough < LARGEST else 512 * devices // math.gcd(512, devices)
     return min(worst, -(-enough // multiple) * multiple)
 
@@ -226,6 +228,7 @@ def _close(fn: Experts, params: PyTree, rows: Any, sizes: Any, way: Way) -> _Pro
     def of_leaves(leaves: list[Any], rows: jax.Array, sizes: jax.Array) -> jax.Array:
         return fn(jax.tree.unflatten(tree, leaves), rows, Dot(rows.shape[0], sizes, way))
 
+    # The constants of the jaxpr are the arrays that `fn` closes over, tracers of the surrounding trace included.
     closed = jax.make_jaxpr(of_leaves)(leaves, rows, sizes)
     jaxpr: Jaxpr = closed.jaxpr
     values = [*leaves, *closed.consts]

@@ -23,7 +23,7 @@ from jaxshard.core.counting import is_counting
 
 
 class Way(NamedTuple):
-    """How products are computed.
+    """The implementation of grouped products.
 
     Attributes:
       platform: the platform of the devices.
@@ -190,6 +190,7 @@ def _block_size(rows: int, groups: int) -> int:
 
     The last block of a group is half empty on average, so about 1/8 of the work is wasted at most.
     """
+    # bit_length() - 1 is the floor of the binary logarithm.
     return 1 << max(3, min(9, (rows // max(1, 4 * groups)).bit_length() - 1))
 
 
@@ -201,7 +202,7 @@ def _blocks(rows: int, sizes_G: jax.Array, block: int) -> tuple[jax.Array, jax.A
     ends = jnp.cumsum(sizes_G)
     count = -(-sizes_G // block)
     last = jnp.cumsum(count)
-    i = jnp.arange(rows // block + sizes_G.shape[0])
+    i = jnp.arange(rows // block + sizes_G.shape[0])  # as many blocks as any sizes need: at most one partial per group
     group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), sizes_G.shape[0] - 1)
     first = ends[group] - sizes_G[group] + (i - (last[group] - count[group])) * block
     return group, first, ends, last[-1]

@@ -172,7 +172,7 @@ def _axes_of_slices(mesh: Mesh, experts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Split:
-    """How the current layout splits one call: PartitionSpecs of its arrays over the axes that are not manual yet."""
+    """The sharding of one call by the current layout: PartitionSpecs over the axes that are not manual yet."""
 
     def __init__(self, activations: Activations | None, x: jax.Array, params: PyTree, E: int, hidden: PyTree) -> None:
         self.E = E

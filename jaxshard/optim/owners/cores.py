@@ -164,7 +164,7 @@ class _Part(NamedTuple):
 
 
 def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
-    """Find the core of a parameter, or say why it has none."""
+    """Find the core of a parameter; return a message if it has none."""
     jaxpr, shape, own = made.jaxpr, made.jaxpr.outvars[leaf].aval.shape, bit(leaf)
 
     def flows(atom: Any) -> bool:
@@ -176,18 +176,18 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
 
     eqns = jaxpr.eqns
     mine = [number for number, eqn in enumerate(eqns) if any(map(flows, eqn.invars)) and any(map(flows, eqn.outvars))]
-    whole = {number for number in mine if not _runs_on_parts(eqns[number], shape)}
-    # Walk backwards for the values that lead to a matrix product or to new state, forwards for those that follow one.
+    core = {number for number in mine if not _runs_on_parts(eqns[number], shape)}
+    # Walk backwards for values that lead to a matrix product or to new state, then forwards for values after a product.
     before, stays = set[Any](), {x for x in _new_states(made, leaf) if flows(x)}
     for number in reversed(mine):
         used = {atom for atom in eqns[number].invars if flows(atom)}
-        if number in whole or any(var in before for var in eqns[number].outvars):
+        if number in core or any(var in before for var in eqns[number].outvars):
             before |= used
         if any(var in stays for var in eqns[number].outvars):
             stays |= used
     after: set[Any] = set()
     for number in mine:
-        if number in whole or any(not isinstance(x, Literal) and x in after for x in eqns[number].invars):
+        if number in core or any(not isinstance(x, Literal) and x in after for x in eqns[number].invars):
             after |= {var for var in eqns[number].outvars if flows(var)}
 
     def leads(number: int) -> bool:
@@ -196,14 +196,14 @@ def _find_core(made: TracedUpdate, walked: _Walked, leaf: int) -> Core | str:
     def follows(number: int) -> bool:
         return any(not isinstance(x, Literal) and x in after for x in eqns[number].invars)
 
-    least = whole | {number for number in mine if leads(number) and follows(number)}
+    least = core | {number for number in mine if leads(number) and follows(number)}
     front, back = {number for number in mine if leads(number)}, {number for number in mine if follows(number)}
     # The equations that compute new state: mapped over blocks, SOAP updates its average in only one of two branches.
     kept = {number for number in mine if any(var in stays for var in eqns[number].outvars)}
     parts = [
         part
         # Candidate cores, the smallest first; the candidate that sends the fewest bytes is taken.
-        for numbers in (least, whole | front, whole | back | least, whole | front | back, whole | front | kept)
+        for numbers in (least, core | front, core | back | least, core | front | back, core | front | kept)
         if (part := _bound(made, numbers, leaf, shape, flows)) is not None
     ]
     if not parts:

@@ -55,9 +55,10 @@ class Split(NamedTuple):
         """Assemble the rows received from all devices [devices, slots * size] into full matrices [slots, ...]."""
         rank = len(self.part)
         x = rows.reshape(*self.counts, self.slots, *self.part)
+        # [counts..., slots, part...] -> [slots, count 0, part 0, count 1, part 1, ...], then merge each pair.
         order = [rank, *(axis for dim in range(rank) for axis in (dim, rank + 1 + dim))]
-        whole = (count * size for count, size in zip(self.counts, self.part, strict=True))
-        return x.transpose(order).reshape(self.slots, *whole)
+        full_sizes = (count * size for count, size in zip(self.counts, self.part, strict=True))
+        return x.transpose(order).reshape(self.slots, *full_sizes)
 
     def whole_to_parts(self, x: jax.Array) -> jax.Array:
         """Split full matrices [slots, ...] into one row per device: the inverse of `parts_to_whole`."""
@@ -112,7 +113,7 @@ def _by_dtype(arrays: Sequence[jax.Array], splits: Sequence[Split], send: _Send)
 
 
 def _all_to_all(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Send row r to device r."""
+    """Send row r to device r along the axes."""
     moved: jax.Array = lax.all_to_all(rows, tuple(axes), split_axis=0, concat_axis=0, tiled=True)
     return moved
 

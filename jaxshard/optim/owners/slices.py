@@ -183,6 +183,7 @@ def _product(eqn: Any, given: list[Rows]) -> int:
             continue
         if given[1 - side].dim is not None:
             raise _Mixes  # an outer product: every slice of one operand with every slice of the other
+        # The result has the batch dimensions, then the free ones of the left operand, then those of the right.
         free = [dim for dim in range(ranks[side]) if dim not in contracted[side] and dim not in batches[side]]
         before = len(batches[0]) + (ranks[0] - len(contracted[0]) - len(batches[0]) if side else 0)
         places.append(before + free.index(one.dim))
@@ -227,6 +228,7 @@ def _broadcast(eqn: Any, dim: int, given: list[Rows]) -> int:
 
 def _reshape(eqn: Any, dim: int, given: list[Rows]) -> int:
     x, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    # A dimension stays itself in a reshape if equally many elements come before it and its size is the same.
     before = math.prod(x[:dim])
     fits = [place for place in range(len(out)) if math.prod(out[:place]) == before and out[place] == x[dim]]
     return _require(fits[0] if fits else 0, bool(fits) and eqn.params.get("dimensions") is None)

@@ -56,5 +56,5 @@ def is_marked(x: Any) -> bool:
 
 
 def has_marks(tree: PyTree) -> bool:
-    """Return whether a tree holds marked parameters."""
+    """Return whether a tree contains marked parameters."""
     return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))

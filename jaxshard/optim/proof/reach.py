@@ -107,7 +107,7 @@ def join(given: Sequence[Reach], eqn: Any, context: Context) -> Reach:
     arrays, numbers, why = 0, 0, None
     for one in given:
         arrays, numbers, why = arrays | one.arrays, numbers | one.numbers, why or one.why
-    if arrays & (arrays - 1) and why is None:
+    if arrays & (arrays - 1) and why is None:  # more than one bit is set
         why = origin_of(eqn, context, f"mixes arrays of {context.some_names(leaves_of(arrays))}")
     return Reach(arrays, numbers, why)
 

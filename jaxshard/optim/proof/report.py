@@ -11,7 +11,7 @@ from jaxshard.optim.proof.facts import Origin
 
 
 class Reason(NamedTuple):
-    """The reason why an output of a transform is not elementwise, or is changed by stacking.
+    """Why an output of a transform is not elementwise, or changes by stacking.
 
     Attributes:
       output: The output, such as "update w" or "state 0/nu/w".

@@ -30,7 +30,7 @@ from jaxshard.optim.proof.marked import Marked, is_marked
 from jaxshard.optim.proof.report import Reason, describe
 
 _COUNTS = 64
-"""Step counts below this are tried, to detect what a transform does only every n-th step."""
+"""Step counts below this are tried, to detect transforms that act differently every n-th step."""
 
 _QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
 """Compiler options without optimizations, for a program that runs once."""
