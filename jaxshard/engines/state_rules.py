@@ -54,7 +54,7 @@ _ROWS = "the rows of a part of the batch"
 
 @dataclass(frozen=True)
 class Sharing:
-    """How devices and micro-batches share the rows of a batch.
+    """The way in which devices and micro-batches share the rows of a batch.
 
     Attributes:
       facts: the mesh axes over which parameters, state, batch and number of the first row differ between devices, one
