@@ -122,6 +122,11 @@ def gather_stages(
             yield replace(one, axes=stage, shape=tuple(shape))
 
 
+def common_axes(one: Placement, two: Placement) -> list[str]:
+    """Return the axes by which both placements split the same dimensions of the stored array."""
+    return [axis for dim, axis in split_dims(one.store) if (dim, axis) in split_dims(two.store)]
+
+
 def as_travels(one: Expected, travels: Iterable[Travel]) -> Iterator[Expected]:
     """Yield `one` for each array that a format of `js.wire` sends in its place: 8-bit numbers, and scales of blocks."""
     for travel in travels:

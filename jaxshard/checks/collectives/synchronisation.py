@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxshard.checks.collectives.expected import Expected, gather_stages
+from jaxshard.checks.collectives.expected import Expected, common_axes, gather_stages
 from jaxshard.core.fragments import cut_leaves
 from jaxshard.core.layout import Layout, put_back, select
 from jaxshard.core.local import Local
-from jaxshard.core.placement import split_dims
 from jaxshard.core.tree import path_str
 from jaxshard.core.types import PyTree
 
@@ -53,8 +52,7 @@ def synchronisations(layout: Layout, local: Local, inside: Iterable[Expected]) -
             often, shape = f"every {local.every} steps", opt.shard_shape(layout.mesh)
             mean = _over(local, shape, _wide(x.dtype), 1, f"mean of {name} over replicas, {often}")
             back = Expected("all-gather", (), (), x.dtype, 1, 1, f"shared {name}, {often}")
-            keep = [axis for dim, axis in split_dims(opt.store) if (dim, axis) in split_dims(own.store)]
-            for one in (mean, *gather_stages(layout.mesh, opt, keep, back)):
+            for one in (mean, *gather_stages(layout.mesh, opt, common_axes(opt, own), back)):
                 yield replace(one, every=local.every)
 
 

@@ -53,6 +53,11 @@ class Move(Collective):
     by_shape: bool = False
 
     @property
+    def title(self) -> str:
+        """Kind, axes and what is moved."""
+        return f"{super().title} ({self.what})"
+
+    @property
     def times(self) -> float | None:
         """Times that the whole array is moved per step; None in a loop of an unknown number of turns."""
         return None if self.count is None else self.count * self.share

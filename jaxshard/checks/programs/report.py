@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,12 @@ from jaxshard.checks.collectives.counts import bytes_str, grouped, number_str, t
 from jaxshard.checks.collectives.found import KINDS
 from jaxshard.checks.collectives.hlo import Module
 from jaxshard.checks.collectives.instructions import in_host_memory, rematerialized
-from jaxshard.checks.collectives.operation import times_str, total_size
+from jaxshard.checks.collectives.operation import by_line, describe, total_size
 from jaxshard.checks.collectives.program import Program
 from jaxshard.checks.programs.arguments import BATCH, EITHER, OPTIMIZER, PARAMETER, ROLES, Argument, read_arguments
 from jaxshard.checks.programs.axes import EXCHANGED, ROWS, SPLIT, STAGES, axes_for, check_axes, position_mesh, words
 from jaxshard.checks.programs.moves import SCALAR, WHAT, Move, find_moves
-from jaxshard.checks.programs.terms import TERMS, judge
+from jaxshard.checks.programs.terms import TERMS, Terms, judge
 from jaxshard.checks.programs.text import parse_program
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.mesh import mesh_str
@@ -40,8 +40,9 @@ class ProgramAudit:
       arguments: the arrays that it is given.
       moves: the arrays that its collectives move.
       strategy: the one that it was compared with; None for a report alone.
+      microbatches: into which the step divides its batch.
       comparison: with the strategy; without differences if none was named.
-      assumed: what the text does not say and the audit takes for granted, in words.
+      slices: how many TPU slices the mesh has; the program is that of one of them.
     """
 
     name: str
@@ -49,8 +50,9 @@ class ProgramAudit:
     arguments: tuple[Argument, ...]
     moves: tuple[Move, ...]
     strategy: str | None
+    microbatches: int
     comparison: Comparison
-    assumed: tuple[str, ...]
+    slices: int
 
     @property
     def ok(self) -> bool:
@@ -77,18 +79,50 @@ class ProgramAudit:
         name = f"{self.name} for {self.mesh.size} devices ({mesh_str(self.mesh)})"
         return f"{name}: {moved or 'no collectives'}; {against}"
 
+    @property
+    def assumed(self) -> list[str]:
+        """What the text does not say and the audit takes for granted, in words."""
+        return [*self._assumed_of_arrays(), *(self._assumed_of_strategy(TERMS[self.strategy]) if self.strategy else ())]
+
+    def _assumed_of_arrays(self) -> Iterator[str]:
+        yield f"the mesh is {mesh_str(self.mesh)}, with positions in this order"
+        if self.slices > 1:
+            yield f"the program is that of one of {self.slices} slices, over which the mesh's outermost axes go"
+        roles, by_shape = Counter(one.role for one in self.arguments), sum(move.by_shape for move in self.moves)
+        if named := ", ".join(f"{roles[role]} {role}" for role in (PARAMETER, OPTIMIZER, BATCH) if roles[role]):
+            yield f"roles by the names of the arguments: {named}"
+        if count := roles[EITHER]:
+            yield f"{count} donated arrays of floats, whose names do not tell, are parameters or optimizer moments"
+        if by_shape:
+            what = "the weight where they are gathered, its gradient where they are summed"
+            yield f"{by_shape} arrays have the shape of a parameter or of one block of it, and are taken for it: {what}"
+
+    def _assumed_of_strategy(self, terms: Terms) -> Iterator[str]:
+        for use in (ROWS, EXCHANGED, SPLIT, STAGES):
+            if axes := axes_for(self.mesh, use):
+                yield f"by its name {words(axes)} is for {use}"
+        if all(one.splits is None for one in self.arguments):
+            yield "the text has no shardings: how arrays rest is known only of those that are gathered"
+        batches = f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        yield f"one step has {batches}; a tied weight counts as one"
+        if terms.gathers and axes_for(self.mesh, STAGES):
+            yield "the schedule of the pipeline says how often a weight is gathered"
+        elif terms.gathers:
+            yield "a weight may be gathered for the forward and for the backward pass"
+
     def rows(self) -> list[dict[str, Any]]:
         """Add up collectives: one dictionary per kind, axes and what is moved; scalars last."""
         return sorted(
-            _add_up(self.moves, _labels),
+            map(_sums, grouped(self.moves, lambda move: move.title).values()),
             key=lambda row: (row["moves"] == SCALAR, KINDS.index(row["kind"]), row["axis"], WHAT.index(row["moves"])),
         )
 
     def lines(self) -> list[dict[str, Any]]:
         """Add up collectives by source line, kind, axes and what is moved, the most bytes first; without scalars."""
-        moves = (move for move in self.moves if move.what != SCALAR)
-        lines = _add_up(moves, lambda move: {"place": move.place} | _labels(move))
-        return sorted(lines, key=lambda one: -(one["bytes"] or 0))
+        return [{"place": of[0].place} | _sums(of) for of in self._by_line()]
+
+    def _by_line(self) -> list[list[Move]]:
+        return by_line((move for move in self.moves if move.what != SCALAR), lambda move: move)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""
@@ -103,7 +137,7 @@ class ProgramAudit:
             ],
             "collectives": self.rows(),
             "lines": self.lines(),
-            "assumed": list(self.assumed),
+            "assumed": self.assumed,
         }
 
     def __str__(self) -> str:
@@ -136,15 +170,11 @@ class ProgramAudit:
         return [Table(roles, "<>>", ("given", "arrays", "on each device")), Table(moved, "<<<>>>", head)]
 
     def _lists(self, all: bool) -> list[str]:
-        lines = [
-            f"{one['kind']} over {one['axis']}, {times_str(one['count'])}, {bytes_str(one['bytes'])}: {one['moves']}\n"
-            f"    at {one['place']}"
-            for one in self.lines()
-        ]
+        lines = [describe(of) for of in self._by_line()]
         shown = lines if all else [*lines[:_SHOWN], *[f"and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)]
-        by_line, program = listed(f"by source line: {len(lines)}", shown), str(self.comparison.program or "")
-        lists = [by_line, *self.comparison.differences(all=all), program, listed("assumed", self.assumed)]
-        return [text for text in lists if text]
+        program = str(self.comparison.program or "")
+        lists = listed("by source line", shown), *self.comparison.differences(all=all), program
+        return [text for text in (*lists, listed("assumed", self.assumed)) if text]
 
 
 def audit_program(
@@ -189,59 +219,19 @@ def _audit(module: Module, axes: dict[str, int], strategy: str | None, microbatc
     # A program without any asynchronous collective, as every CPU's, waits for all: that needs no list.
     waited = tuple(one for one in moves if one.synchronous) if not all(one.synchronous for one in moves) else ()
     compared = replace(compared, program=Program(waited, rematerialized(module.text), in_host_memory(module.text)))
-    assumed = tuple(_assumptions(mesh, module.devices, arguments, moves, strategy, microbatches))
     name = module.text.partition(",")[0].removeprefix("HloModule ").strip()
-    return ProgramAudit(name, mesh, arguments, moves, strategy, compared, assumed)
+    return ProgramAudit(
+        name, mesh, arguments, moves, strategy, microbatches, compared, slices=mesh.size // module.devices
+    )
 
 
-def _assumptions(
-    mesh: Mesh,
-    devices: int,
-    arguments: Sequence[Argument],
-    moves: Sequence[Move],
-    strategy: str | None,
-    microbatches: int,
-) -> Iterator[str]:
-    yield f"the mesh is {mesh_str(mesh)}, with positions in this order"
-    if mesh.size > devices:
-        yield f"the program is that of one of {mesh.size // devices} slices, over which the mesh's outermost axes go"
-    roles = Counter(one.role for one in arguments)
-    named = ", ".join(f"{roles[role]} {role}" for role in (PARAMETER, OPTIMIZER, BATCH) if roles[role])
-    if named:
-        yield f"roles by the names of the arguments: {named}"
-    if count := roles[EITHER]:
-        yield f"{count} donated arrays of floats, whose names do not tell, are parameters or moments of the optimizer"
-    by_shape = sum(move.by_shape for move in moves)
-    if by_shape:
-        what = "the weight where they are gathered, its gradient where they are summed"
-        yield f"{by_shape} arrays have the shape of a parameter, or of one block of it, and are taken for it: {what}"
-    if strategy is None:
-        return
-    for use in (ROWS, EXCHANGED, SPLIT, STAGES):
-        if named_axes := axes_for(mesh, use):
-            yield f"by its name {words(named_axes)} is for {use}"
-    if not any(one.splits is not None for one in arguments):
-        yield "the text has no shardings: how arrays rest is known only of those that are gathered"
-    yield f"one step has {microbatches} micro-batch{'es' * (microbatches > 1)}; a tied weight counts as one"
-    if TERMS[strategy].gathers and axes_for(mesh, STAGES):
-        yield "the schedule of the pipeline says how often a weight is gathered"
-    elif TERMS[strategy].gathers:
-        yield "a weight may be gathered for the forward and for the backward pass"
-
-
-def _labels(move: Move) -> dict[str, Any]:
-    return {"kind": move.kind, "axis": "+".join(move.axes), "moves": move.what}
-
-
-def _add_up(moves: Iterable[Move], labels: Callable[[Move], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add up the executions and bytes of collectives that have the same labels, in their order."""
-    groups = grouped(moves, lambda move: tuple(labels(move).items()))
-    return [
-        {
-            **dict(key),
-            "count": total(one.count for one in of),
-            "bytes": total(one.bytes for one in of),
-            "synchronous_bytes": total(one.bytes for one in of if one.synchronous),
-        }
-        for key, of in groups.items()
-    ]
+def _sums(of: Sequence[Move]) -> dict[str, Any]:
+    """Add up what is moved in the same way."""
+    return {
+        "kind": of[0].kind,
+        "axis": "+".join(of[0].axes),
+        "moves": of[0].what,
+        "count": total(one.count for one in of),
+        "bytes": total(one.bytes for one in of),
+        "synchronous_bytes": total(one.bytes for one in of if one.synchronous),
+    }

@@ -218,18 +218,17 @@ class _Judge:
     def misplaced(self) -> Iterator[str]:
         """Yield the large arrays that are split over the rows and should not be, or whole and should be split."""
         for one in self.arguments:
-            if one.role == BATCH and one.splits is not None and len(one.shape) > 1:
-                own = axes_for(self.mesh, ROWS)
-                if whole := [axis for axis in own if axis not in {name for axes in one.splits for name in axes}]:
-                    yield f"{one.name}: every device along {words(whole)} is given the rows of all"
-            if one.splits is None or one.role not in (PARAMETER, OPTIMIZER, EITHER):
-                continue
-            split = [axis for axes in one.splits for axis in axes if axis in self.rows]
+            split = [axis for axes in one.splits or () for axis in axes if axis in self.rows]
             wanted = one.role in self.terms.split
-            if wanted and not split and one.elements > _SMALL and self.rows:
+            if one.splits is None:
+                continue
+            if one.role == BATCH and len(one.shape) > 1:
+                if whole := [axis for axis in self.rows_alone if axis not in split]:
+                    yield f"{one.name}: every device along {words(whole)} is given the rows of all"
+            elif wanted and not split and one.elements > _SMALL and self.rows:
                 array = f"{one.name}, {one.dtype}{list(one.shape)}, {human_bytes(one.bytes)} on every device"
                 yield f"{array}: {self.strategy} splits it over {words(self.rows)}"
-            elif split and not wanted and one.role != EITHER:
+            elif split and not wanted and one.role in (PARAMETER, OPTIMIZER):
                 yield f"{one.name} is split over {words(split)}: {self.strategy} keeps it whole there"
 
     def missing(self) -> Iterator[str]:
