@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -264,14 +264,13 @@ def split_scalars(
     Example:
         arrays, scalars = split_scalars(js.collectives(step.compile(batch), mesh))
     """
-    found = tuple(found)
-
-    def select(large: bool) -> Iterator[Collective]:
-        for one in found:
+    arrays: list[Collective] = []
+    scalars: list[Collective] = []
+    for one in found:
+        for kept, large in ((arrays, True), (scalars, False)):
             if parts := [part for part, shape in enumerate(one.shapes) if (math.prod(shape) > above) is large]:
-                yield pick(one, parts)
-
-    return tuple(select(True)), tuple(select(False))
+                kept.append(pick(one, parts))
+    return tuple(arrays), tuple(scalars)
 
 
 def pick(one: Collective, parts: Sequence[int]) -> Collective:

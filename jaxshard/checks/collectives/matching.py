@@ -11,7 +11,6 @@ takes has the promised dtype, else a wider one, and only if nothing is left of t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -122,30 +121,21 @@ class Allowances:
         """
         if array.kind != "all-reduce" or len(array.shapes[0]) != 1 or not array.count:
             return False
-        parts = [
-            known
-            for known in self._counted.values()
-            if (known.kind, known.axes, known.dtype) == (array.kind, array.axes, array.dtype)
-            and known.elements[0] == known.elements[1]
-            and known.stack
-        ]
+        sought = (array.kind, array.axes, array.dtype)
+        parts = [known for known in self._counted.values() if (known.kind, known.axes, known.dtype) == sought]
         # Every number of elements that some of the promises add up to, with one choice of executions that does.
-        sums: dict[int, tuple[int, ...]] = {0: ()}
-        for known in parts:
-            room = (known.most - known.used) // array.count
-            times = sorted({*range(min(room, 64) + 1), known.stack, room})
-            longer = {
-                total + some * known.elements[0]: (*chosen, some)
-                for total, chosen in sums.items()
-                for some in times
-                if some <= room and total + some * known.elements[0] <= array.elements
-            }
-            sums = dict(itertools.islice(longer.items(), _MAX_SUMS))
+        sums: dict[int, tuple[tuple[Allowance, int], ...]] = {0: ()}
+        for known in (known for known in parts if known.stack and known.elements[0] == known.elements[1]):
+            size, room = known.elements[0], (known.most - known.used) // array.count
+            for total, chosen in tuple(sums.items())[:_MAX_SUMS]:
+                for some in sorted({*range(1, min(room, 64) + 1), min(known.stack, room), room}):
+                    if total + some * size <= array.elements:
+                        sums.setdefault(total + some * size, (*chosen, (known, some)))
         if array.elements - (best := max(sums)) > _SCALARS or not best:
             return False
-        for known, some in zip(parts, sums[best], strict=True):
+        for known, some in sums[best]:
             known.used += some * array.count
-            self._covered.update(known.what if some else ())
+            self._covered.update(known.what)
         return True
 
     def _fitting(self, kind: str, array: Collective) -> list[tuple[int, Allowance]]:

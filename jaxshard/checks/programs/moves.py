@@ -9,10 +9,8 @@ and scalars.
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
@@ -32,13 +30,11 @@ WHAT = (WEIGHT, GRADIENT, MOMENT, ACTIVATION, INPUT, INTEGERS, SCALAR)
 
 _SCALARS = 16
 """Elements of a few joined scalars at most."""
-_FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "equinox", "haiku", "qwix", "haliax", "optimistix"}
-_STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move(Collective):
-    """One array that a collective moves, as if it were moved alone; its `source` is a line of no framework.
+    """One array that a collective moves, as if it were moved alone.
 
     Attributes:
       what: one of `WHAT`.
@@ -66,12 +62,11 @@ class Move(Collective):
 def find_moves(module: hlo.Module, mesh: Mesh, arguments: Sequence[Argument]) -> tuple[Move, ...]:
     """List what the collectives of a program move, each of their arrays alone, in the order of the program."""
     known = _Known({one.number: one for one in arguments}, mesh)
-    moves = []
-    for executed, record in locate(module, mesh):
-        record = replace(record, source=_place(record))
-        for one in (pick(record, [part]) for part in range(len(record.arrays))):
-            moves.append(Move(**vars(one), **_label(one, is_transfer(executed.op), known)))
-    return tuple(moves)
+    return tuple(
+        Move(**vars(one), **_label(one, is_transfer(executed.op), known))
+        for executed, record in locate(module, mesh)
+        for one in (pick(record, [part]) for part in range(len(record.arrays)))
+    )
 
 
 class _Known:
@@ -133,20 +128,3 @@ def _label(found: Collective, between_slices: bool, known: _Known) -> dict[str, 
 def is_ring(found: Collective) -> bool:
     """Return True for shards that go around a ring while a product is computed piece by piece."""
     return found.kind == "collective-permute" and operation_of(found.op_name) in PRODUCTS
-
-
-def _place(record: Collective) -> str:
-    """The innermost line of the program's own code: no framework's, and none of Python's library."""
-    near = "near " if record.source.startswith("near ") else ""
-    for frame in record.frames:
-        if not _is_framework(Path(frame.rpartition(":")[0])):
-            return near + frame
-    return record.source
-
-
-def _is_framework(file: Path) -> bool:
-    parts = file.parts
-    for folder in ("site-packages", "dist-packages"):
-        if folder in parts:
-            return parts[parts.index(folder) + 1] in _FRAMEWORKS
-    return file.is_relative_to(_STDLIB) or "<" in str(file)

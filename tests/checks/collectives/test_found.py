@@ -42,7 +42,7 @@ WHOLE = 32 * 16 * F32
         (lambda x: lax.all_gather(x, "c", axis=1, tiled=True), Row("all-gather", ("c",), 1, 2 * WHOLE)),
         (lambda x: lax.all_gather(x, ("b", "a")), Row("all-gather", ("a", "b"), 1, 4 * WHOLE)),
         (lambda x: lax.psum_scatter(x, "a", tiled=True), Row("reduce-scatter", ("a",), 1, WHOLE)),
-        (lambda x: lax.psum_scatter(x, ("c", "b"), scatter_dimension=1), Row("reduce-scatter", ("b", "c"), 1, WHOLE)),
+        (lambda x: lax.psum_scatter(x, ("c", "b"), tiled=True), Row("reduce-scatter", ("b", "c"), 1, WHOLE)),
         (lambda x: lax.all_to_all(x, "c", 0, 1, tiled=True), Row("all-to-all", ("c",), 1, WHOLE)),
         (lambda x: lax.ppermute(x, "a", RING), Row("collective-permute", ("a",), 1, WHOLE)),
     ],
