@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.expected import Expected, Shape
-from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, groups_on_slices
+from jaxshard.checks.collectives.groups import covering_axes, groups_across_slices, slice_members
 from jaxshard.checks.collectives.parameters import Parameter, expert_axes, longest_dim, rank_of, tensor_axes
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size, slice_indices
@@ -127,7 +127,7 @@ def between_slices(mesh: Mesh, expected: Iterable[Expected]) -> Iterator[Expecte
         yield from expected
         return
     across = covering_axes(groups_across_slices(slices), mesh)
-    inside = covering_axes(groups_on_slices((tuple(range(slices.size // len(np.unique(slices)))),), slices), mesh)
+    inside = covering_axes(slice_members(slices), mesh)
     for one in expected:
         crossed, own = (tuple(axis for axis in one.axes if axis in axes) for axes in (across, inside))
         if one.shape == () and not one.axes:  # scalars, in a row of a tile

@@ -14,9 +14,9 @@ x = 2 above were two slices, the groups `{{0,1,2,3}}` would stand for both group
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -159,8 +159,16 @@ def groups_on_slices(groups: Groups, slices: np.ndarray) -> Groups:
       groups: of positions among the devices of one slice; the same in every slice.
       slices: for every device of the mesh, in its shape, the number of its slice.
     """
-    members = [np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)]
-    return tuple(tuple(int(own[at]) for at in group) for own in members for group in groups)
+    return tuple(tuple(int(own[at]) for at in group) for own in slice_members(slices) for group in groups)
+
+
+def slice_members(slices: np.ndarray) -> np.ndarray:
+    """Return for each slice the positions of its devices in the mesh.
+
+    >>> slice_members(np.array([[0, 1], [0, 1]])).tolist()
+    [[0, 2], [1, 3]]
+    """
+    return np.stack([np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)])
 
 
 def groups_across_slices(slices: np.ndarray) -> Groups:
@@ -169,17 +177,14 @@ def groups_across_slices(slices: np.ndarray) -> Groups:
     >>> groups_across_slices(np.array([[0, 1], [0, 1]]))
     ((0, 1), (2, 3))
     """
-    members = [np.flatnonzero(slices.ravel() == number) for number in np.unique(slices)]
-    return _as_groups(np.stack(members, axis=1))
+    return _as_groups(slice_members(slices).T)
 
 
-def covering_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
+def covering_axes(groups: Iterable[Sequence[int]], mesh: Mesh) -> tuple[str, ...]:
     """Find the mesh axes, in mesh order, along which any device of a group, or a permute's target, is elsewhere."""
-    first = np.repeat([group[0] for group in groups], [len(group) for group in groups]).astype(int)
-    members = np.fromiter(itertools.chain.from_iterable(groups), int)
-    shape = tuple(mesh.shape.values())
-    places = zip(mesh.axis_names, np.unravel_index(first, shape), np.unravel_index(members, shape))
-    return tuple(name for name, own, other in places if (own != other).any())
+    pairs = [(group[0], other) for group in groups for other in group]
+    places = np.unravel_index(np.array(pairs, int).reshape(-1, 2), tuple(mesh.shape.values()))
+    return tuple(name for name, place in zip(mesh.axis_names, places) if (place[:, 0] != place[:, 1]).any())
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -48,7 +48,6 @@ class Argument:
       shape: on one device.
       whole: over all devices; that of one device where the text does not say how it is split.
       splits: for every dimension the mesh axes that split it; None where the text does not say.
-      donated: True if a result takes its buffer.
     """
 
     number: int
@@ -58,7 +57,6 @@ class Argument:
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...] | None
-    donated: bool
 
     @property
     def elements(self) -> int:
@@ -92,7 +90,7 @@ def _argument(number: int, op: hlo.Op, array: hlo.Array, donated: bool, mesh: Me
     name, splits = op.op_name or f"argument {number}", _splits(op.attributes, len(shape), mesh)
     parts = [math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in splits or [()] * len(shape)]
     whole = tuple(size * count for size, count in zip(shape, parts))
-    return Argument(number, name, _role(op.op_name, dtype, shape, donated), dtype, shape, whole, splits, donated)
+    return Argument(number, name, _role(op.op_name, dtype, shape, donated), dtype, shape, whole, splits)
 
 
 def _role(label: str, dtype: str, shape: Sequence[int], donated: bool) -> str:

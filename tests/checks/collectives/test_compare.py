@@ -14,7 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxshard as js
-from jaxshard.checks.collectives.compare import audit
+from jaxshard.checks.collectives.compare import audit, compare
+from jaxshard.checks.collectives.promise import Promise
+from jaxshard.core.layout import human_bytes
 from jaxshard.plan.topology import topology_mesh
 from tests.checks.collectives.programs import gpt_shapes
 from tests.engines import test_collectives as literals
@@ -59,13 +61,35 @@ def test_the_gpt_keeps_the_promise_over_a_tensor_axis():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(name, marks=() if name in ("zero1", "fsdp") else pytest.mark.slow) for name in literals.EXPECTED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", literals.EXPECTED)
 def test_a_linen_mlp_keeps_the_promise_of_every_strategy(strategy):
     axes, made = setups(0)[strategy]
     assert_exact(audited(linen_toy(), made, js.make_mesh(**axes)))
+
+
+@pytest.fixture(scope="module", params=[js.explicit(), js.auto()], ids=["explicit", "auto"])
+def fsdp(request):
+    """The audit of an MLP under fsdp; under auto the CPU compiler reduces everywhere, unpadded, and slices."""
+    comparison = audited(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), request.param)
+    if request.param.compiler_chooses:
+        rows = {row["kind"]: row["bytes"] for row in comparison.rows() if row["bytes"]}
+        assert rows == {"all-reduce": F32 * (13 * 27 + 27 + 27 * 1001 + 1001 + 1001 * 7 + 7), "all-gather": 142_944}
+    else:
+        assert_exact(comparison)
+    return comparison
+
+
+def test_gathers_that_the_program_does_not_show_are_not_as_promised(fsdp):
+    assert fsdp.ok and "could not read" not in str(fsdp)
+    promised = Promise(fsdp.promised, (), fsdp.tolerated)
+    blind = compare(promised, [one for one in fsdp.found if one.kind != "all-gather"])
+    (line,) = blind.unread
+    size = sum(one.bytes for one in fsdp.promised if one.kind == "all-gather" and one.shape and one.axes)
+    assert line.startswith(f"all-gather over data: {human_bytes(size)} promised")
+    assert not blind.surprises and not blind.ok
+    assert blind.verdict == "could not read all-gather over data" and "could not read" in str(blind)
+    assert check_shows_text(blind).text[0] == blind.verdict
 
 
 def test_units_are_gathered_again_where_the_backward_pass_needs_them():
@@ -95,14 +119,6 @@ def test_units_are_gathered_again_where_the_backward_pass_needs_them():
         "weight Layer_1/Dense_0/kernel": 2, "weight Layer_1/Dense_0/bias": 1,
         "weight Dense_0/kernel": 1, "weight Dense_0/bias": 1,
     }  # fmt: skip
-
-
-def test_the_automatic_engine_stays_within_the_promise():
-    """The CPU compiler reduces everywhere, unpadded, and slices."""
-    comparison = audited(linen_toy(), js.fsdp(min_size=0), js.make_mesh(data=8), js.auto())
-    assert comparison.ok, str(comparison)
-    rows = {row["kind"]: row["bytes"] for row in comparison.rows() if row["bytes"]}
-    assert rows == {"all-reduce": F32 * (13 * 27 + 27 + 27 * 1001 + 1001 + 1001 * 7 + 7), "all-gather": 142_944}
 
 
 @tpu

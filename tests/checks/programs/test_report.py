@@ -96,6 +96,25 @@ def test_a_name_that_does_not_tell_what_an_axis_splits_is_refused_with_the_names
         audit_program(step_text(*FSDP), {"rows": 8}, strategy="fsdp")
 
 
+@pytest.mark.parametrize(
+    ("lines", "unread"),
+    [
+        (FSDP, []),
+        ((gather(), gather(name="again")), ["sums of gradients over data"]),
+        ((SCATTER,), ["gathers of weights over data"]),
+        ((SUM,), []),  # it may be a gather that is written as a sum
+        ((), ["gathers of weights over data", "sums of gradients over data"]),
+    ],
+)
+def test_a_text_without_the_collectives_of_its_strategy(lines, unread):
+    report = audit_program(step_text(*lines), {"data": 8}, strategy="fsdp")
+    assert [one.partition(":")[0] for one in report.comparison.unread] == unread
+    assert report.ok is not bool(unread)
+    assert report.outcome == (f"could not read {', '.join(unread)}" if unread else "nothing against the strategy")
+    assert ("could not read" in str(report)) is bool(unread)
+    assert not audit_program(step_text(*lines), {"data": 8}).comparison.unread  # nothing is promised without a strategy
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [js.explicit, js.auto])
 @pytest.mark.parametrize("made", ["ddp", "zero1", "zero2", "fsdp"])
