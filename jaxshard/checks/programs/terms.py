@@ -168,12 +168,12 @@ class _Judge:
             return f"{move.what} gathered over {rows}: every device gets the rows of all"
         if not by_shape and axes & set(self.split) and len(move.shapes[0]) > 1:
             return f"{names}: a weight must not be gathered over {words(self.split)}, which splits its use"
-        copied = axes & set(self.copies)
-        most = 0 if copied else self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
-        by_schedule = self.stages and most  # as often as the schedule of the pipeline turns
+        if axes & set(self.copies):
+            return f"{names}: hsdp keeps whole copies over {words(self.copies)}"
+        most = self.microbatches * self.terms.gathers + by_shape * self.terms.renewals
+        by_schedule = self.stages and self.terms.gathers  # as often as the schedule of the pipeline turns
         times = "" if by_schedule else self._excess(move, "gather", most)
         promise = f"gathers each weight {most} times at most" if most else "gathers no weight"
-        promise += f" over {words(self.copies)}, where it has copies" if copied else ""
         return f"{names}: {times}; {self.strategy} {promise}" if times else ""
 
     def _sum_problem(self, move: Move) -> str:
