@@ -81,7 +81,7 @@ class ProgramAudit:
 
     @property
     def assumed(self) -> list[str]:
-        """What the text does not say and the audit takes for granted, in words."""
+        """The sentences on what the text does not say and the audit takes for granted."""
         return [*self._assumed_of_arrays(), *(self._assumed_of_strategy(TERMS[self.strategy]) if self.strategy else ())]
 
     def _assumed_of_arrays(self) -> Iterator[str]:

@@ -42,6 +42,7 @@ def write_dump(folder):
     stem = "module_0000.jit_step.after_optimizations"
     (folder / f"{stem}-buffer-assignment.txt").write_text(ASSIGNMENT)
     (folder / f"{stem}-live-range.txt").write_text(RANGES)
+    (folder / f"{stem}.txt").write_text("HloModule jit_step, is_scheduled=true\n")
 
 
 def test_the_fullest_moment_counts_a_shared_place_once(tmp_path):
