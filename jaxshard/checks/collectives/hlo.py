@@ -268,9 +268,9 @@ def _parse_op(name: str, line: str) -> Op:
 
 def _element_types(line: str) -> list[str]:
     """The types of the elements of the tuple with which a line begins."""
-    (end,) = _outside(line[1:], ")")
-    text = line[1 : end + 1]
-    return [text[start + 1 : stop].strip() for start, stop in pairwise([-1, *_outside(text, ","), end])]
+    end = _outside(line[1:], ")")[0]
+    text = re.sub(r"/\*.*?\*/", "", line[1 : end + 1])
+    return [text[start + 1 : stop].strip() for start, stop in pairwise([-1, *_outside(text, ","), len(text)])]
 
 
 def _outside(text: str, wanted: str) -> list[int]:
