@@ -40,7 +40,7 @@ class Loads:
 
 
 def assert_refused(root, name, loads, run, capsys=None):
-    """By `restore`, which reads no array; the step before is found. With `capsys` it is restored, and the command tells."""
+    """By `restore`, which reads no array; the step before is found, with `capsys` restored, and the command tells."""
     with pytest.raises(ValueError, match="20") as caught:
         js.restore(root, layout(), step=20)
     assert f"{root / '20' / name}: " in str(caught.value).replace(f"{MANIFEST} is missing", f"{MANIFEST}: missing")
