@@ -1,4 +1,4 @@
-"""Every byte of a step counts: what was changed, cut off, lost or added is found, and the file is named."""
+"""What is said of a damaged step: the file, the arrays in its bytes, and what a step of another number is."""
 
 import errno
 import json
