@@ -80,11 +80,6 @@ def compare(
 
 
 @pytest.mark.slow
-def test_two_replicas_under_fsdp_in_two_fragments_equal_the_plain_loop_to_1e_6() -> None:
-    compare(FSDP, MESH, EXPLICIT, 4, 2, (2, 0), CLIPPED)
-
-
-@pytest.mark.slow
 def test_a_warm_up_is_that_of_one_device_reduces_gradients_in_a_conditional_and_keeps_replicas_alike() -> None:
     layout, step = made(FSDP, mesh_of(**MESH), CLIPPED, EXPLICIT, 4, 2, warmup=3)
     compiled = step.compile(batches(1)[0])
@@ -359,12 +354,18 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         "state besides its parameters", js.compose(js.ddp(), local), lambda key: js.Model(MODEL.init(key), jnp.ones(3))
     )
     refuse("fragments=9 of a model with 6 pieces", js.compose(js.ddp(), js.local("replica", every=9, fragments=9)))
-    layout = js.layout(js.compose(js.ddp(), local), mesh, MODEL.init, CLIPPED)
+    layout, run = first_run()
     with pytest.raises(ValueError, match=r"reduction='ordered' and 'checked' are not supported under js\.local"):
         js.make_step(MODEL.loss, CLIPPED, layout, engine=js.explicit(reduction="ordered"))
-    run = js.init(MODEL.init, CLIPPED, layout, 0)
     with pytest.raises(ValueError, match="holds what was made from the old parameters"):
-        js.replace_params(run, MODEL.init(jax.random.key(1)), CLIPPED, layout, opt_state="keep")
+        js.replace_params(run, jax.device_get(run.params), CLIPPED, layout, opt_state="keep")
+
+
+@cache
+def first_run() -> tuple[js.Layout, js.TrainState]:
+    strategy = js.compose(js.ddp(), js.local("replica", every=4))
+    layout = js.layout(strategy, mesh_of(**MESH), MODEL.init, CLIPPED)
+    return layout, js.init(MODEL.init, CLIPPED, layout, 0)
 
 
 def test_what_knows_no_replicas_says_so() -> None:
@@ -373,12 +374,11 @@ def test_what_knows_no_replicas_says_so() -> None:
     (batch,) = batches(1)
     with pytest.raises(ValueError, match="parity: replicas that train by themselves"):
         js.parity(MODEL.init, MODEL.loss, CLIPPED, strategy, mesh, batch)
-    layout = js.layout(strategy, mesh, MODEL.init, CLIPPED)
+    layout, run = first_run()
     with pytest.raises(ValueError, match="predict: replicas that train by themselves"):
         js.plan.predict(layout, MODEL.loss, batch, tx=CLIPPED)
     with pytest.raises(ValueError, match="value_and_grad: replicas that train by themselves"):
         js.value_and_grad(MODEL.loss, layout)
-    run = js.init(MODEL.init, CLIPPED, layout, 0)
     with pytest.raises(ValueError, match=r"averaged: .* evaluate the run itself"):
         js.averaged(run, layout)
     with pytest.raises(ValueError, match=r"js\.Rollback.* replicas of js\.local .* use bad_steps='skip'"):
