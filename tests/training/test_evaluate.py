@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.models.gpt import gpt
 from tests.toys import mask, normal, quick_compile
 
 pytestmark = pytest.mark.fast_cases(1)
@@ -160,34 +159,6 @@ def test_scalars_of_a_batch_count_for_every_row():
     for count in (16, 11):
         value = float(step(run, rows(count) | {"scale": np.float32(2)})["loss"].value)
         assert value == pytest.approx(2 * exact(rows(count))["loss"], rel=1e-6)
-
-
-# Models.
-
-
-@pytest.fixture(scope="module")
-def stacked():
-    model = gpt(vocab=33, width=16, depth=3, heads=2, seq=8, dropout=0.5)
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
-    with quick_compile():
-        return model, layout, js.init(model.init, TX, layout, 0), jax.jit(model.init)(jax.random.key(0))
-
-
-def tokens(count):
-    rng = np.random.default_rng(4)
-    return {"tokens": rng.integers(0, 33, (count, 9), dtype=np.int32), "weights": mask((16, 8))[:count]}
-
-
-@pytest.mark.slow
-def test_a_stacked_model_is_evaluated_block_by_block(stacked):
-    """1e-6 against one device; nothing is dropped without keys."""
-    model, layout, run, params = stacked
-    step = js.make_eval_step(model.evaluate, layout)
-    for count in (16, 13):
-        result = {name: float(x.value) for name, x in step(run, tokens(count)).items()}
-        expected = {name: float(x.value) for name, x in model.evaluate(params, tokens(count)).items()}
-        assert result == pytest.approx(expected, rel=1e-6)
-        assert set(result) == {"loss", "accuracy"}
 
 
 def test_predictions_see_the_state():
