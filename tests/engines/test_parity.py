@@ -202,16 +202,6 @@ def test_a_sum_of_means_and_its_metrics_equal_one_device(engine, microbatches):
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.slow  # tests/core/test_loss.py has the rule
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_batch_without_any_weight_has_loss_and_gradient_zero(engine):
-    toy = nnx_toy()
-    toy = toy._replace(batch=toy.batch | {"weights": np.zeros_like(toy.batch["weights"])})
-    trace, _ = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), ENGINES[engine](), steps=1)
-    assert trace.losses == [0]
-    assert all((x == 0).all() for x in jax.tree.leaves(trace.grads))
-
-
 # Mutable state.
 
 
@@ -327,28 +317,6 @@ def test_gradients_reduced_in_bf16(engine, scatter):
     trace, _ = sharded(nnx_toy(), js.zero2(min_size=0), js.make_mesh(data=8), engine)
     assert trace.losses[0] == pytest.approx(one_device_toy("nnx").losses[0], rel=1e-6)
     assert 1e-5 < grad_error(trace, one_device_toy("nnx")) < 2**-7
-
-
-@pytest.mark.slow  # tests/optim/test_master.py has the transform
-@pytest.mark.parametrize("engine", ENGINES)
-def test_bf16_parameters_with_an_f32_master(engine):
-    """Losses within 1e-3 and gradients within 2**-6 of the same on one device: bf16 sums round by shard."""
-    full = nnx_toy()
-
-    def low(key):
-        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), full.init_fn(key))
-
-    toy = full._replace(init_fn=low)
-    tx = js.optim.master(optax.sgd(toy.rate, momentum=0.9))
-    trace, layout = sharded(toy, js.fsdp(min_size=0), js.make_mesh(data=8), ENGINES[engine](), tx)
-    reference = one_device(toy, tx)
-    assert loss_error(trace, reference) < 1e-3
-    assert grad_error(trace, reference) < 2**-6
-    assert tree_error(trace.params, reference.params) < 2**-7
-    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((trace.params, trace.grads)))
-    masters = [p for p in layout.placed() if "/master/" in p.leaf.path]
-    assert len(masters) == 5 and all(p.leaf.dtype == jnp.float32 for p in masters)
-    assert all(p.placement.why or "data" in p.placement.store for p in masters)
 
 
 # Frozen parameters.

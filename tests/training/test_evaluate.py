@@ -9,9 +9,7 @@ import optax
 import pytest
 
 import jaxshard as js
-from jaxshard.models.decoder import logits
-from jaxshard.models.gpt import gpt
-from tests.toys import linen_toy, mask, normal, quick_compile
+from tests.toys import mask, normal, quick_compile
 
 pytestmark = pytest.mark.fast_cases(1)
 
@@ -161,55 +159,6 @@ def test_scalars_of_a_batch_count_for_every_row():
     for count in (16, 11):
         value = float(step(run, rows(count) | {"scale": np.float32(2)})["loss"].value)
         assert value == pytest.approx(2 * exact(rows(count))["loss"], rel=1e-6)
-
-
-# Models.
-
-
-@pytest.mark.slow
-def test_a_linen_model_with_sizes_that_do_not_divide():
-    """1e-6 against the loss on one device, 11 of 16 rows."""
-    toy = linen_toy()
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), toy.init_fn, TX)
-    run = js.init(toy.init_fn, TX, layout, 0)
-    step = js.make_eval_step(lambda model, batch: {"loss": toy.loss_fn(model, batch, None)}, layout)
-    step(run, toy.batch)
-    part = jax.tree.map(lambda x: x[:11], toy.batch)
-    expected = toy.loss_fn(jax.jit(toy.init_fn)(jax.random.key(0)), part, None).value
-    assert float(step(run, part)["loss"].value) == pytest.approx(float(expected), rel=1e-6)
-
-
-@pytest.fixture(scope="module")
-def stacked():
-    model = gpt(vocab=33, width=16, depth=3, heads=2, seq=8, dropout=0.5)
-    layout = js.layout(js.fsdp(min_size=0), js.make_mesh(data=8), model.init, TX)
-    with quick_compile():
-        return model, layout, js.init(model.init, TX, layout, 0), jax.jit(model.init)(jax.random.key(0))
-
-
-def tokens(count):
-    rng = np.random.default_rng(4)
-    return {"tokens": rng.integers(0, 33, (count, 9), dtype=np.int32), "weights": mask((16, 8))[:count]}
-
-
-@pytest.mark.slow
-def test_a_stacked_model_is_evaluated_block_by_block(stacked):
-    """1e-6 against one device; nothing is dropped without keys."""
-    model, layout, run, params = stacked
-    step = js.make_eval_step(model.evaluate, layout)
-    for count in (16, 13):
-        result = {name: float(x.value) for name, x in step(run, tokens(count)).items()}
-        expected = {name: float(x.value) for name, x in model.evaluate(params, tokens(count)).items()}
-        assert result == pytest.approx(expected, rel=1e-6)
-        assert set(result) == {"loss", "accuracy"}
-
-
-@pytest.mark.slow
-def test_predictions_from_a_sharded_run(stacked):
-    model, layout, run, params = stacked
-    apply = js.make_apply(lambda params, tokens: logits(model, params, tokens), layout)
-    prompt = tokens(3)["tokens"][:, :5]
-    np.testing.assert_allclose(apply(run, prompt), logits(model, params, prompt), atol=1e-5)
 
 
 def test_predictions_see_the_state():

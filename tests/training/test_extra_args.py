@@ -63,6 +63,7 @@ def sharded(tx: Any, strategy: Any, engine: Any) -> tuple[list[float], Any]:
     for _ in range(STEPS):
         run, metrics = step(run, BATCH)
         losses.append(float(metrics["loss"]))
+    assert step.guarded
     return losses, js.logical(run, layout).params
 
 
@@ -138,7 +139,6 @@ def test_a_rate_that_falls_on_a_plateau_communicates_nothing():
 
 def test_sums_in_one_order_are_not_promised_to_a_line_search():
     layout = js.layout(FSDP, js.make_mesh(data=8), init_fn, optax.lbfgs())
-    assert js.make_step(loss_fn, optax.lbfgs(), layout).guarded
     with pytest.raises(ValueError, match=r"reduction='ordered' .* asks for value, grad, value_fn too; use .*native"):
         js.make_step(loss_fn, optax.lbfgs(), layout, engine=js.explicit(reduction="ordered"))
 

@@ -1,5 +1,7 @@
 """Mistakes that are easily made with a run, a layout or a batch: refused by name, or harmless."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +24,15 @@ def loss_fn(params, batch, key):
     return js.Mean((batch["scale"] * (batch["x"] @ params["w"]) ** 2).sum(), batch["x"].shape[0])
 
 
-def made(strategy):
+@cache
+def first(strategy):
     layout = js.layout(strategy, js.make_mesh(data=8), init_fn, TX)
     return layout, js.init(init_fn, TX, layout, 0)
+
+
+def made(strategy):
+    layout, run = first(strategy)
+    return layout, js.clone(run)
 
 
 def test_a_run_that_was_donated_is_refused_and_the_process_lives():

@@ -178,7 +178,7 @@ def cast_weights(toy):
     return toy._replace(loss_fn=loss_fn)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow  # tests/engines/test_parity.py has the fast ones
 @pytest.mark.parametrize(
     ("schedule", "make", "options"),
     [
