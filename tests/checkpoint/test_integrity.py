@@ -46,11 +46,6 @@ def flip(file, byte, bit):
     file.write_bytes(content)
 
 
-def assert_found(folder, name):
-    problems = find_damage(folder)
-    assert problems and all(problem.startswith(str(folder / name) + ":") for problem in problems), (name, problems)
-
-
 def test_every_byte_of_a_manifest_counts(root):
     raw = (root / "20" / MANIFEST).read_bytes()
     for position in range(len(raw)):

@@ -264,38 +264,3 @@ def test_what_a_step_communicates_over_a_tensor_axis():
     activation, labels = 4 * 8 * 64, 4 * 8
     found = {key: size for key, size in elements(Program(layout, compiled)).items() if "tensor" in key[1]}
     assert found == {("all-reduce", "tensor"): (2 * (2 + 5) + 2) * activation + 3 * labels}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axes", "strategy", "engine"),
-    [
-        ({"data": 4, "tensor": 2}, js.compose(js.fsdp(min_size=0), js.tensor()), js.explicit()),
-        pytest.param(
-            {"data": 4, "tensor": 2},
-            js.compose(js.zero2(), js.tensor([("sequence", "split"), *js.RULES])),
-            js.auto(),
-            marks=pytest.mark.slow,
-        ),
-        # Twice as many devices as heads of keys and values, which stay whole.
-        pytest.param(
-            {"data": 1, "tensor": 8}, js.compose(js.ddp(), js.tensor()), js.explicit(), marks=pytest.mark.slow
-        ),
-        pytest.param({"data": 8}, js.fsdp(min_size=0), js.explicit(remat="nothing"), marks=pytest.mark.slow),
-        pytest.param(
-            {"pipe": 2, "data": 2, "tensor": 2},
-            js.compose(js.fsdp(min_size=0), js.tensor(), js.pipeline("pipe", chunks=1)),
-            js.pipelined(microbatches=2, schedule="one_f_one_b"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["tensor", "sequence", "few-kv-heads", "fsdp", "pipeline"],
-)
-def test_a_sharded_step_equals_one_device(axes, strategy, engine):
-    """Loss 1e-6, gradients 1e-5; some tokens weigh nothing."""
-    model = llama(**WIDE)
-    weights = np.random.default_rng(1).integers(0, 2, (8, 8)).astype(np.float32)
-    batch = batch_of(rows=8, positions=8) | {"weights": jnp.asarray(weights)}
-    with quick_compile():
-        report = js.parity(model.init, model.loss, optax.sgd(0.1), strategy, js.make_mesh(**axes), batch, engine=engine)
-    report.check()
