@@ -196,6 +196,12 @@ def chip_named(name: str) -> Chip:
     return found
 
 
+def mesh_chip(mesh: Mesh) -> Chip | None:
+    """Return the limits of a device of a mesh; None where they are not known."""
+    device = mesh.devices.flat[0]
+    return chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
+
+
 def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
     """Return stand-ins for the devices of a topology.
 

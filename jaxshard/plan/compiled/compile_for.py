@@ -17,10 +17,9 @@ from jaxshard.core.types import PyTree
 from jaxshard.plan.compiled.depth import extrapolate
 from jaxshard.plan.compiled.dump import program_text, read_assignment
 from jaxshard.plan.compiled.judge import Answer, judge
-from jaxshard.plan.compiled.memory import memory_of
 from jaxshard.plan.compiled.refusal import parse_refusal
 from jaxshard.plan.compiled.target import step_for
-from jaxshard.plan.compiled.verdict import Verdict
+from jaxshard.plan.compiled.verdict import Verdict, verdict_of
 from jaxshard.plan.planned import topology_name
 from jaxshard.plan.topology import Target
 from jaxshard.training.step import Step
@@ -79,7 +78,7 @@ def compile_for(
     if not codegen:
         return judge_step(step, batch, target, step.trace(batch), at_depth)
     answer, compiled = _compile(step.lower(batch))
-    return Verdict(target, step, batch, answer, memory_of(answer, step.layout), compiled)
+    return verdict_of(target, step, batch, answer, compiled)
 
 
 def judge_step(
@@ -90,8 +89,7 @@ def judge_step(
 
     def ask(step: Step, traced: jax.stages.Traced) -> Verdict:
         with own_settings(step.layout.mesh):
-            answer = judge(traced.lower(), target)
-        return Verdict(target, step, batch, answer, memory_of(answer, step.layout))
+            return verdict_of(target, step, batch, judge(traced.lower(), target))
 
     def ask_at(step: Step) -> Verdict:
         step = step_for(step, target.name, target.num_slices)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
 from jaxshard.plan.compiled.dump import Assignment, Value
+from jaxshard.plan.memory_report import LiveArray
 
 _FAR = 64
 """The number of loops and slices after which a search gives up."""
@@ -36,35 +37,6 @@ _GATHERS = ("all_gather", "all-gather")
 _MOVES = ("convert_element_type", "copy", "reshape", "sharding_constraint", "slice", "squeeze", "transpose")
 """What is done to a weight before it is used."""
 _SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum")
-
-
-@dataclass(frozen=True)
-class LiveArray:
-    """Arrays of one kind that are alive when a program needs most memory.
-
-    Attributes:
-      bytes: of all of them on each device, padding included.
-      role: one of `plan.roles.ROLES`.
-      dtype: as the compiler writes it, such as "bf16".
-      shape: of one, on one device.
-      count: how many there are.
-      what: JAX's name of the operation that makes it, or the argument that it is.
-      source: `file:line` in the user's model; "" where the compiler lost it.
-      kept: True for one that a loop over blocks wrote block by block for the backward pass.
-    """
-
-    bytes: int
-    role: str
-    dtype: str
-    shape: tuple[int, ...]
-    count: int
-    what: str
-    source: str
-    kept: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return self.__dict__ | {"shape": list(self.shape)}
 
 
 def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[LiveArray, ...]:

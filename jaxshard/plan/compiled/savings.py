@@ -13,7 +13,7 @@ from jaxshard.core.placed import Placed
 from jaxshard.core.placement import axes_of
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.compiled.live import LiveArray
+from jaxshard.plan.memory_report import LiveArray
 
 _CHUNKS = 16
 _LEAST = 0.01

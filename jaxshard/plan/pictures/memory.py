@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import mesh_str
 from jaxshard.core.pictures.canvas import drawing
-from jaxshard.core.pictures.style import ROLES as COLOURS
-from jaxshard.core.pictures.style import WIDTH, ink_on
+from jaxshard.core.pictures.style import ROLES, WIDTH, ink_on
 from jaxshard.core.types import Role
 from jaxshard.plan.prediction import Prediction
-from jaxshard.plan.roles import ROLES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +84,7 @@ def memory_figure(predictions: Mapping[str, Prediction | Layout], *, title: str 
         for row, bar in enumerate(bars.values()):
             left = 0.0
             for role in roles:
-                width, colour = bar.by_role.get(role, 0), COLOURS[role]
+                width, colour = bar.by_role.get(role, 0), ROLES[role]
                 axes.barh(row, width / size, left=left / size, height=0.74, color=colour, edgecolor=look.paper)
                 if width > _WRITTEN * widest:
                     box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
@@ -134,10 +132,10 @@ def _bar(one: Prediction | Layout) -> _Bar:
     verdict = {True: ", fits", False: ", does not fit", None: ", may fit"}[one.fits]
     axes = ", ".join(f"{axis}={size}" for axis, size in one.mesh.items())
     devices = f"{one.devices}{f' {one.chip.name}' if one.chip is not None else ' devices'} ({axes})"
-    return _Bar(one.peak.by_role, "" if one.usable_bytes is None else verdict, one.usable_bytes, devices)
+    return _Bar(one.by_role, "" if one.usable_bytes is None else verdict, one.usable_bytes, devices)
 
 
 def _patch(role: str) -> object:
     from matplotlib.patches import Patch
 
-    return Patch(facecolor=COLOURS[role], label=role)
+    return Patch(facecolor=ROLES[role], label=role)

@@ -66,7 +66,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """Bytes on a device: allocated by the compiler if it was asked, else the estimate of live bytes."""
-        return self.prediction.peak.total if self.compiled is None else int(self.compiled.allocated_bytes)
+        return self.prediction.live_bytes if self.compiled is None else int(self.compiled.allocated_bytes)
 
     @property
     def middle(self) -> float:
@@ -82,8 +82,8 @@ class Plan:
             "fits": self.fits,
             "step_seconds": list(self.seconds),
             "parts": dict(self.parts),
-            "estimated_bytes": self.prediction.peak.total,
-            "by_role": dict(self.prediction.peak.by_role),
+            "estimated_bytes": self.prediction.live_bytes,
+            "by_role": self.prediction.by_role,
             "mfu": None if self.prediction.mfu is None else list(self.prediction.mfu),
             "reason": self.reason,
         } | compiled  # fmt: skip

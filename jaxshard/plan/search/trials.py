@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxshard.plan.prediction import BAND, Prediction
+from jaxshard.plan.memory_report import BAND
+from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.estimate import Estimate
 from jaxshard.plan.search.ranking import Plan
@@ -60,7 +61,7 @@ class Trials:
         self.predicted += 1
         if (prediction := self.predict(one)) is None:
             return False
-        shapes, beside = _shapes_of(one), max(0, prediction.peak.total - found.bytes)
+        shapes, beside = _shapes_of(one), max(0, prediction.live_bytes - found.bytes)
         self._beside[shapes] = min(beside, self._beside.get(shapes, beside))
         if prediction.fits is False:
             self.refused["does not fit by its prediction"] += 1

@@ -9,11 +9,11 @@ import pytest
 import jaxshard as js
 from jaxshard.core.pictures.tiles import parts_held
 from jaxshard.cost.hardware import chip
+from jaxshard.plan.memory_report import LiveArray
 from jaxshard.plan.pictures.memory import memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure
 from jaxshard.plan.pictures.tiles import sharding_figure
-from jaxshard.plan.prediction import MemoryPeak, Prediction
-from jaxshard.plan.roles import ROLES
+from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.time.products import ProductCost
 
 V5E = chip("TPU v5e")
@@ -25,8 +25,11 @@ PRODUCTS = (
 
 
 def prediction(gigabytes, **fields):
-    sizes = dict.fromkeys(ROLES, 0) | {role: int(size * 1e9) for role, size in gigabytes.items()}
-    return Prediction(8, {"data": 8}, V5E, MemoryPeak(sizes), 0, usable_bytes=16_900_000_000, **fields)
+    arrays = tuple(LiveArray(int(size * 1e9), role, "bf16", (), 1, "") for role, size in gigabytes.items())
+    return Prediction(
+        mesh={"data": 8}, chip=V5E, judged_by="estimate", live_bytes=sum(one.bytes for one in arrays),
+        allocated_bytes=None, argument_bytes=0, arrays=arrays, usable_bytes=16_900_000_000, **fields,
+    )  # fmt: skip
 
 
 def texts(figure):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from jaxshard.plan.prediction import MemoryPeak, Prediction
+from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.judged import judged
 from jaxshard.plan.search.policies import Policy
@@ -10,7 +10,9 @@ from jaxshard.plan.search.ranking import Plan
 
 
 def plan(seconds, data=8, policy="nothing"):
-    prediction = Prediction(8, {"data": data}, None, MemoryPeak({"parameters": 1}), 0)
+    prediction = Prediction(
+        mesh={"data": data}, chip=None, judged_by="estimate", live_bytes=1, allocated_bytes=None, argument_bytes=0
+    )
     return Plan(Candidate((("data", data),), "fsdp", policy=Policy(policy)), (seconds, seconds), {}, prediction)
 
 
