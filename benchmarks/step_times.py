@@ -27,7 +27,7 @@ import jaxshard as js
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.time.network import CollectiveCost
 from jaxshard.plan.time.products import TRAFFIC, ProductCost
-from jaxshard.plan.time.step_time import StepTime, step_time
+from jaxshard.plan.time.step_time import StepTime, step_time, update_bytes
 
 RECIPES = "AI-Hypercomputer/tpu-recipes, training/"
 MAXTEXT = "AI-Hypercomputer/maxtext, "
@@ -244,7 +244,7 @@ def predict(case: Case) -> Result:
     found = js.plan.predict(layout, model.loss, batch, engine, tx=tx, chip=chip, estimate=True)
     products = tuple(fused(one) if case.fused else one for one in found.products)
     collectives = found.collectives
-    time = step_time(products, collectives, chip, layout=layout, engine=engine)
+    time = step_time(products, collectives, chip, update=update_bytes(layout))
     return Result(case, time, products, collectives)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
@@ -59,6 +60,16 @@ class LiveArray:
         times = f"{self.count} x " if self.count > 1 else ""
         place = f"{self.what} at {self.source}" if self.source else self.what
         return f"{times}{self.dtype}{list(self.shape)} {place}"
+
+
+def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
+    """Add up equal arrays of one place; the largest first."""
+    bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
+    for one in arrays:
+        kind = replace(one, bytes=0, count=0)
+        bytes_of[kind] += one.bytes
+        count_of[kind] += one.count
+    return tuple(replace(kind, bytes=size, count=count_of[kind]) for kind, size in bytes_of.most_common())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +178,15 @@ class MemoryReport:
         title = f"largest, {self.moment or 'when most is live'}"
         return [Section("", [table])] + [Section(title, [largest])] * bool(self.arrays)
 
+    @property
+    def where(self) -> str:
+        """The devices in words."""
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        return f"{self.devices} devices{f' of {self.chip.name}' if self.chip else ''} ({axes})"
+
     def _headline(self) -> str:
         """Say for which devices the report is, whether the step fits, and who says so."""
-        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        devices = f"{self.devices} devices{f' of {self.chip.name}' if self.chip else ''} ({axes})"
         if self.usable_bytes is None:
-            return f"{devices}: {_JUDGES[self.judged_by]}"
+            return f"{self.where}: {_JUDGES[self.judged_by]}"
         fits = {True: "fits", False: "does not fit", None: "may fit, only the compiler knows"}[self.fits]
-        return f"{devices}: {fits}; a program may use {human_bytes(self.usable_bytes)} ({_JUDGES[self.judged_by]})"
+        return f"{self.where}: {fits}; a program may use {human_bytes(self.usable_bytes)} ({_JUDGES[self.judged_by]})"

@@ -25,15 +25,15 @@ from jaxshard.plan.compiled.target import step_for
 from jaxshard.plan.memory.graph import Region
 from jaxshard.plan.memory.peak import moment_str, role_of, step_graph, step_peak, traced_step
 from jaxshard.plan.memory.tiles import tiled_bytes
-from jaxshard.plan.memory_report import LiveArray, MemoryReport
+from jaxshard.plan.memory_report import LiveArray, MemoryReport, joined
 from jaxshard.plan.planned import mesh_chip
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.time.activations import open_costs
 from jaxshard.plan.time.network import collective_costs
 from jaxshard.plan.time.offload import offload_of
-from jaxshard.plan.time.pipeline import ticks_of
+from jaxshard.plan.time.pipeline import bubble_of, ticks_of
 from jaxshard.plan.time.products import product_costs
-from jaxshard.plan.time.step_time import mfu_range, price_per_billion_tokens, step_time, tokens_per_second
+from jaxshard.plan.time.step_time import mfu_range, price_range, step_time, update_bytes
 from jaxshard.plan.topology import has_compiler, target_of
 from jaxshard.training.step import Step, make_step
 
@@ -114,25 +114,25 @@ def predict(
     )
     products = product_costs(region, program.jaxpr, limits, gpu=_platform(mesh) == "gpu", ticks=ticks)
     offload = offload_of(region)
-    flops, tokens = _model_flops(layout, loss_fn, batch), _tokens(batch)
     prediction = Prediction(
         **report.memory(),
         collectives=collectives,
         products=products,
         flops=sum(one.flops for one in products),
-        model_flops=flops,
+        model_flops=_model_flops(layout, loss_fn, batch),
         offloaded_bytes=offload.out // engine.microbatches,
     )
     if limits is None:
         return prediction
-    time = step_time(products, collectives, limits, layout=layout, engine=engine, offload=offload)
-    a_billion = None if price is None or not tokens else price_per_billion_tokens(tokens, time, mesh.size, price)
+    update, bubble = update_bytes(layout), bubble_of(engine, layout)
+    time = step_time(products, collectives, limits, update=update, bubble=bubble, offload=offload)
+    flops, tokens = prediction.model_flops, _tokens(batch)
     return replace(
         prediction,
         time=time,
         mfu=mfu_range(flops, time, limits, mesh.size) if flops else None,
-        tokens_per_second=tokens_per_second(tokens, time) if tokens else None,
-        price_per_billion_tokens=a_billion,
+        tokens_per_second=(tokens / time.high, tokens / time.low) if tokens else None,
+        price_per_billion_tokens=price_range(tokens, time, mesh.size, price) if tokens and price else None,
     )
 
 
@@ -146,7 +146,7 @@ def _estimated(region: Region, layout: Layout, engine: Engine, batch: PyTree, ch
     for one in peak.moment.live:
         what = f"{one.note} {one.value.path}"
         computed.append(LiveArray(one.bytes, role_of(one, peak), str(one.value.dtype), one.value.shard, 1, what))
-    arrays = sorted([*arguments, *computed], key=lambda one: -one.bytes)
+    arrays = joined([*arguments, *computed])
     return MemoryReport(
         mesh=dict(layout.mesh.shape),
         chip=chip,
@@ -154,7 +154,7 @@ def _estimated(region: Region, layout: Layout, engine: Engine, batch: PyTree, ch
         live_bytes=sum(one.bytes for one in arrays),
         allocated_bytes=None,
         argument_bytes=sum(one.bytes for one in arguments),
-        arrays=tuple(arrays),
+        arrays=arrays,
         moment=moment_str(peak.moment),
         usable_bytes=None if chip is None else chip.usable_bytes or chip.hbm_bytes,
     )

@@ -79,9 +79,8 @@ class Prediction(MemoryReport):
         return found + [Section("", [Table(rows, "<<>>><", head)])] * bool(rows)
 
     def _time(self, time: StepTime) -> list[str | Table]:
-        parts = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
-        ranges = [(name.replace("_", " "), getattr(time, name)) for name in parts] + [("step", (time.low, time.high))]
-        rows = [(name, *map(human_seconds, seconds)) for name, seconds in ranges]
+        ranges = time.parts | {"step": (time.low, time.high)}
+        rows = [(name.replace("_", " "), *map(human_seconds, seconds)) for name, seconds in ranges.items()]
         figures = {
             "MFU": self.mfu,
             "tokens per second": self.tokens_per_second,

@@ -41,7 +41,7 @@ def test_a_prediction_prints_and_becomes_json(small: Prediction):
 def test_what_is_kept_of_blocks_is_exact(small: Prediction):
     """Of 4 blocks the arrays that go into them are among what is kept: f32[4, 2 rows, 32 positions, 144]."""
     stacks = [str(one) for one in small.arrays if one.role == "kept activations"]
-    assert any(array.startswith("float32[4, 2, 32, 144] stacked") for array in stacks), stacks
+    assert any("float32[4, 2, 32, 144] stacked" in array for array in stacks), stacks
 
 
 @pytest.mark.slow

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import jax
 
@@ -27,7 +25,7 @@ from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
 from jaxshard.plan.compiled.dump import Assignment, Value
-from jaxshard.plan.memory_report import LiveArray
+from jaxshard.plan.memory_report import LiveArray, joined
 
 _FAR = 64
 """The number of loops and slices after which a search gives up."""
@@ -51,14 +49,7 @@ def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[Live
       Equal arrays of one place added up, the largest first.
     """
     program = _Program(hlo.parse(text), layout, assignment)
-    found: dict[tuple[Any, ...], LiveArray] = {}
-    for one in (*program.arguments(), *program.temporaries()):
-        key = replace(one, bytes=0, count=0)
-        before = found.get((key,))
-        found[key,] = one if before is None else replace(
-            one, bytes=one.bytes + before.bytes, count=one.count + before.count
-        )  # fmt: skip
-    return tuple(sorted(found.values(), key=lambda one: -one.bytes))
+    return joined((*program.arguments(), *program.temporaries()))
 
 
 def moment_words(assignment: Assignment, text: str) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
-from jaxshard.core.pictures.style import PALETTE
 from jaxshard.core.strategy import Strategy
 from jaxshard.core.text_table import Table
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.prediction import Prediction, human_seconds, seconds_range
+from jaxshard.plan.compiled.verdict import Verdict
+from jaxshard.plan.memory_report import MemoryReport
+from jaxshard.plan.prediction import Prediction, seconds_range
 from jaxshard.plan.search.candidates import Candidate
 
 _SHOWN = 12
@@ -25,8 +26,6 @@ class Plan:
 
     Attributes:
       candidate: the axes, strategy, engine, micro-batches and remat, in words and as flags.
-      seconds: of a step, low and high.
-      parts: the seconds of its parts by name, in the middle of their ranges.
       prediction: its memory, communication and time.
       compiled: the compiler's verdict, or None where it was not asked.
       reason: one sentence.
@@ -37,10 +36,8 @@ class Plan:
     """
 
     candidate: Candidate
-    seconds: tuple[float, float]
-    parts: Mapping[str, float]
     prediction: Prediction
-    compiled: Any = None
+    compiled: Verdict | None = None
     reason: str = ""
 
     @property
@@ -59,34 +56,49 @@ class Plan:
         return self.candidate.engine()
 
     @property
+    def memory(self) -> MemoryReport:
+        """The compiler's verdict, or, where it was not asked, the prediction."""
+        return self.compiled or self.prediction
+
+    @property
     def fits(self) -> bool | None:
         """True or False by the compiler where it was asked, else by the prediction; None where that is not sure."""
-        return self.prediction.fits if self.compiled is None else self.compiled.fits
+        return self.memory.fits
 
     @property
     def peak_bytes(self) -> int:
         """Bytes on a device: allocated by the compiler if it was asked, else the estimate of live bytes."""
-        return self.prediction.live_bytes if self.compiled is None else int(self.compiled.allocated_bytes)
+        return self.memory.allocated_bytes or self.memory.live_bytes
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The seconds of a step, low and high."""
+        return (self.prediction.time.low, self.prediction.time.high) if self.prediction.time else (0.0, 0.0)
 
     @property
     def middle(self) -> float:
         """The middle of the range of seconds."""
         return sum(self.seconds) / 2
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of the parts of a step by name, in the middle of their ranges."""
+        ranges = self.prediction.time.parts if self.prediction.time else {}
+        return {name: sum(seconds) / 2 for name, seconds in ranges.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        compiled = {} if self.compiled is None else {
-            "live_bytes": self.compiled.live_bytes, "allocated_bytes": self.compiled.allocated_bytes
-        }  # fmt: skip
         return self.candidate.as_dict() | {
             "fits": self.fits,
-            "step_seconds": list(self.seconds),
-            "parts": dict(self.parts),
+            "step_seconds": self.seconds,
+            "parts": self.parts,
+            "live_bytes": self.memory.live_bytes,
+            "allocated_bytes": self.memory.allocated_bytes,
             "estimated_bytes": self.prediction.live_bytes,
             "by_role": self.prediction.by_role,
-            "mfu": None if self.prediction.mfu is None else list(self.prediction.mfu),
+            "mfu": self.prediction.mfu,
             "reason": self.reason,
-        } | compiled  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -141,26 +153,14 @@ class Ranking:
         return "\n".join([self._headline(), "", *self._table().lines, "", *sentences]) + why
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, with a bar of the parts of each plan's step."""
+        """Show the same in a notebook."""
         if not self.plans:
             said = (page.paragraph(self._headline()), page.verdict(False, _NOTHING))
             return page.page(*said, page.listing(self._left_out()))
-        shown = self.plans[:_SHOWN]
-        names = list(dict.fromkeys(name for plan in shown for name, size in plan.parts.items() if size > 0))
-        colours = dict(zip(names, PALETTE, strict=False))
-        longest = max(sum(plan.parts.values()) for plan in shown)
-        bars = [
-            page.bar(
-                {name: (size := plan.parts.get(name, 0.0), human_seconds(size)) for name in names}, colours,
-                whole=longest, width=180, height=12,
-            )
-            for plan in shown
-        ]  # fmt: skip
         return page.page(
             page.paragraph(self._headline()),
-            page.table(self._table(), last=bars),
-            page.legend({f"{name.replace('_', ' ')} (seconds)": colours[name] for name in names}),
-            page.listing([plan.reason for plan in shown], ordered=True),
+            page.table(self._table()),
+            page.listing([plan.reason for plan in self.plans[:_SHOWN]], ordered=True),
             page.listing(self._left_out()),
         )
 

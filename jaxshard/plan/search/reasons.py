@@ -12,13 +12,8 @@ _WORDS = {
     "compute": "its products",
     "memory_bound": "work that waits for memory",
     "exposed_communication": "communication that products do not cover",
-    "between": "communication between products",
-    "weights": "weights and gradients on their way",
     "bubble": "its schedule's idle time",
-    "idle": "its schedule's idle time",
-    "update": "the update",
     "host": "the host",
-    "offload": "copies to the host's memory and back",
 }
 
 

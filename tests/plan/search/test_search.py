@@ -41,7 +41,7 @@ FACTS = Facts(
         Policy("everything", 2**28), Policy("dots", 2**26, again=0.03), Policy("nothing", 2**24, again=1 / 3),
         Policy("out=save,block_in=offload", 2**22, 2**24, again=0.2),
     ),
-    block_input=2**24, tensor_sizes=(2, 4), context_sizes=(2,), pipe_sizes=(2, 4, 8), tensor_share={2: 0.5, 4: 0.25},
+    block_input=2**24, context_sizes=(2,), pipe_sizes=(2, 4, 8), tensor_share={2: 0.5, 4: 0.25},
 )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_facts_of_a_model_of_blocks():
     tables = kept["nothing"] - facts.block_input  # the rotary frequencies and the list of attention's blocks
     assert tables == 2 * 9 * 4 + 10 * 2 * 4
     assert kept["nothing"] < kept["dots"] < kept["everything"]
-    assert facts.tensor_sizes == (2, 4, 8) and facts.pipe_sizes == (2, 4) and facts.context_sizes == (2,)
+    assert tuple(facts.tensor_share) == (2, 4, 8) and facts.pipe_sizes == (2, 4) and facts.context_sizes == (2,)
     assert facts.opt_ratio == pytest.approx(2, abs=1e-3) and facts.expert_sizes == ()
 
 
