@@ -94,7 +94,7 @@ def predict(
     if target is not None and not has_compiler(target):
         target = None
     if target is not None:
-        step = step_for(step, target.name, target.num_slices)
+        step = step_for(step, target)
     layout, mesh = step.layout, step.layout.mesh
     limits = mesh_chip(mesh) if chip is None else chip
     program = step.trace(batch)

@@ -122,11 +122,11 @@ def is_assigned(folder: Path) -> bool:
 
 
 def program_text(folder: Path) -> str:
-    """Return the program, as `compiled.as_text()` would print it; estimated cycles are in it once there is code.
+    """Return the program, as `compiled.as_text()` would print it, but for the estimated cycles.
 
     A dump writes `%while.3#2` for an element of a tuple, where that prints an operation `get-tuple-element(%while.3)`.
     """
-    file = largest(folder, "*.after_codegen.txt") or largest(folder, "*after_optimizations.txt")
+    file = largest(folder, "*after_optimizations.txt")
     return "" if file is None else expand_elements(file.read_text())
 
 

@@ -163,9 +163,7 @@ class Verdict(MemoryReport):
         return [*found, Section("", [asked])]
 
 
-def verdict_of(
-    target: Target, step: Step, batch: PyTree, answer: Answer, compiled: jax.stages.Compiled | None = None
-) -> Verdict:
+def verdict_of(target: Target, step: Step, batch: PyTree, answer: Answer) -> Verdict:
     """Return the verdict on a step for devices of a target, from the compiler's answer."""
     chip, refusal, memory = mesh_chip(step.layout.mesh), parse_refusal(answer.refusal), answer.assignment
     asked = 0 if refusal is None else refusal.asked
@@ -185,7 +183,6 @@ def verdict_of(
         step=step,
         batch=batch,
         text=answer.text,
-        compiled=compiled,
         compile_seconds=answer.seconds,
     )
 

@@ -21,7 +21,7 @@ from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.flops import train_flops
 from jaxshard.plan.planned import PlannedDevice
-from jaxshard.plan.search.policies import PLAIN, Policy, policies_of
+from jaxshard.plan.search.policies import PLAIN, Policy, policies_of, tree_bytes
 
 _MOST = 64
 """Axes for tensors, experts and positions are not tried beyond this size."""
@@ -164,7 +164,7 @@ def _policies(
     x = jax.eval_shape(model.embed, rest, jax.tree.map(cut, batch), layout.shapes.key)
     stream = max(jax.tree.leaves(x), key=lambda x: x.size)
     found = policies_of(lambda weights, x: model.named_block(weights, x, None), weights, x)
-    return found, _size(x), stream.shape[1] if stream.ndim == 3 else 0
+    return found, tree_bytes(x), stream.shape[1] if stream.ndim == 3 else 0
 
 
 def _cast(tree: PyTree, dtype: Any, first_dim: int = 0) -> PyTree:
@@ -175,10 +175,6 @@ def _cast(tree: PyTree, dtype: Any, first_dim: int = 0) -> PyTree:
         return jax.ShapeDtypeStruct(x.shape[first_dim:], dtype if is_cast else x.dtype)
 
     return jax.tree.map(cast, tree)
-
-
-def _size(tree: PyTree) -> int:
-    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _context_sizes(positions: int, devices: int, batch: PyTree) -> tuple[int, ...]:

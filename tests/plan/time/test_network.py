@@ -134,12 +134,12 @@ def test_of_a_compilers_choices_those_of_the_layout_count():
     promised = Promise(
         (
             may("all-gather", ("x", "y"), (16, 16), "weight w"),
-            # A gradient may be scattered at once or axis by axis, around a ring, or summed.
-            may("reduce-scatter", ("x", "y"), (16, 16), "gradient of w"),
+            # A gradient may be scattered axis by axis or at once, around a ring, or summed.
             may("reduce-scatter", ("x",), (16, 16), "gradient of w"),
-            may("collective-permute", ("x",), (4, 16), "shards, around a ring", instead_of="gradient of w"),
             may("reduce-scatter", ("y",), (4, 16), "gradient of w"),
-            may("all-reduce", ("x", "y"), (16, 16), "gradient of w"),
+            may("reduce-scatter", ("x", "y"), (16, 16), "gradient of w", instead_of="gradient of w"),
+            may("collective-permute", ("x",), (4, 16), "shards, around a ring", instead_of="gradient of w"),
+            may("all-reduce", ("x", "y"), (16, 16), "gradient of w", instead_of="gradient of w"),
             may("all-reduce", ("x",), None, "activations"),
             may("all-reduce", ("x", "y"), (8,), "sums over rows", limit=8),
         ),
