@@ -195,38 +195,3 @@ def test_loops_without_a_noted_trip_count():
         ("reduce-scatter", axis): 6 * size for axis, size in sizes.items()
     }
     assert [(one.kind, one.axes, one.bytes) for one in scalars] == [("all-reduce", axes, 4)]
-
-
-@pytest.mark.slow
-@tpu
-def test_a_sharded_optimizer_state_makes_the_compiler_reduce_scatter():
-    """Three weights with a sharded momentum, where all-gathers overlap with the backward pass of earlier layers."""
-    mesh = topology_mesh("v5e:2x4", x=2, y=4)
-    axes = ("x", "y")
-    width = 2048
-
-    def step(weights, momenta, x):
-        def loss(weights):
-            h = x
-            for w in weights:
-                h = jnp.tanh(h @ w)
-            return jnp.sum(h.astype(jnp.float32) ** 2)
-
-        value, gradients = jax.value_and_grad(loss)(weights)
-        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, gradients)
-        momenta = lax.with_sharding_constraint(momenta, NamedSharding(mesh, P(axes)))
-        weights = jax.tree.map(lambda w, m: w - 0.1 * m, weights, momenta)
-        return value, lax.with_sharding_constraint(weights, NamedSharding(mesh, P())), momenta
-
-    weights = [struct(mesh, (width, width), dtype=jnp.bfloat16)] * 3
-    momenta = [struct(mesh, (width, width), axes, dtype=jnp.bfloat16)] * 3
-    compiled = jax.jit(step).lower(weights, momenta, struct(mesh, (4096, width), axes, dtype=jnp.bfloat16)).compile()
-    text = compiled.as_text()
-    assert "AsyncCollectiveStart" in text
-    assert "AsyncCollectiveDone" in text
-    size = 3 * width * width * 2
-    assert summary(collectives(compiled, mesh)) == (
-        Row("all-reduce", ("x", "y"), 1, 4),
-        Row("reduce-scatter", ("x", "y"), 3, size),
-        Row("all-gather", ("x", "y"), 3, size),
-    )

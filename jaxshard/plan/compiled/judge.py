@@ -29,7 +29,7 @@ SECONDS = 1800.0
 CHILD = Path(__file__).with_name("child.py")
 """Run by its path, not as a module: importing the package would import JAX."""
 _PAUSE = 0.02
-_FORMAT = "1"
+_FORMAT = "2"
 """The version of the fields of an answer; answers of another version are not read."""
 
 
@@ -42,7 +42,6 @@ class Answer(NamedTuple):
       refusal: the first line of the compiler's refusal for want of memory; "" where it took the program.
       seconds: that the compiler took, at most until buffers were assigned.
       version: the compiler's own description of its version.
-      remembered: True if the answer was found in the cache.
     """
 
     assignment: Assignment | None
@@ -50,7 +49,6 @@ class Answer(NamedTuple):
     refusal: str
     seconds: float
     version: str
-    remembered: bool = False
 
 
 def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECONDS) -> Answer:
@@ -84,7 +82,7 @@ def _remembered(found: dict[str, Any] | None) -> Answer | None:
         return None
     try:
         assignment = None if found["assignment"] is None else assignment_of(found["assignment"])
-        return Answer(**found | {"assignment": assignment, "remembered": True})
+        return Answer(**found | {"assignment": assignment})
     except (KeyError, TypeError, ValueError, AttributeError):  # damaged
         return None
 

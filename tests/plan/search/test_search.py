@@ -140,6 +140,20 @@ def test_a_batch_that_devices_do_not_divide_is_named():
     assert ranking.best is None and "9 rows can't be split over 4 devices" in str(ranking)
 
 
+def test_a_fault_shows_and_leaves_the_others(monkeypatch):
+    """A ValueError is a layout that is refused; another error is a fault of the model or of the library."""
+    predict = module.predict
+
+    def faulty(layout, *args, **options):
+        return None + 1 if "replica" in layout.mesh.shape else predict(layout, *args, **options)
+
+    monkeypatch.setattr(module, "predict", faulty)
+    monkeypatch.setattr(module, "_WANTED", 6)
+    with pytest.warns(UserWarning, match="left out; the first is hsdp on replica=.*TypeError"):
+        ranking = js.plan.search(init, loss, optax.sgd(0.1), ROWS, "v5e:2x2", compile=0)
+    assert ranking.best is not None and any(words.startswith("failed, TypeError") for words in ranking.refused)
+
+
 @pytest.mark.slow
 def test_the_command_writes_plans_as_json(few, capsys):
     words = ["search", "llama-1m", "--change", "depth=1", "--batch", "16", "--seq", "32", "--topology", "v5e:2x2"]
