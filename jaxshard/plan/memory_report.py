@@ -62,6 +62,11 @@ class LiveArray:
         return f"{times}{self.dtype}{list(self.shape)} {place}"
 
 
+def sections_text(sections: Iterable[Section]) -> str:
+    """Write the sections of a report as text, with an empty line between them."""
+    return "\n\n".join("\n".join([f"{one.title}:"] * bool(one.title) + one.lines) for one in sections)
+
+
 def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
     """Add up equal arrays of one place; the largest first."""
     bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
@@ -152,8 +157,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Write memory by role, the largest arrays, and the tables of the class."""
-        parts = ["\n".join([f"{one.title}:"] * bool(one.title) + one.lines) for one in self.sections()]
-        return "\n\n".join([self._headline(), *parts])
+        return f"{self._headline()}\n\n{sections_text(self.sections())}"
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook, memory by role as a bar too."""

@@ -20,7 +20,7 @@ from jaxshard.core.text_table import Section, Table
 from jaxshard.core.types import PyTree
 from jaxshard.plan.compiled.cycles import estimated_cycles
 from jaxshard.plan.compiled.judge import Answer
-from jaxshard.plan.compiled.live import live_arrays, moment_words
+from jaxshard.plan.compiled.live import live_arrays
 from jaxshard.plan.compiled.refusal import parse_refusal
 from jaxshard.plan.compiled.savings import Saving, savings
 from jaxshard.plan.memory_report import MemoryReport
@@ -168,6 +168,7 @@ def verdict_of(target: Target, step: Step, batch: PyTree, answer: Answer) -> Ver
     chip, refusal, memory = mesh_chip(step.layout.mesh), parse_refusal(answer.refusal), answer.assignment
     asked = 0 if refusal is None else refusal.asked
     limit = None if chip is None else chip.usable_bytes
+    arrays, moment = ((), "") if memory is None else live_arrays(memory, answer.text, step.layout)
     return Verdict(
         mesh=dict(step.layout.mesh.shape),
         chip=chip,
@@ -175,8 +176,8 @@ def verdict_of(target: Target, step: Step, batch: PyTree, answer: Answer) -> Ver
         live_bytes=asked if memory is None else memory.peak,
         allocated_bytes=asked if memory is None else max(memory.allocated, asked),
         argument_bytes=0 if memory is None else sum(memory.arguments.values()),
-        arrays=() if memory is None else live_arrays(memory, answer.text, step.layout),
-        moment="" if memory is None else moment_words(memory, answer.text),
+        arrays=arrays,
+        moment=moment,
         usable_bytes=limit if refusal is None else refusal.usable,
         refusal=answer.refusal,
         topology=str(target),

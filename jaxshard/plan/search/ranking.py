@@ -9,10 +9,10 @@ from typing import Any
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.pictures import page
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.text_table import Table
+from jaxshard.core.text_table import Section, Table
 from jaxshard.engines.engine import Engine
 from jaxshard.plan.compiled.verdict import Verdict
-from jaxshard.plan.memory_report import MemoryReport
+from jaxshard.plan.memory_report import MemoryReport, sections_text
 from jaxshard.plan.prediction import Prediction, seconds_range
 from jaxshard.plan.search.candidates import Candidate
 
@@ -133,49 +133,27 @@ class Ranking:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {
-            "topology": self.topology,
-            "hbm_bytes": self.usable_bytes,
-            "plans": [plan.as_dict() for plan in self.plans],
-            "listed": self.listed,
-            "too_large": self.too_large,
-            "predicted": self.predicted,
-            "refused": dict(self.refused),
-            "seconds": self.seconds,
-        }
+        return vars(self) | {"plans": [plan.as_dict() for plan in self.plans], "hbm_bytes": self.usable_bytes}
 
     def __str__(self) -> str:
         """Write the table, then a sentence for each plan."""
-        why = "".join(f"\n{one}" for one in self._left_out())
-        if not self.plans:
-            return f"{self._headline()}\n{_NOTHING}{why}"
-        sentences = [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
-        return "\n".join([self._headline(), "", *self._table().lines, "", *sentences]) + why
+        return sections_text(self._sections())
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook."""
-        if not self.plans:
-            said = (page.paragraph(self._headline()), page.verdict(False, _NOTHING))
-            return page.page(*said, page.listing(self._left_out()))
-        return page.page(
-            page.paragraph(self._headline()),
-            page.table(self._table()),
-            page.listing([plan.reason for plan in self.plans[:_SHOWN]], ordered=True),
-            page.listing(self._left_out()),
-        )
+        return page.page(page.sections(self._sections()))
 
-    def _headline(self) -> str:
+    def _sections(self) -> list[Section]:
         tried = f"{self.listed} ways, {self.too_large} too large by arithmetic, {self.predicted} predicted"
-        return f"{self.topology}: {tried}, in {self.seconds:.0f} s"
-
-    def _left_out(self) -> list[str]:
-        return [f"left out, {count} times: {reason}" for reason, count in self.refused.items()]
-
-    def _table(self) -> Table:
+        found = [Section("", [f"{self.topology}: {tried}, in {self.seconds:.0f} s"])]
         rows = []
         for number, plan in enumerate(self.plans[:_SHOWN], 1):
-            verdict = {True: "yes", False: "no", None: "unsure"}[plan.fits]
-            verdict += " (estimate)" if plan.compiled is None else " (compiler)"
-            seconds = seconds_range(plan.seconds)
-            rows.append((str(number), str(plan.candidate), seconds, human_bytes(plan.peak_bytes), verdict))
-        return Table(rows, "><>><", ("", "layout", "time of a step", "memory", "fits"))
+            fits = {True: "yes", False: "no", None: "unsure"}[plan.fits]
+            who = "estimate" if plan.compiled is None else "compiler"
+            size = human_bytes(plan.peak_bytes)
+            rows.append((str(number), str(plan.candidate), seconds_range(plan.seconds), size, f"{fits} ({who})"))
+        if rows:
+            found.append(Section("", [Table(rows, "><>><", ("", "layout", "time of a step", "memory", "fits"))]))
+        reasons = [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
+        left_out = [f"left out, {count} times: {reason}" for reason, count in self.refused.items()]
+        return [*found, Section("", reasons or [_NOTHING]), *[Section("", left_out)] * bool(left_out)]
