@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -14,7 +14,7 @@ from jaxshard.checks.collectives.parameters import tensor_axes
 from jaxshard.checks.collectives.promise import promise
 from jaxshard.core.foreign_arrays import as_arrays
 from jaxshard.core.layout import Layout, join_model
-from jaxshard.core.tree import abstract, bytes_of, path_str
+from jaxshard.core.tree import abstract, bytes_of
 from jaxshard.core.types import LossFn, PyTree
 from jaxshard.cost.flops import train_flops
 from jaxshard.cost.hardware import Chip
@@ -101,7 +101,7 @@ def predict(
     traced = traced_step(program.jaxpr, layout, engine, batch)
     region = step_graph(traced, dict(mesh.shape), tpu=_platform(mesh) == "tpu")
     if target is None:
-        report = _estimated(region, layout, engine, batch, limits)
+        report = _estimated(region, layout, limits)
     else:
         report = judge_step(step, batch, target, program, at_depth)
     if chip is not None:  # its limit holds, and not that by which the compiler fits or refuses a step
@@ -136,13 +136,16 @@ def predict(
     )
 
 
-def _estimated(region: Region, layout: Layout, engine: Engine, batch: PyTree, chip: Chip | None) -> MemoryReport:
+def _estimated(region: Region, layout: Layout, chip: Chip | None) -> MemoryReport:
     """Estimate memory from the traced program: the arguments, and what the program computes."""
     names = [(one.leaf.names or (), one.leaf.shape) for one in layout.placed() if one.role == "param"]
     vocab = {size for dims, shape in names for name, size in zip(dims, shape, strict=False) if name == "vocab"}
     peak = step_peak(region, dict(layout.mesh.shape), tpu=_platform(layout.mesh) == "tpu", vocab=frozenset(vocab))
-    arguments = list(_arguments(layout, engine, batch))
-    computed = []
+    bytes_in = tiled_bytes if _platform(layout.mesh) == "tpu" else bytes_of
+    arguments, computed = [], []
+    for value in region.inputs:
+        size = 0 if value.on_host else int(bytes_in(value.shard, value.dtype))
+        arguments.append(LiveArray(size, value.role, str(value.dtype), value.shard, 1, value.path))
     for one in peak.moment.live:
         what = f"{one.note} {one.value.path}"
         computed.append(LiveArray(one.bytes, role_of(one, peak), str(one.value.dtype), one.value.shard, 1, what))
@@ -173,25 +176,6 @@ def _tokens(batch: PyTree) -> int:
     """Count the tokens of a batch: the elements of its widest array of integers with positions; 0 without one."""
     found = [x for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer) and len(x.shape) == 2]
     return max((int(x.shape[0]) * (int(x.shape[1]) - 1) for x in found), default=0)
-
-
-def _arguments(layout: Layout, engine: Engine, batch: PyTree) -> Iterator[LiveArray]:
-    """Yield the arguments of the step as one device stores them, in tiles on a TPU; without those on the host."""
-    roles = {"param": "parameters", "opt": "optimizer state", "state": "model state"}
-    stored = [
-        (roles[one.role], one.leaf.path, one.placement, one.leaf.dtype)
-        for one in layout.placed()
-        if one.role != "grad" and not one.placement.memory
-    ]
-    placements = jax.tree.leaves(layout.batch_placements(batch))
-    rows = zip(jax.tree_util.tree_leaves_with_path(batch), placements, strict=True)
-    stored += [("batch", path_str(path), placement, x.dtype) for (path, x), placement in rows]
-    residuals = jax.tree.leaves(engine.residuals(layout))
-    stored += [("gradients", "residual", placement, jnp.float32) for placement in residuals]
-    for role, name, placement, dtype in stored:
-        shape = placement.shard_shape(layout.mesh)
-        size = tiled_bytes(shape, dtype) if _platform(layout.mesh) == "tpu" else bytes_of(shape, dtype)
-        yield LiveArray(int(size), role, str(dtype), shape, 1, name)
 
 
 def _platform(mesh: Mesh) -> str:

@@ -35,7 +35,6 @@ class Facts:
 
     Attributes:
       rows: of the global batch.
-      tokens: positions of all rows.
       depth: the number of blocks; None where the model does not say.
       flops: of a step, all devices together, nothing computed twice.
       weights: bytes of the parameters as they are stored, by (in blocks, split by an axis of experts).
@@ -49,7 +48,6 @@ class Facts:
     """
 
     rows: int
-    tokens: int
     depth: int | None
     flops: float
     weights: Mapping[tuple[bool, bool], int]
@@ -92,7 +90,6 @@ def facts_of(
     answer = jax.eval_shape(loss_fn, model, batch, whole.shapes.key)
     return Facts(
         rows=rows,
-        tokens=rows * max(1, positions),
         depth=depth,
         flops=train_flops(loss_fn, model, batch, whole.shapes.key),
         weights=weights,

@@ -16,12 +16,11 @@ from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.hardware import Chip
-from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.engine import precision_dtypes
 from jaxshard.plan.arrange import arrange
 from jaxshard.plan.compiled.compile_for import compile_for
 from jaxshard.plan.compiled.verdict import Verdict
-from jaxshard.plan.planned import planned_devices
+from jaxshard.plan.planned import chip_named, parse_topology, planned_devices
 from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate, candidates
@@ -103,9 +102,7 @@ def search(
     started, until = time.perf_counter(), time.process_time() + seconds
     batch, say = abstract(batch), progress or (lambda words: None)
     devices = planned_devices(topology, num_slices=num_slices)
-    limits = chip or chip_of(devices[0].device_kind, num_cores=devices[0].num_cores)
-    if limits is None:
-        raise ValueError(f"js.plan.search: the chip of {topology} is not known; give chip=")
+    limits = chip or chip_named(parse_topology(topology).version)
     mesh_of = cache(lambda axes: arrange(topology, devices, num_slices, dict(axes)))
     groups = cache(lambda axes, over: group_of(mesh_of(axes), over, limits.network) if limits.network else None)
 

@@ -7,13 +7,16 @@ from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.judged import judged
 from jaxshard.plan.search.policies import Policy
 from jaxshard.plan.search.ranking import Plan
+from jaxshard.plan.time.step_time import StepTime
 
 
 def plan(seconds, data=8, policy="nothing"):
+    time = StepTime((seconds, seconds), host=(0.0, 0.0))
     prediction = Prediction(
-        mesh={"data": data}, chip=None, judged_by="estimate", live_bytes=1, allocated_bytes=None, argument_bytes=0
-    )
-    return Plan(Candidate((("data", data),), "fsdp", policy=Policy(policy)), (seconds, seconds), {}, prediction)
+        mesh={"data": data}, chip=None, judged_by="estimate", live_bytes=1, allocated_bytes=None, argument_bytes=0,
+        time=time,
+    )  # fmt: skip
+    return Plan(Candidate((("data", data),), "fsdp", policy=Policy(policy)), prediction)
 
 
 def test_the_compiler_is_asked_until_enough_fit_and_may_fail():
