@@ -132,32 +132,3 @@ def test_slices_of_whole_cubes_are_closed_to_rings_so_that_one_axis_gathers():
 )
 def test_dimensions_that_are_rings_on_the_real_slice(name, closed):
     assert topology._closed_dimensions(name) == closed
-
-
-@tpu
-def test_combined_reduce_scatters_are_fusions_of_tuples():
-    mesh = topology_mesh("v5e:2x4", x=2, y=4)
-    axes = ("x", "y")
-
-    def step(x, y):
-        split = NamedSharding(mesh, P(axes))
-        return lax.with_sharding_constraint((x.T @ y, y.T @ x), (split, split))
-
-    rows = struct(mesh, (4096, 512), axes)
-    compiled = jax.jit(step).lower(rows, rows).compile()
-    (found,) = collectives(compiled, mesh)
-    assert (found.kind, found.axes, found.shapes) == ("reduce-scatter", axes, ((512, 512), (512, 512)))
-
-
-@tpu
-def test_padded_reduce_scatters_count_whole_arrays():
-    """Large ones become fusions padded to whole tiles; permutes then move what lies across a border."""
-    mesh = topology_mesh("v5e:2x4", x=2, y=4)
-    axes = ("x", "y")
-    rows = struct(mesh, (2048, 4096), axes, dtype=jnp.bfloat16)
-    found = manual(mesh, lambda a, b: scatter(a.T @ b, axes), (P(axes), P(axes)), P(axes), rows, rows)
-    *scatters, beside, along = summary(found)
-    assert scatters == [Row("reduce-scatter", ("x",), 1, 32 * MB), Row("reduce-scatter", ("y",), 1, 16 * MB)]
-    assert (beside.kind, beside.axes, along.axes) == ("collective-permute", ("x",), ("y",))
-    assert beside.bytes + along.bytes < MB
-    assert all(one.source.removeprefix("near ").startswith(__file__) for one in found)

@@ -41,14 +41,12 @@ class Answer(NamedTuple):
       text: the program as it would run; "" likewise.
       refusal: the first line of the compiler's refusal for want of memory; "" where it took the program.
       seconds: that the compiler took, at most until buffers were assigned.
-      version: the compiler's own description of its version.
     """
 
     assignment: Assignment | None
     text: str
     refusal: str
     seconds: float
-    version: str
 
 
 def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECONDS) -> Answer:
@@ -68,7 +66,7 @@ def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECON
     about = json.dumps(target.description(), sort_keys=True)
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     words = repr((_FORMAT, asked.overrides, asked.devices, asked.version, about, flags))
-    key = answer_key((asked.program, asked.options, words))
+    key = answer_key((asked.program, asked.options, words.encode()))
     if (remembered := _remembered(load_answer(key))) is not None:
         return remembered
     with tempfile.TemporaryDirectory(prefix="jaxshard-judge-") as folder:
@@ -114,7 +112,7 @@ def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float)
     assignment = read_assignment(dump)
     if assignment is None and not error:
         raise RuntimeError(f"the compiler's process ended with {child.returncode}: {_tail(folder / 'log')}")
-    return Answer(assignment, program_text(dump), error.split("\n", 1)[0], took, asked.version)
+    return Answer(assignment, program_text(dump), error.split("\n", 1)[0], took)
 
 
 def _error(folder: Path) -> str:
@@ -123,5 +121,4 @@ def _error(folder: Path) -> str:
 
 
 def _tail(file: Path) -> str:
-    lines: list[Any] = file.read_text(errors="replace").splitlines()
-    return "\n".join(lines[-5:])
+    return "\n".join(file.read_text(errors="replace").splitlines()[-5:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
@@ -122,9 +122,9 @@ class Ranking:
     listed: int
     too_large: int
     predicted: int
-    refused: Mapping[str, int] = field(default_factory=dict)
-    usable_bytes: int | None = None
-    seconds: float = 0.0
+    refused: Mapping[str, int]
+    usable_bytes: int
+    seconds: float
 
     @property
     def best(self) -> Plan | None:

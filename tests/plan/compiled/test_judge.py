@@ -163,19 +163,13 @@ def _runs(pid):
         return False
 
 
-def step_of(strategy=None, *, blocks=1, width=128, rows=8):
-    def init(key):
-        return {f"w{number}": jnp.ones((width, width)) for number in range(blocks)}
-
+def step_of():
     def loss(params, batch, key):
-        x = batch
-        for name in sorted(params):
-            x = jnp.tanh(x @ params[name])
-        return js.Mean((x**2).sum(), len(x))
+        return js.Mean((jnp.tanh(batch @ params["w"]) ** 2).sum(), len(batch))
 
     mesh, tx = js.plan.planned_mesh("v5e:2x2", data=4), optax.adam(0.1)
-    layout = js.layout(strategy or js.fsdp(), mesh, init, tx)
-    return js.make_step(loss, tx, layout), jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    layout = js.layout(js.fsdp(), mesh, lambda key: {"w": jnp.ones((128, 128))}, tx)
+    return js.make_step(loss, tx, layout), jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
 
 @pytest.mark.tpu
