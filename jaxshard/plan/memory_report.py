@@ -160,14 +160,8 @@ class MemoryReport:
         return f"{self._headline()}\n\n{sections_text(self.sections())}"
 
     def _repr_html_(self) -> str:
-        """Show the same in a notebook, memory by role as a bar too."""
-        by_role = {role: (size, human_bytes(size)) for role, size in self.by_role.items()}
-        limit = None if self.usable_bytes is None else (self.usable_bytes, f"usable: {human_bytes(self.usable_bytes)}")
-        return page.page(
-            page.verdict(self.fits, self._headline()) if self.chip else page.paragraph(self._headline()),
-            page.bar(by_role, ROLES, limit=limit),
-            page.sections(self.sections(), marks=ROLES),
-        )
+        """Show the same in a notebook."""
+        return page.page(page.paragraph(self._headline()), page.sections(self.sections()))
 
     def sections(self) -> list[Section]:
         """Return the tables of the report; classes with more figures add theirs."""

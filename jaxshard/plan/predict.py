@@ -90,10 +90,10 @@ def predict(
         )
     engine, batch = engine or auto(), abstract(as_arrays("the batch", batch))
     step = make_step(loss_fn, tx, layout, engine=engine)
-    target = None if estimate else target_of(layout.mesh)
-    if target is not None and not has_compiler(target):
+    target = target_of(layout.mesh)
+    if estimate or target is None or not has_compiler(target):
         target = None
-    if target is not None:
+    else:
         step = step_for(step, target)
     layout, mesh = step.layout, step.layout.mesh
     limits = mesh_chip(mesh) if chip is None else chip
