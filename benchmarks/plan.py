@@ -26,7 +26,7 @@ from typing import Any
 
 from plan_cases import Case, draw, make_parts
 
-from jaxshard.plan.prediction import BAND
+from jaxshard.plan.memory_report import BAND
 
 HERE = Path(__file__).parent
 KNOWN, DRAWN = HERE / "plan_peaks.json", HERE / "plan_draw.json"
@@ -72,7 +72,7 @@ def estimate(case: Case) -> Row:
     parts = make_parts(case)
     found = js.plan.predict(parts.layout, parts.loss, parts.batch, parts.engine, tx=parts.tx, estimate=True)
     seconds = round(time.process_time() - started, 1)
-    return {"estimate": found.peak.total, "estimate_fits": found.fits, "estimate_seconds": seconds}
+    return {"estimate": found.live_bytes, "estimate_fits": found.fits, "estimate_seconds": seconds}
 
 
 def error_of(row: Row) -> float | None:

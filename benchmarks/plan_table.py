@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxshard.plan.prediction import BAND
+from jaxshard.plan.memory_report import BAND
 
 Row = dict[str, Any]
 

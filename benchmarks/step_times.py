@@ -24,12 +24,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxshard as js
-from jaxshard.core.settings import own_settings
 from jaxshard.cost.hardware import Chip
-from jaxshard.plan.time.network import CollectiveCost, collective_costs
-from jaxshard.plan.time.products import TRAFFIC, ProductCost, product_costs
-from jaxshard.plan.time.step_time import StepTime, step_time
-from jaxshard.training.state import run_shapes
+from jaxshard.plan.time.network import CollectiveCost
+from jaxshard.plan.time.products import TRAFFIC, ProductCost
+from jaxshard.plan.time.step_time import StepTime, step_time, update_bytes
 
 RECIPES = "AI-Hypercomputer/tpu-recipes, training/"
 MAXTEXT = "AI-Hypercomputer/maxtext, "
@@ -243,12 +241,10 @@ def predict(case: Case) -> Result:
     layout = js.layout(strategy, mesh, model.init, tx)
     batch = {"tokens": jax.ShapeDtypeStruct((case.rows * mesh.size, case.seq + 1), jnp.int32)}
     engine = js.explicit(precision="bf16", remat=case.remat, microbatches=case.microbatches)
-    step = js.make_step(model.loss, tx, layout, engine=engine)
-    with own_settings(mesh):
-        program = jax.make_jaxpr(step)(run_shapes(layout), batch)
-    products = tuple(fused(one) if case.fused else one for one in product_costs(program, mesh, chip))
-    collectives = collective_costs(js.plan.promise(layout, engine, model.loss, batch), mesh, chip)
-    time = step_time(products, collectives, chip, layout=layout, engine=engine)
+    found = js.plan.predict(layout, model.loss, batch, engine, tx=tx, chip=chip, estimate=True)
+    products = tuple(fused(one) if case.fused else one for one in found.products)
+    collectives = found.collectives
+    time = step_time(products, collectives, chip, update=update_bytes(layout))
     return Result(case, time, products, collectives)
 
 

@@ -1,20 +1,17 @@
 """Planning a run before it runs, as `js.plan`: memory, TPU topologies, FLOPs, and collectives promised and found.
 
-Imports `core/`, `adapt/`, `cost/`, `layers/`, `schedules/`, `engines/`, `training/` and `checks/`; only `commands/`
-imports it.
+Imports `core/`, `adapt/`, `cost/`, `layers/`, `proofs/`, `schedules/`, `engines/`, `training/` and `checks/`; only
+`commands/` imports it.
 """
 
-from jaxshard.checks.collectives.compare import compare as compare
 from jaxshard.checks.collectives.found import arrays_only as arrays_only
 from jaxshard.checks.collectives.found import summary as summary
 from jaxshard.checks.collectives.found import table as table
 from jaxshard.checks.collectives.promise import promise as promise
 from jaxshard.checks.programs.report import audit_program as audit_program
 from jaxshard.core.pictures.canvas import write_picture as write_picture
-from jaxshard.cost.flops import model_flops as model_flops
 from jaxshard.cost.flops import train_flops as train_flops
 from jaxshard.cost.hardware import chip as chip
-from jaxshard.cost.hardware import mfu as mfu
 from jaxshard.plan.compiled.compile_for import compile_for as compile_for
 from jaxshard.plan.pictures.memory import memory_figure as memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure as roofline_figure

@@ -14,7 +14,7 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -124,7 +124,7 @@ class Topology(NamedTuple):
 
     def __str__(self) -> str:
         """Write it as it was given: "v5e:16x16"."""
-        return f"{self.version}:{'x'.join(map(str, self.shape))}"
+        return _name(self.version, self.shape)
 
 
 def parse_topology(name: str) -> Topology:
@@ -145,7 +145,7 @@ def parse_topology(name: str) -> Topology:
     if version not in known:
         # "v5litepod-256" and "v5e-256" are names of the same thing by the number of chips.
         near = difflib.get_close_matches(re.sub(r"litepod|[-_]\d+$", "", version) or version, known, n=3, cutoff=0.4)
-        shown = ", ".join(_example(one) for one in near or known)
+        shown = ", ".join(_name(one, (8,) if one in GPUS else TPUS[one].shapes[3]) for one in near or known)
         raise ValueError(
             f"no topology {name!r}: {version or 'nothing'!r} is none of {', '.join(known)}; write version:shape, "
             f"{'such as' if near else 'one of'} {shown}"
@@ -154,7 +154,8 @@ def parse_topology(name: str) -> Topology:
         raise ValueError(f"no topology {name!r}: write {version}:shape, such as {', '.join(_near(version, text))}")
     shape = tuple(int(size) for size in text.split("x"))
     if not _is_known(version, shape):
-        most = f"; {version} has at most {_most(version)}" if math.prod(shape) > _chips(version) else ""
+        chips = TPUS[version].chips if version in TPUS else math.inf
+        most = f"; {version} has at most {chips} chips in a slice; take several slices" * (math.prod(shape) > chips)
         raise ValueError(
             f"no topology {name!r}: {version} is not rented as {text}{most}; near it are "
             f"{', '.join(_near(version, text))}"
@@ -179,7 +180,7 @@ def topology_name(name: str) -> str:
     chips = int(found[2]) // (2 if version in ("v4", "v5p") else 1)
     shapes = [shape for shape in _shapes(version) if math.prod(shape) == chips]
     best = min(shapes, key=lambda shape: max(shape) - min(shape), default=None)
-    return name if best is None else f"{version}:{'x'.join(map(str, best))}"
+    return name if best is None else _name(version, best)
 
 
 def chip_named(name: str) -> Chip:
@@ -194,6 +195,12 @@ def chip_named(name: str) -> Chip:
         near = difflib.get_close_matches(name.lower(), KINDS, n=3, cutoff=0.4) or KINDS
         raise ValueError(f"there is no chip {name!r}; use one of {', '.join(near)}")
     return found
+
+
+def mesh_chip(mesh: Mesh) -> Chip | None:
+    """Return the limits of a device of a mesh; None where they are not known."""
+    device = mesh.devices.flat[0]
+    return chip_of(device.device_kind, num_cores=getattr(device, "num_cores", None))
 
 
 def planned_devices(name: str, *, num_slices: int = 1) -> list[PlannedDevice]:
@@ -275,29 +282,18 @@ def _gpus(topology: Topology) -> Iterator[PlannedDevice]:
 def _is_known(version: str, shape: tuple[int, ...]) -> bool:
     if version in GPUS:
         return len(shape) in (1, 2) and 1 <= shape[0] <= GPUS[version].most and shape[-1] >= 1
-    known = TPUS[version]
-    ordered = tuple(sorted(shape))
-    if ordered in (tuple(sorted(one)) for one in known.shapes) and len(shape) == len(known.shapes[0]):
-        return True
-    cubes = known.cubes > 0 and len(shape) == 3 and all(size % 4 == 0 and size // 4 in range(1, known.cubes + 1)
-                                                        for size in shape)  # fmt: skip
-    return cubes and math.prod(shape) <= known.chips
+    return sorted(shape) in map(sorted, _shapes(version))
 
 
 def _near(version: str, text: str) -> list[str]:
-    """The three shapes that are nearest in their number of devices, and then in their sides."""
-    numbers = [int(size) for size in re.findall(r"\d+", text)] or [16]
-    wanted = math.prod(numbers) or 1
-
-    def distance(shape: tuple[int, ...]) -> tuple[float, int]:
-        sides = sum(abs(a - b) for a, b in itertools.zip_longest(sorted(shape), sorted(numbers), fillvalue=1))
-        return abs(math.log(math.prod(shape) / wanted)), sides
-
-    best = sorted(_shapes(version), key=distance)[:3]
-    return [f"{version}:{'x'.join(map(str, shape))}" for shape in best]
+    """The three shapes that are nearest in their number of devices."""
+    wanted = math.prod(int(size) for size in re.findall(r"\d+", text) or [16]) or 1
+    best = sorted(_shapes(version), key=lambda shape: abs(math.log(math.prod(shape) / wanted)))[:3]
+    return [_name(version, shape) for shape in best]
 
 
 def _shapes(version: str) -> list[tuple[int, ...]]:
+    """The shapes of a TPU slice; of GPUs some."""
     if version in GPUS:
         most = GPUS[version].most
         return [(size,) for size in (1, 2, 4, 8, most) if size <= most] + [(min(8, most), 2**k) for k in range(1, 12)]
@@ -306,13 +302,5 @@ def _shapes(version: str) -> list[tuple[int, ...]]:
     return [*known.shapes, *(shape for shape in sides if math.prod(shape) <= known.chips)]
 
 
-def _chips(version: str) -> float:
-    return math.inf if version in GPUS else TPUS[version].chips
-
-
-def _most(version: str) -> str:
-    return f"{TPUS[version].chips} chips in a slice; take several slices"
-
-
-def _example(version: str) -> str:
-    return f"{version}:8" if version in GPUS else f"{version}:{'x'.join(map(str, TPUS[version].shapes[3]))}"
+def _name(version: str, shape: Sequence[int]) -> str:
+    return f"{version}:{'x'.join(map(str, shape))}"

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxshard.plan.arrange import arrange
 from jaxshard.plan.gpus import check_gpu_compiler, gpu_options
-from jaxshard.plan.planned import GPUS, PlannedDevice, parse_topology, topology_name
+from jaxshard.plan.planned import GPUS, TPUS, PlannedDevice, chip_named, parse_topology, topology_name
 
 
 class Target(NamedTuple):
@@ -171,13 +171,9 @@ def topology_mesh(name: str, /, *, num_slices: int = 1, **axes: int) -> Mesh:
 
 
 def _closed_dimensions(name: str) -> tuple[bool, ...]:
-    """Which dimensions of a slice are rings, by Google's description of its shape; () where that is not known."""
+    """Which dimensions of a slice are rings, by the table of chips; () where that is not known."""
     version, _, shape = name.partition(":")
-    if not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+    network = chip_named(version).network if version in TPUS else None
+    if network is None or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
         return ()
-    sizes = [int(size) for size in shape.split("x")]
-    if version in ("v5e", "v6e") and len(sizes) == 2:
-        return (*(size % 16 == 0 for size in sizes), False)
-    if version in ("v4", "v5p", "tpu7x") and len(sizes) == 3:
-        return (all(size % 4 == 0 for size in sizes),) * 3
-    return ()
+    return (*network.closed(tuple(int(size) for size in shape.split("x"))), False)[:3]

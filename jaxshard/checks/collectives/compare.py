@@ -71,7 +71,7 @@ def compare(promised: Promise, found: Iterable[Collective]) -> Comparison:
 
     Example:
         promised = js.plan.promise(layout, js.auto(), loss_fn, batch)
-        print(js.plan.compare(promised, js.collectives(step.compile(batch), mesh)))
+        print(compare(promised, js.collectives(step.compile(batch), mesh)))
     """
     found = tuple(found)
     allowances = Allowances(promised.expected)

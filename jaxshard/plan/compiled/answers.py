@@ -22,13 +22,9 @@ MOST_BYTES = 256 * 2**20
 """The size of the folder above which the answers that were not used for longest are removed."""
 
 
-def answer_key(parts: Iterable[bytes | str]) -> str:
-    """Hash the parts of a question, each with its length, to the name of the file of its answer."""
-    found = hashlib.sha256()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        found.update(len(data).to_bytes(8, "little") + data)
-    return found.hexdigest()
+def answer_key(parts: Iterable[bytes]) -> str:
+    """Hash the parts of a question to the name of the file of its answer."""
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def load_answer(key: str) -> dict[str, Any] | None:

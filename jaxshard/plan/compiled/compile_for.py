@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import jax
 
@@ -15,12 +13,9 @@ from jaxshard.core.settings import own_settings
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import PyTree
 from jaxshard.plan.compiled.depth import extrapolate
-from jaxshard.plan.compiled.dump import program_text, read_assignment
-from jaxshard.plan.compiled.judge import Answer, judge
-from jaxshard.plan.compiled.memory import memory_of
-from jaxshard.plan.compiled.refusal import parse_refusal
+from jaxshard.plan.compiled.judge import judge
 from jaxshard.plan.compiled.target import step_for
-from jaxshard.plan.compiled.verdict import Verdict
+from jaxshard.plan.compiled.verdict import Verdict, verdict_of
 from jaxshard.plan.planned import topology_name
 from jaxshard.plan.topology import Target
 from jaxshard.training.step import Step
@@ -54,7 +49,7 @@ def compile_for(
       topology: version and shape, "v5e:16x16", "v5p:4x4x8", or "v5p-256"; or GPUs of a host and hosts, "h100:8",
         "h100:8x4".
       num_slices: that many TPU slices, connected by the data center's network.
-      codegen: compile to the end, in this process: `verdict.cycles` and `verdict.compiled` are there then.
+      codegen: compile to the end too, in this process: `verdict.cycles` and `verdict.compiled` are there then.
       at_depth: for models whose blocks run in a Python loop, where compile time grows with depth: makes the same step
         with so many blocks. If the step has more than 32, the step is compiled with 2 and 4 blocks, and its memory is
         extrapolated, linear in the number of blocks (`verdict.judged_by` is "extrapolated").
@@ -75,11 +70,14 @@ def compile_for(
         verdict.fits, verdict.live_bytes, verdict.allocated_bytes
     """
     target, batch = Target(topology_name(topology), num_slices), abstract(as_arrays("the batch", batch))
-    step = step_for(step, topology, num_slices)
-    if not codegen:
-        return judge_step(step, batch, target, step.trace(batch), at_depth)
-    answer, compiled = _compile(step.lower(batch))
-    return Verdict(target, step, batch, answer, memory_of(answer, step.layout), compiled)
+    step = step_for(step, target)
+    verdict = judge_step(step, batch, target, step.trace(batch), None if codegen else at_depth)
+    if not codegen or verdict.refusal:
+        return verdict
+    started = time.perf_counter()
+    compiled = step.compile(batch)
+    seconds = verdict.compile_seconds + time.perf_counter() - started
+    return replace(verdict, compiled=compiled, text=compiled.as_text() or "", compile_seconds=seconds)
 
 
 def judge_step(
@@ -90,29 +88,11 @@ def judge_step(
 
     def ask(step: Step, traced: jax.stages.Traced) -> Verdict:
         with own_settings(step.layout.mesh):
-            answer = judge(traced.lower(), target)
-        return Verdict(target, step, batch, answer, memory_of(answer, step.layout))
+            return verdict_of(target, step, batch, judge(traced.lower(), target))
 
     def ask_at(step: Step) -> Verdict:
-        step = step_for(step, target.name, target.num_slices)
+        step = step_for(step, target)
         return ask(step, step.trace(batch))
 
     found = None if at_depth is None else extrapolate(ask_at, step, at_depth)
     return ask(step, traced) if found is None else found
-
-
-def _compile(lowered: jax.stages.Lowered) -> tuple[Answer, jax.stages.Compiled | None]:
-    """Compile to the end in this process, with a dump that tells of memory."""
-    started, compiled, refusal = time.perf_counter(), None, ""
-    with tempfile.TemporaryDirectory(prefix="jaxshard-compile-") as folder:
-        options: Any = {"xla_dump_to": folder}
-        try:
-            compiled = lowered.compile(options)
-        except jax.errors.JaxRuntimeError as error:
-            if parse_refusal(str(error)) is None:
-                raise
-            refusal = str(error).splitlines()[0]
-        seconds = time.perf_counter() - started
-        assignment, text = read_assignment(Path(folder)), program_text(Path(folder))
-    text = compiled.as_text() or "" if compiled is not None else text
-    return Answer(assignment, text, refusal, seconds, ""), compiled

@@ -12,8 +12,6 @@ from dataclasses import replace
 
 import jax
 
-from jaxshard.plan.compiled.live import LiveArray
-from jaxshard.plan.compiled.memory import Memory
 from jaxshard.plan.compiled.verdict import Verdict
 from jaxshard.training.step import Step
 
@@ -45,36 +43,25 @@ def extrapolate(ask: Callable[[Step], Verdict], step: Step, at_depth: Callable[[
     if low.refusal or high.refusal:
         return None
     times = (depth - SMALL) / (LARGER - SMALL)
-    seconds = low.compile_seconds + high.compile_seconds
-    return replace(
-        high,
-        step=step,
-        answer=high.answer._replace(text="", seconds=seconds),  # the program is that of another depth
-        memory=_onward(low.memory, high.memory, times),
-        judged_by="extrapolated",
-    )
 
-
-def _onward(low: Memory, high: Memory, times: float) -> Memory:
-    """Extrapolate linearly from the memory of two programs; `times` is 0 at the first and 1 at the second."""
-
-    def at(first: float, second: float) -> int:
+    def at(first: int, second: int) -> int:
         return max(0, round(first + times * (second - first)))
 
-    def key(one: LiveArray) -> LiveArray:
-        return replace(one, bytes=0, count=0)
-
-    few, more = ({key(one): one for one in memory.arrays} for memory in (low, high))
+    few, more = ({replace(one, bytes=0, count=0): one for one in verdict.arrays} for verdict in (low, high))
     arrays = []
     for one in dict.fromkeys((*few, *more)):
         first, second = few.get(one, one), more.get(one, one)
         arrays.append(replace(one, bytes=at(first.bytes, second.bytes), count=at(first.count, second.count)))
-    return Memory(
-        at(low.live, high.live),
-        at(low.allocated, high.allocated),
-        at(low.arguments, high.arguments),
-        tuple(sorted((one for one in arrays if one.bytes), key=lambda one: -one.bytes)),
-        high.moment,
+    return replace(
+        high,
+        step=step,
+        text="",  # the program is that of another depth
+        judged_by="extrapolated",
+        live_bytes=at(low.live_bytes, high.live_bytes),
+        allocated_bytes=at(low.allocated_bytes or 0, high.allocated_bytes or 0),
+        argument_bytes=at(low.argument_bytes, high.argument_bytes),
+        arrays=tuple(sorted((one for one in arrays if one.bytes), key=lambda one: -one.bytes)),
+        compile_seconds=low.compile_seconds + high.compile_seconds,
     )
 
 

@@ -29,7 +29,7 @@ SECONDS = 1800.0
 CHILD = Path(__file__).with_name("child.py")
 """Run by its path, not as a module: importing the package would import JAX."""
 _PAUSE = 0.02
-_FORMAT = "1"
+_FORMAT = "2"
 """The version of the fields of an answer; answers of another version are not read."""
 
 
@@ -41,16 +41,12 @@ class Answer(NamedTuple):
       text: the program as it would run; "" likewise.
       refusal: the first line of the compiler's refusal for want of memory; "" where it took the program.
       seconds: that the compiler took, at most until buffers were assigned.
-      version: the compiler's own description of its version.
-      remembered: True if the answer was found in the cache.
     """
 
     assignment: Assignment | None
     text: str
     refusal: str
     seconds: float
-    version: str
-    remembered: bool = False
 
 
 def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECONDS) -> Answer:
@@ -70,7 +66,7 @@ def judge(lowered: jax.stages.Lowered, target: Target, *, seconds: float = SECON
     about = json.dumps(target.description(), sort_keys=True)
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     words = repr((_FORMAT, asked.overrides, asked.devices, asked.version, about, flags))
-    key = answer_key((asked.program, asked.options, words))
+    key = answer_key((asked.program, asked.options, words.encode()))
     if (remembered := _remembered(load_answer(key))) is not None:
         return remembered
     with tempfile.TemporaryDirectory(prefix="jaxshard-judge-") as folder:
@@ -84,7 +80,7 @@ def _remembered(found: dict[str, Any] | None) -> Answer | None:
         return None
     try:
         assignment = None if found["assignment"] is None else assignment_of(found["assignment"])
-        return Answer(**found | {"assignment": assignment, "remembered": True})
+        return Answer(**found | {"assignment": assignment})
     except (KeyError, TypeError, ValueError, AttributeError):  # damaged
         return None
 
@@ -116,7 +112,7 @@ def _compile(asked: CompilerInput, target: Target, folder: Path, seconds: float)
     assignment = read_assignment(dump)
     if assignment is None and not error:
         raise RuntimeError(f"the compiler's process ended with {child.returncode}: {_tail(folder / 'log')}")
-    return Answer(assignment, program_text(dump), error.split("\n", 1)[0], took, asked.version)
+    return Answer(assignment, program_text(dump), error.split("\n", 1)[0], took)
 
 
 def _error(folder: Path) -> str:
@@ -125,5 +121,4 @@ def _error(folder: Path) -> str:
 
 
 def _tail(file: Path) -> str:
-    lines: list[Any] = file.read_text(errors="replace").splitlines()
-    return "\n".join(lines[-5:])
+    return "\n".join(file.read_text(errors="replace").splitlines()[-5:])

@@ -1,4 +1,4 @@
-"""The arrays that are alive at the fullest moment of a program, by role and by the line of the user's model.
+"""The arrays that are alive at the peak of a program, by role and by the line of the user's model.
 
 A compiler names its buffers after its own instructions: `%wide.param.0{23}` is element 23 of what a loop carries. What
 it holds is found by following it back to the operation that makes it:
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 
@@ -27,6 +25,7 @@ from jaxshard.checks.collectives.walk import Executed, executed
 from jaxshard.core.layout import Layout
 from jaxshard.core.our_code import is_outside_engines
 from jaxshard.plan.compiled.dump import Assignment, Value
+from jaxshard.plan.memory_report import LiveArray, joined
 
 _FAR = 64
 """The number of loops and slices after which a search gives up."""
@@ -38,37 +37,8 @@ _MOVES = ("convert_element_type", "copy", "reshape", "sharding_constraint", "sli
 _SUMS = ("psum_scatter", "reduce_scatter", "reduce-scatter", "all-reduce", "psum")
 
 
-@dataclass(frozen=True)
-class LiveArray:
-    """Arrays of one kind that are alive when a program needs most memory.
-
-    Attributes:
-      bytes: of all of them on each device, padding included.
-      role: one of `plan.roles.ROLES`.
-      dtype: as the compiler writes it, such as "bf16".
-      shape: of one, on one device.
-      count: how many there are.
-      what: JAX's name of the operation that makes it, or the argument that it is.
-      source: `file:line` in the user's model; "" where the compiler lost it.
-      kept: True for one that a loop over blocks wrote block by block for the backward pass.
-    """
-
-    bytes: int
-    role: str
-    dtype: str
-    shape: tuple[int, ...]
-    count: int
-    what: str
-    source: str
-    kept: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return self.__dict__ | {"shape": list(self.shape)}
-
-
-def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[LiveArray, ...]:
-    """Name what is alive at the fullest moment of a program, arguments included.
+def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[tuple[LiveArray, ...], str]:
+    """Name what is live at the peak of a program, and say when that is.
 
     Args:
       assignment: of the compiler.
@@ -76,67 +46,51 @@ def live_arrays(assignment: Assignment, text: str, layout: Layout) -> tuple[Live
       layout: of the step that was compiled.
 
     Returns:
-      Equal arrays of one place added up, the largest first.
+      Arrays, arguments included, equal ones of one place added up, the largest first; and the moment, such as "backward
+      pass, at model.py:183 (dot_general)", or "" where nothing is known.
     """
-    program = _Program(hlo.parse(text), layout, assignment)
-    found: dict[tuple[Any, ...], LiveArray] = {}
-    for one in (*program.arguments(), *program.temporaries()):
-        key = replace(one, bytes=0, count=0)
-        before = found.get((key,))
-        found[key,] = one if before is None else replace(
-            one, bytes=one.bytes + before.bytes, count=one.count + before.count
-        )  # fmt: skip
-    return tuple(sorted(found.values(), key=lambda one: -one.bytes))
-
-
-def moment_words(assignment: Assignment, text: str) -> str:
-    """Say when the fullest moment is: "backward pass, at model.py:183 (dot_general)"; "" where nothing is known."""
-    if not assignment.moment:
-        return ""
-    places = _places(hlo.parse(text), [assignment.moment])
-    if assignment.moment not in places:
-        return ""
-    scope, op = places[assignment.moment]
-    source = find_source(scope, op)
-    when = (
-        "backward pass" if "transpose(" in source.op_name else "forward pass" if "jvp(" in source.op_name else "update"
-    )
-    line = source.line if source.frames and is_outside_engines(source.line) else find_user(scope, op)
-    place = f", at {line}" if line else ""
-    return f"{when}{place} ({_last(source.op_name) or op.opcode})"
+    program = _Program(text, layout, assignment)
+    return joined((*program.arguments(), *program.temporaries())), program.moment()
 
 
 class _Program:
     """A program with what is needed to name its values."""
 
-    def __init__(self, module: hlo.Module, layout: Layout, assignment: Assignment) -> None:
-        self.module, self.layout, self.assignment = module, layout, assignment
+    def __init__(self, text: str, layout: Layout, assignment: Assignment) -> None:
+        self.module, self.layout, self.assignment = hlo.parse(text), layout, assignment
+        self.places = _places(self.module, {value.name for value, _ in assignment.live} | {assignment.moment})
+        self.peak = self.places.get(assignment.moment)
+
+    def moment(self) -> str:
+        """Return the pass, the line and the operation that run at the peak."""
+        if self.peak is None:
+            return ""
+        name, line = _named(*self.peak)
+        when = "backward pass" if "transpose(" in name else "forward pass" if "jvp(" in name else "update"
+        return f"{when}{f', at {line}' if line else ''} ({_last(name) or self.peak[1].opcode})"
 
     def arguments(self) -> Iterator[LiveArray]:
-        """The arguments, each under the name that it has in the step."""
+        """Yield the arguments, each under the name that it has in the step."""
         for number, op in self.module.arguments.items():
             if size := self.assignment.arguments.get(number, 0):
                 dtype, shape = hlo.arrays(op.type)[0]
                 role = _argument_role(op.op_name) or "batch"
-                yield LiveArray(size, role, dtype, shape, 1, op.op_name or op.name, "")
+                yield LiveArray(size, role, dtype, shape, 1, op.op_name or op.name)
 
     def temporaries(self) -> Iterator[LiveArray]:
-        """The values in between."""
-        places = _places(self.module, {value.name for value, _ in self.assignment.live} | {self.assignment.moment})
-        moment = places.get(self.assignment.moment)
-        backward = moment is not None and "transpose(" in find_source(*moment).op_name
+        """Yield the values in between, but for those in the place of another."""
+        backward = self.peak is not None and "transpose(" in _named(*self.peak)[0]
         for value, added in self.assignment.live:
-            if not added:  # in the place of another
+            if not added:
                 continue
             dtype, shape = (hlo.arrays(value.type) or (("?", ()),))[0]
-            if value.name not in places:
-                yield LiveArray(added, "temporaries", dtype, shape, 1, value.name, "")
+            if value.name not in self.places:
+                yield LiveArray(added, "temporaries", dtype, shape, 1, value.name)
                 continue
-            scope, op, kept = _maker(*places[value.name], value)
-            source = find_source(scope, op)
-            line = source.line if source.frames and is_outside_engines(source.line) else find_user(scope, op)
-            role = self._role(op, source.op_name, shape, kept, backward)
-            what = _last(source.op_name) or op.opcode
+            scope, op, kept = _maker(*self.places[value.name], value)
+            name, line = _named(scope, op)
+            role = self._role(op, name, shape, kept, backward)
+            what = _last(name) or op.opcode
             yield LiveArray(added, role, dtype, shape, 1, what, line, kept and role == "kept activations")
 
     def _role(self, op: hlo.Op, op_name: str, shape: tuple[int, ...], kept: bool, backward: bool) -> str:
@@ -185,6 +139,13 @@ def _places(module: hlo.Module, names: Iterable[str]) -> dict[str, tuple[hlo.Sco
     for one in executed(module, pattern, fused=False):
         found.setdefault(one.op.name, one)
     return {name: (one.scope, one.op) for name, one in found.items()}
+
+
+def _named(scope: hlo.Scope, op: hlo.Op) -> tuple[str, str]:
+    """JAX's name of an operation, and the line of the user's model that it is from or for."""
+    source = find_source(scope, op)
+    own = source.frames and is_outside_engines(source.line)
+    return source.op_name, source.line if own else find_user(scope, op)
 
 
 def _maker(scope: hlo.Scope, op: hlo.Op, value: Value) -> tuple[hlo.Scope, hlo.Op, bool]:

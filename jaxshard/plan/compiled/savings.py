@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
 from jaxshard.core.layout import Layout
 from jaxshard.core.mesh import axis_size
-from jaxshard.core.placed import Placed
 from jaxshard.core.placement import axes_of
 from jaxshard.core.types import PyTree
 from jaxshard.engines.engine import Engine
-from jaxshard.plan.compiled.live import LiveArray
+from jaxshard.plan.memory_report import LiveArray
 
 _CHUNKS = 16
 _LEAST = 0.01
@@ -33,83 +32,53 @@ def savings(
     """List changes that would make a step need less memory, the largest saving first.
 
     Each figure is of the arrays that the change would make smaller. It is an upper bound: another moment of the step
-    may be the fullest then, and changes that act on the same arrays do not add up.
+    may be the peak then, and changes that act on the same arrays do not add up.
 
     Args:
-      arrays: what is alive at the fullest moment.
+      arrays: what is live at the peak.
       layout: of the step.
       engine: of the step.
       batch: its batch.
       peak: bytes at that moment.
     """
-    activations = _sum(arrays, lambda one: one.role in ("kept activations", "logits"))
-    found = [
-        _remat(arrays),
-        _head(arrays),
-        _rows(activations, layout, engine, batch),
-        _narrower(arrays, engine),
-        _split(layout),
-        _more_devices(layout),
-    ]
-    return tuple(sorted((one for one in found if one.bytes >= _LEAST * peak), reverse=True))
-
-
-def _remat(arrays: Sequence[LiveArray]) -> Saving:
-    """All that is kept for the backward pass but one array for each block: what goes into it."""
     kept = [one for one in arrays if one.role == "kept activations"]
-    kept = [one for one in kept if one.kept] or kept  # what a loop over blocks keeps, where there is one
-    inputs = min((one.bytes // one.count for one in kept if one.kept), default=0)
-    change = 'remat="nothing" in the engine (stash="layer" of js.pipelined): blocks keep what goes into them alone'
-    return Saving(sum(one.bytes for one in kept) - inputs, change)
+    stacked = [one for one in kept if one.kept]  # what a loop over blocks keeps
+    logits = sum(one.bytes for one in arrays if one.role == "logits")
+    computed = ("kept activations", "gathered weights", "logits", "temporaries")
+    in_f32 = sum(one.bytes for one in arrays if one.role in computed and one.dtype == "f32")
+    replicated, split = _stored(layout)
+    axes, devices = layout.batch_axes, axis_size(layout.mesh, layout.batch_axes)
+    over = repr(axes[0] if len(axes) == 1 else tuple(axes))
+    inputs = min((one.bytes // one.count for one in stacked), default=0)  # one array for each block: what goes into it
+    found = {
+        'remat="nothing" in the engine (stash="layer" of js.pipelined): blocks keep what goes into them alone': (
+            sum(one.bytes for one in stacked or kept) - inputs
+        ),
+        f"js.head_loss with the vocabulary in {_CHUNKS} chunks": logits * (_CHUNKS - 1) // _CHUNKS,
+        _half_the_rows(layout, engine, batch): (sum(one.bytes for one in kept) + logits) // 2,
+        'precision="bf16" in the engine': in_f32 // 2 if engine.compute_dtype is None else 0,
+        f"js.fsdp({over}): parameters and optimizer state split over the devices": replicated - replicated // devices,
+        "twice the devices over which they are split: parameters and optimizer state in half the size": split // 2,
+    }
+    listed = [Saving(size, change) for change, size in found.items() if size >= _LEAST * peak]
+    return tuple(sorted(listed, reverse=True))
 
 
-def _head(arrays: Sequence[LiveArray]) -> Saving:
-    logits = _sum(arrays, lambda one: one.role == "logits")
-    return Saving(logits * (_CHUNKS - 1) // _CHUNKS, f"js.head_loss with the vocabulary in {_CHUNKS} chunks")
-
-
-def _rows(activations: int, layout: Layout, engine: Engine, batch: PyTree) -> Saving:
+def _half_the_rows(layout: Layout, engine: Engine, batch: PyTree) -> str:
+    """The change that halves activations: fewer rows at a time, or, where a device has one row, half its positions."""
     devices = axis_size(layout.mesh, layout.batch_axes)
     masked = zip(jax.tree.leaves(batch), jax.tree.leaves(layout.rows_mask(batch)), strict=True)
     rows = min((x.shape[0] // devices // engine.microbatches for x, has_rows in masked if has_rows), default=0)
     if rows < 2:
-        return Saving(activations // 2, "js.context over twice the devices: each has half of a row's positions")
-    turns = 2 * engine.microbatches
-    return Saving(activations // 2, f"half the rows of a batch, or microbatches={turns} in the engine")
+        return "js.context over twice the devices: each has half of a row's positions"
+    return f"half the rows of a batch, or microbatches={2 * engine.microbatches} in the engine"
 
 
-def _narrower(arrays: Sequence[LiveArray], engine: Engine) -> Saving:
-    roles = ("kept activations", "gathered weights", "logits", "temporaries")
-    wide = _sum(arrays, lambda one: one.role in roles and one.dtype == "f32") if engine.compute_dtype is None else 0
-    return Saving(wide // 2, 'precision="bf16" in the engine')
-
-
-def _split(layout: Layout) -> Saving:
-    """What is whole on every device along the batch axes."""
-    axes = layout.batch_axes
-    whole = [one for one in _stored(layout) if not set(axes) & set(axes_of(one.placement.store))]
-    size = _stored_bytes(whole, layout)
-    devices = axis_size(layout.mesh, axes)
-    over = axes[0] if len(axes) == 1 else tuple(axes)
-    return Saving(size - size // devices, f"js.fsdp({over!r}): parameters and optimizer state split over the devices")
-
-
-def _more_devices(layout: Layout) -> Saving:
-    """Half of what is split over the batch axes."""
-    split = [one for one in _stored(layout) if set(layout.batch_axes) & set(axes_of(one.placement.store))]
-    used = set().union(*(axes_of(one.placement.store) for one in split))
-    size = _stored_bytes(split, layout)
-    words = " x ".join(axis for axis in layout.batch_axes if axis in used)
-    return Saving(size // 2, f"twice the devices of {words}: parameters and optimizer state in half the size on each")
-
-
-def _stored(layout: Layout) -> list[Placed]:
-    return [one for one in layout.placed() if one.role in ("param", "opt")]
-
-
-def _stored_bytes(placed: Iterable[Placed], layout: Layout) -> int:
-    return sum(one.placement.bytes_per_device(layout.mesh, one.leaf.dtype) for one in placed)
-
-
-def _sum(arrays: Iterable[LiveArray], wanted: Callable[[LiveArray], bool]) -> int:
-    return sum(one.bytes for one in arrays if wanted(one))
+def _stored(layout: Layout) -> tuple[int, int]:
+    """Bytes of parameters and optimizer state that are replicated, and that are split, over the batch axes."""
+    sizes = {True: 0, False: 0}
+    for one in layout.placed():
+        if one.role in ("param", "opt"):
+            is_split = bool(set(layout.batch_axes) & set(axes_of(one.placement.store)))
+            sizes[is_split] += one.placement.bytes_per_device(layout.mesh, one.leaf.dtype)
+    return sizes[False], sizes[True]

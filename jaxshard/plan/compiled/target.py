@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxshard.core.mesh import mesh_str
-from jaxshard.plan.topology import topology_devices, topology_mesh
+from jaxshard.plan.topology import Target, target_of, topology_devices, topology_mesh
 from jaxshard.training.step import Step
 
 
-def step_for(step: Step, topology: str, num_slices: int) -> Step:
+def step_for(step: Step, target: Target) -> Step:
     """Return the same step on the devices of a topology.
 
     Strategies place arrays by the axes of a mesh and their sizes alone, so the layout stays as it is, placement by
@@ -22,8 +21,7 @@ def step_for(step: Step, topology: str, num_slices: int) -> Step:
 
     Args:
       step: made for any mesh: simulated CPU devices, `planned_mesh`, or `topology_mesh`.
-      topology: as for `topology_mesh`.
-      num_slices: as for `topology_mesh`.
+      target: the topology.
 
     Returns:
       The step itself if its mesh has the devices of the topology already, whose order is kept; else a new one.
@@ -31,33 +29,23 @@ def step_for(step: Step, topology: str, num_slices: int) -> Step:
     Raises:
       ValueError: the mesh does not have as many devices as the topology; says both.
     """
-    mesh, devices = step.layout.mesh, topology_devices(topology, num_slices=num_slices)
+    mesh, devices = step.layout.mesh, topology_devices(target.name, num_slices=target.num_slices)
     if len(devices) != math.prod(mesh.shape.values()):
-        slices = f"{num_slices} slices of " if num_slices > 1 else ""
+        slices = f"{target.num_slices} slices of " if target.num_slices > 1 else ""
         axes = ", ".join(f"{name}={size}" for name, size in _resized(mesh, len(devices)).items())
-        several = f"num_slices={num_slices}, " if num_slices > 1 else ""
+        several = f"num_slices={target.num_slices}, " if target.num_slices > 1 else ""
         raise ValueError(
-            f"{slices}{topology} has {len(devices)} devices, and the mesh of the step ({mesh_str(mesh)}) "
+            f"{slices}{target.name} has {len(devices)} devices, and the mesh of the step ({mesh_str(mesh)}) "
             f"{math.prod(mesh.shape.values())}; make the layout for a mesh of that size, such as "
-            f'js.plan.planned_mesh("{topology}", {several}{axes}), or take another topology'
+            f'js.plan.planned_mesh("{target.name}", {several}{axes}), or take another topology'
         )
-    if isinstance(mesh, Mesh) and _describe(mesh.devices.flat) == _describe(devices):
+    if isinstance(mesh, Mesh) and isinstance(mesh.devices.flat[0], jax.Device) and target_of(mesh) == target:
         return step
-    target = topology_mesh(topology, num_slices=num_slices, **mesh.shape)
-    layout = replace(step.layout, mesh=target)
+    layout = replace(step.layout, mesh=topology_mesh(target.name, num_slices=target.num_slices, **mesh.shape))
     return Step(
         step.loss_fn, step.tx, layout, step.engine,
         guarded=step.guarded, donate=step.donate, check_exchange=step.check_exchange,
     )  # fmt: skip
-
-
-def _describe(devices: Any) -> set[tuple[Any, ...]] | None:
-    """What tells devices of a compiler apart; None for others."""
-    devices = list(devices)
-    here = isinstance(devices[0], jax.Device)
-    if not here or getattr(devices[0].client, "runtime_type", "") != "compile_only_runtime":
-        return None
-    return {(one.id, one.device_kind, getattr(one, "slice_index", 0)) for one in devices}
 
 
 def _resized(mesh: Mesh | AbstractMesh, devices: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxshard.core.layout import Layout, human_bytes
-from jaxshard.core.pictures.canvas import drawing, fold, inches_of
+from jaxshard.core.pictures.canvas import drawing, fold
 from jaxshard.core.pictures.style import PALETTE, SIZE, WIDTH, Look, ink_on
 from jaxshard.core.pictures.tiles import arrange, parts_held
 from jaxshard.core.placement import Placement
@@ -26,11 +26,8 @@ _LINES = 64
 _NUMBERED = 32
 """The largest number of devices whose tiles have the number of their part in them."""
 
-_LABEL = 2.7
-"""The most inches of the labels on the left."""
-
-_BETWEEN = 0.15
-"""Inches between pictures of the mesh."""
+_LABEL, _CAPTION = 2.7, 2.0
+"""The most inches of the labels on the left, and of those below the tiles."""
 
 _LINE = 0.19
 """Inches of a line of text."""
@@ -59,47 +56,20 @@ def sharding_figure(layout: Layout, *, leaves: int = _LEAVES, title: str = "") -
     if not rows:
         raise ValueError("sharding_figure: the layout has no parameters")
     shown, rest = rows[:leaves], len(rows[leaves:])
-    devices, down = layout.mesh.size, len(arrange(layout.mesh))
-    with drawing(WIDTH, 1) as (figure, look):
-        labels = [_folded(label) for label, _ in shown]
-        left = max(inches_of(line, SIZE - 1) for label in labels for line in label.split("\n"))
-        wide = (WIDTH - left) / 3 - _BETWEEN
-        tall = [_inches(label, placements, layout.mesh, down, wide) for label, (_, placements) in zip(labels, shown)]
-        figure.set_figheight(1.1 + sum(tall))
-        panels = np.atleast_2d(figure.subplots(len(shown), 3, height_ratios=tall))
-        for row, label, (_, placements) in zip(panels, labels, shown, strict=True):
-            for axes, placement, name in zip(row, placements, ("parameter", "gradient", "optimizer state")):
-                _draw(axes, layout.mesh, placement, wide, look)
-                if axes in panels[0]:
-                    axes.set_title(name, loc="center")
-            row[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SIZE - 1)
+    tall = max(0.85, min(1.3, 0.4 + 0.22 * len(arrange(layout.mesh)))) + 2 * _LINE
+    with drawing(WIDTH, 1.1 + tall * len(shown)) as (figure, look):
+        panels = figure.subplots(len(shown), 3, squeeze=False)
+        for axes, name in zip(panels[0], ("parameter", "gradient", "optimizer state"), strict=True):
+            axes.set_title(name, loc="center")
+        for row, (label, placements) in zip(panels, shown, strict=True):
+            for axes, placement in zip(row, placements, strict=True):
+                _draw(axes, layout.mesh, placement, look)
+            folded = "\n".join(fold(line, _LABEL, SIZE - 1) for line in label.split("\n"))
+            row[0].set_ylabel(folded, rotation=0, ha="right", va="center", fontsize=SIZE - 1)
         more = f"; {rest} more are not drawn" if rest else ""
-        words = (title or f"{devices} devices: {_directions(layout.mesh)}") + more
+        words = (title or f"{layout.mesh.size} devices: {_directions(layout.mesh)}") + more
         figure.suptitle(words, x=0.01, ha="left", wrap=True)
     return figure
-
-
-def _inches(label: str, placements: Sequence[Placement | None], mesh: Mesh, down: int, wide: float) -> float:
-    """The height of a row: its tiles and the lines below them, or its label."""
-    captions = [_caption(one, mesh, wide) for one in placements if one is not None]
-    lines = max((text.count("\n") for text in captions), default=0)
-    tiles = max(0.85, min(1.3, 0.4 + 0.22 * down))
-    return max(tiles + _LINE * lines, _LINE * (2 + label.count("\n")))
-
-
-def _folded(label: str) -> str:
-    """A label whose lines are no wider than there is room."""
-    return "\n".join(fold(line, _LABEL, SIZE - 1) for line in label.split("\n"))
-
-
-def _caption(placement: Placement, mesh: Mesh, wide: float) -> str:
-    """The share of an array that a device holds, and its shape: below it where both are wider than so many inches."""
-    count = int(parts_held(mesh, placement).max()) + 1
-    if count == 1:
-        return "whole on each"
-    share, shape = f"1/{count} on each:", str(list(placement.shard_shape(mesh)))
-    both = f"{share} {shape}"
-    return both if inches_of(both, SIZE - 1) <= wide else f"{share}\n{fold(shape, wide, SIZE - 1)}"
 
 
 def _rows(layout: Layout) -> list[tuple[str, tuple[Placement | None, ...]]]:
@@ -127,7 +97,7 @@ def _directions(mesh: Mesh) -> str:
     return f"{across}={mesh.shape[across]} to the right" + (f", {', '.join(down)} downwards" if down else "")
 
 
-def _draw(axes: Any, mesh: Mesh, placement: Placement | None, wide: float, look: Look) -> None:
+def _draw(axes: Any, mesh: Mesh, placement: Placement | None, look: Look) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     if placement is None:
@@ -140,29 +110,17 @@ def _draw(axes: Any, mesh: Mesh, placement: Placement | None, wide: float, look:
     picture = parts[arrange(mesh)]
     colours = _colours(count)
     axes.imshow([[to_rgb(colours[part]) for part in row] for row in picture], aspect="auto", interpolation="nearest")
-    _draw_borders(axes, picture, look)
-    if mesh.size <= _NUMBERED:
-        for (y, x), part in np.ndenumerate(picture):
-            ink = ink_on(colours[part])
-            axes.text(x, y, str(part), ha="center", va="center_baseline", color=ink, fontsize=SIZE - 2)
-    axes.set_xlabel(_caption(placement, mesh, wide), fontsize=SIZE - 1)
+    for rows, draw in ((picture, axes.axhline), (picture.T, axes.axvline)):
+        for edge in range(1, len(rows)) if len(rows) <= _LINES else ():
+            same = bool((rows[edge - 1] == rows[edge]).all())
+            draw(edge - 0.5, color=look.paper, linewidth=0.7 if same else 1.5, linestyle=":" if same else "-")
+    for (y, x), part in np.ndenumerate(picture) if mesh.size <= _NUMBERED else ():
+        ink = ink_on(colours[part])
+        axes.text(x, y, str(part), ha="center", va="center_baseline", color=ink, fontsize=SIZE - 2)
+    shape = fold(str(list(placement.shard_shape(mesh))), _CAPTION, SIZE - 1)
+    caption = "replicated" if count == 1 else f"1/{count} on each:\n{shape}"
+    axes.set_xlabel(caption, fontsize=SIZE - 1)
     axes.spines[:].set_visible(False)
-
-
-def _draw_borders(axes: Any, picture: np.ndarray, look: Look) -> None:
-    """White lines between neighbours that hold different parts, dotted ones where they hold the same."""
-    down, across = picture.shape
-    for along, size in (("x", across), ("y", down)):
-        for edge in range(1, size) if size <= _LINES else ():
-            before, after = (picture.take(at, axis=1 if along == "x" else 0) for at in (edge - 1, edge))
-            same = bool((before == after).all())
-            draw = axes.axvline if along == "x" else axes.axhline
-            draw(
-                edge - 0.5,
-                color=look.paper,
-                linewidth=0.7 if same or across > 16 else 1.5,
-                linestyle=":" if same else "-",
-            )
 
 
 def _colours(count: int) -> Sequence[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxshard.core.context import context
@@ -53,6 +54,11 @@ class Candidate:
     def row_shards(self) -> int:
         """The number of parts that the rows of a batch are in."""
         return self.size("replica") * self.size("data") * self.size("expert")
+
+    @property
+    def weight_shards(self) -> int:
+        """The number of parts into which strategies split weights, gradients or optimizer state."""
+        return self.size("data") * self.size("expert") * self.size("context")
 
     @property
     def pieces(self) -> float:
@@ -140,17 +146,15 @@ def candidates(facts: Facts, devices: int, *, num_slices: int = 1, precision: st
       num_slices: where there are several, no axis but replica, data and pipe crosses them.
       precision: of all of them.
     """
-    for tensors in _dividing(devices, facts.tensor_sizes):
-        for experts in _dividing(devices // tensors, facts.expert_sizes):
-            for parts in _dividing(devices // tensors // experts, facts.context_sizes):
-                for stages in _dividing(devices // tensors // experts // parts, facts.pipe_sizes):
-                    left = devices // tensors // experts // parts // stages
-                    # What crosses slices: replica, data and pipe; the others stay within one.
-                    if num_slices > 1 and (devices // num_slices) % (tensors * experts * parts):
-                        continue
-                    others = {"expert": experts, "context": parts, "pipe": stages, "tensor": tensors}
-                    for axes, data in _data_axes(left, others, num_slices):
-                        yield from _ways(facts, axes, data, stages, precision)
+    given = (facts.tensor_share, facts.expert_sizes, facts.context_sizes, facts.pipe_sizes)
+    for tensors, experts, parts, stages in itertools.product(*((1, *sizes) for sizes in given)):
+        if devices % (tensors * experts * parts * stages):
+            continue
+        if num_slices > 1 and (devices // num_slices) % (tensors * experts * parts):
+            continue
+        others = {"expert": experts, "context": parts, "pipe": stages, "tensor": tensors}
+        for axes, data in _data_axes(devices // math.prod(others.values()), others, num_slices):
+            yield from _ways(facts, Candidate(axes, data, precision=precision))
 
 
 def _data_axes(
@@ -166,30 +170,18 @@ def _data_axes(
             yield (("replica", replicas), ("data", left // replicas), *given), "hsdp"
 
 
-def _ways(
-    facts: Facts, axes: tuple[tuple[str, int], ...], data: str, stages: int, precision: str | None
-) -> Iterator[Candidate]:
-    first = Candidate(axes, data, precision=precision)
+def _ways(facts: Facts, first: Candidate) -> Iterator[Candidate]:
+    """List the schedules, micro-batches and remat policies for the axes of a candidate."""
     if facts.rows % first.row_shards:
         return
-    rows = facts.rows // first.row_shards
-    policies = facts.policies or (None,)
-    if stages == 1:
-        for turns in _TURNS:
-            if rows % turns == 0:
-                for policy in policies:
-                    yield Candidate(axes, data, facts.engine, turns, policy, precision=precision)
-        return
-    for schedule, chunks in _SCHEDULES:
-        if facts.depth is None or facts.depth % (stages * chunks):
+    rows, stages = facts.rows // first.row_shards, first.size("pipe")
+    for schedule, chunks in _SCHEDULES if stages > 1 else ((None, 1),):
+        if schedule and (facts.depth is None or facts.depth % (stages * chunks)):
             continue
-        for turns in (stages, 2 * stages, 4 * stages, 8 * stages):
-            if rows % turns == 0:
-                for policy in policies:
-                    if policy is None or policy.is_plain:  # a pipeline keeps activations in rings on the device
-                        yield Candidate(axes, data, "pipelined", turns, policy, schedule, chunks, precision)
-
-
-def _dividing(devices: int, sizes: tuple[int, ...]) -> Iterator[int]:
-    """The sizes that divide the devices, 1 first."""
-    yield from (size for size in (1, *sizes) if devices % size == 0)
+        name = facts.engine if schedule is None else "pipelined"
+        for turns in (stages * many for many in _TURNS):
+            for policy in (facts.policies or (None,)) if rows % turns == 0 else ():
+                if schedule is None or policy is None or policy.is_plain:  # pipelines keep activations on the device
+                    yield replace(
+                        first, engine_name=name, microbatches=turns, policy=policy, schedule=schedule, chunks=chunks
+                    )

@@ -17,11 +17,11 @@ from jaxshard.core.layout import Layout, join_model
 from jaxshard.core.loss import Loss, Mean
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.strategy import Strategy, ddp, expert, tensor
-from jaxshard.core.tree import BLOCKS, abstract
+from jaxshard.core.tree import BLOCKS
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.flops import train_flops
 from jaxshard.plan.planned import PlannedDevice
-from jaxshard.plan.search.policies import PLAIN, Policy, policies_of
+from jaxshard.plan.search.policies import PLAIN, Policy, policies_of, tree_bytes
 
 _MOST = 64
 """Axes for tensors, experts and positions are not tried beyond this size."""
@@ -35,7 +35,6 @@ class Facts:
 
     Attributes:
       rows: of the global batch.
-      tokens: positions of all rows.
       depth: the number of blocks; None where the model does not say.
       flops: of a step, all devices together, nothing computed twice.
       weights: bytes of the parameters as they are stored, by (in blocks, split by an axis of experts).
@@ -43,13 +42,12 @@ class Facts:
       itemsize: bytes of a weight where it is used.
       policies: what a block may keep for one row; () where no remat policy applies.
       block_input: bytes that go into a block for one row; 0 without blocks.
-      tensor_sizes, expert_sizes, context_sizes, pipe_sizes: sizes above 1 that an axis may have.
-      tensor_share: of the stored weights what each device of a tensor axis has, by its size.
+      tensor_share: of the stored weights what each device of a tensor axis has, by the sizes that the axis may have.
+      expert_sizes, context_sizes, pipe_sizes: sizes above 1 that an axis may have.
       engine: "explicit", or "auto" for a loss that says no weight.
     """
 
     rows: int
-    tokens: int
     depth: int | None
     flops: float
     weights: Mapping[tuple[bool, bool], int]
@@ -57,11 +55,10 @@ class Facts:
     itemsize: int
     policies: tuple[Policy, ...] = ()
     block_input: int = 0
-    tensor_sizes: tuple[int, ...] = ()
+    tensor_share: Mapping[int, float] = field(default_factory=dict)
     expert_sizes: tuple[int, ...] = ()
     context_sizes: tuple[int, ...] = ()
     pipe_sizes: tuple[int, ...] = ()
-    tensor_share: Mapping[int, float] = field(default_factory=dict)
     engine: str = "explicit"
 
 
@@ -70,31 +67,29 @@ def facts_of(
     precision: str | None,
 ) -> Facts:  # fmt: skip
     """Read the facts: a few layouts on small meshes of stand-ins, and one trace of the loss and of a block."""
-    whole = make_layout(ddp(), _mesh("data", 1), init_fn, tx)
-    batch = abstract(batch)
-    rows = _rows(whole, batch)
-    sizes = _bytes(whole, "param")
-    total = sum(sizes.values())
-    experts = _sizes_of("expert", expert(), init_fn, tx, devices, total)
-    split = set() if not experts else _shrunk(sizes, _try("expert", expert(), init_fn, tx, experts[0]))
-    tensors = _sizes_of("tensor", tensor(), init_fn, tx, devices, total)
-    shares = {size: sum((_try("tensor", tensor(), init_fn, tx, size) or sizes).values()) / total for size in tensors}
+    whole = make_layout(ddp(), _mesh(data=1), init_fn, tx)
+    rows, sizes = _rows(whole, batch), _bytes(whole, "param")
+    total, most = sum(sizes.values()), min(devices, _MOST)
+    by_tensor, by_expert = (
+        _splits(axis, strategy, init_fn, tx, total, most)
+        for axis, strategy in (("tensor", tensor()), ("expert", expert()))
+    )
+    expert_part = next(iter(by_expert.values()), sizes)
     objective = resolve(loss_fn)
     depth = objective.model.num_blocks if isinstance(objective, OfBlocks) else None
-    dtype = jnp.bfloat16 if precision == "bf16" else None
     policies: tuple[Policy, ...] = PLAIN if isinstance(objective, OfModule) else ()
     block_input = positions = 0
     if isinstance(objective, OfBlocks):
+        dtype = jnp.bfloat16 if precision == "bf16" else None
         policies, block_input, positions = _policies(objective, whole, batch, rows, dtype)
     weights: dict[tuple[bool, bool], int] = {}
     for path, size in sizes.items():
-        key = depth is not None and path.startswith(f"{BLOCKS}/"), path in split
+        key = depth is not None and path.startswith(f"{BLOCKS}/"), expert_part[path] < size
         weights[key] = weights.get(key, 0) + size
     model = join_model(whole.shapes.params, whole.shapes.state)
     answer = jax.eval_shape(loss_fn, model, batch, whole.shapes.key)
     return Facts(
         rows=rows,
-        tokens=rows * max(1, positions),
         depth=depth,
         flops=train_flops(loss_fn, model, batch, whole.shapes.key),
         weights=weights,
@@ -102,59 +97,44 @@ def facts_of(
         itemsize=2 if precision == "bf16" else 4,
         policies=policies,
         block_input=block_input,
-        tensor_sizes=tuple(shares),
-        expert_sizes=experts,
+        tensor_share={size: sum(split.values()) / total for size, split in by_tensor.items()},
+        expert_sizes=tuple(by_expert),
         context_sizes=_context_sizes(positions, devices, batch),
-        pipe_sizes=tuple(n for n in range(2, min(depth or 1, devices, _MOST) + 1) if depth and depth % n == 0),
-        tensor_share=shares,
+        pipe_sizes=tuple(n for n in range(2, min(depth or 1, most) + 1) if depth and depth % n == 0),
         engine="explicit" if isinstance(answer, Mean | Loss) else "auto",
     )
 
 
-def _mesh(axis: str, size: int) -> Mesh:
+def _mesh(**axes: int) -> Mesh:
     """A mesh of stand-ins that are on no chip."""
-    devices = np.empty((1, size) if axis != "data" else (size,), dtype=object)
-    devices.flat[:] = [PlannedDevice(number, "cpu", "planned", 0, 0) for number in range(size)]
-    names = ("data", axis) if axis != "data" else ("data",)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    devices = np.empty(tuple(axes.values()), dtype=object)
+    devices.flat[:] = [PlannedDevice(number, "cpu", "planned", 0, 0) for number in range(devices.size)]
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def _try(
-    axis: str, strategy: Strategy, init_fn: InitFn, tx: optax.GradientTransformation, size: int
-) -> dict[str, int] | None:
-    """Bytes per device of each parameter with an axis of a size; None where the strategy refuses it."""
-    try:
-        return _bytes(make_layout(strategy, _mesh(axis, size), init_fn, tx), "param")
-    except ValueError:
-        return None
-
-
-def _sizes_of(
-    axis: str, strategy: Strategy, init_fn: InitFn, tx: optax.GradientTransformation, devices: int, total: int
-) -> tuple[int, ...]:
-    """The powers of two that an axis may have, as long as each makes a device's share smaller."""
-    found: list[int] = []
+def _splits(
+    axis: str, strategy: Strategy, init_fn: InitFn, tx: optax.GradientTransformation, total: int, most: int
+) -> dict[int, dict[str, int]]:
+    """Bytes per device of each parameter by the size of an axis: powers of two, as long as each makes them smaller."""
+    found: dict[int, dict[str, int]] = {}
     size, before = 2, total
-    while size <= min(devices, _MOST):
-        now = _try(axis, strategy, init_fn, tx, size)
-        if now is None or sum(now.values()) > 0.8 * before:
+    while size <= most:
+        try:
+            now = _bytes(make_layout(strategy, _mesh(data=1, **{axis: size}), init_fn, tx), "param")
+        except ValueError:  # the strategy refuses it
             break
-        before = sum(now.values())
-        found.append(size)
-        size *= 2
-    return tuple(found)
-
-
-def _shrunk(whole: Mapping[str, int], split: Mapping[str, int] | None) -> set[str]:
-    return {path for path in whole if split is not None and split[path] < whole[path]}
+        if sum(now.values()) > 0.8 * before:
+            break
+        found[size], before, size = now, sum(now.values()), 2 * size
+    return found
 
 
 def _bytes(layout: Layout, role: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for one in layout.placed():
-        if one.role == role:
-            sizes[one.leaf.path] = one.placement.bytes_per_device(layout.mesh, one.leaf.dtype)
-    return sizes
+    return {
+        one.leaf.path: one.placement.bytes_per_device(layout.mesh, one.leaf.dtype)
+        for one in layout.placed()
+        if one.role == role
+    }
 
 
 def _rows(layout: Layout, batch: PyTree) -> int:
@@ -171,9 +151,8 @@ def _policies(
 ) -> tuple[tuple[Policy, ...], int, int]:
     """What blocks may keep, bytes that go into one for a row, and a row's positions (0 where they are not known)."""
     model, params = objective.model, layout.shapes.params
-    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], _narrow(x.dtype, dtype)), params[BLOCKS])
-    rest = {name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _narrow(x.dtype, dtype)), part)
-            for name, part in params.items() if name != BLOCKS}  # fmt: skip
+    weights = _cast(params[BLOCKS], dtype, first_dim=1)
+    rest = _cast({name: part for name, part in params.items() if name != BLOCKS}, dtype)
 
     def cut(x: Any) -> Any:
         has_rows = x.ndim > 0 and x.shape[0] == rows
@@ -182,15 +161,17 @@ def _policies(
     x = jax.eval_shape(model.embed, rest, jax.tree.map(cut, batch), layout.shapes.key)
     stream = max(jax.tree.leaves(x), key=lambda x: x.size)
     found = policies_of(lambda weights, x: model.named_block(weights, x, None), weights, x)
-    return found, _size(x), stream.shape[1] if stream.ndim == 3 else 0
+    return found, tree_bytes(x), stream.shape[1] if stream.ndim == 3 else 0
 
 
-def _narrow(dtype: Any, to: Any) -> Any:
-    return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+def _cast(tree: PyTree, dtype: Any, first_dim: int = 0) -> PyTree:
+    """Shapes from a dimension on, of floats in a dtype if it is given."""
 
+    def cast(x: Any) -> jax.ShapeDtypeStruct:
+        is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(x.shape[first_dim:], dtype if is_cast else x.dtype)
 
-def _size(tree: PyTree) -> int:
-    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return jax.tree.map(cast, tree)
 
 
 def _context_sizes(positions: int, devices: int, batch: PyTree) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ host's memory; all of it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -79,13 +79,12 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
       x: shapes of what goes into it, of one row.
     """
     of = _Block(block, weights, x)
-    into = _bytes(x)
-    plain = [of.plain(one) for one in PLAIN]
+    into = tree_bytes(x)
+    plain = [of.under(one.text, one.again) for one in PLAIN]
     nothing = plain[-1]
     found = [*plain, replace(nothing, text=f"{BLOCK_IN}=offload", kept=nothing.kept - into, moved=into)]
-    names = of.names()
-    alone = {name: of.keeping((name,), nothing) for name in names}
-    worth = [name for name in names if alone[name].kept > nothing.kept]
+    alone = {name: of.under(f"{name}=save", nothing.again) for name in of.names()}
+    worth = [name for name, policy in alone.items() if policy.kept > nothing.kept]
     gains = {name: nothing.again - alone[name].again for name in worth}
     # Of attention the formula is counted, whose gradient needs the logits again. Those of kernels make them anyway, so
     # that with the result both products of the forward pass are saved.
@@ -101,14 +100,14 @@ def policies_of(block: Callable[[PyTree, PyTree], PyTree], weights: PyTree, x: P
     worth.sort(key=order)
     for count in range(1, len(worth) + 1):
         first = worth[:count]
-        kept = of.keeping(first, nothing)
+        save, offload = (dict.fromkeys(first, how) for how in ("save", "offload"))
+        kept = of.under(_text(save), nothing.again)
         if ATTENTION_OUT in first:
             kept = replace(kept, again=max(_ELEMENTWISE, kept.again - kernel))
-        more = kept.kept - into
         found += [
             kept,
-            Policy(_text([*first], "save", BLOCK_IN), more, into, kept.again),
-            Policy(_text([*first, BLOCK_IN], "offload"), 0, kept.kept, kept.again),
+            Policy(_text(save | {BLOCK_IN: "offload"}), kept.kept - into, into, kept.again),
+            Policy(_text(offload | {BLOCK_IN: "offload"}), 0, kept.kept, kept.again),
         ]
     return tuple(found)
 
@@ -125,29 +124,17 @@ class _Block:
         """The names of its activations, but for what goes into it."""
         return sorted(names_in(jax.make_jaxpr(self._gradient(self.run))(*self._inputs())) - {CONSTRAINED, BLOCK_IN})
 
-    def plain(self, one: Policy) -> Policy:
-        """Measure a policy without names: what it keeps, and computes again."""
-        return self._measured(one.text, one.text, one.again)
-
-    def keeping(self, names: Sequence[str], nothing: Policy) -> Policy:
-        """Measure the policy that saves these names."""
-        return self._measured(_text(names, "save"), dict.fromkeys(names, "save"), nothing.again)
-
-    def _measured(self, text: str, remat: RematPolicy, otherwise: float) -> Policy:
-        saved = jax.checkpoint(self.run, policy=make_save_policy(remat), prevent_cse=False)
-        kept = _bytes(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], self.weights, self.x))
-        # Weights are kept as they are stored.
-        kept -= _bytes(self.weights)
-        again = 0.0 if text == "everything" else max(_ELEMENTWISE, self._again(saved, otherwise))
-        return Policy(text, max(0, kept), again=again)
-
-    def _again(self, saved: Callable[..., Any], otherwise: float) -> float:
-        """The share of the work that is computed again; `otherwise` where a kernel or a loop does not say its work."""
+    def under(self, text: str, otherwise: float) -> Policy:
+        """Measure a policy; `otherwise` is the share that it computes again where a kernel does not say its work."""
+        saved = jax.checkpoint(self.run, policy=make_save_policy(remat_of(text)), prevent_cse=False)
+        kept = tree_bytes(jax.eval_shape(lambda w, x: jax.vjp(saved, w, x)[1], self.weights, self.x))
+        kept -= tree_bytes(self.weights)  # which are kept as they are stored
         try:
             once, twice = (model_flops(self._gradient(run), *self._inputs()) for run in (self.run, saved))
+            again = twice / once - 1 if once else otherwise
         except ValueError:
-            return otherwise
-        return twice / once - 1 if once else otherwise
+            again = otherwise
+        return Policy(text, max(0, kept), again=0.0 if text == "everything" else max(_ELEMENTWISE, again))
 
     def _gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda w, x, given: jax.vjp(run, w, x)[1](given)
@@ -156,9 +143,10 @@ class _Block:
         return self.weights, self.x, jax.eval_shape(self.run, self.weights, self.x)
 
 
-def _text(names: Sequence[str], how: Kept, offloaded: str = "") -> str:
-    return ",".join([f"{name}={how}" for name in names] + [f"{offloaded}=offload"] * bool(offloaded))
+def _text(policy: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={how}" for name, how in policy.items())
 
 
-def _bytes(tree: PyTree) -> int:
+def tree_bytes(tree: PyTree) -> int:
+    """Return the bytes of all arrays of a tree."""
     return sum(int(x.size) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

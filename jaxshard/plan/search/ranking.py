@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxshard.core.layout import human_bytes
 from jaxshard.core.strategy import Strategy
-from jaxshard.core.text_table import Table, page
+from jaxshard.core.text_table import Section, Table, page
 from jaxshard.engines.engine import Engine
+from jaxshard.plan.compiled.verdict import Verdict
+from jaxshard.plan.memory_report import MemoryReport, sections_text
 from jaxshard.plan.prediction import Prediction, seconds_range
 from jaxshard.plan.search.candidates import Candidate
 
@@ -23,8 +25,6 @@ class Plan:
 
     Attributes:
       candidate: the axes, strategy, engine, micro-batches and remat, in words and as flags.
-      seconds: of a step, low and high.
-      parts: the seconds of its parts by name, in the middle of their ranges.
       prediction: its memory, communication and time.
       compiled: the compiler's verdict, or None where it was not asked.
       reason: one sentence.
@@ -35,10 +35,8 @@ class Plan:
     """
 
     candidate: Candidate
-    seconds: tuple[float, float]
-    parts: Mapping[str, float]
     prediction: Prediction
-    compiled: Any = None
+    compiled: Verdict | None = None
     reason: str = ""
 
     @property
@@ -57,34 +55,49 @@ class Plan:
         return self.candidate.engine()
 
     @property
+    def memory(self) -> MemoryReport:
+        """The compiler's verdict, or, where it was not asked, the prediction."""
+        return self.compiled or self.prediction
+
+    @property
     def fits(self) -> bool | None:
         """True or False by the compiler where it was asked, else by the prediction; None where that is not sure."""
-        return self.prediction.fits if self.compiled is None else self.compiled.fits
+        return self.memory.fits
 
     @property
     def peak_bytes(self) -> int:
         """Bytes on a device: allocated by the compiler if it was asked, else the estimate of live bytes."""
-        return self.prediction.peak.total if self.compiled is None else int(self.compiled.allocated_bytes)
+        return self.memory.allocated_bytes or self.memory.live_bytes
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The seconds of a step, low and high."""
+        return (self.prediction.time.low, self.prediction.time.high) if self.prediction.time else (0.0, 0.0)
 
     @property
     def middle(self) -> float:
         """The middle of the range of seconds."""
         return sum(self.seconds) / 2
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of the parts of a step by name, in the middle of their ranges."""
+        ranges = self.prediction.time.parts if self.prediction.time else {}
+        return {name: sum(seconds) / 2 for name, seconds in ranges.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        compiled = {} if self.compiled is None else {
-            "live_bytes": self.compiled.live_bytes, "allocated_bytes": self.compiled.allocated_bytes
-        }  # fmt: skip
         return self.candidate.as_dict() | {
             "fits": self.fits,
-            "step_seconds": list(self.seconds),
-            "parts": dict(self.parts),
-            "estimated_bytes": self.prediction.peak.total,
-            "by_role": dict(self.prediction.peak.by_role),
-            "mfu": None if self.prediction.mfu is None else list(self.prediction.mfu),
+            "step_seconds": self.seconds,
+            "parts": self.parts,
+            "live_bytes": self.memory.live_bytes,
+            "allocated_bytes": self.memory.allocated_bytes,
+            "estimated_bytes": self.prediction.live_bytes,
+            "by_role": self.prediction.by_role,
+            "mfu": self.prediction.mfu,
             "reason": self.reason,
-        } | compiled  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -108,9 +121,9 @@ class Ranking:
     listed: int
     too_large: int
     predicted: int
-    refused: Mapping[str, int] = field(default_factory=dict)
-    usable_bytes: int | None = None
-    seconds: float = 0.0
+    refused: Mapping[str, int]
+    usable_bytes: int
+    seconds: float
 
     @property
     def best(self) -> Plan | None:
@@ -119,45 +132,27 @@ class Ranking:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {
-            "topology": self.topology,
-            "hbm_bytes": self.usable_bytes,
-            "plans": [plan.as_dict() for plan in self.plans],
-            "listed": self.listed,
-            "too_large": self.too_large,
-            "predicted": self.predicted,
-            "refused": dict(self.refused),
-            "seconds": self.seconds,
-        }
+        return vars(self) | {"plans": [plan.as_dict() for plan in self.plans], "hbm_bytes": self.usable_bytes}
 
     def __str__(self) -> str:
         """Write the table, then a sentence for each plan."""
-        why = "".join(f"\n{one}" for one in self._left_out())
-        if not self.plans:
-            return f"{self._headline()}\n{_NOTHING}{why}"
-        return "\n".join([self._headline(), "", *self._table().lines, "", *self._sentences()]) + why
+        return sections_text(self._sections())
 
     def _repr_html_(self) -> str:
         """Show the same in a notebook."""
-        if not self.plans:
-            return page(self._headline(), _NOTHING, *self._left_out())
-        return page(self._headline(), self._table(), *self._sentences(), *self._left_out())
+        return page(*self._sections())
 
-    def _sentences(self) -> list[str]:
-        return [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
-
-    def _headline(self) -> str:
+    def _sections(self) -> list[Section]:
         tried = f"{self.listed} ways, {self.too_large} too large by arithmetic, {self.predicted} predicted"
-        return f"{self.topology}: {tried}, in {self.seconds:.0f} s"
-
-    def _left_out(self) -> list[str]:
-        return [f"left out, {count} times: {reason}" for reason, count in self.refused.items()]
-
-    def _table(self) -> Table:
+        found = [Section("", [f"{self.topology}: {tried}, in {self.seconds:.0f} s"])]
         rows = []
         for number, plan in enumerate(self.plans[:_SHOWN], 1):
-            verdict = {True: "yes", False: "no", None: "unsure"}[plan.fits]
-            verdict += " (estimate)" if plan.compiled is None else " (compiler)"
-            seconds = seconds_range(plan.seconds)
-            rows.append((str(number), str(plan.candidate), seconds, human_bytes(plan.peak_bytes), verdict))
-        return Table(rows, "><>><", ("", "layout", "time of a step", "memory", "fits"))
+            fits = {True: "yes", False: "no", None: "unsure"}[plan.fits]
+            who = "estimate" if plan.compiled is None else "compiler"
+            size = human_bytes(plan.peak_bytes)
+            rows.append((str(number), str(plan.candidate), seconds_range(plan.seconds), size, f"{fits} ({who})"))
+        if rows:
+            found.append(Section("", [Table(rows, "><>><", ("", "layout", "time of a step", "memory", "fits"))]))
+        reasons = [f"{number}. {plan.reason}" for number, plan in enumerate(self.plans[:_SHOWN], 1)]
+        left_out = [f"left out, {count} times: {reason}" for reason, count in self.refused.items()]
+        return [*found, Section("", reasons or [_NOTHING]), *[Section("", left_out)] * bool(left_out)]

@@ -12,17 +12,12 @@ _WORDS = {
     "compute": "its products",
     "memory_bound": "work that waits for memory",
     "exposed_communication": "communication that products do not cover",
-    "between": "communication between products",
-    "weights": "weights and gradients on their way",
     "bubble": "its schedule's idle time",
-    "idle": "its schedule's idle time",
-    "update": "the update",
     "host": "the host",
-    "offload": "copies to the host's memory and back",
 }
 
 
-def reason_for(plan: Plan, plans: Sequence[Plan], usable: int | None) -> str:
+def reason_for(plan: Plan, plans: Sequence[Plan], usable: int) -> str:
     """Write the sentence for a plan: what it takes, and against the first what it trades.
 
     Args:
@@ -32,29 +27,24 @@ def reason_for(plan: Plan, plans: Sequence[Plan], usable: int | None) -> str:
     """
     best = plans[0]
     where = "by the compiler" if plan.compiled is not None else "estimated"
-    room = "" if usable is None else f" of {human_bytes(usable)}"
-    memory = f"{human_bytes(plan.peak_bytes)}{room} {where}"
+    memory = f"{human_bytes(plan.peak_bytes)} of {human_bytes(usable)} {where}"
     if plan is best:
         largest = max(plan.parts, key=lambda name: plan.parts[name])
         share = plan.parts[largest] / max(1e-12, sum(plan.parts.values()))
         doubt = "" if plan.fits else ", which only the compiler can confirm"
-        what = f"{human_seconds(plan.middle)} a step, of which {_WORDS.get(largest, largest)} take {share:.0%}"
+        what = f"{human_seconds(plan.middle)} a step, of which {_WORDS[largest]} take {share:.0%}"
         return f"{plan.candidate}: {_place(best, plans)}, {what}; {memory}{doubt}."
     slower = plan.middle / best.middle - 1
     pace = f"{slower:.0%} slower" if slower >= 0.005 else "as fast" if slower > -0.005 else f"{-slower:.0%} faster"
-    change = {name: plan.parts[name] - best.parts.get(name, 0.0) for name in plan.parts}
-    worst = max(change, key=lambda name: change[name])
-    cause = (
-        f", by {_WORDS.get(worst, worst)} (+{human_seconds(change[worst])})"
-        if slower >= 0.005 and change[worst] > 0
-        else ""
-    )
+    change, worst = max((seconds - best.parts[name], name) for name, seconds in plan.parts.items())
+    if slower >= 0.005 and change > 0:
+        pace += f", by {_WORDS[worst]} (+{human_seconds(change)})"
     if plan.fits is None:
-        return f"{plan.candidate}: {pace}{cause}, but {memory} leaves too little room to be sure."
-    less = best.peak_bytes - plan.peak_bytes
-    joint = "but" if (slower > -0.005) != (less < 0) else "and"
-    beside = f", {joint} {human_bytes(abs(less))} {'less' if less > 0 else 'more'} than the first" if less else ""
-    return f"{plan.candidate}: {pace}{cause}{beside}; {memory}."
+        return f"{plan.candidate}: {pace}, but {memory} leaves too little room to be sure."
+    if less := best.peak_bytes - plan.peak_bytes:
+        joint = "but" if (slower > -0.005) != (less < 0) else "and"
+        pace += f", {joint} {human_bytes(abs(less))} {'less' if less > 0 else 'more'} than the first"
+    return f"{plan.candidate}: {pace}; {memory}."
 
 
 def _place(best: Plan, plans: Sequence[Plan]) -> str:

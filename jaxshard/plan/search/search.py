@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import optax
-from jax.sharding import Mesh
 
-from jaxshard.core.layout import human_bytes
+from jaxshard.core.layout import Layout
 from jaxshard.core.make_layout import layout as make_layout
 from jaxshard.core.tree import abstract
 from jaxshard.core.types import InitFn, LossFn, PyTree
 from jaxshard.cost.hardware import Chip
-from jaxshard.cost.hardware import chip as chip_of
 from jaxshard.engines.engine import precision_dtypes
 from jaxshard.plan.arrange import arrange
 from jaxshard.plan.compiled.compile_for import compile_for
 from jaxshard.plan.compiled.verdict import Verdict
-from jaxshard.plan.planned import planned_devices
+from jaxshard.plan.planned import chip_named, parse_topology, planned_devices
 from jaxshard.plan.predict import predict
 from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate, candidates
-from jaxshard.plan.search.estimate import TOO_LARGE, Estimator
+from jaxshard.plan.search.estimate import Estimator
 from jaxshard.plan.search.facts import facts_of
 from jaxshard.plan.search.judged import distinct, judged
 from jaxshard.plan.search.ranking import Plan, Ranking
 from jaxshard.plan.search.reasons import reason_for
-from jaxshard.plan.search.refusals import is_refusal
 from jaxshard.plan.search.trials import Pair, Trials, may_fit_surely, varied
-from jaxshard.plan.time.network import Group, group_of
+from jaxshard.plan.time.network import group_of
 from jaxshard.plan.topology import Target, has_compiler
 from jaxshard.training.step import make_step
 
 _WANTED = 8
-"""As many plans are looked for; those above `_PREDICTED` are not predicted any more."""
-_PREDICTED = 32
+"""As many plans are looked for."""
 _PER_PIECE = 0.004
 """A plan is preferred to one with an axis more unless it is slower by this share: no prediction is so exact."""
 _PER_MEMORY = 0.1
@@ -105,122 +99,64 @@ def search(
         step = js.make_step(model.loss, tx, layout, engine=plan.engine)
     """
     precision_dtypes(precision, None, None)  # which refuses others
+    started, until = time.perf_counter(), time.process_time() + seconds
+    batch, say = abstract(batch), progress or (lambda words: None)
+    devices = planned_devices(topology, num_slices=num_slices)
+    limits = chip or chip_named(parse_topology(topology).version)
+    mesh_of = cache(lambda axes: arrange(topology, devices, num_slices, dict(axes)))
+    groups = cache(lambda axes, over: group_of(mesh_of(axes), over, limits.network) if limits.network else None)
+
+    def layout_of(one: Candidate) -> Layout:
+        return make_layout(one.strategy(), mesh_of(one.axes), init_fn, tx)
+
+    def ask(one: Candidate) -> Prediction:
+        return predict(layout_of(one), loss_fn, batch, one.engine(), tx=tx, chip=chip, price=price, estimate=True)
+
+    def judge(plan: Plan) -> Verdict:
+        step = make_step(loss_fn, tx, layout_of(plan.candidate), engine=plan.engine)
+        return compile_for(step, batch, topology, num_slices=num_slices)
+
+    def rank(plan: Plan) -> tuple[bool, float, int]:
+        weighed = _weighed(plan.middle, plan.peak_bytes, plan.candidate, limits)
+        return plan.fits is not True, weighed, plan.peak_bytes
+
+    trials = Trials(ask, limits.usable_bytes, until)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layouts that are only tried
-        ranking, faults = _search(
-            init_fn,
-            loss_fn,
-            tx,
-            abstract(batch),
-            topology,
-            num_slices,
-            precision and "bf16",
-            chip,
-            price,
-            seconds,
-            compile,
-            progress or (lambda words: None),
-        )
-    if faults:
+        facts = facts_of(init_fn, loss_fn, tx, batch, len(devices), precision and "bf16")
+        listed = list(candidates(facts, len(devices), num_slices=num_slices, precision=precision and "bf16"))
+        if not listed:
+            trials.refused[f"{facts.rows} rows can't be split over {len(devices)} devices"] += 1
+        fitting = trials.bound(listed, Estimator(facts, limits, groups))
+        say(f"{len(listed)} ways, of which {len(fitting)} may fit; estimating the best")
+        fitting.sort(key=lambda pair: _urgency(pair, limits))
+        trials.run(varied(fitting, _ALIKE), _WANTED)
+        if trials.plans:
+            # What the best layout keeps for its backward pass is cheap to vary, and changes memory most.
+            best = min(trials.plans, key=rank).candidate
+            same = [pair for pair in fitting if replace(pair[0], policy=best.policy) == best]
+            trials.run(same, len(same))
+        plans = sorted(trials.plans, key=rank)
+        target = Target(topology, num_slices)
+        if compile and has_compiler(target):
+            plans = judged(plans, compile, judge, rank, say)
+    if trials.faults:
         warnings.warn(
-            f"js.plan.search: {len(faults)} layouts could not be predicted because of a fault in the model or in "
-            f"jaxshard, and are left out; the first is {faults[0]}",
+            f"js.plan.search: {len(trials.faults)} layouts could not be predicted because of a fault in the model or "
+            f"in jaxshard, and are left out; the first is {trials.faults[0]}",
             stacklevel=2,
         )
-    return ranking
-
-
-def _search(
-    init_fn: InitFn, loss_fn: LossFn, tx: optax.GradientTransformation, batch: PyTree, topology: str, num_slices: int,
-    precision: str | None, chip: Chip | None, price: float | None, seconds: float, compile: int,
-    progress: Callable[[str], None],
-) -> tuple[Ranking, list[str]]:  # fmt: skip
-    """Search; return the ranking, and what failed in words."""
-    faults: list[str] = []
-    started, busy = time.perf_counter(), time.process_time()
-    devices = planned_devices(topology, num_slices=num_slices)
-    limits = chip or chip_of(devices[0].device_kind, num_cores=devices[0].num_cores)
-    if limits is None:
-        raise ValueError(f"js.plan.search: the chip of {topology} is not known; give chip=")
-    facts = facts_of(init_fn, loss_fn, tx, batch, len(devices), precision)
-    mesh_of = cache(lambda axes: arrange(topology, devices, num_slices, dict(axes)))
-    estimator = Estimator(facts, limits, _groups(mesh_of, limits))
-    listed = list(candidates(facts, len(devices), num_slices=num_slices, precision=precision))
-    fitting, refused = _fitting(estimator, listed)
-    if not listed:
-        refused[f"{facts.rows} rows can't be split over {len(devices)} devices"] += 1
-
-    def ask(one: Candidate) -> Prediction | None:
-        """Predict a candidate; None where the library refuses it, or where it fails, which is noted."""
-        try:
-            layout = make_layout(one.strategy(), mesh_of(one.axes), init_fn, tx)
-            return predict(layout, loss_fn, batch, one.engine(), tx=tx, chip=chip, price=price, estimate=True)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            words = " ".join(str(error).split())[:200]
-            if not is_refusal(error):
-                words = f"failed, {type(error).__name__}: {words}"
-                faults.append(f"{one}: {words}")
-            trials.refused[words] += 1
-            return None
-
-    progress(f"{len(listed)} ways, of which {len(fitting)} may fit; estimating the best")
-    trials = Trials(ask, limits.usable_bytes, busy + seconds, _PREDICTED, refused=refused)
-    fitting.sort(key=lambda pair: _urgency(pair, limits))
-    trials.run(varied(fitting, _ALIKE), _WANTED)
-    if trials.plans:
-        # What the best layout keeps for its backward pass is cheap to vary, and changes memory most.
-        best = min(trials.plans, key=lambda plan: _rank(plan, limits)).candidate
-        same = [pair for pair in fitting if dataclasses.replace(pair[0], policy=best.policy) == best]
-        trials.run(same, len(same))
-    plans = sorted(trials.plans, key=lambda plan: _rank(plan, limits))
-    if compile and has_compiler(Target(topology, num_slices)):
-
-        def judge(plan: Plan) -> Verdict:
-            layout = make_layout(plan.strategy, mesh_of(plan.candidate.axes), init_fn, tx)
-            step = make_step(loss_fn, tx, layout, engine=plan.engine)
-            return compile_for(step, batch, topology, num_slices=num_slices)
-
-        plans = judged(plans, compile, judge, lambda plan: _rank(plan, limits), progress)
     plans = distinct(plans)
-    named = [dataclasses.replace(plan, reason=reason_for(plan, plans, limits.usable_bytes)) for plan in plans]
-    whole = f"{num_slices} x {topology}" if num_slices > 1 else topology
-    ranking = Ranking(
-        whole, tuple(named), len(listed), len(listed) - len(fitting), trials.predicted, dict(trials.refused),
-        limits.usable_bytes, time.perf_counter() - started,
-    )  # fmt: skip
-    return ranking, faults
-
-
-def _fitting(estimator: Estimator, listed: Sequence[Candidate]) -> tuple[list[Pair], Counter[str]]:
-    """Estimate candidates; return those that may fit, and why the others can't, each with how many of them."""
-    fitting: list[Pair] = []
-    refused: Counter[str] = Counter()
-    least = math.inf
-    for one in listed:
-        found = estimator.estimate(one)
-        if not (why := estimator.why_too_large(found)):
-            fitting.append((one, found))
-            continue
-        refused[why] += 1
-        least = min(least, found.bytes) if why == TOO_LARGE else least
-    if count := refused.pop(TOO_LARGE, 0):
-        usable = estimator.chip.usable_bytes
-        refused[f"{TOO_LARGE}: {human_bytes(int(least))} or more of {human_bytes(usable)}"] = count
-    return fitting, refused
-
-
-def _groups(mesh_of: Callable[[Any], Mesh], chip: Chip) -> Callable[[Any, Any], Group | None]:
-    """What lies between the devices of axes, for every mesh once."""
-
-    @cache
-    def group(axes: tuple[tuple[str, int], ...], over: tuple[str, ...]) -> Group | None:
-        return None if chip.network is None else group_of(mesh_of(axes), over, chip.network)
-
-    return group
-
-
-def _rank(plan: Plan, chip: Chip) -> tuple[bool, float, int]:
-    return plan.fits is not True, _weighed(plan.middle, plan.peak_bytes, plan.candidate, chip), plan.peak_bytes
+    return Ranking(
+        topology=str(target),
+        plans=tuple(replace(plan, reason=reason_for(plan, plans, limits.usable_bytes)) for plan in plans),
+        listed=len(listed),
+        too_large=len(listed) - len(fitting),
+        predicted=trials.predicted,
+        refused=dict(trials.refused),
+        usable_bytes=limits.usable_bytes,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _urgency(pair: Pair, chip: Chip) -> tuple[tuple[bool, bool], float, int]:

@@ -11,88 +11,79 @@ sum, a cast or a reshape reads them: at once for the products that make one grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
 from jaxshard.checks.collectives.promise import Promise
-from jaxshard.core.tree import bytes_of
 from jaxshard.cost.hardware import Chip
 from jaxshard.plan.memory.graph import Op, Region, Value
+from jaxshard.plan.time.executed import EXCHANGES, executed
 from jaxshard.plan.time.network import CollectiveCost, collective_cost, join_costs
 from jaxshard.plan.time.pipeline import Ticks
-from jaxshard.plan.time.products import exchanges
+from jaxshard.plan.time.product import device_bytes
 
-_SUMS = frozenset({"add", "add_any", "sub"})
+_ADDS = frozenset({"add", "add_any", "sub"})
 _LINEAR = frozenset({
     "convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "neg", "reduce_precision", "copy",
 })  # fmt: skip
 
 
-def exchange_costs(
-    closed_jaxpr: Any, promise: Promise, mesh: Mesh, chip: Chip | None = None, ticks: Ticks | None = None
-) -> tuple[CollectiveCost, ...]:
-    """Return the permutes and all-to-alls that a promise allows without a number: between stages, and to experts.
+class _Moved(NamedTuple):
+    """A collective: its kind and axes, and the bytes of its array."""
+
+    kind: str
+    axes: tuple[str, ...]
+    size: int
+
+
+def open_costs(
+    region: Region, promise: Promise, mesh: Mesh, tensor_axes: frozenset[str], chip: Chip | None = None,
+    ticks: Ticks | None = None,
+) -> tuple[CollectiveCost, ...]:  # fmt: skip
+    """Return the collectives that a promise allows without a number: of activations, between stages, and to experts.
 
     Args:
-      closed_jaxpr: of the traced step.
+      region: the step as a graph (`plan/memory/peak.step_graph`).
       promise: of the step.
       mesh: of the layout.
+      tensor_axes: the axes that split weights where they are used.
       chip: of the mesh, or None, which leaves out the times.
       ticks: of a pipeline's program.
 
     Returns:
       One for each kind and axes. Of ragged exchanges, whose rows the routing decides, the whole buffers count.
     """
-    open_kinds = {(one.kind, one.axes): one.what for one in promise.expected if one.shape is None}
-    found: dict[tuple[str, tuple[str, ...]], list[CollectiveCost]] = {}
-    for one in exchanges(closed_jaxpr, mesh, ticks):
-        axes = tuple(axis for axis in mesh.axis_names if axis in one.axes and mesh.shape[axis] > 1)
-        if (what := open_kinds.get((one.kind, axes))) is not None:
-            cost = collective_cost(one.kind, axes, one.size, mesh, chip, count=round(one.times), what=what)
-            found.setdefault((one.kind, axes), []).append(cost)
-    return tuple(replace(join_costs(costs), what=costs[0].what) for costs in found.values())
+    words = {(one.kind, one.axes): one.what for one in promise.expected if one.shape is None}
+    several = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    split = tensor_axes & set(several)
+    found: dict[tuple[str, tuple[str, ...], str], list[CollectiveCost]] = {}
+    for body, times in executed(region, ticks):
+        moved = [(one, words.get((one.kind, one.axes))) for one in _exchanges(body, several)]
+        moved += [(one, "activations") for one in _sums(body, split)]
+        for one, what in moved:
+            if what is not None:
+                axes = tuple(axis for axis in several if axis in one.axes)
+                cost = collective_cost(one.kind, axes, one.size, mesh, chip, count=round(times), what=what)
+                found.setdefault((one.kind, axes, what), []).append(cost)
+    return tuple(replace(join_costs(costs), what=what) for (_, _, what), costs in found.items())
 
 
-class _Moved(NamedTuple):
-    """A collective: its kind and axes, the bytes of its array, and how often it runs in a step."""
-
-    kind: str
-    axes: tuple[str, ...]
-    size: int
-    times: int
-
-
-def activation_costs(
-    region: Region, mesh: Mesh, axes: frozenset[str], chip: Chip | None = None
-) -> tuple[CollectiveCost, ...]:
-    """Return the collectives of activations over axes that are left to the compiler.
-
-    Args:
-      region: the graph of the traced step (`plan/memory/graph.build`).
-      mesh: of the layout.
-      axes: those that split weights where they are used (tensor).
-      chip: of the mesh, or None, which leaves out the times.
-
-    Returns:
-      One for each kind and axes.
-    """
-    found: dict[tuple[str, tuple[str, ...]], list[CollectiveCost]] = {}
-    order = [axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1]
-    for one in _moved(region, frozenset(order), 1) if order else ():
-        names = tuple(axis for axis in order if axis in one.axes)
-        cost = collective_cost(one.kind, names, one.size, mesh, chip, count=one.times, what="activations")
-        found.setdefault((one.kind, names), []).append(cost)
-    return tuple(replace(join_costs(costs), what="activations") for costs in found.values())
-
-
-def _moved(region: Region, axes: frozenset[str], times: int) -> Iterator[_Moved]:
-    """Yield what is moved in a region that runs so many times."""
-    partial: dict[Value, tuple[str, ...]] = {}
+def _exchanges(region: Region, several: Sequence[str]) -> Iterator[_Moved]:
+    """Yield the permutes and all-to-alls that the program itself calls for."""
     for op in region.ops:
-        yield from _inside(op, axes, times)
+        if op.name in EXCHANGES:
+            named = op.params["axis_name"]
+            axes = tuple(axis for axis in several if axis in (named if isinstance(named, tuple) else (named,)))
+            yield _Moved(EXCHANGES[op.name], axes, min(device_bytes(op.ins[0]), device_bytes(op.outs[0])))
+
+
+def _sums(region: Region, axes: frozenset[str]) -> Iterator[_Moved]:
+    """Yield what is summed, or gathered, over axes that are left to the compiler."""
+    partial: dict[Value, tuple[str, ...]] = {}
+    for op in region.ops if axes else ():
         over = {partial[one] for one in op.ins if one in partial}
         if over and _stays_partial(op, partial):
             partial[op.outs[0]] = over.pop()
@@ -100,35 +91,24 @@ def _moved(region: Region, axes: frozenset[str], times: int) -> Iterator[_Moved]
         for one in dict.fromkeys(op.ins):
             if one in partial:
                 scattered = op.name == "sharding_constraint" and set(_axes(op.outs[0])) & set(partial[one])
-                yield _Moved("reduce-scatter" if scattered else "all-reduce", partial.pop(one), _size(one), times)
+                yield _Moved("reduce-scatter" if scattered else "all-reduce", partial.pop(one), device_bytes(one))
                 # Whoever reads it next reads the sum.
         if op.outs and (contracted := tuple(sorted(_contracted(op) & axes))):
             partial[op.outs[0]] = contracted
         if op.name == "sharding_constraint":
             gone = tuple(sorted((set(_axes(op.ins[0])) - set(_axes(op.outs[0]))) & axes))
             if gone:
-                yield _Moved("all-gather", gone, _size(op.outs[0]), times)
+                yield _Moved("all-gather", gone, device_bytes(op.outs[0]))
     for one in dict.fromkeys(region.outputs):
         if one in partial:
-            yield _Moved("all-reduce", partial[one], _size(one), times)
-
-
-def _inside(op: Op, axes: frozenset[str], times: int) -> Iterator[_Moved]:
-    """What is moved in the bodies of a loop or branch; of several branches in that which moves most."""
-    if op.name == "cond":
-        branches = [list(_moved(one, axes, times)) for one in op.regions]
-        yield from max(branches, key=lambda ones: sum(one.size * one.times for one in ones), default=[])
-        return
-    length = int(op.params["length"]) if op.name == "scan" else 1
-    for one in op.regions:
-        yield from _moved(one, axes, times * length)
+            yield _Moved("all-reduce", partial[one], device_bytes(one))
 
 
 def _stays_partial(op: Op, partial: Mapping[Value, tuple[str, ...]]) -> bool:
     """Whether parts of sums go through an operation, to be added up later."""
     if op.name in _LINEAR:
         return True
-    return op.name in _SUMS and len(op.ins) == 2 and len({partial.get(one) for one in op.ins}) == 1
+    return op.name in _ADDS and len(op.ins) == 2 and len({partial.get(one) for one in op.ins}) == 1
 
 
 def _contracted(op: Op) -> set[str]:
@@ -151,7 +131,3 @@ def _contracted(op: Op) -> set[str]:
 
 def _axes(value: Value) -> list[str]:
     return [axis for entry in value.split for axis in entry]
-
-
-def _size(value: Value) -> int:
-    return int(bytes_of(value.shard, value.dtype))

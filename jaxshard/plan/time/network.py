@@ -244,44 +244,23 @@ def _outside(kind: str, size: float, group: Group, network: Network) -> float:
 
 def _chosen(expected: Iterable[Expected]) -> Iterator[Expected]:
     """Of each array's promised collectives those that the layout calls for, where a compiler may choose others."""
-    by_array: dict[str, list[Expected]] = {}
+    sure = [one for one in expected if one.is_counted and one.limit is None and not one.pooled]
+    yield from sure
+    scattered_singly = {one.what for one in sure if one.kind == "reduce-scatter"}
+    forms: dict[tuple[str, tuple[int, ...]], list[Expected]] = {}
     for one in expected:
-        own = one.instead_of in ("", one.what)
-        if own and one.axes and one.shape is not None and one.most and one.limit is None:
-            by_array.setdefault(one.what, []).append(one)
+        if one.pooled and one.axes and one.shape is not None and one.instead_of in ("", one.what):
+            forms.setdefault((one.what, one.shape), []).append(one)
     # Between slices a promise does not tell a sum from a scattered sum: where weights are gathered, it is scattered.
-    gathers = any(what.startswith(("weight", "new parameter")) for what in by_array)
-    for ones in by_array.values():
-        pooled = _across_slices([one for one in ones if one.pooled], gathers)
-        ones = pooled + [one for one in ones if not one.pooled]
-        if all(one.least for one in ones):
-            yield from ones
-            continue
-        # Singly over each axis rather than over several at once; what is scattered over an axis is not summed over it.
-        scattered = [one for one in ones if one.kind == "reduce-scatter" and len(one.axes) == 1]
-        scattered = scattered or [one for one in ones if one.kind == "reduce-scatter"]
-        over = {axis for one in scattered for axis in one.axes}
-        sums = [one for one in ones if one.kind == "all-reduce" and not over & set(one.axes)]
-        fewest = min((len(one.axes) for one in sums), default=0)
-        yield from (one for one in ones if one.kind not in ("reduce-scatter", "all-reduce"))
-        yield from scattered
-        yield from (one for one in sums if len(one.axes) == fewest)
-
-
-def _across_slices(pooled: list[Expected], scattered: bool) -> list[Expected]:
-    """Of what may become of a collective over several slices one over all of its axes."""
-    whole: dict[tuple[int, ...], list[Expected]] = {}
-    for one in pooled:
-        assert one.shape is not None
-        whole.setdefault(one.shape, []).append(one)
-    found = []
-    for ones in whole.values():
-        kinds = {one.kind for one in ones}
-        sums = "reduce-scatter" if scattered else "all-reduce"
-        kind = ones[0].kind if len(kinds) == 1 else sums if ones[0].what.startswith("gradient") else "all-gather"
+    scattered = any(one.what.startswith(("weight", "new parameter")) for one in expected)
+    sums = "reduce-scatter" if scattered else "all-reduce"
+    for (what, _), ones in forms.items():
+        # What may become of one collective over all axes that reach several slices.
+        kind = sums if what.startswith("gradient") else "all-gather"
+        kind = kind if len({one.kind for one in ones}) > 1 else ones[0].kind
         axes = tuple(dict.fromkeys(axis for one in ones for axis in one.axes))
-        found.append(replace(ones[0], kind=kind, axes=axes, least=0))
-    return found
+        if kind != "reduce-scatter" or len(axes) == 1 or what not in scattered_singly:
+            yield replace(ones[0], kind=kind, axes=axes)
 
 
 def join_costs(costs: Sequence[CollectiveCost]) -> CollectiveCost:

@@ -8,12 +8,12 @@ at best (`benchmarks/step_times.py`), and the copies one after the other take 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxshard.core.tree import bytes_of
 from jaxshard.cost.hardware import Chip
-from jaxshard.plan.memory.graph import Region, Value
+from jaxshard.plan.memory.graph import Region
+from jaxshard.plan.time.executed import executed
+from jaxshard.plan.time.product import device_bytes
 
 PASSES = (12.0, 17.0)
 """How often what is offloaded goes through the device's memory, each way.
@@ -41,8 +41,13 @@ NONE = Offload(0, 0)
 
 def offload_of(region: Region) -> Offload:
     """Count the bytes that a traced step, as a graph, moves between a device and its host."""
-    moved = list(_moved(region, 1))
-    return Offload(sum(size for size, leaves in moved if leaves), sum(size for size, leaves in moved if not leaves))
+    moved = {True: 0.0, False: 0.0}  # to the host, and back
+    for body, times in executed(region):
+        for op in body.ops:
+            if op.name == "device_put":
+                for source, made in zip(op.ins, op.outs, strict=False):
+                    moved[made.on_host] += times * device_bytes(made) * (source.on_host != made.on_host)
+    return Offload(int(moved[True]), int(moved[False]))
 
 
 def offload_seconds(moved: Offload, chip: Chip, products: float) -> float:
@@ -61,19 +66,3 @@ def offload_traffic(moved: Offload, chip: Chip) -> tuple[float, float]:
     """Return the seconds that the device's own memory spends on what is offloaded, at best and at worst."""
     low, high = (sum(moved) * passes / chip.hbm_bandwidth for passes in PASSES)
     return low, high
-
-
-def _moved(region: Region, times: int) -> Iterator[tuple[int, bool]]:
-    """Yield bytes, and whether they leave the device, of all copies of a region that runs so many times."""
-    for op in region.ops:
-        length = int(op.params["length"]) if op.name == "scan" else 1
-        for body in op.regions:
-            yield from _moved(body, times * length)
-        if op.name == "device_put":
-            for source, made in zip(op.ins, op.outs, strict=False):
-                if source.on_host != made.on_host:
-                    yield times * _size(made), made.on_host
-
-
-def _size(value: Value) -> int:
-    return int(bytes_of(value.shard, value.dtype))

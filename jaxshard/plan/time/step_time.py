@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 from jaxshard.core.layout import Layout, human_bytes
 from jaxshard.cost.hardware import Chip
-from jaxshard.engines.engine import Engine
 from jaxshard.plan.time.network import CollectiveCost
 from jaxshard.plan.time.offload import NONE, Offload, offload_seconds, offload_traffic
-from jaxshard.plan.time.pipeline import bubble_of
 from jaxshard.plan.time.products import TRAFFIC, ProductCost
 
 Range = tuple[float, float]
@@ -54,23 +52,25 @@ class StepTime:
     assumptions: tuple[str, ...] = ()
 
     @property
+    def parts(self) -> dict[str, Range]:
+        """The ranges by name."""
+        names = ("compute", "memory_bound", "exposed_communication", "bubble", "host")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def low(self) -> float:
         """The sum of all parts at best."""
-        return sum(part[0] for part in self._parts)
+        return sum(part[0] for part in self.parts.values())
 
     @property
     def high(self) -> float:
         """The sum of all parts at worst."""
-        return sum(part[1] for part in self._parts)
+        return sum(part[1] for part in self.parts.values())
 
     @property
     def middle(self) -> float:
         """The middle of the range."""
         return (self.low + self.high) / 2
-
-    @property
-    def _parts(self) -> tuple[Range, ...]:
-        return self.compute, self.memory_bound, self.exposed_communication, self.bubble, self.host
 
 
 def step_time(
@@ -78,9 +78,8 @@ def step_time(
     collectives: Sequence[CollectiveCost],
     chip: Chip,
     *,
-    layout: Layout | None = None,
-    engine: Engine | None = None,
-    bubble: float | None = None,
+    update: int = 0,
+    bubble: float = 0.0,
     offload: Offload = NONE,
 ) -> StepTime:
     """Return the time of a step from its parts.
@@ -90,17 +89,16 @@ def step_time(
       collectives: of `collective_costs`. Those of weights and gradients may run beside products, all others (sums of
         activations, exchanges of tokens) stand between two of them.
       chip: of the mesh.
-      layout: whose optimizer state is updated; without one the update is left out.
-      engine: whose schedule says how long devices idle, if it has one. Products of a pipeline's program are useful work
-        and bubble together.
-      bubble: that idle share itself, in the place of the engine's.
+      update: bytes that the optimizer's update moves (`update_bytes`).
+      bubble: the idle share of a pipeline's schedule (`bubble_of`). Products of its program are useful work and bubble
+        together.
       offload: what goes to the host's memory and back (`plan/time/offload.py`), beside products as far as they last.
 
     Example:
         mesh, chip = js.plan.planned_mesh("v5e:2x4", data=8), js.plan.chip("TPU v5e")
         layout = js.layout(js.fsdp(), mesh, init_fn, tx)
         costs = collective_costs(js.plan.promise(layout, js.explicit(), loss_fn, batch), mesh, chip)
-        step_time((), costs, chip, layout=layout).middle   # seconds, were nothing computed but the update
+        step_time((), costs, chip, update=update_bytes(layout)).middle   # seconds, were nothing computed but the update
     """
     busy = sum(one.compute for one in products)
     spent = _sum(one.seconds for one in products)
@@ -113,8 +111,7 @@ def step_time(
         between[0] + max(0.0, gathers[0] + reductions[0] - spent[0]) + copies[0],
         between[1] + reductions[1] + gathers[1] + copies[1],
     )
-    share = (0.0 if engine is None or layout is None else bubble_of(engine, layout)) if bubble is None else bubble
-    update = 0.0 if layout is None else update_bytes(layout) / chip.hbm_bandwidth
+    updating = update / chip.hbm_bandwidth
     assumptions = [
         f"products run at {chip.reached:.0%} of {chip.name}'s peak, {chip.peak_flops / 1e12:.0f} TFLOP/s in bf16",
         f"what they read and write goes through the memory {TRAFFIC[0]:g} to {TRAFFIC[1]:g} times",
@@ -122,18 +119,15 @@ def step_time(
     ]
     if offload.out:
         assumptions.append(f"{human_bytes(offload.out)} go to the host's memory and back beside products")
-    if share:
-        assumptions.append(f"the schedule idles {share:.1%} of the time")
+    if bubble:
+        assumptions.append(f"the schedule idles {bubble:.1%} of the time")
+    beside = [(seconds - busy) * (1 - bubble) for seconds in spent]
     return StepTime(
-        (busy * (1 - share), busy * (1 - share)),
-        (
-            (spent[0] - busy) * (1 - share) + update + layouts[0],
-            (spent[1] - busy) * (1 - share) + 2 * update + layouts[1],
-        ),
-        exposed,
-        (share * spent[0], share * spent[1]),
-        HOST,
-        tuple(assumptions),
+        compute=(busy * (1 - bubble), busy * (1 - bubble)),
+        memory_bound=(beside[0] + updating + layouts[0], beside[1] + 2 * updating + layouts[1]),
+        exposed_communication=exposed,
+        bubble=(bubble * spent[0], bubble * spent[1]),
+        assumptions=tuple(assumptions),
     )
 
 
@@ -162,12 +156,7 @@ def mfu_range(model_flops: float, time: StepTime, chip: Chip, devices: int) -> R
     return model_flops / time.high / peak, model_flops / time.low / peak
 
 
-def tokens_per_second(tokens: int, time: StepTime) -> Range:
-    """Return tokens per second of all devices, at worst and at best, of a batch with so many."""
-    return tokens / time.high, tokens / time.low
-
-
-def price_per_billion_tokens(tokens: int, time: StepTime, devices: int, price: float) -> Range:
+def price_range(tokens: int, time: StepTime, devices: int, price: float) -> Range:
     """Return what a billion tokens cost, at best and at worst.
 
     Args:
@@ -178,7 +167,7 @@ def price_per_billion_tokens(tokens: int, time: StepTime, devices: int, price: f
 
     Example:
       >>> from jaxshard.plan.time.step_time import StepTime
-      >>> price_per_billion_tokens(1_000_000, StepTime((1.0, 1.0), host=(0.0, 0.0)), 36, 1.0)
+      >>> price_range(1_000_000, StepTime((1.0, 1.0), host=(0.0, 0.0)), 36, 1.0)
       (10.0, 10.0)
     """
     hours = 1e9 / tokens / 3600 * devices * price

@@ -116,7 +116,7 @@ def test_a_refusal_names_the_arrays_of_the_model_and_what_would_save_them():
     after = js.plan.compile_for(lean, batch, "v5e:2x4")
     assert verdict.live_bytes - after.live_bytes > 0.5 * best.bytes
     shown = str(verdict)
-    assert "does not fit:" in shown and "what would save how much" in shown
+    assert "does not fit;" in shown and "what would save how much" in shown
     assert verdict.as_dict()["fits"] is False
     check_shows_text(verdict)
 

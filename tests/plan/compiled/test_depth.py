@@ -10,11 +10,8 @@ import pytest
 
 import jaxshard as js
 from jaxshard.plan.compiled.depth import extrapolate
-from jaxshard.plan.compiled.judge import Answer
-from jaxshard.plan.compiled.live import LiveArray
-from jaxshard.plan.compiled.memory import Memory
 from jaxshard.plan.compiled.verdict import Verdict
-from jaxshard.plan.topology import Target
+from jaxshard.plan.memory_report import LiveArray
 
 without_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 WIDTH, TX, MESH = 128, optax.adam(0.1), {"data": 4}
@@ -43,17 +40,21 @@ def ask(step):
     kept = LiveArray(6 * matrices, "kept activations", "f32", (16, WIDTH), matrices, "tanh", "model.py:3")
     stored = LiveArray(4 * matrices, "parameters", "f32", (32, WIDTH), matrices, "w", "")
     head = LiveArray(7, "logits", "f32", (WIDTH,), 1, "mul", "model.py:4")
-    memory = Memory(10 * matrices + 7, 11 * matrices + 7, 4 * matrices, (kept, stored, head), "backward pass")
-    answer = Answer(None, "program", "REFUSED" if matrices > 100 else "", 1.0, "")
-    return Verdict(Target("v5e:2x2"), step, BATCH, answer, memory)
+    return Verdict(
+        mesh=MESH, chip=js.plan.chip("TPU v5e"), judged_by="compiler", live_bytes=10 * matrices + 7,
+        allocated_bytes=11 * matrices + 7, argument_bytes=4 * matrices, arrays=(kept, stored, head), usable_bytes=2**33,
+        refusal="REFUSED" if matrices > 100 else "", topology="v5e:2x2", step=step, batch=BATCH, text="program",
+        compile_seconds=1.0,
+    )  # fmt: skip
 
 
 def test_memory_is_continued_linearly_by_array():
     found = extrapolate(ask, at_depth(48), at_depth)
     exact = ask(at_depth(48))
-    assert found.judged_by == "extrapolated" and found.memory == exact.memory and found.fits is True
+    same = exact.memory() | {"judged_by": "extrapolated"}
+    assert found.memory() == same and found.fits is True
     assert found.by_role == exact.by_role and found.compile_seconds == 2.0
-    assert "extrapolated from the same step with 2 and 4 blocks" in str(found)
+    assert "extrapolated from the compiler's figures for 2 and 4 blocks" in str(found)
     assert found.as_dict()["allocated_bytes"] == 11 * 48 + 7 and found.collectives == ()
 
 

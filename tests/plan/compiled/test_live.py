@@ -7,7 +7,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.plan.compiled.dump import Assignment, Value
-from jaxshard.plan.compiled.live import live_arrays, moment_words
+from jaxshard.plan.compiled.live import live_arrays
 from jaxshard.plan.compiled.savings import savings
 
 PROGRAM = """HloModule jit__step, is_scheduled=true, num_partitions=8
@@ -99,7 +99,7 @@ def assignment():
 
 
 def test_buffers_have_the_role_and_line_of_what_made_them(layout, assignment):
-    found = live_arrays(assignment, PROGRAM, layout)
+    found, moment = live_arrays(assignment, PROGRAM, layout)
     assert [(one.bytes, one.role, one.what, one.source) for one in found] == [
         (KEPT, "kept activations", "tanh", "/home/user/model.py:22"),
         (5 * MB, "logits", "dot_general", "/home/user/model.py:30"),
@@ -109,11 +109,11 @@ def test_buffers_have_the_role_and_line_of_what_made_them(layout, assignment):
         (2 * MB, "optimizer state", "run.opt_state[0].mu['blocks']['w']", ""),
         (512, "batch", "batch['tokens']", ""),
     ]
-    assert moment_words(assignment, PROGRAM) == "backward pass, at /home/user/model.py:30 (dot_general)"
+    assert moment == "backward pass, at /home/user/model.py:30 (dot_general)"
 
 
 def test_savings_are_of_the_arrays_that_a_change_makes_smaller(layout, assignment):
-    arrays = live_arrays(assignment, PROGRAM, layout)
+    arrays, _ = live_arrays(assignment, PROGRAM, layout)
     batch = {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)}
     found = {one.change: one.bytes for one in savings(arrays, layout, js.explicit(), batch, assignment.peak)}
     assert [change.partition(" ")[0] for change in found] == ["half", "js.head_loss", 'precision="bf16"']

@@ -9,11 +9,11 @@ import pytest
 import jaxshard as js
 from jaxshard.core.pictures.tiles import parts_held
 from jaxshard.cost.hardware import chip
+from jaxshard.plan.memory_report import LiveArray
 from jaxshard.plan.pictures.memory import memory_figure
 from jaxshard.plan.pictures.roofline import roofline_figure
 from jaxshard.plan.pictures.tiles import sharding_figure
-from jaxshard.plan.prediction import MemoryPeak, Prediction
-from jaxshard.plan.roles import ROLES
+from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.time.products import ProductCost
 
 V5E = chip("TPU v5e")
@@ -25,8 +25,11 @@ PRODUCTS = (
 
 
 def prediction(gigabytes, **fields):
-    sizes = dict.fromkeys(ROLES, 0) | {role: int(size * 1e9) for role, size in gigabytes.items()}
-    return Prediction(8, {"data": 8}, V5E, MemoryPeak(sizes), 0, usable_bytes=16_900_000_000, **fields)
+    arrays = tuple(LiveArray(int(size * 1e9), role, "bf16", (), 1, "") for role, size in gigabytes.items())
+    return Prediction(
+        mesh={"data": 8}, chip=V5E, judged_by="estimate", live_bytes=sum(one.bytes for one in arrays),
+        allocated_bytes=None, argument_bytes=0, arrays=arrays, usable_bytes=16_900_000_000, **fields,
+    )  # fmt: skip
 
 
 def texts(figure):
@@ -40,7 +43,8 @@ def test_memory_is_stacked_by_role_with_totals_and_the_limit():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ddp", "fsdp"]
     widths = {(round(bar.get_y()), bar.get_x()): bar.get_width() for bar in axes.patches if bar.get_width()}
     assert widths == {(0, 0.0): 8.0, (0, 8.0): 20.0, (1, 0.0): 1.0, (1, 1.0): 2.0}
-    assert {"28 GB, does not fit", "3 GB, fits", "usable: 16.9 GB", "8", "20"} <= set(texts(figure))
+    assert {" 28 GB, does not fit", " 3 GB, fits", "8", "20"} <= set(texts(figure))
+    assert axes.get_title(loc="right") == "usable: 16.90 GB"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["parameters", "optimizer state", "temporaries"]
 
@@ -48,10 +52,10 @@ def test_memory_is_stacked_by_role_with_totals_and_the_limit():
 def test_a_limit_far_beyond_the_bars_stands_in_words():
     tiny = prediction({"parameters": 0.02, "temporaries": 0.01})
     (axes,) = memory_figure({"tiny": tiny}).axes
-    assert axes.get_title(loc="right") == "usable: 16.9 GB, far to the right of this scale"
+    assert axes.get_title(loc="right") == "usable: 16.90 GB, far to the right of this scale"
     assert axes.get_xlabel().startswith("MB") and axes.get_xlim()[1] < 50 and not axes.lines
     (axes,) = memory_figure({"tiny": tiny, "large": prediction({"parameters": 1})}).axes
-    assert axes.get_title(loc="right") == "" and len(axes.lines) == 1
+    assert axes.get_title(loc="right") == "usable: 16.90 GB" and len(axes.lines) == 1
 
 
 def test_of_layouts_what_rests_is_drawn_in_the_unit_that_fits():
@@ -60,7 +64,7 @@ def test_of_layouts_what_rests_is_drawn_in_the_unit_that_fits():
     (axes,) = figure.axes
     widths = [bar.get_width() for bar in axes.patches if bar.get_width()]
     assert widths == pytest.approx([layout.bytes_per_device()[role] / 1e3 for role in ("param", "grad", "opt")])
-    assert axes.get_xlabel() == "kB on each device between steps" and texts(figure)[-1] == "369 kB"
+    assert axes.get_xlabel() == "kB on each device between steps" and texts(figure)[-1] == " 369 kB"
 
 
 def test_the_roofline_has_a_marker_for_each_product_that_counts():
@@ -96,7 +100,7 @@ def test_tiles_show_which_part_each_device_holds():
     assert [axes.get_title() for axes in figure.axes[:3]] == ["parameter", "gradient", "optimizer state"]
     assert len(figure.axes) == 6  # `same` rests like `w`
     assert figure.axes[0].get_ylabel() == "same and 1 more\n[64, 512], 131.07 kB"
-    assert [axes.get_xlabel() for axes in figure.axes[:2]] == ["whole on each", "1/8 on each: [8, 512]"]
+    assert [axes.get_xlabel() for axes in figure.axes[:2]] == ["replicated", "1/8 on each:\n[8, 512]"]
 
 
 def test_captions_of_many_dimensions_do_not_touch_each_other():
@@ -113,4 +117,4 @@ def test_captions_of_many_dimensions_do_not_touch_each_other():
     label = figure.axes[0].yaxis.label
     assert label.get_text().count("\n") == 2 and label.get_window_extent().x0 > 0
     assert figure.axes[0].get_xlabel() == "1/8 on each:\n[1, 8, 8, 8, 8, 8]"
-    assert figure.axes[3].get_xlabel() == "1/8 on each: [8, 32]"
+    assert figure.axes[3].get_xlabel() == "1/8 on each:\n[8, 32]"

@@ -2,16 +2,21 @@
 
 from types import SimpleNamespace
 
-from jaxshard.plan.prediction import MemoryPeak, Prediction
+from jaxshard.plan.prediction import Prediction
 from jaxshard.plan.search.candidates import Candidate
 from jaxshard.plan.search.judged import judged
 from jaxshard.plan.search.policies import Policy
 from jaxshard.plan.search.ranking import Plan
+from jaxshard.plan.time.step_time import StepTime
 
 
 def plan(seconds, data=8, policy="nothing"):
-    prediction = Prediction(8, {"data": data}, None, MemoryPeak({"parameters": 1}), 0)
-    return Plan(Candidate((("data", data),), "fsdp", policy=Policy(policy)), (seconds, seconds), {}, prediction)
+    time = StepTime((seconds, seconds), host=(0.0, 0.0))
+    prediction = Prediction(
+        mesh={"data": data}, chip=None, judged_by="estimate", live_bytes=1, allocated_bytes=None, argument_bytes=0,
+        time=time,
+    )  # fmt: skip
+    return Plan(Candidate((("data", data),), "fsdp", policy=Policy(policy)), prediction)
 
 
 def test_the_compiler_is_asked_until_enough_fit_and_may_fail():

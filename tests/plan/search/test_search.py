@@ -36,12 +36,12 @@ def loss(params, batch, key):
 
 ROWS = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}
 FACTS = Facts(
-    rows=64, tokens=64 * 128, depth=8, flops=1e15, weights={(True, False): 2**33, (False, False): 2**30}, opt_ratio=2,
+    rows=64, depth=8, flops=1e15, weights={(True, False): 2**33, (False, False): 2**30}, opt_ratio=2,
     itemsize=2, policies=(
         Policy("everything", 2**28), Policy("dots", 2**26, again=0.03), Policy("nothing", 2**24, again=1 / 3),
         Policy("out=save,block_in=offload", 2**22, 2**24, again=0.2),
     ),
-    block_input=2**24, tensor_sizes=(2, 4), context_sizes=(2,), pipe_sizes=(2, 4, 8), tensor_share={2: 0.5, 4: 0.25},
+    block_input=2**24, context_sizes=(2,), pipe_sizes=(2, 4, 8), tensor_share={2: 0.5, 4: 0.25},
 )  # fmt: skip
 
 
@@ -84,13 +84,13 @@ def test_facts_of_a_model_of_blocks():
     model = make("llama-1m", depth=4, seq=512)
     tokens = jax.ShapeDtypeStruct((8, 512), jnp.int32)
     facts = facts_of(model.init, model.loss, optax.adam(1e-3), {"tokens": tokens, "targets": tokens}, 8, "bf16")
-    assert (facts.rows, facts.tokens, facts.depth, facts.engine) == (8, 8 * 512, 4, "explicit")
+    assert (facts.rows, facts.depth, facts.engine) == (8, 4, "explicit")
     kept = {policy.text: policy.kept for policy in facts.policies}
     assert facts.block_input == 512 * 144 * 2
     tables = kept["nothing"] - facts.block_input  # the rotary frequencies and the list of attention's blocks
     assert tables == 2 * 9 * 4 + 10 * 2 * 4
     assert kept["nothing"] < kept["dots"] < kept["everything"]
-    assert facts.tensor_sizes == (2, 4, 8) and facts.pipe_sizes == (2, 4) and facts.context_sizes == (2,)
+    assert tuple(facts.tensor_share) == (2, 4, 8) and facts.pipe_sizes == (2, 4) and facts.context_sizes == (2,)
     assert facts.opt_ratio == pytest.approx(2, abs=1e-3) and facts.expert_sizes == ()
 
 
@@ -138,6 +138,27 @@ def test_a_batch_that_devices_do_not_divide_is_named():
 
     ranking = js.plan.search(init_one, loss_one, optax.sgd(0.1), nine, "v5e:2x2", compile=0)
     assert ranking.best is None and "9 rows can't be split over 4 devices" in str(ranking)
+
+
+def test_a_fault_shows_and_leaves_the_others(monkeypatch):
+    """A ValueError is a layout that is refused; another error is a fault of the model or of the library."""
+    predict = module.predict
+
+    def matrix(key):
+        return jax.random.normal(key, (WIDTH, WIDTH))
+
+    def squares(params, batch, key):
+        errors = (batch["x"] @ params) ** 2
+        return js.Mean(errors.sum(), errors.size)
+
+    def faulty(layout, *args, **options):
+        return None + 1 if "replica" in layout.mesh.shape else predict(layout, *args, **options)
+
+    monkeypatch.setattr(module, "predict", faulty)
+    monkeypatch.setattr(module, "_WANTED", 6)
+    with pytest.warns(UserWarning, match="left out; the first is hsdp on replica=.*TypeError"):
+        ranking = js.plan.search(matrix, squares, optax.sgd(0.1), ROWS, "v5e:2x2", compile=0)
+    assert ranking.best is not None and any(words.startswith("failed, TypeError") for words in ranking.refused)
 
 
 @pytest.mark.slow

@@ -10,11 +10,16 @@ import jaxshard as js
 from jaxshard.adapt.remat import policy_function
 from jaxshard.core.constrain import follow_layout
 from jaxshard.cost.hardware import chip
+from jaxshard.plan.memory.graph import build
 from jaxshard.plan.time.products import TRAFFIC, compute_seconds, product_costs
 
 
-def costs(fn, *args, mesh, **options):
-    return product_costs(jax.make_jaxpr(fn)(*args), mesh, **options)
+def costs(fn, *args, mesh, splits=None, **options):
+    """Products of a function whose arguments are split over mesh axes by `splits`, else replicated."""
+    program = jax.make_jaxpr(fn)(*args)
+    splits = splits or [((),) * var.aval.ndim for var in program.jaxpr.invars]
+    region = build(program, [(split, "", "") for split in splits], mesh.shape)
+    return product_costs(region, program, **options)
 
 
 def test_products_of_one_device():
@@ -30,15 +35,16 @@ def test_products_of_one_device():
     # Manual over data, where a device has 16 rows; the two devices of tensor are the compiler's to use.
     spread = jax.shard_map(body, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"},
                            check_vma=False)  # fmt: skip
-    first, second = costs(spread, x, w, mesh=mesh)
+    over_tensor = [((), ()), ((), ("tensor",))]  # of w the columns: each device has 8 of 16
+    first, second = costs(spread, x, w, mesh=mesh, splits=over_tensor)
     assert (first.count, first.flops, second.flops) == (3, 3 * 2 * 16 * 32 * 16 / 2, 3 * 2 * 16 * 32 * 16 / 2)
-    assert first.bytes == 3 * 2 * (16 * 32 + 32 * 16 + 16 * 16) / 2
+    assert first.bytes + second.bytes == 2 * 3 * 2 * (16 * 32 + 32 * 8 + 16 * 8)
     assert first.where.startswith("test_products.py:")
-    (alone, _) = costs(spread, x, w, mesh=mesh, parts=lambda equation, axes: 1)
-    assert alone.flops == 2 * first.flops
-    # Left to the compiler all eight devices share the work.
-    (whole,) = costs(lambda x, w: x @ w, x, w, mesh=mesh)
-    assert whole.flops == 2 * 64 * 32 * 16 / 8
+    alone = costs(spread, x, w, mesh=mesh)  # not split over tensor: its devices do the same
+    assert sum(one.flops for one in alone) == 2 * (first.flops + second.flops)
+    # Left to the compiler the devices of the axes over which an operand is split share the work.
+    (one,) = costs(lambda x, w: x @ w, x, w, mesh=mesh, splits=[(("data",), ("tensor",)), ((), ())])
+    assert one.flops == 2 * 64 * 32 * 16 / 8
 
 
 def test_recomputation_counts():
@@ -49,8 +55,8 @@ def test_recomputation_counts():
         return jax.checkpoint(lambda w: jnp.sin(x @ w) @ w)(w).sum()
 
     # Forward, once more, and two for each in the backward pass; of the recomputed one only the first is needed.
-    total = sum(one.flops for one in costs(jax.grad(loss), w, mesh=mesh))
-    assert total == (2 + 1 + 3) * 2 * 64 * 32 * 32 / 8
+    total = sum(one.flops for one in costs(jax.value_and_grad(loss), w, mesh=mesh))
+    assert total == (2 + 1 + 3) * 2 * 64 * 32 * 32
 
 
 def test_seconds():
@@ -62,9 +68,9 @@ def test_seconds():
     assert compute_seconds(v6e, 0.9 * 918e12, "float32", passes=6) == pytest.approx(6)
     mesh = js.make_mesh(data=8)
     x, w = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 128), jnp.bfloat16)
-    (one,) = costs(lambda x, w: x @ w, x, w, mesh=mesh, chip=v6e)
+    (one,) = costs(lambda x, w: x @ w, x, w, mesh=mesh, splits=[(("data",), ()), ((), ())], chip=v6e)
     assert one.compute == pytest.approx(2 * 8192 * 4096 * 128 / 8 / (918e12 * 0.9) * 2)
-    moved = 2 * (8192 * 4096 + 4096 * 128 + 8192 * 128) / 8 / 1640e9
+    moved = 2 * (1024 * 4096 + 4096 * 128 + 1024 * 128) / 1640e9
     assert one.seconds == pytest.approx(tuple(one.compute + times * moved for times in TRAFFIC))
 
 
@@ -99,7 +105,7 @@ def test_groups_of_ragged_products():
 
     # Every row meets one expert, forward and in the gradient of the experts.
     found = costs(jax.grad(loss), experts, rows, sizes, mesh=mesh)
-    assert {one.flops for one in found} == {2 * 64 * 32 * 16 / 8}
+    assert {one.flops for one in found} == {2 * 64 * 32 * 16}
 
 
 def test_windows_of_tokens_run_as_often_as_an_even_routing_needs():

@@ -1,0 +1,189 @@
+"""`MemoryReport`: the memory of a step on each device, which predictions and compilers' verdicts are."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jaxshard.core.layout import human_bytes
+from jaxshard.core.pictures.style import ROLES
+from jaxshard.core.text_table import Section, Table, page
+from jaxshard.cost.hardware import Chip
+
+BAND = (-0.3, 0.5)
+"""The least and the most that 95 % of steps are allocated less or more than the estimate, as shares of it.
+
+Of the steps that were compiled (docs/records/planner_table.md) 95 % are within it, with room to spare."""
+NEAR = 0.05
+"""The distance from the limit, as a share of it, within which an extrapolated size does not tell whether a step fits.
+
+A compiler saved 4 % there by another schedule (docs/records/decisions.md)."""
+_SHOWN = 12
+"""Arrays that the table shows; `as_dict` has 40."""
+_JUDGES = {
+    "compiler": "the compiler's own figures",
+    "extrapolated": "extrapolated from the compiler's figures for 2 and 4 blocks",
+    "estimate": f"an estimate; 95 % of steps need {1 + BAND[0]:.1f} to {1 + BAND[1]:.1f} times as much",
+}
+
+
+@dataclass(frozen=True)
+class LiveArray:
+    """Arrays of one kind that are live when a program needs most memory.
+
+    Attributes:
+      bytes: of all of them on each device, padding included.
+      role: one of the roles of `core/pictures/style.py`.
+      dtype: such as "bf16".
+      shape: of one, on one device.
+      count: how many there are.
+      what: JAX's name of the operation that makes it, or the argument that it is.
+      source: `file:line` in the user's model; "" where it is not known.
+      kept: True for one that a loop over blocks stored block by block for the backward pass.
+    """
+
+    bytes: int
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    what: str
+    source: str = ""
+    kept: bool = False
+
+    def __str__(self) -> str:
+        """Write the array and the line that makes it."""
+        times = f"{self.count} x " if self.count > 1 else ""
+        place = f"{self.what} at {self.source}" if self.source else self.what
+        return f"{times}{self.dtype}{list(self.shape)} {place}"
+
+
+def sections_text(sections: Iterable[Section]) -> str:
+    """Write the sections of a report as text, with an empty line between them."""
+    return "\n\n".join("\n".join([f"{one.title}:"] * bool(one.title) + one.lines) for one in sections)
+
+
+def joined(arrays: Iterable[LiveArray]) -> tuple[LiveArray, ...]:
+    """Add up equal arrays of one place; the largest first."""
+    bytes_of, count_of = Counter[LiveArray](), Counter[LiveArray]()
+    for one in arrays:
+        kind = replace(one, bytes=0, count=0)
+        bytes_of[kind] += one.bytes
+        count_of[kind] += one.count
+    return tuple(replace(kind, bytes=size, count=count_of[kind]) for kind, size in bytes_of.most_common())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """The memory that a step needs on each device, in two figures and by arrays.
+
+    Attributes:
+      mesh: the size of each axis.
+      chip: the limits of one device, or None where they are not known.
+      judged_by: where the figures are from: "compiler", "extrapolated" (`js.plan.compile_for` with `at_depth=`) or
+        "estimate".
+      live_bytes: bytes that are live at once at the peak; of a refused step what it asked for.
+      allocated_bytes: bytes that the compiler reserves, with the gaps between arrays; None for an estimate.
+      argument_bytes: of the arguments, which are the run and the batch; in tiles on a TPU.
+      arrays: the arrays that are live at the peak, arguments included, the largest first.
+      moment: when the peak is, in words, such as "backward pass".
+      usable_bytes: the bytes that a program may use; None where that is not known.
+      refusal: the compiler's own words; "" unless it refused the step for want of memory.
+    """
+
+    mesh: Mapping[str, int]
+    chip: Chip | None
+    judged_by: str
+    live_bytes: int
+    allocated_bytes: int | None
+    argument_bytes: int
+    arrays: tuple[LiveArray, ...] = ()
+    moment: str = ""
+    usable_bytes: int | None = None
+    refusal: str = ""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def by_role(self) -> dict[str, int]:
+        """Live bytes by role: parameters, gradients, optimizer state and so on."""
+        return {role: sum(one.bytes for one in self.arrays if one.role == role) for role in ROLES}
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the step fits, False if it does not, None where that is not known.
+
+        What the compiler allocates must fit: TPU compilers refuse a step that does not, GPU compilers enforce nothing.
+        An extrapolated size near the limit tells nothing, since the compiler would schedule the step for less memory.
+        An estimate tells only where all of `BAND` is on one side of the limit.
+        """
+        if self.refusal or self.usable_bytes is None:
+            return False if self.refusal else None
+        if self.allocated_bytes is None:
+            least, most = (self.live_bytes * (1 + share) for share in BAND)
+        else:
+            near = NEAR if self.judged_by == "extrapolated" else 0.0
+            least, most = self.allocated_bytes / (1 + near), self.allocated_bytes / (1 - near)
+        return True if most <= self.usable_bytes else False if least > self.usable_bytes else None
+
+    def memory(self) -> dict[str, Any]:
+        """Return the fields of this class by name, for a report that adds others."""
+        return {one.name: getattr(self, one.name) for one in fields(MemoryReport)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON has it: dictionaries, lists and numbers."""
+        return {
+            "devices": self.devices,
+            "mesh": dict(self.mesh),
+            "chip": None if self.chip is None else self.chip.name,
+            "fits": self.fits,
+            "hbm_bytes": self.usable_bytes,
+            "judged_by": self.judged_by,
+            "live_bytes": self.live_bytes,
+            "allocated_bytes": self.allocated_bytes,
+            "refusal": self.refusal or None,
+            "by_role": self.by_role,
+            "moment": self.moment,
+            "largest": [{"bytes": one.bytes, "role": one.role, "array": str(one)} for one in self.arrays[:40]],
+            "argument_bytes": self.argument_bytes,
+        }
+
+    def __str__(self) -> str:
+        """Write memory by role, the largest arrays, and the tables of the class."""
+        return f"{self._headline()}\n\n{sections_text(self.sections())}"
+
+    def _repr_html_(self) -> str:
+        """Show the same in a notebook."""
+        return page(self._headline(), *self.sections())
+
+    def sections(self) -> list[Section]:
+        """Return the tables of the report; classes with more figures add theirs."""
+        rows = [
+            (role, human_bytes(size), f"{size / self.live_bytes:.0%}") for role, size in self.by_role.items() if size
+        ]
+        rows.append(("live at once", human_bytes(self.live_bytes), "100%"))
+        if self.allocated_bytes is not None:
+            rows.append(("allocated", human_bytes(self.allocated_bytes), ""))
+        table = Table(rows, "<>>", ("per device", "bytes", "share"))
+        largest = Table([(human_bytes(one.bytes), one.role, str(one)) for one in self.arrays[:_SHOWN]], "><<")
+        title = f"largest, {self.moment or 'when most is live'}"
+        return [Section("", [table])] + [Section(title, [largest])] * bool(self.arrays)
+
+    @property
+    def where(self) -> str:
+        """The devices in words."""
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        return f"{self.devices} devices{f' of {self.chip.name}' if self.chip else ''} ({axes})"
+
+    def _headline(self) -> str:
+        """Say for which devices the report is, whether the step fits, and who says so."""
+        if self.usable_bytes is None:
+            return f"{self.where}: {_JUDGES[self.judged_by]}"
+        fits = {True: "fits", False: "does not fit", None: "may fit, only the compiler knows"}[self.fits]
+        return f"{self.where}: {fits}; a program may use {human_bytes(self.usable_bytes)} ({_JUDGES[self.judged_by]})"

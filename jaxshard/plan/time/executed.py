@@ -1,0 +1,65 @@
+"""How often each part of a step runs, in the graph from which memory is estimated too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from jaxshard.plan.memory.graph import Op, Region
+from jaxshard.plan.time.pipeline import Ticks
+from jaxshard.plan.time.product import device_bytes, product_of
+
+EXCHANGES = {
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+}
+"""Collectives that a program states and a promise leaves open, by the names of their primitives."""
+
+
+def executed(
+    region: Region, ticks: Ticks | None = None, times: float = 1.0, shares: Sequence[float] = ()
+) -> Iterator[tuple[Region, float]]:
+    """Yield a region and the bodies of its loops and branches, each with how often it runs in a step.
+
+    Of several branches the one with the most FLOPs counts. A `while` loop counts once, because nobody knows how often
+    it runs, but for the exchange of tokens in windows, which runs as often as an even routing needs.
+
+    Args:
+      region: of the graph of a step.
+      ticks: of a pipeline's program (`ticks_of`): how often the conditionals of its loop run.
+      times: how often the region itself runs.
+      shares: of the executions of the region those in which its first conditionals run.
+    """
+    yield region, times
+    left = list(shares)
+    for op in region.ops:
+        if op.name == "cond":
+            often = times * (left.pop(0) if left else 1.0)
+            ways = [list(executed(way, ticks, often)) for way in op.regions]
+            yield from max(ways, key=_flops)
+            continue
+        for body in op.regions:
+            yield from executed(body, ticks, times * _iterations(op), _shares(op, ticks))
+
+
+def _shares(loop: Op, ticks: Ticks | None) -> Sequence[float]:
+    """How often the conditionals of a loop run, if it is that over the ticks of a pipeline."""
+    conditionals = sum(one.name == "cond" for one in loop.regions[0].ops)
+    is_ticks = ticks and (loop.params.get("length"), conditionals) == (ticks.turns, len(ticks.shares))
+    return ticks.shares if ticks and is_ticks else ()
+
+
+def _iterations(loop: Op) -> int:
+    """How often a loop runs; that over windows of tokens, if all devices have as many, the rows over a window's."""
+    if loop.name == "scan":
+        return int(loop.params["length"])
+    inside = [op for body, _ in executed(loop.regions[0]) for op in body.ops]
+    moved = [device_bytes(op.ins[0]) for op in inside if op.name in EXCHANGES]
+    rows = [device_bytes(one) for one in loop.outs if len(one.shape) == 2]
+    return math.ceil(max(rows) / max(moved)) if rows and moved else 1
+
+
+def _flops(way: Sequence[tuple[Region, float]]) -> float:
+    products = ((product_of(op), times) for region, times in way for op in region.ops)
+    return sum(times * product.flops for product, times in products if product is not None)
