@@ -30,9 +30,9 @@ from jaxshard.commands.findings import (
     judge_packages,
     judge_settings,
 )
-from jaxshard.commands.flags import check_files
+from jaxshard.commands.flags import Doctor
 from jaxshard.commands.machine import read_machine
-from jaxshard.commands.terminal import facts, make_console
+from jaxshard.commands.terminal import facts, start
 from jaxshard.core.compat import NEWEST_TESTED, installed_version, process_count_and_id, untested_version
 from jaxshard.core.layout import human_bytes
 from jaxshard.distributed.cluster import initialize
@@ -48,28 +48,24 @@ _OPTIONAL = {
     "tokenizers": "text for models of Hugging Face (extra hf)",
 }
 
-_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "grain", "hf", "images")
+_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda", "viz", "logging", "grain", "hf")
 """Extras whose packages have to fit where they are installed."""
 
 _GPU = Path("/dev/nvidia0")
 _START_SECONDS = 120
 
 
-def run(json: Path | None = None) -> int:
+def run(flags: Doctor) -> int:
     """Print what is here, what is missing, and what does not fit together.
 
     Where several processes were started, as by `jaxshard launch`, they meet, and the first one prints for all.
-
-    Args:
-      json: the file for all of it as one JSON object, or "-".
 
     Returns:
       1 if something is broken; 0 if nothing is, though extras may be absent.
     """
     from jaxshard.commands.result import write_json
 
-    with usage_errors():
-        check_files(json=json)
+    console = start(flags)
     found = [*_judge_before_start()]
     if problem := start_problem():
         found.append(problem)
@@ -91,8 +87,8 @@ def run(json: Path | None = None) -> int:
         "findings": [finding._asdict() for finding in found],
     }
     if process_count_and_id()[1] == 0:
-        _print(make_console(stderr=str(json) == "-"), report, found)
-        write_json(json, report)
+        _print(console, report, found)
+        write_json(flags.json, report)
     return int(any(finding.level == "broken" for finding in found))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from jaxshard.core.our_code import is_jaxshard_file
 
@@ -44,6 +45,14 @@ def refusals() -> Iterator[None]:
         if not is_jaxshard_file(traceback.extract_tb(error.__traceback__)[-1].filename):
             raise
         raise UsageError(_one_line(error)) from error
+
+
+def refuse(why: str, **flags: int | str | Path | None) -> None:
+    """Raise ValueError for the first of some flags that is given: its name and value, and why it can't be."""
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            shown = "" if value is True else f" {value}"
+            raise ValueError(f"--{name.replace('_', '-')}{shown} {why}")
 
 
 class FileError(UsageError):

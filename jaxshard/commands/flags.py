@@ -1,171 +1,202 @@
-"""The flags that several commands share, each described once, and checks of their values.
+"""The flags of every command: a dataclass for each, made of groups of flags that several commands have.
 
-tyro makes the command line from signatures. A group of flags is a frozen dataclass, which a command takes as one
-parameter and tyro spreads out into single flags; the help of each flag is its line under "Attributes". A flag that
-stands alone in several commands is an annotated type. Errors name the flag and how to put it right.
+A flag is a field. Its help is the line of the field under "Attributes", its type says what values are refused (see
+`jaxshard.commands.values`). Nothing here imports JAX, so that help and refusals come at once.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from jaxshard.core.local_path import check_local
+from jaxshard.commands.values import (
+    Count,
+    File,
+    Kind,
+    Natural,
+    Rate,
+    Real,
+    Step,
+    Text,
+    Texts,
+    Written,
+    read_count,
+    read_rate,
+)
+from jaxshard.core.local_path import local_path
 
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
-EngineName = Literal["explicit", "auto", "pipelined"]
 PrecisionName = Literal["bf16", "bfloat16"]
-ContextName = Literal["gather", "ulysses", "usp", "ring"]
-AugmentName = Literal["none", "shift", "flip", "crop"]
 
-# Optional flags; without the hint their help would end in "(default: None)".
-Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Rate = Annotated[float | None, tyro.conf.arg(metavar="X", help_behavior_hint="")]
-Words = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-# A folder or an address, as text: a Path would drop one of the slashes of gs://.
-Folder = Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
-Texts = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-Number = Annotated[int, tyro.conf.arg(metavar="N")]
-
-_BLOCK = 4096
-"""Bytes that file systems give away at a time, at least."""
-
-Target = Annotated[
-    str,
-    tyro.conf.arg(
-        metavar="TARGET",
-        help="a ready-made size such as gpt-1m, hf:PATH for a model of Hugging Face's with new weights, or "
-        "path/to/file.py:function or package.module:function, a function without arguments that returns (init_fn, "
-        "loss_fn, tx, batch).",
-    ),
-]
-Change = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="NAME=VALUE,...",
-        help="arguments of js.models.gpt, llama, moe, vit or resnet in the place of the size's own, such as "
-        "depth=4,rope_scaling=8.",
-        help_behavior_hint="",
-    ),
-]
-Remat = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="WHAT",
-        help="what the forward pass of a block keeps for the backward pass: everything, dots, nothing, or by the names "
-        "of activations, such as attention_out=save,block_in=offload (to the host's memory); by default what the "
-        "model's size states, nothing in a pipeline.",
-        help_behavior_hint="",
-    ),
-]
-Precision = Annotated[
-    PrecisionName | None,
-    tyro.conf.arg(
-        help="bf16, or bfloat16, computes, gathers weights and reduces gradients in bfloat16; parameters and optimizer "
-        "state stay f32. By default all is f32.",
-        help_behavior_hint="",
-    ),
-]
-JsonFile = Annotated[
-    Path | None,
-    tyro.conf.arg(
-        metavar="PATH",
-        help="write the result as one JSON object; - is standard output, and then nothing else goes there.",
-        help_behavior_hint="",
-    ),
-]
+Folder = Annotated[str | None, Kind("PATH")]  # as text: a Path would drop one of the slashes of gs://
 
 
-@dataclass(frozen=True)
-class ShardingFlags:
-    """The mesh, the placement of arrays on it, and the engine that computes a step.
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Flags):
+    """The result as a file.
 
     Attributes:
-      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. An axis
-        tensor splits the layers themselves, an axis pipe puts them in stages, an axis context splits long rows, an axis
-        expert spreads the experts of a block (moe-1m), and rows too.
-      strategy: what is split over the axis data: ddp nothing, zero1 the optimizer state, zero2 gradients too, fsdp, the
-        default, parameters too; hsdp is fsdp within each group of an axis replica.
+      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
+    """
+
+    json: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Result):
+    """The flags as a file.
+
+    Attributes:
+      config: read flags from this TOML file, by the same names: steps = 100; a flag on the command line wins.
+      save_config: write the flags of this command into a TOML file that --config reads.
+    """
+
+    config: File = None
+    save_config: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(Flags):
+    """The mesh, the strategy and the engine.
+
+    Attributes:
+      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. The axis
+        tensor shards the layers themselves, pipe puts them in stages, context shards long rows, expert the experts of
+        a block (moe-1m), and rows too.
+      strategy: sharded over the axis data are with ddp rows only, with zero1 the optimizer state, with zero2 gradients
+        too, with fsdp, the default, parameters too; hsdp is fsdp within each group of an axis replica.
+      rule: a logical axis of the model and the mesh axis that shards it, or replicated, such as vocab=replicated; for
+        the axis tensor, as often as you like.
       sync_every: let each group of an axis replica train by itself, and synchronise parameters every so many steps, as
         DiLoCo does.
-      sync_warmup: in so many steps at the start groups average their gradients, as with ddp, and only then train by
-        themselves; the steps in which the learning rate rises are a good number.
-      outer: what the replicas' mean does to the parameters that they share: by default average, which puts it in
-        their place; rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs; with --sync-warmup,
-        rate=0.5,momentum=0.75 came closest to ddp in short ones.
-      fragments: synchronise these in so many parts, one after the other.
+      sync_warmup: average gradients over the groups, as with ddp, in the first so many steps; the steps in which the
+        learning rate rises are a good number.
+      outer: the outer optimizer of --sync-every: average, the default, replaces parameters by the mean over the groups;
+        rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs; with --sync-warmup, rate=0.5,momentum=0.75
+        came closest to ddp in short ones.
+      fragments: synchronise parameters in so many parts, one after the other.
       engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
         pipelined.
       schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
       chunks: stages per device of a pipeline; by default two for a ready-made size with enough blocks, else one.
-      context: how attention sees the other parts of a row that an axis context splits: gather keys and values, ulysses
+      context: how attention sees the rest of a row that an axis context shards: gather keys and values, ulysses
         exchanges heads, usp does both (over a second axis, context_heads), ring passes them around.
       devices: use so many devices, over all processes; simulated ones where there is no accelerator.
-      microbatches: compute a batch in so many turns and add their gradients; in a pipeline by default four per device.
-      wire: send gradients or weights in fewer bytes, such as gradients=int8,weights=fp8; with block=128 in other blocks
-        than of 256 numbers, with feedback=on making up for the errors of gradients. Not under auto.
+      microbatches: accumulate gradients over so many micro-batches; in a pipeline by default four per device.
+      wire: send gradients or weights in fewer bytes, such as gradients=int8,weights=fp8; block=128 changes the numbers
+        per scale from 256, feedback=on adds the rounding errors of gradients to the next step. Not under auto.
     """
 
-    mesh: Words = None
-    strategy: Annotated[StrategyName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    mesh: Text = None
+    strategy: StrategyName | None = None
+    rule: Texts = ()
     sync_every: Count = None
     sync_warmup: Count = None
-    outer: Words = None
+    outer: Text = None
     fragments: Count = None
-    engine: EngineName | None = None
-    schedule: Words = None
+    engine: Literal["explicit", "auto", "pipelined"] | None = None
+    schedule: Text = None
     chunks: Count = None
-    context: ContextName | None = None
+    context: Literal["gather", "ulysses", "usp", "ring"] | None = None
     devices: Count = None
     microbatches: Count = None
-    wire: Words = None
+    wire: Text = None
 
 
-Sharding = tyro.conf.OmitArgPrefixes[ShardingFlags]
+@dataclass(frozen=True, kw_only=True)
+class Model(Flags):
+    """The model and its batches.
+
+    Attributes:
+      change: arguments of js.models.gpt, llama or moe in place of the size's own, such as depth=4,rope_scaling=8.
+    """
+
+    change: Text = None
 
 
-@dataclass(frozen=True)
-class DataFlags:
+@dataclass(frozen=True, kw_only=True)
+class Rows(Model):
+    """The model and its batches.
+
+    Attributes:
+      batch: rows of a step over all devices, for a ready-made size; by default what suits it.
+      seq: tokens in a row, for a ready-made size; by default what suits it.
+      precision: bf16, or bfloat16, computes, gathers weights and reduces gradients in bfloat16; parameters and
+        optimizer state stay f32. By default all is f32.
+    """
+
+    batch: Count = None
+    seq: Count = None
+    precision: PrecisionName | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute(Rows, Sharding):
+    """The model and its batches.
+
+    Attributes:
+      remat: the activations of a block that are saved for the backward pass: everything, dots, nothing, or by name,
+        such as attention_out=save,block_in=offload (to the host's memory); by default what the model's size states,
+        nothing in a pipeline.
+    """
+
+    remat: Text = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targeted(Config):
+    """The step.
+
+    Attributes:
+      target: a ready-made size such as gpt-1m, hf:PATH for a model of Hugging Face's with new weights, or
+        path/to/file.py:function or package.module:function, a function without arguments that returns (init_fn,
+        loss_fn, tx, batch).
+    """
+
+    target: Annotated[str, Kind("TARGET", is_positional=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Flags):
     """The corpus to train on.
 
     Attributes:
       data: a text file, a folder of text, token ids as .npy or .bin, or with a tokenizer records as .jsonl; without it
-        Python's own library. For a model of images a .npz file, or a folder with a folder of files for each class;
-        without it drawn digits.
+        Python's own library.
       dtype: of the token ids in a .bin file, such as uint16.
       vocab: how many token ids there are, for .npy and .bin.
       tokenizer: a tokenizer.json, or a folder that has one, which makes tokens of --data; by default that of the model
         hf:PATH.
       template: of a message in .jsonl, such as '{role}:\\n{content}\\n', the default.
-      augment: images in training: shift moves them, flip mirrors some too, crop takes parts of them; by default none.
     """
 
-    # Text, not a Path: that of an empty text is the current folder.
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    dtype: Words = None
+    data: Folder = None  # text, not a Path: that of an empty text is the current folder
+    dtype: Text = None
     vocab: Count = None
-    tokenizer: Words = None
-    template: Words = None
-    augment: Annotated[AugmentName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    tokenizer: Text = None
+    template: Text = None
 
 
-@dataclass(frozen=True)
-class RecipeFlags:
-    """Length, batches and learning rate of the training.
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Flags):
+    """Steps, optimizer and learning rate.
 
     Attributes:
       steps: optimizer steps in all; by default what suits the model.
-      batch: rows of a step over all devices; by default what suits the model.
-      seq: tokens in a row; by default what suits the model.
+      optimizer: adamw, the default, adam8bit or any other one of optax by its name, with arguments if you like, such as
+        lion,b2=0.98.
+      lr: the highest learning rate; by default what suits the model.
+      warmup: steps in which the learning rate rises; by default what suits the model.
+      decay: of the learning rate after the warm-up: cosine, the default, or linear, to a twentieth at the last step;
+        or constant.
+      clip: clip gradients to this global norm; by default what suits the model.
       seed: of the parameters and the order of the data.
-      lr: the highest learning rate of AdamW; by default what suits the model.
       eval_every: steps between evaluations; by default four in all.
       patience: stop after so many evaluations without a lower held-out loss.
       lora: freeze the model hf:PATH and train low-rank factors of its matrices, as rank=8,alpha=16,base=int8,
@@ -177,20 +208,22 @@ class RecipeFlags:
     """
 
     steps: Count = None
-    batch: Count = None
-    seq: Count = None
-    seed: Number = 0
+    optimizer: Text = None
     lr: Rate = None
+    warmup: Step = None
+    decay: Literal["cosine", "linear", "constant"] | None = None
+    clip: Rate = None
+    seed: Natural = 0
     eval_every: Count = None
     patience: Count = None
-    lora: Annotated[str | None, tyro.conf.arg(metavar="rank=N,...", help_behavior_hint="")] = None
+    lora: Text = None
     bad_steps: Literal["raise", "skip", "rollback"] = "raise"
     check_replicas: Count = None
 
 
-@dataclass(frozen=True)
-class SavingFlags:
-    """The folder of checkpoints, and the step to go on from.
+@dataclass(frozen=True, kw_only=True)
+class Saving(Flags):
+    """The checkpoints.
 
     Attributes:
       checkpoint: save the run into this folder while it trains, and at the end; each step in a folder of its own.
@@ -213,9 +246,9 @@ class SavingFlags:
     memory_every: Count = None
 
 
-@dataclass(frozen=True)
-class OutputFlags:
-    """Files that are written, and the sample at the end.
+@dataclass(frozen=True, kw_only=True)
+class Output(Flags):
+    """The outputs.
 
     Attributes:
       sample: how many tokens to draw from the model at the end; 0 for none.
@@ -228,82 +261,255 @@ class OutputFlags:
       profile: write a profile of three steps into this folder, or at an address gs://.
     """
 
-    sample: Number = 160
+    sample: Natural = 160
     export: File = None
-    json: JsonFile = None
-    log: File = None
+    log: Written = None
     tensorboard: Folder = None
-    wandb: Annotated[str | None, tyro.conf.arg(metavar="PROJECT", help_behavior_hint="")] = None
-    mlflow: Annotated[str | None, tyro.conf.arg(metavar="EXPERIMENT", help_behavior_hint="")] = None
+    wandb: Annotated[str | None, Kind("PROJECT")] = None
+    mlflow: Annotated[str | None, Kind("EXPERIMENT")] = None
     profile: Folder = None
 
 
-def check_positive(**numbers: float | None) -> None:
-    """Raise ValueError for a flag whose number is given and not above zero, not finite, or too large for 64 bits."""
-    for name, value in numbers.items():
-        limit = 2**63 if isinstance(value, int) else math.inf
-        if value is not None and not 0 < value < limit:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a number above 0 and below {limit}")
+@dataclass(frozen=True, kw_only=True)
+class Chips(Flags):
+    """The chips.
 
-
-def check_seed(seed: int) -> None:
-    """Raise ValueError for a seed that no random key can be made of."""
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed {seed}: give a number from 0 to 2**63 - 1")
-
-
-def check_not_empty(**texts: str | None) -> None:
-    """Raise ValueError for a flag whose text is given and empty, as of a variable of the shell that is not set."""
-    for name, text in texts.items():
-        if text is not None and not text.strip():
-            raise ValueError(f"--{name} {text!r} is empty: give a value, or leave the flag out")
-
-
-def refuse(why: str, **flags: int | str | Path | None) -> None:
-    """Raise ValueError for the first of some flags that is given: its name and value, and why it can't be."""
-    for name, value in flags.items():
-        if value is not None and value is not False:
-            shown = "" if value is True else f" {value}"
-            raise ValueError(f"--{name.replace('_', '-')}{shown} {why}")
-
-
-def check_files(**files: Path | None) -> None:
-    """Raise ValueError for a file that could not be written later, so that no work is lost."""
-    for name, file in files.items():
-        if file is None or str(file) == "-":
-            continue
-        if file.is_dir():
-            raise ValueError(f"--{name} {file}: that is a folder; give a file")
-        if not file.parent.is_dir():
-            raise ValueError(f"--{name} {file}: the folder {file.parent} does not exist; make it, or give another file")
-        if not file.exists():
-            _try_to_write(file.parent, f"--{name} {file}")
-        elif not os.access(file, os.W_OK):
-            raise ValueError(f"--{name} {file} can't be written; give another file")
-
-
-def check_folders(schemes: tuple[str, ...] = (), **folders: str | Path | None) -> None:
-    """Raise ValueError for a folder in which nothing could be written later; those above it are made with it.
-
-    Addresses of the given schemes, such as "gs", are not tried.
+    Attributes:
+      topology: TPUs or GPUs that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8.
+      slices: so many TPU slices, connected by the data center's network.
+      price: of one chip for an hour, in any currency, for the price of a billion tokens.
     """
-    for name, given in folders.items():
-        if given is None:
-            continue
-        check_local(given, schemes=schemes)
-        folder = Path(given)
-        if "://" in str(given):
-            continue
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise ValueError(f"--{name} {folder}: {there} is a file; give a folder")
-        _try_to_write(there, f"--{name} {folder}")
+
+    topology: Text = None
+    slices: Count = None
+    price: Rate = None
 
 
-def _try_to_write(folder: Path, what: str) -> None:
-    """Write a block into a file without a name; a full or read-only file system refuses it."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix=".") as file:
-            file.write(bytes(_BLOCK))
-    except OSError as error:
-        raise ValueError(f"{what} can't be written: {error.strerror or error}") from error
+@dataclass(frozen=True, kw_only=True)
+class Train(Compute, Data, Recipe, Saving, Output, Config):
+    """Train a language model, sharded over a mesh.
+
+    It takes all accelerators, or 8 simulated CPU devices. Without any flag: a million parameters, the source of
+    Python's standard library, two minutes on two cores. Several processes (jaxshard launch, Slurm, Open MPI,
+    Kubernetes, TPU pods) train together; devices, rows and steps are those of all.
+
+    Attributes:
+      model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
+        llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b. hf:PATH goes on from
+        the weights of a folder of Hugging Face's.
+      ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
+        processes that the devices are spread over.
+    """
+
+    model: Annotated[str, Kind("NAME")] = "gpt-1m"
+    ordered: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Model, Config):
+    """Continue prompts with a model, sharded over a mesh.
+
+    jaxshard generate --model hf:PATH --prompt "Once upon a time" --length 64 --mesh data=2,tensor=4
+
+    Without an accelerator as many CPU devices are simulated as --mesh needs, or one. The JSON object has "tokens", one
+    list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it.
+
+    Attributes:
+      model: hf:PATH, a folder that transformers wrote, or a ready-made size such as llama-1m with --checkpoint.
+      checkpoint: the folder in which jaxshard train saved a run of this model; its newest step is read.
+      prompt: a text to continue; give it once for each.
+      prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
+      tokenizer: a tokenizer.json, or a folder that has one; by default that of the model. Without one a model that was
+        trained on text reads bytes.
+      length: the largest number of new tokens; by default 64, or as many as the model has positions for.
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: draw from so many most likely tokens.
+      top_p: draw from the fewest tokens whose probabilities add up to at least this.
+      stop: end at this text, such as '</s>' or '\\n\\n', or at one of these tokens, such as 2 or 2,7; give it as often
+        as you like. Every text also ends at the end of text that the tokenizer or the model's configuration names.
+      mesh: axes and sizes, such as data=2,tensor=4.
+      strategy: how weights are stored over the axis data: fsdp shards them and gathers a block at a time, ddp keeps
+        them replicated.
+      devices: use so many devices.
+      seed: of what is drawn at random.
+    """
+
+    model: Annotated[str, Kind("NAME")]
+    checkpoint: File = None
+    prompt: Texts = ()
+    prompt_tokens: Texts = ()
+    tokenizer: File = None
+    length: Count = None
+    temperature: Real = 0.0
+    top_k: Count = None
+    top_p: Rate = None
+    stop: Texts = ()
+    mesh: Text = None
+    strategy: StrategyName = "fsdp"
+    devices: Count = None
+    seed: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Flags):
+    """Run a command in several processes on this machine.
+
+    jaxshard launch -n 2 --max-restarts 3 -- jaxshard train --checkpoint run --resume
+
+    Every process finds the others by its environment, which js.distributed.initialize() reads; its lines are shown with
+    its number in front. When one dies the others are ended, and all are started again, with the same command: it has to
+    go on from a checkpoint by itself, or from memory (jaxshard train --memory-every 1). The exit status is that of the
+    process that failed first (128 + n where signal n ended it), or 0 when all ended with 0. After status 2, for wrong
+    flags, nothing is started again.
+
+    Without accelerators jaxshard's own commands share eight simulated devices, or those of --devices. In a program of
+    your own js.simulate_devices(n) gives each process n.
+
+    Attributes:
+      command: what every process runs, found on PATH.
+      processes: how many there are.
+      max_restarts: start all again up to so many times.
+      grace: SIGTERM and Ctrl-C are passed on; what is still there so many seconds later is killed.
+    """
+
+    command: Annotated[tuple[str, ...], Kind("COMMAND ...", is_positional=True)] = ()
+    processes: Annotated[int, Kind("N", read_count, alias="-n")]
+    max_restarts: Natural = 0
+    grace: Annotated[float, Kind("SECONDS", read_rate)] = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Targeted, Compute):
+    """Compare the collectives of a compiled step with those that the strategy promises.
+
+    Every collective that is not promised is named; status 1 if there is one. Nothing is trained, and no array is made.
+    Anyone's step is read from its text:
+
+    jaxshard audit --hlo step.txt --mesh data=4,tensor=2 --strategy fsdp
+
+    Attributes:
+      hlo: in place of TARGET the text of a compiled step, as compiled.as_text() returns it or an XLA dump has it
+        (*after_optimizations.txt). Name the axes of the mesh that it was compiled for, in their order, by what they
+        are for. Unless you name a strategy too, collectives are only listed.
+      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
+      all: print every surprise, collective and instruction; by default surprises by line and kind, and the number of
+        all else.
+    """
+
+    target: Annotated[str, Kind("[TARGET]", is_positional=True)] = ""
+    hlo: File = None
+    topology: Text = None
+    all: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity(Targeted, Model, Sharding):
+    """Compare a sharded step with the same step on one device.
+
+    Both are run, and all arrays compared; status 1 if one differs. Everything is computed in f32. Without an
+    accelerator, 8 devices are simulated.
+
+    Attributes:
+      batch: rows of a step over all devices, for a ready-made size; by default about 16.
+      seed: of the parameters, the tokens of a ready-made size, and what the loss draws.
+    """
+
+    batch: Count = None
+    seed: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Targeted, Compute, Chips):
+    """Predict memory, communication and time of a step on chips that are not here, and whether it fits.
+
+    jaxshard plan llama3-8b --mesh data=256 --topology v5e:16x16 --precision bf16 --batch 256 --seq 8192
+
+    Nothing is computed and no array is made. Where the compiler of the chips is installed (libtpu for TPUs) memory is
+    what it assigns, and "judged_by" in the JSON object is "compiler"; otherwise memory is estimated. "fits" is true,
+    false, or null where only the compiler knows; "live_bytes" are live at once, "allocated_bytes" must fit.
+
+    Attributes:
+      chip: predict for the limits of this chip, such as v5e or h100; without --topology for the devices that are here.
+      estimate: estimate memory, without a compiler.
+      codegen: compile to the end, which takes minutes: prints the compiler's verdict with estimated cycles too.
+      plot: draw memory by role across strategies into a file such as plan.png or plan.svg, and the shards, the
+        roofline and the schedule of a pipeline into plan-shards.png and so on; needs matplotlib.
+    """
+
+    chip: Text = None
+    estimate: bool = False
+    codegen: bool = False
+    plot: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Targeted, Rows, Chips):
+    """Rank the layouts of a model on chips that are not here, with reasons.
+
+    jaxshard search llama3-8b --topology v5e:16x16 --batch 256 --seq 8192 --precision bf16
+
+    In the JSON object "plans" has them, the best first, each with its mesh, strategy, seconds, bytes, reason, and
+    "flags" with which jaxshard plan, audit and train do the same.
+
+    Attributes:
+      compile: ask the compiler about the best until so many fit; 0 leaves that out.
+    """
+
+    topology: Annotated[str, Kind("TEXT")]
+    compile: Natural = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Result):
+    """Print a pipeline schedule with its idle time and its memory.
+
+    A backward takes twice as long as a forward, half of it for the weights' gradients.
+
+    Attributes:
+      name: gpipe, one_f_one_b, interleaved or zero_bubble, or the path of a CSV file with the columns
+        tick,device,op,chunk,microbatch.
+      stages: devices of the pipeline; a file has its own.
+      microbatches: parts of a batch; a file has its own.
+      chunks: parts of the model on each device, for interleaved and zero_bubble; 2 by default.
+      plot: draw the schedule into a file such as schedule.png or schedule.svg.
+    """
+
+    name: Annotated[str, Kind("NAME", is_positional=True)]
+    stages: Count = None
+    microbatches: Count = None
+    chunks: Count = None
+    plot: Written = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Result):
+    """List, show or verify saved steps.
+
+    The exit status is 1 where a file is missing or was added, and under verify where a byte of it is not as it was
+    saved; its name is printed.
+
+    Attributes:
+      action: list the steps in a folder, show what one holds, or verify every byte of all of them.
+      dir: the folder that js.save or jaxshard train --checkpoint wrote.
+      step: this step alone; show takes the newest one by default.
+      key_file: a file with the secret that the steps were saved with; by default the environment variable
+        JAXSHARD_CHECKPOINT_KEY. verify needs it.
+    """
+
+    action: Annotated[Literal["list", "show", "verify"], Kind("ACTION", is_positional=True)]
+    dir: Annotated[Path, Kind("DIR", local_path, is_positional=True)]
+    step: Step = None
+    key_file: File = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Result):
+    """Print devices, versions and what is missing or does not work, each with its remedy.
+
+    Devices, hosts with their memory, clocks and connections (under jaxshard launch, Slurm and the like of all
+    processes), versions, the compile cache; bad settings, packages that do not fit together, and what holds the TPU.
+    Status 1 if something is broken; extras that are absent are no failure.
+    """
+
+
+COMMANDS = (Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Doctor)

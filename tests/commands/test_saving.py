@@ -9,7 +9,7 @@ import pytest
 
 import jaxshard as js
 from jaxshard.checkpoint.reader import describe
-from jaxshard.commands.flags import SavingFlags
+from jaxshard.commands.flags import Saving as SavingFlags
 from jaxshard.commands.main import main
 from jaxshard.commands.saving import EVERY, make_saving
 from tests.checkpoint.small import at, layout

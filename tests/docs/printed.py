@@ -1,7 +1,5 @@
 """The commands that the pages print, and the files that a reader has when typing them."""
 
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -18,7 +16,9 @@ import numpy as np
 import optax
 
 import jaxshard as js
-from jaxshard.commands.main import command_of
+from jaxshard.commands import flags
+from jaxshard.commands.errors import UsageError
+from jaxshard.commands.main import COMMANDS
 from jaxshard.commands.parse import parse
 from tests.data.small_tokenizer import make_word_tokenizer
 from tests.docs.pages import ROOT
@@ -96,12 +96,18 @@ def printed_by(page: Path) -> list[Printed]:
 def why_not_accepted(command: Printed) -> str:
     """Return what the parser says of a command and of the one behind `launch ... --`; "" where it accepts them."""
     words = [word for word in command.words if word != "..."]
-    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        parse(command_of(words[0]), words[0], words[1:])
+    try:
+        _parse(words)
         if "--" in words and words[words.index("--") + 1] == "jaxshard":
-            name, *rest = words[words.index("--") + 2 :]
-            parse(command_of(name), name, rest)
-    return said.getvalue()
+            _parse(words[words.index("--") + 2 :])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _parse(words: list[str]) -> None:
+    if not {"-h", "--help"} & set(words):
+        parse(flags.COMMANDS[list(COMMANDS).index(words[0])], words[1:])
 
 
 def stories_of(page: Path) -> list[list[Printed]]:
