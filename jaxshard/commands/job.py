@@ -59,7 +59,7 @@ class Job:
             "warmup": flags.warmup,
             "clip": flags.clip,
         }
-        recipe = size.recipe._replace(**{name: value for name, value in given.items() if value is not None})
+        recipe: Any = size.recipe._replace(**{name: value for name, value in given.items() if value is not None})
         self.size, self.seq = size._replace(recipe=recipe), size.shape["seq"]
         if "vocab" in changes:
             raise ValueError(f"--change {flags.change}: the vocabulary is that of the corpus; leave vocab out")
@@ -102,7 +102,8 @@ class Job:
     @property
     def sequence(self) -> dict[str, Any]:
         """The facts that decide the batches and the optimizer's steps, to go on with the same ones."""
-        recipe, corpus = self.size.recipe, self.data.corpus
+        recipe: Any = self.size.recipe
+        corpus = self.data.corpus
         return {
             "model": self.name,
             "batch": recipe.batch,

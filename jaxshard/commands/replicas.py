@@ -58,10 +58,7 @@ def make_copies(every: int | None, layout: Layout, saves: Saving) -> Copies:
     Raises:
       ValueError: steps would be saved whose copies were not compared.
     """
-    places = {
-        "--checkpoint-every": None if saves.folder is None else saves.every,
-        "--memory-every": saves.memory_every,
-    }
+    places = {"--checkpoint-every": None if saves.folder is None else saves.every, "--memory-every": saves.memory_every}
     found = {flag: number for flag, number in places.items() if number is not None}
     if every is None:
         return Copies(layout, None, 0, ())

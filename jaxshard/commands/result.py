@@ -63,15 +63,9 @@ def summarize(records: Collection[Record]) -> dict[str, Any]:
         "bad_steps": [record.step for record in latest if record.metrics["bad"]],
         "loss_eval": finite(evaluations[-1]["loss"]) if evaluations else None,
         "evaluations": [{name: finite(value) for name, value in one.items()} for one in evaluations],
-        **{name: mean_speed(records, name) for name in (_speed_of(records), "flops_per_second", "mfu")},
+        **{name: mean_speed(records, name) for name in ("tokens_per_second", "flops_per_second", "mfu")},
         "train_seconds": sum(record.seconds for record in records),
     }
-
-
-def _speed_of(records: Collection[Record]) -> str:
-    """The name of the speed that counts the data: rows where no tokens are counted."""
-    rows = any("rows_per_second" in record.speed for record in records)
-    return "rows_per_second" if rows else "tokens_per_second"
 
 
 def mean_speed(records: Collection[Record], name: str) -> float | None:

@@ -102,6 +102,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
       console: where it is shown.
       steps: the number of the last step.
     """
+    from jaxshard.commands.result import mean_speed
+
     columns = TextColumn(" "), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
     bar = Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
     task = bar.add_task("", total=steps, status="the first step")
@@ -113,7 +115,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
         before = before if recent else record.step - 1
         recent.append(record)
         left = (time.perf_counter() - started) / (record.step - before) * (steps - record.step)
-        status = f"loss {record.metrics['loss']:.3f}  {_speed(recent)}  {_clock(left)} left"
+        speed = mean_speed(recent, "tokens_per_second")
+        status = f"loss {record.metrics['loss']:.3f}  {speed:,.0f} tokens/s  {_clock(left)} left"
         bar.update(task, completed=record.step, status=status)
         if bar.disable and (record.step % max(1, steps // _PROGRESS_LINES) == 0 or record.step in (before + 1, steps)):
             console.print(f"  step {record.step}/{steps}  {status}")
@@ -150,8 +153,7 @@ def _outcome(result: dict[str, Any]) -> dict[str, str]:
     loss = f"first {_number(losses[0])}, last {_number(losses[-1])}"
     if result["evaluations"]:
         loss += f", held-out {_number(held_out)}"
-    unit = "tokens" if "tokens_per_second" in result else "rows"
-    speed = f"{result[f'{unit}_per_second']:,.0f} {unit}/s, {_flops(result['flops_per_second'])}"
+    speed = f"{result['tokens_per_second']:,.0f} tokens/s, {_flops(result['flops_per_second'])}"
     if result["mfu"] is not None:
         speed += f", {result['mfu']:.1%} of what the chips can do"
     times = f"{len(losses)} steps in {result['train_seconds']:.1f} s, compiled in {result['compile_seconds']:.1f} s"
@@ -194,14 +196,6 @@ def _print_table(console: Console, rows: Iterable[Sequence[str]], sides: str) ->
     console.print(Text(f"  {heading}", "dim"))
     for line in lines:
         console.print(f"  {line}")
-
-
-def _speed(records: deque[Record]) -> str:
-    """The mean speed over the latest records, in the unit of the first speed they hold."""
-    from jaxshard.commands.result import mean_speed
-
-    name = next(iter(records[-1].speed))
-    return f"{mean_speed(records, name):,.0f} {name.removesuffix('_per_second')}/s"
 
 
 def _flops(rate: float) -> str:

@@ -79,3 +79,22 @@ def test_the_mesh_that_the_audit_advises_for_a_torus_is_accepted_as_it_is_printe
     named = re.findall(r"'(data\d)'", remedy)
     assert tuple(named) == rows[-2:]
     assert make_parallel(Sharding(mesh="data0=2,data1=2,tensor=2", strategy="fsdp")).rows_multiple == 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "dim"),
+    [((), "dim 0 over"), (("vocab=replicated",), None), (("vocab=whole", "embed=tensor"), "dim 1 over")],
+)
+def test_a_rule_decides_about_a_logical_axis(rule, dim):
+    """An embedding [vocab, width] is sharded over tensor along vocab, unless a rule says otherwise."""
+    model = js.models.gpt(vocab=64, width=32, depth=1, heads=4, seq=16)
+    layout = make_parallel(Sharding(mesh="data=4,tensor=2", strategy="ddp", rule=rule)).layout(model.init)
+    (row,) = (line for line in layout.explain().splitlines() if "[64, 32]" in line and line.startswith("param"))
+    assert f"{dim} tensor" in row if dim else "over tensor" not in row
+
+
+def test_a_pattern_of_a_rule_that_fits_nothing_is_refused():
+    model = js.models.gpt(vocab=64, width=32, depth=1, heads=4, seq=16)
+    how = make_parallel(Sharding(mesh="data=4,tensor=2", rule=("*/scal=replicated",)))
+    with pytest.raises(ValueError, match=r"--rule: tensor: rules without effect: '\*/scal' matches no path"):
+        how.layout(model.init)

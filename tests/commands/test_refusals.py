@@ -74,7 +74,7 @@ REFUSED |= {
     "train --bad-steps skp": r"--bad-steps skp: did you mean skip\?",
     "search gpt-1m --topology v5e:2x2 --precision bf15": r"--precision bf15: did you mean bf16\?",
     "train --optimizer lionn": r"--optimizer lionn: optax, .* have no such optimizer; did you mean lion\?",
-    "train --optimizer lion,b3=1": r"--optimizer lion, with b3=1: there is no b3; did you mean b1\? Use one of b1, b2",
+    "train --optimizer lion,weight_decy=1": r"--optimizer lion, with .* did you mean weight_decay\? Use one of b1, b2",
     "train --optimizer lion,b1=x": r"--optimizer lion, with b1=x: give a number",
     "train --decay linaer": r"--decay linaer: did you mean linear\?",
     "train --clip 0": "--clip 0: give a number above 0",

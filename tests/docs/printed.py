@@ -28,6 +28,10 @@ _LINE = re.compile(r"(?:\$ )?(?P<command>(?:[A-Z_]+=\S+ )*(?:python -m )?jaxshar
 _SPAN = re.compile(r"`(?P<command>jaxshard [a-z]+[^`]*)`")
 
 
+_MAKE = ("--checkpoint", "--export", "--save-config")
+"""Flags whose values are made by a command, and may be read by the next one."""
+
+
 class Printed(NamedTuple):
     """A command of a page.
 
@@ -60,7 +64,7 @@ class Printed(NamedTuple):
     @property
     def makes(self) -> set[str]:
         """The folders that the command makes and others may go on with."""
-        return {after for word, after in itertools.pairwise(self.words) if word in ("--checkpoint", "--export")}
+        return {after for word, after in itertools.pairwise(self.words) if word in _MAKE}
 
     @property
     def _words(self) -> list[str]:
