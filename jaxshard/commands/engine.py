@@ -40,7 +40,7 @@ _WIRE = (
 
 
 class Plan(NamedTuple):
-    """What the rest of the flags leaves for the engine to know.
+    """The sizes that an engine is chosen by.
 
     Attributes:
       axes: the axes of the mesh with their sizes.

@@ -102,7 +102,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Record], None]]
       console: where it is shown.
       steps: the number of the last step.
     """
-    from jaxshard.commands.result import mean_speed
+    from jaxshard.training.records import mean_speed
 
     columns = TextColumn(" "), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
     bar = Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)

@@ -41,7 +41,7 @@ from jaxshard.training.metrics.writer import finishing
 from jaxshard.training.non_finite import BadSteps, Rollback
 from jaxshard.training.records import Record
 from jaxshard.training.state import TrainState, init
-from jaxshard.training.step import make_step
+from jaxshard.training.step import Step, make_step
 
 _FILES = ("json", "log", "tensorboard", "profile", "save_config")
 _RECORDS: dict[str, Any] = dict.fromkeys((*_FILES, "wandb", "mlflow"))
@@ -108,16 +108,9 @@ def run(flags: Train) -> None:
 
     with finishing(writers):
         started = time.perf_counter()
-        step = make_step(job.network.loss, job.tx, job.layout, engine=how.engine)
-        with working(console, "compiling"):
-            with refusals():  # of names of activations, for example
-                compiled = step.compile(job.rows)
-            run, first = begin.run, begin.step
-            if run is None:
-                run = init(job.network.init, job.tx, job.layout, flags.seed, init_from=begin.weights)
-            begin = begin._replace(run=None, weights=None)  # or they would stay in memory
-            jax.block_until_ready(run)
-        compile_seconds = time.perf_counter() - started
+        step, compiled, run = _compile(console, job, begin)
+        compile_seconds, first = time.perf_counter() - started, begin.step
+        begin = begin._replace(run=None, weights=None)  # or they would stay in memory
         steps = job.size.recipe.steps
         records: list[Record] = []
         eval_step = make_eval_step(job.network.evaluate, job.layout, engine=how.engine)
@@ -189,6 +182,18 @@ def _find_start(console: Console, job: Job, saves: Saving) -> _Start:
     frozen = job.flags.lora is not None  # what is frozen is not in checkpoints
     weights = job.base.load(job.layout) if job.base is not None and (frozen or saves.resumed is None) else None
     return _Start(saves.restore_run(job.layout, weights if frozen else None), weights, memory, saver, recalled=False)
+
+
+def _compile(console: Console, job: Job, begin: _Start) -> tuple[Step, jax.stages.Compiled, TrainState]:
+    """Compile the step, and make the run if it is a new one."""
+    step, run = make_step(job.network.loss, job.tx, job.layout, engine=job.how.engine), begin.run
+    with working(console, "compiling"):
+        with refusals():  # of names of activations, for example
+            compiled = step.compile(job.rows)
+        if run is None:
+            run = init(job.network.init, job.tx, job.layout, job.flags.seed, init_from=begin.weights)
+        jax.block_until_ready(run)
+    return step, compiled, run
 
 
 def _look_at(
