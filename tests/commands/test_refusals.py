@@ -14,6 +14,10 @@ REFUSED = {
     "schedule one_f_one_b --stages 4 --microbatches 99999999999999999999": "--microbatches 9+: give a number above 0",
     "schedule one_f_one_b --stages 4 --microbatches 9999999999": "39999999996 forwards.*take fewer micro-batches",
     "train --lr nan": "--lr nan: give a number above 0",
+    "audit gpt-1m --microbatches 0": "--microbatches 0: give a number above 0",
+    "plan llama-1m --price -1": "--price -1: give a number above 0",
+    "launch -n 0 -- true": "--processes 0: give a number above 0",
+    "launch -n 2 --max-restarts -1 -- true": "--max-restarts -1: give a number from 0",
     "train --lr x": "--lr x: give a number",
     "train --lr inf": "--lr inf: give a number above 0 and below",
     "train --patience 0": "--patience 0: give a number above 0",
@@ -89,6 +93,30 @@ REFUSED |= {
     "checkpoint look run": "ACTION look: use one of list, show, verify",
     "parity gpt-1m gpt-1m": "gpt-1m is one word too many: the command takes TARGET; see",
 }
+
+
+WIRE = {
+    "int8": "is not name=value",
+    "gradients=int8,gradients=fp8": "comes twice",
+    "gradients=int4": r"did you mean int8\? Use one of int8, fp8, bf16",
+    "block=128": "there are neither gradients nor weights",
+    "weights=int8,block=1": "block must be a whole number from 2 on, got 1",
+    "weights=int8,feedback=yes": "write on or off",
+    "weights=int8,feedback=on": "feedback is for gradients in int8 or fp8",
+    "gradients=bf16,feedback=on": "feedback is for gradients in int8 or fp8",
+}
+OUTER = {
+    "adam": "is not name=value",
+    "rate=1,rate=2": "rate comes twice",
+    "rate=x": "give a number",
+    "rate=inf": "give a number above 0",
+    "rate=0": "give a number above 0",
+    "momentum=0.5": "give a rate, and a momentum",
+    "rate=1,momentum=1": "a momentum from 0 to below 1",
+}
+SYNC = "train --mesh replica=2,data=4 --sync-every 4"
+REFUSED |= {f"train --wire {value}": f"--wire {value}: .*{why}.*; write gradients=int8" for value, why in WIRE.items()}
+REFUSED |= {f"{SYNC} --outer {value}": f"--outer {value}: .*{why}.*; write average" for value, why in OUTER.items()}
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -31,26 +31,6 @@ def test_a_value_stands_for_arguments_of_the_engine(text, arguments):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "is not name=value"),
-        ("int8", "is not name=value"),
-        ("gradients=int8,gradients=fp8", "comes twice"),
-        ("gradients=int4", "did you mean int8. Use one of int8, fp8, bf16"),
-        ("block=128", "there are neither gradients nor weights"),
-        ("weights=int8,block=1", "block must be a whole number from 2 on, got 1"),
-        ("weights=int8,feedback=yes", "write on or off"),
-        ("weights=int8,feedback=on", "feedback is for gradients in int8 or fp8"),
-        ("gradients=bf16,feedback=on", "feedback is for gradients in int8 or fp8"),
-    ],
-)
-def test_bad_values_are_refused_with_what_to_write(text, words):
-    with pytest.raises(ValueError, match=words) as refused:
-        read_wire(text)
-    assert str(refused.value).startswith(f"--wire {text}: ") and "write gradients=int8" in str(refused.value)
-
-
-@pytest.mark.parametrize(
     ("flags", "ordered", "words"),
     [
         ({"engine": "auto"}, False, "under --engine auto the compiler sends what it likes"),
