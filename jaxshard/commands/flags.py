@@ -512,4 +512,8 @@ class Doctor(Result):
     """
 
 
-COMMANDS = (Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Doctor)
+_ALL: tuple[type[Flags], ...] = (
+    Train, Generate, Launch, Audit, Parity, Plan, Search, Schedule, Checkpoint, Doctor
+)  # fmt: skip
+COMMANDS = {command.__name__.lower(): command for command in _ALL}
+"""The flags of each command by its name."""

@@ -22,8 +22,8 @@ from jaxshard.commands.streams import OutputError, checked_streams
 from jaxshard.core.near_words import did_you_mean
 
 COMMANDS = {
-    command.__name__.lower(): f"{line[0].lower()}{line[1:]}".removesuffix(".")
-    for command in flags.COMMANDS
+    name: f"{line[0].lower()}{line[1:]}".removesuffix(".")
+    for name, command in flags.COMMANDS.items()
     for line in [(command.__doc__ or "").partition("\n")[0]]
 }
 """Each command with its line of help."""
@@ -112,7 +112,7 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
         return 2, f"{f'there is no command {name!r}' if name else 'name a command'}; {hint}"
     try:
         with _ended_by_ctrl_c():
-            command = flags.COMMANDS[list(COMMANDS).index(name)]
+            command = flags.COMMANDS[name]
             if {"-h", "--help"} & set(itertools.takewhile("--".__ne__, rest)):
                 print(parse.help_of(command))
                 return 0, ""

@@ -16,9 +16,8 @@ import numpy as np
 import optax
 
 import jaxshard as js
-from jaxshard.commands import flags
 from jaxshard.commands.errors import UsageError
-from jaxshard.commands.main import COMMANDS
+from jaxshard.commands.flags import COMMANDS
 from jaxshard.commands.parse import parse
 from tests.data.small_tokenizer import make_word_tokenizer
 from tests.docs.pages import ROOT
@@ -111,7 +110,7 @@ def why_not_accepted(command: Printed) -> str:
 
 def _parse(words: list[str]) -> None:
     if not {"-h", "--help"} & set(words):
-        parse(flags.COMMANDS[list(COMMANDS).index(words[0])], words[1:])
+        parse(COMMANDS[words[0]], words[1:])
 
 
 def stories_of(page: Path) -> list[list[Printed]]:
