@@ -1,4 +1,4 @@
-"""The engine of a step by its flags: `--engine`, `--microbatches`, `--remat`, `--wire`, and those of a pipeline."""
+"""The engine of a step by its flags: `--engine`, `--microbatches`, `--remat`, `--wire`, `--schedule` and `--chunks`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENGINES: dict[str, Callable[..., Engine]] = {"explicit": explicit, "auto": auto
 _REMAT_NAMES = "everything", "dots", "nothing"
 
 _MICROBATCHES_PER_STAGE = 4, 3, 2, 1
-"""Of a pipeline where --microbatches is not given, the first that divides the batch; 4 idles an eighth at most."""
+"""The default of --microbatches in a pipeline: the first of these that divides the batch; 4 idles an eighth at most."""
 
 _FORMATS: dict[str, Callable[..., Any]] = {"int8": int8, "fp8": fp8, "bf16": lambda **options: jnp.bfloat16}
 
@@ -127,7 +127,7 @@ def _read_table(flags: Sharding, stages: int) -> Schedule | None:
 
 
 def read_remat(text: str) -> RematPolicy:
-    """Read the value of --remat: a policy by its name, or what is done with each named activation.
+    """Read the value of --remat: a policy by its name, or whether each named activation is saved.
 
         >>> read_remat("attention_out=save,block_in=offload")
         {'attention_out': 'save', 'block_in': 'offload'}
@@ -196,7 +196,7 @@ def check_feedback(engine: Engine, layout: Layout, run: TrainState | None, memor
 
 
 def _check_wire(flags: Sharding, wire: Mapping[str, Any], ordered: bool, piped: bool) -> None:
-    """Raise ValueError for a --wire beside flags that it does not go with."""
+    """Raise ValueError for flags that contradict --wire."""
     if wire and flags.engine == "auto":
         raise ValueError(f"--wire {flags.wire}: under --engine auto the compiler sends what it likes; leave one out")
     if ordered and isinstance(wire.get("reduce_dtype"), Scaled):

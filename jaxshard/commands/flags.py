@@ -362,7 +362,7 @@ class Launch(Flags):
     process that failed first (128 + n where signal n ended it), or 0 when all ended with 0. After status 2, for wrong
     flags, nothing is started again.
 
-    Without accelerators jaxshard's own commands share eight simulated devices, or those of --devices. In a program of
+    Without accelerators jaxshard's own commands share eight simulated devices, or as many as --devices says. In a program of
     your own js.simulate_devices(n) gives each process n.
 
     Attributes:
@@ -380,7 +380,7 @@ class Launch(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(Targeted, Compute):
-    """Compare the collectives of a compiled step with those that the strategy promises.
+    """Compare the collectives of a compiled step with the promises of the strategy.
 
     Every collective that is not promised is named; status 1 if there is one. Nothing is trained, and no array is made.
     Anyone's step is read from its text:
@@ -406,8 +406,8 @@ class Audit(Targeted, Compute):
 class Parity(Targeted, Model, Sharding):
     """Compare a sharded step with the same step on one device.
 
-    Both are run, and all arrays compared; status 1 if one differs. Everything is computed in f32. Without an
-    accelerator, 8 devices are simulated.
+    It runs both and compares all arrays, in f32; status 1 if one differs. Without an accelerator, 8 devices are
+    simulated.
 
     Attributes:
       batch: rows of a step over all devices, for a ready-made size; by default about 16.
@@ -504,7 +504,7 @@ class Checkpoint(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Result):
-    """Print devices, versions and what is missing or does not work, each with its remedy.
+    """Print devices, versions and problems with their remedies.
 
     Devices, hosts with their memory, clocks and connections (under jaxshard launch, Slurm and the like of all
     processes), versions, the compile cache; bad settings, packages that do not fit together, and what holds the TPU.

@@ -31,7 +31,7 @@ def check_files(flags: Flags) -> None:
 
 
 def check_folder(flag: str, given: str | Path | None, schemes: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for a folder in which nothing could be written later; those above it are made with it.
+    """Raise ValueError for a folder that could not be written later; parent folders may be absent.
 
     Addresses of the given schemes, such as "gs", are not tried.
     """

@@ -1,4 +1,4 @@
-"""How a step runs by its flags: `Parallel` holds the mesh, the strategy over its axes, and the engine."""
+"""The flags of sharding as values: `Parallel` holds the mesh, the strategy over its axes, and the engine."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def read_outer(text: str | None) -> optax.GradientTransformation | None:
 
 
 def _data_strategy(flags: Sharding, name: str, shared: tuple[str, ...]) -> Strategy:
-    """The strategy over the axes of the data, beside the axis replica where there is one."""
+    """Make the strategy over the axes of the data, and over the axis replica where there is one."""
     axis = shared if len(shared) > 1 else shared[0]
     if not flags.sync_every:
         return _STRATEGIES[name](*(["replica"] if name == "hsdp" else []), axis)

@@ -55,7 +55,7 @@ def parse(command: type[F], words: Sequence[str]) -> F:
       words: flags and their values.
 
     Returns:
-      The flags: the given ones, else those of the file that --config names, else the defaults.
+      The flags: from the words, else from the file that --config names, else the defaults.
 
     Raises:
       UsageError: a flag that does not exist or is missing, or a value that is refused.
@@ -73,7 +73,7 @@ def parse(command: type[F], words: Sequence[str]) -> F:
 
 
 def help_of(command: type[Flags]) -> str:
-    """Return the help of a command: what it does, and its flags in groups."""
+    """Return the help of a command: a description, and its flags in groups."""
     width = min(_WIDTH, shutil.get_terminal_size().columns)
     about = (command.__doc__ or "").partition("Attributes:")[0]
     paragraphs = (" ".join(one.split()) for one in about.split("\n\n"))
@@ -83,7 +83,7 @@ def help_of(command: type[Flags]) -> str:
 
 
 def flags_of(command: type[Flags]) -> dict[str, Flag]:
-    """Return the flags of a command by name: its own first, then those of its groups."""
+    """Return the flags of a command by name: its own first, then its groups."""
     hints = get_type_hints(command, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(command)}
     found: dict[str, Flag] = {}
@@ -148,7 +148,7 @@ def _place(command: type[Flags], words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(flag: Flag, given: Any, where: str = "") -> Any:
-    """Read what is given to a flag, on the command line or in the file `where`.
+    """Read the text of a flag, or a value from the file `where`.
 
     Raises:
       UsageError: it is refused.

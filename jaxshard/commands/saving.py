@@ -36,7 +36,7 @@ _FIX_THE_BATCHES = {"model": "--model", "batch": "--batch", "seq": "--seq", "see
 
 _CHANGE_THE_REST = dict.fromkeys(("steps", "lr", "warmup", "decay"), "the learning rate changes")
 _CHANGE_THE_REST |= dict.fromkeys(("clip", "optimizer"), "the steps to come are others")
-"""Facts of a saved run that decide the steps to come alone, and what it means if they differ."""
+"""Facts of a saved run that a run may go on with other values of, each with the effect."""
 
 
 class Saving(NamedTuple):

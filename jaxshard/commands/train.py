@@ -45,11 +45,11 @@ from jaxshard.training.step import Step, make_step
 
 _FILES = ("json", "log", "tensorboard", "profile", "save_config")
 _RECORDS: dict[str, Any] = dict.fromkeys((*_FILES, "wandb", "mlflow"))
-"""Of several processes one speaks and writes these, and all compute."""
+"""Outputs that only the first of several processes writes."""
 
 
 class _Start(NamedTuple):
-    """Where a training goes on.
+    """The state that a training starts from.
 
     Attributes:
       run: the saved run, or None for a new one.

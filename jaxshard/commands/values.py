@@ -1,4 +1,4 @@
-"""The types of flags: how a text becomes a value, and what is refused with what to write instead."""
+"""The types of flags: a reader for each, which returns the value of a text or refuses it with a correction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Read = Callable[[str], Any]
 """A function that returns the value of a text, or raises a ValueError that says what to write."""
 
 LARGEST = 2**63
-"""Whole numbers are below it."""
+"""The upper bound of whole numbers."""
 
 
 class Kind(NamedTuple):

@@ -56,7 +56,7 @@ def test_saved_flags_are_read_again(tmp_path):
 
 
 def test_a_command_saves_its_flags_before_it_works(tmp_path, monkeypatch, capsys):
-    """Those that were given and those of the file that it read; not the names of the files of flags themselves."""
+    """Flags of the words and of --config; without --config and --save-config themselves."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "first.toml").write_text("batch = 8\nseed = 3\n")
     words = ["parity", "nope", "--config", "first.toml", "--seed", "4", "--save-config", "second.toml"]

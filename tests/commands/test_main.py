@@ -21,7 +21,7 @@ print(main(sys.argv[1:]), sorted({"jax", "rich"} & set(sys.modules)))
 
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch):
-    """Where XLA_FLAGS is set the doctor tries it in another process."""
+    """The doctor tries XLA_FLAGS in another process."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
