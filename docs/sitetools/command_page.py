@@ -7,7 +7,7 @@ import io
 import os
 from unittest import mock
 
-COLUMNS = 100
+COLUMNS = 120
 
 
 def with_help(text: str) -> str:

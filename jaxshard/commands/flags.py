@@ -42,7 +42,7 @@ class Result(Flags):
     """The result as a file.
 
     Attributes:
-      json: write the result as one JSON object; - is standard output, and then nothing else goes there.
+      json: write the result into this file as one JSON object; - is standard output
     """
 
     json: Written = None
@@ -53,8 +53,8 @@ class Config(Result):
     """The flags as a file.
 
     Attributes:
-      config: read flags from this TOML file, by the same names: steps = 100; a flag on the command line wins.
-      save_config: write the flags of this command into a TOML file that --config reads.
+      config: read flags from this TOML file, by the same names; a flag on the command line wins
+      save_config: write the flags into a TOML file that --config reads
     """
 
     config: File = None
@@ -66,31 +66,20 @@ class Sharding(Flags):
     """The mesh, the strategy and the engine.
 
     Attributes:
-      mesh: axes and sizes, such as data=8, replica=2,data=4 or data=2,tensor=2,pipe=2; one size may be -1. The axis
-        tensor shards the layers themselves, pipe puts them in stages, context shards long rows, expert the experts of
-        a block (moe-1m), and rows too.
-      strategy: sharded over the axis data are with ddp rows only, with zero1 the optimizer state, with zero2 gradients
-        too, with fsdp, the default, parameters too; hsdp is fsdp within each group of an axis replica.
-      rule: a logical axis of the model and the mesh axis that shards it, or replicated, such as vocab=replicated; for
-        the axis tensor, as often as you like.
-      sync_every: let each group of an axis replica train by itself, and synchronise parameters every so many steps, as
-        DiLoCo does.
-      sync_warmup: average gradients over the groups, as with ddp, in the first so many steps; the steps in which the
-        learning rate rises are a good number.
-      outer: the outer optimizer of --sync-every: average, the default, replaces parameters by the mean over the groups;
-        rate=0.7,momentum=0.9 is DiLoCo's own (Nesterov's), for long runs; with --sync-warmup, rate=0.5,momentum=0.75
-        came closest to ddp in short ones.
-      fragments: synchronise parameters in so many parts, one after the other.
-      engine: explicit issues the collectives itself, auto leaves them to the compiler; with an axis pipe it is
-        pipelined.
-      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file.
-      chunks: stages per device of a pipeline; by default two for a ready-made size with enough blocks, else one.
-      context: how attention sees the rest of a row that an axis context shards: gather keys and values, ulysses
-        exchanges heads, usp does both (over a second axis, context_heads), ring passes them around.
-      devices: use so many devices, over all processes; simulated ones where there is no accelerator.
-      microbatches: accumulate gradients over so many micro-batches; in a pipeline by default four per device.
-      wire: send gradients or weights in fewer bytes, such as gradients=int8,weights=fp8; block=128 changes the numbers
-        per scale from 256, feedback=on adds the rounding errors of gradients to the next step. Not under auto.
+      mesh: axes and sizes: data=8 or data=2,tensor=2,pipe=2; also replica, context, expert; -1 is the rest
+      strategy: ddp, zero1, zero2, fsdp (the default) or hsdp, which is fsdp within each group of an axis replica
+      rule: what the axis tensor does to a logical axis: vocab=replicated, mlp=tensor; as often as you like
+      sync_every: let each group of an axis replica train by itself, and average parameters every N steps (DiLoCo)
+      sync_warmup: average gradients over the groups in the first N steps, such as those of the warm-up
+      outer: optimizer of --sync-every: average (the default), or rate=0.7,momentum=0.9 for Nesterov momentum
+      fragments: synchronise parameters in so many parts, one after the other
+      engine: explicit (the default) issues the collectives, auto leaves them to the compiler; or pipelined
+      schedule: of a pipeline: interleaved, zero_bubble, one_f_one_b, gpipe, or a table's .csv file
+      chunks: stages per device of a pipeline; by default 2 for a ready-made size with enough blocks, else 1
+      context: attention over an axis context: gather, ulysses, usp (over a second axis, context_heads) or ring
+      devices: use so many devices, over all processes; simulated ones where there is no accelerator
+      microbatches: accumulate gradients over so many micro-batches; in a pipeline by default four per device
+      wire: send gradients or weights in 8 bits: gradients=int8,weights=fp8,block=128,feedback=on
     """
 
     mesh: Text = None
@@ -114,7 +103,7 @@ class Model(Flags):
     """The model and its batches.
 
     Attributes:
-      change: arguments of js.models.gpt, llama or moe in place of the size's own, such as depth=4,rope_scaling=8.
+      change: arguments of the model, js.models.gpt, llama or moe: depth=4,rope_scaling=8
     """
 
     change: Text = None
@@ -125,10 +114,9 @@ class Rows(Model):
     """The model and its batches.
 
     Attributes:
-      batch: rows of a step over all devices, for a ready-made size; by default what suits it.
-      seq: tokens in a row, for a ready-made size; by default what suits it.
-      precision: bf16, or bfloat16, computes, gathers weights and reduces gradients in bfloat16; parameters and
-        optimizer state stay f32. By default all is f32.
+      batch: rows of a step over all devices; by default the model's
+      seq: tokens in a row; by default the model's
+      precision: bf16 (or bfloat16): compute, gather weights and reduce gradients in it; by default all is f32
     """
 
     batch: Count = None
@@ -141,22 +129,19 @@ class Compute(Rows, Sharding):
     """The model and its batches.
 
     Attributes:
-      remat: the activations of a block that are saved for the backward pass: everything, dots, nothing, or by name,
-        such as attention_out=save,block_in=offload (to the host's memory); by default what the model's size states,
-        nothing in a pipeline.
+      remat: activations to save: everything, dots, nothing, or by name: attention_out=save,block_in=offload
     """
 
     remat: Text = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Targeted(Config):
+class Targeted(Flags):
     """The step.
 
     Attributes:
-      target: a ready-made size such as gpt-1m, hf:PATH for a model of Hugging Face's with new weights, or
-        path/to/file.py:function or package.module:function, a function without arguments that returns (init_fn,
-        loss_fn, tx, batch).
+      target: a ready-made size such as gpt-1m, hf:PATH with new weights, or path/to/file.py:function or
+        package.module:function, which returns (init_fn, loss_fn, tx, batch)
     """
 
     target: Annotated[str, Kind("TARGET", is_positional=True)]
@@ -167,13 +152,11 @@ class Data(Flags):
     """The corpus to train on.
 
     Attributes:
-      data: a text file, a folder of text, token ids as .npy or .bin, or with a tokenizer records as .jsonl; without it
-        Python's own library.
-      dtype: of the token ids in a .bin file, such as uint16.
-      vocab: how many token ids there are, for .npy and .bin.
-      tokenizer: a tokenizer.json, or a folder that has one, which makes tokens of --data; by default that of the model
-        hf:PATH.
-      template: of a message in .jsonl, such as '{role}:\\n{content}\\n', the default.
+      data: text, token ids as .npy or .bin, or records as .jsonl; by default the source of Python's library
+      dtype: of the token ids in a .bin file, such as uint16
+      vocab: how many token ids there are, for .npy and .bin
+      tokenizer: a tokenizer.json, or a folder that has one; by default the tokenizer of the model hf:PATH
+      template: of a message in .jsonl; by default '{role}:\\n{content}\\n'
     """
 
     data: Folder = None  # text, not a Path: that of an empty text is the current folder
@@ -188,23 +171,18 @@ class Recipe(Flags):
     """Steps, optimizer and learning rate.
 
     Attributes:
-      steps: optimizer steps in all; by default what suits the model.
-      optimizer: adamw, the default, adam8bit or any other one of optax by its name, with arguments if you like, such as
-        lion,b2=0.98.
-      lr: the highest learning rate; by default what suits the model.
-      warmup: steps in which the learning rate rises; by default what suits the model.
-      decay: of the learning rate after the warm-up: cosine, the default, or linear, to a twentieth at the last step;
-        or constant.
-      clip: clip gradients to this global norm; by default what suits the model.
-      seed: of the parameters and the order of the data.
-      eval_every: steps between evaluations; by default four in all.
-      patience: stop after so many evaluations without a lower held-out loss.
-      lora: freeze the model hf:PATH and train low-rank factors of its matrices, as rank=8,alpha=16,base=int8,
-        match=q_proj/kernel; rank alone is enough, and then all matrices of blocks have them.
-      bad_steps: where loss or gradients are not finite, which changes nothing but the number of the step: raise ends
-        the training, skip leaves the batch out, rollback goes back to the newest step in --checkpoint first.
-      check_replicas: after every so many steps compare, bit by bit, the copies of all arrays that several devices hold,
-        and end the training where they differ; by default never.
+      steps: optimizer steps in all; by default the model's
+      optimizer: a function of optax or js.optim with arguments, such as lion,b2=0.98; by default adamw
+      lr: the highest learning rate; by default the model's
+      warmup: steps of a linear warm-up; by default the model's
+      decay: of the learning rate after the warm-up: cosine (the default), linear, or constant
+      clip: clip gradients to this global norm; by default the model's
+      seed: of the parameters and the order of the data
+      eval_every: steps between evaluations; by default four in all
+      patience: stop after so many evaluations without a lower held-out loss
+      lora: freeze hf:PATH and train low-rank factors: rank=8,alpha=16,base=int8,match=q_proj/kernel
+      bad_steps: raise, skip or rollback (to the newest saved step) where a step is not finite
+      check_replicas: compare the copies of all arrays over devices, bit by bit, every N steps; by default never
     """
 
     steps: Count = None
@@ -226,15 +204,13 @@ class Saving(Flags):
     """The checkpoints.
 
     Attributes:
-      checkpoint: save the run into this folder while it trains, and at the end; each step in a folder of its own.
-      resume: go on from the newest step in --checkpoint; from step 0 where there is none.
-      checkpoint_every: steps between saves; by default 10.
-      keep: so many of the newest saves stay; by default all.
-      key_file: a file with a secret, by which changes on purpose are found when the run goes on; by default what the
-        environment variable JAXSHARD_CHECKPOINT_KEY holds, if it is set.
-      fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged.
-      memory_every: steps between copies of the run into memory that outlives the processes: started again by jaxshard
-        launch --max-restarts they go on from there, and need no checkpoint; without it there are no copies.
+      checkpoint: save the run into this folder while it trains, and at the end
+      resume: go on from the newest step in --checkpoint, if there is one
+      checkpoint_every: steps between saves; by default 10
+      keep: so many of the newest saves stay; by default all
+      key_file: a file with the secret that signs what is saved; by default JAXSHARD_CHECKPOINT_KEY
+      fall_back: with --resume, go on from the newest step that is intact where newer ones are damaged
+      memory_every: steps between copies into memory, from which jaxshard launch --max-restarts goes on
     """
 
     checkpoint: File = None
@@ -251,14 +227,13 @@ class Output(Flags):
     """The outputs.
 
     Attributes:
-      sample: how many tokens to draw from the model at the end; 0 for none.
-      export: write the trained model into this folder at the end, as transformers reads it, with factors merged.
-      log: append the numbers of every step to this file, one JSON object a line.
-      tensorboard: write them for TensorBoard into this folder, or at an address gs:// or s3://; needs tensorboardX.
-      wandb: write them into a run of this project of Weights & Biases; needs wandb. A run that goes on from
-        --checkpoint goes on there too.
-      mlflow: write them into a run of this experiment of MLflow, at MLFLOW_TRACKING_URI; needs mlflow.
-      profile: write a profile of three steps into this folder, or at an address gs://.
+      sample: how many tokens to draw from the model at the end; 0 for none
+      export: write the trained model into this folder at the end, as transformers reads it
+      log: append the numbers of every step to this file, one JSON object a line
+      tensorboard: write them for TensorBoard into this folder, or at an address gs:// or s3://
+      wandb: write them into a run of this project of Weights & Biases; --resume goes on in it
+      mlflow: write them into a run of this experiment of MLflow, at MLFLOW_TRACKING_URI
+      profile: write a profile of three steps into this folder, or at an address gs://
     """
 
     sample: Natural = 160
@@ -275,9 +250,9 @@ class Chips(Flags):
     """The chips.
 
     Attributes:
-      topology: TPUs or GPUs that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8.
-      slices: so many TPU slices, connected by the data center's network.
-      price: of one chip for an hour, in any currency, for the price of a billion tokens.
+      topology: chips that are not here: v5e:16x16, v5p:4x4x8, or h100:8x32 for 32 hosts of 8
+      slices: so many TPU slices, connected by the data center's network
+      price: of one chip for an hour, for the price of a billion tokens
     """
 
     topology: Text = None
@@ -297,8 +272,7 @@ class Train(Compute, Data, Recipe, Saving, Output, Config):
       model: a ready-made size: gpt-1m, gpt-10m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1m, llama2-7b,
         llama3-8b, llama3-70b, llama3-405b, moe-1m, mixtral-8x7b, qwen3-30b-a3b or deepseek-16b. hf:PATH goes on from
         the weights of a folder of Hugging Face's.
-      ordered: add over devices in one order, so that losses and parameters are the same bits for every number of
-        processes that the devices are spread over.
+      ordered: add over devices in one order: the same bits for every number of processes
     """
 
     model: Annotated[str, Kind("NAME")] = "gpt-1m"
@@ -315,21 +289,18 @@ class Generate(Model, Config):
     list for each prompt with the prompt in it and the token that ended it, and "text", which leaves out what ended it.
 
     Attributes:
-      model: hf:PATH, a folder that transformers wrote, or a ready-made size such as llama-1m with --checkpoint.
-      checkpoint: the folder in which jaxshard train saved a run of this model; its newest step is read.
+      model: hf:PATH, a folder that transformers wrote, or a ready-made size with --checkpoint
+      checkpoint: the folder in which jaxshard train saved a run of this model; its newest step is read
       prompt: a text to continue; give it once for each.
       prompt_tokens: the tokens of a prompt, such as 1,5,9; give it once for each.
-      tokenizer: a tokenizer.json, or a folder that has one; by default that of the model. Without one a model that was
-        trained on text reads bytes.
-      length: the largest number of new tokens; by default 64, or as many as the model has positions for.
+      tokenizer: a tokenizer.json, or a folder that has one; by default the model's, or bytes
+      length: the largest number of new tokens; by default 64, or what the model has positions for
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw from so many most likely tokens.
-      top_p: draw from the fewest tokens whose probabilities add up to at least this.
-      stop: end at this text, such as '</s>' or '\\n\\n', or at one of these tokens, such as 2 or 2,7; give it as often
-        as you like. Every text also ends at the end of text that the tokenizer or the model's configuration names.
+      top_p: draw from the fewest tokens whose probabilities add up to at least this
+      stop: end at this text, such as '</s>' or '\\n\\n', or at these tokens, such as 2,7; as often as you like
       mesh: axes and sizes, such as data=2,tensor=4.
-      strategy: how weights are stored over the axis data: fsdp shards them and gathers a block at a time, ddp keeps
-        them replicated.
+      strategy: fsdp shards weights over the axis data and gathers a block at a time, ddp replicates them
       devices: use so many devices.
       seed: of what is drawn at random.
     """
@@ -362,14 +333,14 @@ class Launch(Flags):
     process that failed first (128 + n where signal n ended it), or 0 when all ended with 0. After status 2, for wrong
     flags, nothing is started again.
 
-    Without accelerators jaxshard's own commands share eight simulated devices, or as many as --devices says. In a program of
-    your own js.simulate_devices(n) gives each process n.
+    Without accelerators jaxshard's own commands share eight simulated devices, or as many as --devices says. In a
+    program of your own js.simulate_devices(n) gives each process n.
 
     Attributes:
-      command: what every process runs, found on PATH.
-      processes: how many there are.
-      max_restarts: start all again up to so many times.
-      grace: SIGTERM and Ctrl-C are passed on; what is still there so many seconds later is killed.
+      command: the command of every process, found on PATH
+      processes: how many there are
+      max_restarts: start all again up to so many times
+      grace: seconds from SIGTERM or Ctrl-C, which are passed on, to SIGKILL
     """
 
     command: Annotated[tuple[str, ...], Kind("COMMAND ...", is_positional=True)] = ()
@@ -379,39 +350,37 @@ class Launch(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(Targeted, Compute):
+class Audit(Targeted, Compute, Config):
     """Compare the collectives of a compiled step with the promises of the strategy.
 
     Every collective that is not promised is named; status 1 if there is one. Nothing is trained, and no array is made.
-    Anyone's step is read from its text:
+    Anyone's step is read from its text: name the axes of its mesh, in their order, by their purpose. Without --strategy
+    collectives are only listed.
 
     jaxshard audit --hlo step.txt --mesh data=4,tensor=2 --strategy fsdp
 
     Attributes:
-      hlo: in place of TARGET the text of a compiled step, as compiled.as_text() returns it or an XLA dump has it
-        (*after_optimizations.txt). Name the axes of the mesh that it was compiled for, in their order, by what they
-        are for. Unless you name a strategy too, collectives are only listed.
-      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu.
-      all: print every surprise, collective and instruction; by default surprises by line and kind, and the number of
-        all else.
+      hlo: in place of TARGET the text of a compiled step, of as_text() or an XLA dump; needs --mesh
+      topology: compile for TPUs that are not here, such as v5e:2x4; needs libtpu
+      all: print every surprise, collective and instruction; by default a summary
     """
 
-    target: Annotated[str, Kind("[TARGET]", is_positional=True)] = ""
+    target: Annotated[str, Kind("TARGET", is_positional=True)] = ""
     hlo: File = None
     topology: Text = None
     all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parity(Targeted, Model, Sharding):
+class Parity(Targeted, Model, Sharding, Config):
     """Compare a sharded step with the same step on one device.
 
     It runs both and compares all arrays, in f32; status 1 if one differs. Without an accelerator, 8 devices are
     simulated.
 
     Attributes:
-      batch: rows of a step over all devices, for a ready-made size; by default about 16.
-      seed: of the parameters, the tokens of a ready-made size, and what the loss draws.
+      batch: rows of a step over all devices; by default about 16
+      seed: of the parameters, the tokens, and what the loss draws
     """
 
     batch: Count = None
@@ -419,7 +388,7 @@ class Parity(Targeted, Model, Sharding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Targeted, Compute, Chips):
+class Plan(Targeted, Compute, Chips, Config):
     """Predict memory, communication and time of a step on chips that are not here, and whether it fits.
 
     jaxshard plan llama3-8b --mesh data=256 --topology v5e:16x16 --precision bf16 --batch 256 --seq 8192
@@ -429,11 +398,10 @@ class Plan(Targeted, Compute, Chips):
     false, or null where only the compiler knows; "live_bytes" are live at once, "allocated_bytes" must fit.
 
     Attributes:
-      chip: predict for the limits of this chip, such as v5e or h100; without --topology for the devices that are here.
+      chip: predict for the limits of this chip, such as v5e or h100; without --topology for the devices here
       estimate: estimate memory, without a compiler.
-      codegen: compile to the end, which takes minutes: prints the compiler's verdict with estimated cycles too.
-      plot: draw memory by role across strategies into a file such as plan.png or plan.svg, and the shards, the
-        roofline and the schedule of a pipeline into plan-shards.png and so on; needs matplotlib.
+      codegen: compile to the end, which takes minutes, and print the compiler's verdict with estimated cycles
+      plot: draw memory by role into this file, and shards, roofline and schedule beside it; needs matplotlib
     """
 
     chip: Text = None
@@ -443,7 +411,7 @@ class Plan(Targeted, Compute, Chips):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(Targeted, Rows, Chips):
+class Search(Targeted, Rows, Chips, Config):
     """Rank the layouts of a model on chips that are not here, with reasons.
 
     jaxshard search llama3-8b --topology v5e:16x16 --batch 256 --seq 8192 --precision bf16
@@ -452,7 +420,7 @@ class Search(Targeted, Rows, Chips):
     "flags" with which jaxshard plan, audit and train do the same.
 
     Attributes:
-      compile: ask the compiler about the best until so many fit; 0 leaves that out.
+      compile: ask the compiler about the best until so many fit; 0 for none
     """
 
     topology: Annotated[str, Kind("TEXT")]
@@ -466,12 +434,11 @@ class Schedule(Result):
     A backward takes twice as long as a forward, half of it for the weights' gradients.
 
     Attributes:
-      name: gpipe, one_f_one_b, interleaved or zero_bubble, or the path of a CSV file with the columns
-        tick,device,op,chunk,microbatch.
+      name: gpipe, one_f_one_b, interleaved, zero_bubble, or a CSV file of tick,device,op,chunk,microbatch
       stages: devices of the pipeline; a file has its own.
       microbatches: parts of a batch; a file has its own.
-      chunks: parts of the model on each device, for interleaved and zero_bubble; 2 by default.
-      plot: draw the schedule into a file such as schedule.png or schedule.svg.
+      chunks: parts of the model on each device, for interleaved and zero_bubble; by default 2
+      plot: draw the schedule into a file such as schedule.png or schedule.svg
     """
 
     name: Annotated[str, Kind("NAME", is_positional=True)]
@@ -489,11 +456,10 @@ class Checkpoint(Result):
     saved; its name is printed.
 
     Attributes:
-      action: list the steps in a folder, show what one holds, or verify every byte of all of them.
+      action: list the steps in a folder, show what one holds, or verify every byte of all of them
       dir: the folder that js.save or jaxshard train --checkpoint wrote.
       step: this step alone; show takes the newest one by default.
-      key_file: a file with the secret that the steps were saved with; by default the environment variable
-        JAXSHARD_CHECKPOINT_KEY. verify needs it.
+      key_file: a file with the secret that the steps were saved with; by default JAXSHARD_CHECKPOINT_KEY
     """
 
     action: Annotated[Literal["list", "show", "verify"], Kind("ACTION", is_positional=True)]

@@ -103,7 +103,7 @@ def _kind_of(hint: Any) -> tuple[Kind, bool]:
     kind = about[0] if about else Kind("")
     choices = next((get_args(one) for one in (of, *get_args(of)) if get_origin(one) is Literal), None)
     if choices is not None:
-        kind = kind._replace(metavar=kind.metavar or "{" + ",".join(choices) + "}", read=read_choice(choices))
+        kind = kind._replace(metavar=kind.metavar or "NAME", read=read_choice(choices))
     return kind, get_origin(of) is tuple
 
 
@@ -181,27 +181,33 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_parser(command: type[Flags], flags: Sequence[Flag], width: int = _WIDTH) -> _Parser:
-    name = _shown(command)
-
     def look(prog: str) -> argparse.HelpFormatter:
         return argparse.RawDescriptionHelpFormatter(prog, max_help_position=_NAMES, width=width)
 
-    positional = "".join(f" {flag}" for flag in flags if flag.kind.is_positional)
+    usage = [_shown(command), "[flags]"]
+    for one in (flag for flag in flags if flag.kind.is_positional):
+        usage.append(f"-- {one}" if one.repeats else str(one) if one.default is dataclasses.MISSING else f"[{one}]")
     parser = _Parser(
-        name, f"{name}{positional} [flags]", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False,
+        prog=_shown(command),
+        usage=" ".join(usage),
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
         formatter_class=look,
-    )  # fmt: skip
+    )
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in flags)}
     for flag in flags:
-        shown = (
-            "" if flag.is_switch or flag.default in (None, (), dataclasses.MISSING) else f" (default: {flag.default})"
-        )
-        names = [name for name in (flag.kind.alias, str(flag)) if name]
-        action: Any = argparse.BooleanOptionalAction if flag.is_switch else "append" if flag.repeats else "store"
-        options: dict[str, Any] = {} if flag.is_switch else {"metavar": flag.kind.metavar}
+        has_default = flag.default and flag.default is not dataclasses.MISSING
+        shown = f" (default: {flag.default})" if has_default else ""
+        text, add = (flag.help + shown).replace("%", "%%"), groups[flag.group].add_argument
         if flag.kind.is_positional:
-            names, action = [flag.name], "store"
-        groups[flag.group].add_argument(*names, action=action, help=(flag.help + shown).replace("%", "%%"), **options)
+            add(flag.name, metavar=flag.kind.metavar, help=text)
+        elif flag.is_switch:
+            add(str(flag), action="store_true", help=text)
+            add(str(flag).replace("--", "--no-"), dest=flag.name, action="store_false", help=argparse.SUPPRESS)
+        else:
+            names = [name for name in (flag.kind.alias, str(flag)) if name]
+            add(*names, metavar=flag.kind.metavar, action="append" if flag.repeats else "store", help=text)
     return parser
 
 

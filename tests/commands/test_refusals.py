@@ -70,7 +70,7 @@ REFUSED |= {
     "train --restart 1": "there is no flag --restart",
     "train --steps x": "--steps x: give a whole number",
     "train --steps": "--steps: expected one argument; see jaxshard train --help",
-    "train --resume=x": "--resume/--no-resume: ignored explicit argument 'x'",
+    "train --resume=x": "--resume: ignored explicit argument 'x'",
     "train --engine fast": "--engine fast: use one of explicit, auto, pipelined",
     "train --strategy fdsp": r"--strategy fdsp: did you mean fsdp\? Use one of ddp, .*zero2, fsdp",
     "generate --model x --strategy fsdq": r"--strategy fsdq: did you mean fsdp\?",
