@@ -17,7 +17,7 @@ _LIBRARY = os.path.dirname(os.__file__)
 class UsageError(Exception):
     """Wrong flags or data; the message is one line that says what to do, and the exit status is 2."""
 
-    status = 2
+    exit_status = 2
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def refuse(why: str, **flags: int | str | Path | None) -> None:
 class FileError(UsageError):
     """A file could not be written, or read, while the command was at work; the exit status is 1."""
 
-    status = 1
+    exit_status = 1
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> int:
             if line:
                 print(f"jaxshard: {line}", file=sys.stderr)
     except (OutputError, UsageError) as error:
-        status = error.status
+        status = error.exit_status
         if str(error):
             _print_if_possible(f"jaxshard: {error}")
     except Exception:  # of the user's function, whatever it is: Python's own status, 1, would say that a check failed
@@ -120,23 +120,13 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
             run = runner_of(name)
         with _ctrl_c_again_where_it_is_lost(), file_errors():
             return run(given) or 0, ""
-    except UsageError as error:
-        return error.status, str(error)
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"
-    except (ValueError, RuntimeError, FloatingPointError) as error:
-        from jaxshard.checks.replicas import ReplicasDiffer
-        from jaxshard.distributed.agree import Disagreement
-        from jaxshard.distributed.failures import MissingProcess
-        from jaxshard.training.non_finite import BadStep
-
-        if isinstance(error, BadStep):
-            return 1, f"{error.what}; see --bad-steps"
-        if isinstance(error, ReplicasDiffer):
-            return 1, str(error)
-        if isinstance(error, Disagreement | MissingProcess):
-            return error.exit_status, str(error)
-        raise
+    except (UsageError, ValueError, RuntimeError, FloatingPointError) as error:
+        status: int | None = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        return status, f"{error.what}; see --bad-steps" if hasattr(error, "what") else str(error)
 
 
 @contextlib.contextmanager

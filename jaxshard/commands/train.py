@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,13 +230,10 @@ def _watchdog() -> AbstractContextManager[Watchdog | None]:
 def _open_writers(job: Job, checkpoints: Path | None) -> list[metrics.Writer]:
     """Open what the numbers of steps are written to; a resumed run goes on in the runs whose ids lie beside it."""
     flags, config = job.flags, job.about | {"layout": job.layout}
-    writers: list[metrics.Writer] = []
-    if flags.log is not None:
-        writers.append(metrics.json_lines(flags.log))
-    if flags.tensorboard is not None:
-        writers.append(metrics.tensorboard(flags.tensorboard, config=config))
-    if flags.wandb is not None:
-        writers.append(metrics.wandb(flags.wandb, config=config, folder=checkpoints))
-    if flags.mlflow is not None:
-        writers.append(metrics.mlflow(flags.mlflow, config=config, folder=checkpoints))
-    return writers
+    make: dict[str, Callable[[Any], metrics.Writer]] = {
+        "log": metrics.json_lines,
+        "tensorboard": partial(metrics.tensorboard, config=config),
+        "wandb": partial(metrics.wandb, config=config, folder=checkpoints),
+        "mlflow": partial(metrics.mlflow, config=config, folder=checkpoints),
+    }
+    return [open_writer(where) for name, open_writer in make.items() if (where := getattr(flags, name)) is not None]
